@@ -1,0 +1,114 @@
+# Every target sets up .venv by itself; nothing needs to be installed first but Python (3.11 or newer).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+SEED ?= 0
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml constraints.txt
+IN_TRAIN := cd skyrl-train && ../$(BIN)/python
+
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
+	@echo "Variables: PYTHON=$(PYTHON) (makes .venv)  SEED=$(SEED) (catch)  ARGS= (passed on by catch and test)"
+
+# --- what you came for ---------------------------------------------------------------------------------------
+
+.PHONY: catch
+catch: .venv/.runtime ## teach a small model to play Catch on this machine, and write its report
+	@$(IN_TRAIN) -m examples.catch.learn --seed $(SEED) $(ARGS)
+
+.PHONY: catch-compare
+catch-compare: .venv/.runtime ## the same with shaped and with episodic rewards, curves side by side
+	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) $(ARGS)
+
+.PHONY: test
+test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+# --- for a change --------------------------------------------------------------------------------------------
+
+.PHONY: check
+check: lint lock-check docs test ## everything that CI runs
+
+.PHONY: lint
+lint: .venv/.dev ## format check, ruff, mypy, import contracts, secrets
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook --baseline .secrets.baseline
+
+.PHONY: format
+format: .venv/.dev ## format the code and apply ruff's safe fixes
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+.PHONY: docs
+docs: .venv/.dev ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "docs: site/index.html"
+
+# --- the lock ------------------------------------------------------------------------------------------------
+
+# uv keeps the versions that its output file already names. Left out: local labels (2.13.0+cpu), because each index has
+# its own, and the CUDA packages, because the wheel of a torch that needs them pins them itself.
+COMPILE = $(BIN)/uv pip compile --quiet --all-extras --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
+	--no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	--no-emit-package skyrl-gym --no-emit-package skyrl-train \
+	skyrl-gym/pyproject.toml skyrl-train/pyproject.toml
+define WRITE_LOCK
+	{ echo "# The lock: every version, for Linux and Python 3.11. Written by make lock; do not edit."; \
+	  grep -vE '^(cuda-|nvidia-|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
+endef
+
+.PHONY: lock
+lock: .venv/.dev ## bring constraints.txt to the newest versions that fit (ARGS=--upgrade-package=x for one)
+	@cp constraints.txt .venv/lock.txt
+	@$(COMPILE) --output-file .venv/lock.txt $(or $(ARGS),--upgrade)
+	@$(call WRITE_LOCK,constraints.txt)
+	@echo "lock: $$(grep -c == constraints.txt) versions in constraints.txt"
+
+.PHONY: lock-check
+lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject files
+	@cp constraints.txt .venv/lock.txt
+	@$(COMPILE) --output-file .venv/lock.txt
+	@$(call WRITE_LOCK,.venv/constraints.txt)
+	@diff -u constraints.txt .venv/constraints.txt \
+	  || { echo "lock-check: constraints.txt does not fit the pyproject files; run make lock"; exit 1; }
+
+# --- set-up --------------------------------------------------------------------------------------------------
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …"; exit 1; }
+	@echo "setup: creating .venv"
+	@$(PYTHON) -m venv .venv
+
+.venv/.runtime: $(MANIFESTS) | .venv/bin/python
+	@echo "setup: installing skyrl-gym and skyrl-train into .venv (the first time takes minutes)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
+	@$(PIP) -c constraints.txt -e skyrl-gym -e skyrl-train
+	@touch $@
+
+.venv/.dev: .venv/.runtime
+	@echo "setup: installing the development tools into .venv"
+	@$(PIP) -c constraints.txt -e skyrl-gym -e 'skyrl-train[dev]'
+	@touch $@
+
+.PHONY: clean
+clean: ## remove .venv, caches and built docs; outputs/ stays
+	@rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf skyrl-*/build skyrl-*/*.egg-info

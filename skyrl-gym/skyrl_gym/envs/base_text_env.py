@@ -1,0 +1,54 @@
+"""The class that environment authors subclass: chat messages out, the model's reply in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_gym.core import Env, EnvStepOutput
+from skyrl_gym.metrics import default_aggregate_metrics
+
+MessageType = dict[str, Any]
+"""One chat message: ``role`` and ``content``, and whatever else the chat template understands (``tool_calls``, …)."""
+
+ConversationType = list[MessageType]
+
+
+class BaseTextEnvStepOutput(EnvStepOutput[ConversationType], total=False):
+    """`EnvStepOutput` over chat messages: `observations` are appended to the conversation after the model's reply.
+
+    postprocessed_action: text to keep in the conversation in place of the model's reply. Leave it out, or None,
+        to keep the reply as it was sampled.
+    """
+
+    postprocessed_action: str | None
+
+
+class BaseTextEnv(Env[ConversationType, str]):
+    """An episode of chat. Subclasses override `step`, and count their turns in it.
+
+    A subclass is built as ``YourEnv(env_config=…, extras=…)``: `env_config` is the section of the configuration named
+    after the environment, `extras` is the dataset row without `prompt` and `env_class`, with the trainer's own
+    ``max_turns`` added.
+    """
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.max_turns = 1
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        """Begin the episode with the row's prompt; an environment may answer with another one."""
+        return prompt, {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Answer the model's reply `action`, the decoded text of one turn."""
+        raise NotImplementedError(f"{type(self).__name__} must implement step()")
+
+    def get_metrics(self) -> dict[str, Any]:
+        """The facts of this episode that are worth averaging, e.g. ``{"steps": 5, "caught": 1}``."""
+        return {}
+
+    @staticmethod
+    def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Many episodes' `get_metrics` as one; by default, the mean of every number."""
+        return default_aggregate_metrics(metrics)

@@ -1,0 +1,25 @@
+"""One tree of errors. Each class takes only its message, so that every error survives pickling between processes.
+
+Error
+├── RegistrationError       a registration that cannot be accepted
+│   └── InvalidSpec         a spec that cannot be built, written as JSON or read back (also a ValueError)
+└── UnregisteredEnv         an id that this process's registry does not hold (also a ValueError)
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """The root of everything that skyrl_gym raises about environments and their registry."""
+
+
+class RegistrationError(Error):
+    """An environment cannot be registered, e.g. because its id is taken."""
+
+
+class InvalidSpec(RegistrationError, ValueError):
+    """An `EnvSpec` cannot be built, written as JSON or read back."""
+
+
+class UnregisteredEnv(Error, ValueError):
+    """No environment with this id is registered in this process."""

@@ -1,0 +1,78 @@
+"""From the metrics of single episodes to the numbers on a training curve."""
+
+from __future__ import annotations
+
+import numbers
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyrl_gym.envs.registration import spec
+
+EpisodeMetrics = Mapping[str, Any]
+"""What one episode's `get_metrics` returned."""
+
+Aggregate = Callable[[Sequence[EpisodeMetrics]], dict[str, Any]]
+
+
+def default_aggregate_metrics(metrics: Sequence[EpisodeMetrics]) -> dict[str, float]:
+    """The mean of each key over the episodes that have it. Booleans count as 0 and 1; what is no number is dropped."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for episode in metrics:
+        for key, value in episode.items():
+            if (number := _as_number(value)) is not None:
+                values[key].append(number)
+    return {key: sum(of_key) / len(of_key) for key, of_key in values.items()}
+
+
+def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) -> dict[str, Any]:
+    """Aggregate episodes of one registered environment with the rule that its class chose.
+
+    Episodes without metrics (an environment that reports none, a rollout that failed before its first step) are left
+    out first, so an `aggregate_metrics` may rely on its own keys.
+
+    Raises:
+        UnregisteredEnv: (a ValueError) `env_name` is not registered in this process.
+    """
+    reported = [episode for episode in metrics if episode]
+    aggregate = _aggregate_rule(env_name)
+    return aggregate(reported) if reported else {}
+
+
+def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[EpisodeMetrics]) -> dict[str, Any]:
+    """Aggregate a batch of episodes [B], whose environments may differ, into what is logged.
+
+    Every number is logged as ``environment/{env_class}/{key}``, so environments that share a key do not overwrite each
+    other. When the whole batch is of one environment, ``environment/{key}`` is logged as well: two episodes of catch,
+    one of them won, give ``{"environment/catch/catch_rate": 0.5, "environment/catch_rate": 0.5}``.
+
+    Raises:
+        UnregisteredEnv: an environment of the batch is not registered in this process.
+        ValueError: the two lists differ in length.
+    """
+    if len(env_classes) != len(metrics):
+        raise ValueError(
+            f"got {len(env_classes)} env_classes for the metrics of {len(metrics)} episodes; their lengths must agree"
+        )
+    episodes: defaultdict[str, list[EpisodeMetrics]] = defaultdict(list)
+    for env_class, episode in zip(env_classes, metrics, strict=True):
+        episodes[env_class].append(episode)
+    aggregates = {env_class: aggregate_for_environment(env_class, group) for env_class, group in episodes.items()}
+
+    logged = {f"environment/{env}/{key}": value for env, group in aggregates.items() for key, value in group.items()}
+    if len(aggregates) == 1:
+        (only,) = aggregates.values()
+        logged |= {f"environment/{key}": value for key, value in only.items()}
+    return logged
+
+
+def _aggregate_rule(env_name: str) -> Aggregate:
+    """The `aggregate_metrics` of the registered class; the default where the entry point is a function."""
+    rule: Aggregate = getattr(spec(env_name).load(), "aggregate_metrics", default_aggregate_metrics)
+    return rule
+
+
+def _as_number(value: Any) -> float | None:
+    if getattr(value, "shape", None) == ():  # a numpy scalar or a tensor without dimensions
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None

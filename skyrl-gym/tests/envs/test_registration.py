@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyrl_gym
+from skyrl_gym import error
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+from skyrl_gym.envs.registration import (
+    EnvSpec,
+    deregister,
+    load_env_creator,
+    make,
+    pprint_registry,
+    register,
+    registry,
+    spec,
+)
+
+
+class RowEnv(BaseTextEnv):
+    """Keeps what it was built from."""
+
+    def __init__(self, env_config: dict[str, Any], extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.env_config = env_config
+        self.extras = extras
+
+
+ROW_ENV = f"{__name__}:RowEnv"
+
+
+class TestRegister:
+    def test_a_registered_environment_is_found_by_its_id(self) -> None:
+        register("row", RowEnv, kwargs={"env_config": {}})
+        assert spec("row") == EnvSpec("row", RowEnv, {"env_config": {}})
+        assert registry == {"row": spec("row")}
+        assert spec("row").name == "row"
+
+    def test_the_package_and_the_module_share_one_registry(self) -> None:
+        skyrl_gym.register(id="row", entry_point=RowEnv)
+        assert skyrl_gym.spec("row") is spec("row")
+        assert skyrl_gym.registry is registry
+
+    def test_an_id_is_registered_once(self) -> None:
+        register("row", ROW_ENV)
+        with pytest.raises(error.RegistrationError, match=r"'row'.*already registered as .*:RowEnv.*deregister"):
+            register("row", "elsewhere:OtherEnv")
+        assert spec("row").entry_point == ROW_ENV
+
+    def test_an_entry_point_is_needed(self) -> None:
+        with pytest.raises(error.RegistrationError, match="'row' needs an entry_point"):
+            register("row")
+
+    @pytest.mark.parametrize("entry_point", ["RowEnv", "module:", ":RowEnv", ""])
+    def test_a_malformed_entry_point_is_refused_when_registered(self, entry_point: str) -> None:
+        with pytest.raises(error.RegistrationError, match="must be 'module:attribute'"):
+            register("row", entry_point)
+        assert registry == {}
+
+    def test_an_entry_point_that_is_neither_code_nor_name_is_refused(self) -> None:
+        with pytest.raises(error.InvalidSpec, match="give a class, a function or 'module:attribute'"):
+            register("row", 3)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("env_id", ["", None])
+    def test_an_id_is_a_name(self, env_id: Any) -> None:
+        with pytest.raises(error.InvalidSpec, match="must be a non-empty string"):
+            register(env_id, RowEnv)
+
+    def test_the_callers_kwargs_are_not_kept(self) -> None:
+        kwargs: dict[str, Any] = {"env_config": {}}
+        register("row", RowEnv, kwargs=kwargs)
+        kwargs.clear()
+        assert spec("row").kwargs == {"env_config": {}}
+
+
+class TestDeregister:
+    def test_the_id_is_free_again(self) -> None:
+        register("row", RowEnv)
+        deregister("row")
+        assert registry == {}
+        register("row", RowEnv)
+
+    def test_an_unknown_id_is_an_error(self) -> None:
+        with pytest.raises(error.UnregisteredEnv, match="No registered env with id: 'row'"):
+            deregister("row")
+
+
+def make_row_env(extras: dict[str, Any], env_config: dict[str, Any]) -> RowEnv:
+    return RowEnv(env_config, extras)
+
+
+class TestMake:
+    @pytest.mark.parametrize("entry_point", [RowEnv, ROW_ENV, make_row_env, f"{__name__}:make_row_env"])
+    def test_a_class_a_function_and_a_name_all_make_it(self, entry_point: Any) -> None:
+        register("row", entry_point)
+        env = make("row", env_config={}, extras={"max_turns": 3})
+        assert type(env).__name__ == "RowEnv"
+        assert isinstance(env, BaseTextEnv)
+
+    def test_every_environment_is_new(self) -> None:
+        register("row", RowEnv, kwargs={"env_config": {}, "extras": {}})
+        assert make("row") is not make("row")
+
+    def test_given_kwargs_win_over_registered_ones(self) -> None:
+        register("row", RowEnv, kwargs={"env_config": {"a": 1}, "extras": {"b": 2}})
+        env = make("row", extras={"c": 3})
+        assert isinstance(env, RowEnv)
+        assert (env.env_config, env.extras) == ({"a": 1}, {"c": 3})
+
+    def test_environments_do_not_share_their_registered_kwargs(self) -> None:
+        register("row", RowEnv, kwargs={"env_config": {"seen": []}, "extras": {}})
+        first, second = make("row"), make("row")
+        assert isinstance(first, RowEnv)
+        assert isinstance(second, RowEnv)
+        first.env_config["seen"].append("mine")
+        assert second.env_config == {"seen": []}
+        assert spec("row").kwargs["env_config"] == {"seen": []}
+
+    def test_given_kwargs_are_passed_on_as_they_are(self) -> None:
+        register("row", RowEnv)
+        extras: dict[str, Any] = {}
+        env = make("row", env_config={}, extras=extras)
+        assert isinstance(env, RowEnv)
+        assert env.extras is extras
+
+    def test_the_environment_knows_how_it_was_made(self) -> None:
+        register("row", RowEnv, kwargs={"env_config": {}})
+        env = make("row", extras={"c": 3})
+        assert env.spec == EnvSpec("row", RowEnv, {"env_config": {}, "extras": {"c": 3}})
+        assert spec("row").kwargs == {"env_config": {}}
+
+    def test_a_spec_makes_what_it_describes_without_being_registered(self) -> None:
+        env_spec = EnvSpec("row", RowEnv, {"env_config": {}})
+        assert isinstance(make(env_spec, extras={}), RowEnv)
+        assert isinstance(env_spec.make(extras={}), RowEnv)
+
+    def test_a_spec_without_entry_point_makes_nothing(self) -> None:
+        with pytest.raises(error.Error, match="'row' has no entry_point"):
+            make(EnvSpec("row"))
+
+    def test_an_unknown_id_names_the_nearest_one_and_all_there_are(self) -> None:
+        register("multiply", RowEnv)
+        register("catch", RowEnv)
+        with pytest.raises(error.UnregisteredEnv) as caught:
+            make("multipy")
+        message = str(caught.value)
+        assert "No registered env with id: 'multipy'. Did you mean 'multiply'?" in message
+        assert "Registered here: catch, multiply." in message
+        assert "import or register the environment in the process that makes it" in message
+
+    def test_an_unknown_id_like_no_other_suggests_nothing(self) -> None:
+        with pytest.raises(error.UnregisteredEnv) as caught:
+            make("chess")
+        assert "Did you mean" not in str(caught.value)
+        assert "Registered here: none." in str(caught.value)
+
+    def test_refused_arguments_are_shown_with_the_id(self) -> None:
+        register("row", RowEnv)
+        with pytest.raises(TypeError, match=r"missing 1 required .*'extras'.*'row' with kwargs \{'env_config': \{\}\}"):
+            make("row", env_config={})
+
+    def test_other_errors_of_the_constructor_are_left_alone(self) -> None:
+        def refuse() -> BaseTextEnv:
+            raise LookupError("no such task")
+
+        register("refusing", refuse)
+        with pytest.raises(LookupError, match=r"^'?no such task'?$"):
+            make("refusing")
+
+    def test_only_an_env_may_be_made(self) -> None:
+        register("list", list)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"'list' must return a skyrl_gym\.Env, got list"):
+            make("list")
+
+
+class TestLoadEnvCreator:
+    def test_a_name_is_imported(self) -> None:
+        assert load_env_creator("skyrl_gym.envs.base_text_env:BaseTextEnv") is BaseTextEnv
+
+    def test_a_missing_attribute_names_the_nearest_one(self) -> None:
+        with pytest.raises(error.InvalidSpec, match="Did you mean 'BaseTextEnv'"):
+            load_env_creator("skyrl_gym.envs.base_text_env:BaseTextEnw")
+
+    def test_a_missing_module_says_whose_entry_point_it_is(self) -> None:
+        with pytest.raises(ModuleNotFoundError) as caught:
+            load_env_creator("no_such_module:Env")
+        assert caught.value.__notes__ == ["while importing the environment entry point 'no_such_module:Env'"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
+    max_leaves=5,
+)
+
+
+class TestJson:
+    @given(st.text(min_size=1), st.none() | st.just(ROW_ENV), st.dictionaries(st.text(), json_values))
+    def test_a_spec_survives_the_round_trip(self, env_id: str, entry_point: str | None, kwargs: dict[str, Any]) -> None:
+        env_spec = EnvSpec(env_id, entry_point, kwargs)
+        assert EnvSpec.from_json(env_spec.to_json()) == env_spec
+
+    def test_the_name_is_not_written(self) -> None:
+        assert json.loads(EnvSpec("row", ROW_ENV).to_json()) == {"id": "row", "entry_point": ROW_ENV, "kwargs": {}}
+
+    def test_a_class_has_no_json(self) -> None:
+        with pytest.raises(ValueError, match="only 'module:attribute' has JSON"):
+            EnvSpec("row", RowEnv).to_json()
+
+    def test_a_function_among_the_kwargs_has_no_json(self) -> None:
+        with pytest.raises(ValueError, match="the kwargs of 'row' have no JSON"):
+            EnvSpec("row", ROW_ENV, {"callback": print}).to_json()
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "not the JSON of an EnvSpec"),
+            ("[]", "is an object with id, entry_point, kwargs"),
+            ("{}", "has the keys id, entry_point and kwargs"),
+            ('{"id": "row", "colour": 1}', r"got \['colour', 'id'\]"),
+            ('{"id": 3}', "must be a non-empty string"),
+            ('{"id": "row", "kwargs": [1]}', "must be a dict"),
+            ('{"id": "row", "entry_point": "RowEnv"}', "must be 'module:attribute'"),
+        ],
+    )
+    def test_anything_else_is_refused(self, text: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message) as caught:
+            EnvSpec.from_json(text)
+        assert isinstance(caught.value, error.InvalidSpec)
+
+
+class TestPprint:
+    def test_the_registry_is_sorted_into_aligned_columns(self) -> None:
+        for env_id in ["text2sql", "aime", "catch", "gsm8k"]:
+            register(env_id, RowEnv)
+        assert pprint_registry(num_cols=2, disable_print=True) == "aime      catch\ngsm8k     text2sql"
+
+    def test_an_empty_registry_is_an_empty_text(self) -> None:
+        assert pprint_registry({}, disable_print=True) == ""
+
+    def test_the_registry_is_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        register("row", RowEnv)
+        assert pprint_registry() is None
+        assert capsys.readouterr().out == "row\n"
+
+    def test_a_spec_is_one_field_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        env_spec = EnvSpec("row", ROW_ENV, {"extras": {"a": 1}})
+        assert env_spec.pprint(disable_print=True) == "id=row\nextras={'a': 1}"
+        assert env_spec.pprint(include_entry_points=True) is None
+        assert capsys.readouterr().out == f"id=row\nentry_point={ROW_ENV}\nextras={{'a': 1}}\n"

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_gym.core import Env, EnvStepOutput
+
+
+class Countdown(Env[int, int]):
+    """Subtract each action from a number until nothing is left."""
+
+    def __init__(self, start: int = 3) -> None:
+        self.left = start
+        self.times_closed = 0
+
+    def init(self) -> tuple[int, dict[str, Any]]:
+        return self.left, {"start": self.left}
+
+    def step(self, action: int) -> EnvStepOutput[int]:
+        self.left -= action
+        return EnvStepOutput(observations=self.left, reward=0.5, done=self.left <= 0, metadata={})
+
+    def close(self) -> None:
+        self.times_closed += 1
+
+
+def test_an_environment_is_any_pair_of_observation_and_action_types() -> None:
+    env = Countdown(3)
+    assert env.init() == (3, {"start": 3})
+    assert env.step(2) == {"observations": 1, "reward": 0.5, "done": False, "metadata": {}}
+    assert env.step(1)["done"] is True
+
+
+def test_a_step_output_is_a_plain_dict() -> None:
+    assert type(Countdown().step(1)) is dict
+
+
+def test_str_names_the_class() -> None:
+    assert str(Countdown()) == "Env(Countdown)"
+
+
+def test_an_environment_made_by_hand_has_no_spec() -> None:
+    assert Countdown().spec is None
+
+
+@pytest.mark.parametrize("method", ["init", "step"])
+def test_what_a_subclass_forgot_is_named_with_its_class(method: str) -> None:
+    class Unfinished(Env[str, str]):
+        pass
+
+    with pytest.raises(NotImplementedError, match=rf"Unfinished must implement {method}\(\)"):
+        getattr(Unfinished(), method)("anything")
+
+
+def test_close_may_be_called_again_and_again() -> None:
+    env: Env[str, str] = Env()
+    env.close()
+    env.close()
+
+
+def test_the_context_manager_closes_once_and_gives_the_environment() -> None:
+    with Countdown() as env:
+        assert env.times_closed == 0
+    assert env.times_closed == 1
+
+
+def test_the_context_manager_closes_after_an_error_and_lets_it_through() -> None:
+    env = Countdown()
+    with pytest.raises(ZeroDivisionError), env:
+        raise ZeroDivisionError
+    assert env.times_closed == 1

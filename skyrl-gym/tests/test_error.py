@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from skyrl_gym import error
+
+ERRORS = [error.Error, error.RegistrationError, error.InvalidSpec, error.UnregisteredEnv]
+
+
+@pytest.mark.parametrize("error_class", ERRORS)
+def test_every_error_is_in_the_tree(error_class: type[error.Error]) -> None:
+    assert issubclass(error_class, error.Error)
+
+
+@pytest.mark.parametrize("error_class", ERRORS)
+def test_every_error_survives_the_way_between_processes(error_class: type[error.Error]) -> None:
+    copied = pickle.loads(pickle.dumps(error_class("what failed, with which value, what to do")))
+    assert type(copied) is error_class
+    assert str(copied) == "what failed, with which value, what to do"
+
+
+def test_a_wrong_id_or_spec_is_also_a_wrong_value() -> None:
+    assert issubclass(error.UnregisteredEnv, ValueError)
+    assert issubclass(error.InvalidSpec, ValueError)
+    assert issubclass(error.InvalidSpec, error.RegistrationError)

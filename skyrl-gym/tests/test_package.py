@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import skyrl_gym
+
+README = Path(__file__).parents[1] / "README.md"
+HEAVY = ("torch", "ray", "numpy", "pandas", "transformers")
+
+
+def test_importing_skyrl_gym_loads_only_the_standard_library() -> None:
+    code = f"import sys, skyrl_gym, skyrl_gym.envs.base_text_env; print([m for m in {HEAVY} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_exported_name_exists() -> None:
+    assert all(hasattr(skyrl_gym, name) for name in skyrl_gym.__all__)
+    assert all(hasattr(skyrl_gym.envs, name) for name in skyrl_gym.envs.__all__)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (files("skyrl_gym") / "py.typed").is_file()
+
+
+def test_the_readme_runs_and_prints_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    text = README.read_text(encoding="utf-8")
+    program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    exec(compile(program, str(README), "exec"), {"__name__": "readme"})
+    (promised,) = re.findall(r"You will see `(.*?)`", text)
+    assert capsys.readouterr().out.strip() == promised

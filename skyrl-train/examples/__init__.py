@@ -1,0 +1,1 @@
+"""Complete training runs, each in a folder with its own README."""

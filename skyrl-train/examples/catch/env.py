@@ -1,0 +1,141 @@
+"""Catch as an environment: one reply per turn, shaped or episodic reward."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from examples.catch.game import DEFAULT_GRID_H, DEFAULT_GRID_W, MOVES, CatchState, advance
+from examples.catch.prompt import state_message
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.metrics import default_aggregate_metrics
+
+RewardMode = Literal["shaped", "episodic"]
+
+
+@dataclass(frozen=True, slots=True)
+class CatchReward:
+    """What a turn is worth; the `reward_spec` of a dataset row.
+
+    mode: ``shaped`` pays every turn for coming closer, plus `step_penalty`, plus the ending; ``episodic`` pays the
+        ending only.
+    terminal_catch, terminal_miss: the ending.
+    """
+
+    mode: RewardMode = "shaped"
+    step_penalty: float = -0.01
+    terminal_catch: float = 1.0
+    terminal_miss: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(RewardMode):
+            raise ValueError(f"reward mode={self.mode!r} is unknown; use one of {', '.join(get_args(RewardMode))}")
+        for name in ("step_penalty", "terminal_catch", "terminal_miss"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name}={value!r} must be a finite number")
+
+    def of(self, before: CatchState, after: CatchState) -> float:
+        """The reward of the turn that led from `before` to `after`."""
+        ending = (self.terminal_catch if after.is_caught else self.terminal_miss) if after.is_over else 0.0
+        if self.mode == "episodic":
+            return ending
+        return potential(after) - potential(before) + self.step_penalty + ending
+
+
+def potential(state: CatchState) -> float:
+    """How well the paddle stands: φ = -|ball_x - paddle_x| / max(1, grid_w - 1), from -1 to 0."""
+    return -state.distance / max(1, state.grid_w - 1)
+
+
+def parse_action(reply: str) -> str:
+    """The first letter of the reply, L, R or S in either case; anything else, and no reply at all, stays (S)."""
+    letter = reply.strip()[:1].upper()
+    return letter if letter in MOVES else "S"
+
+
+class CatchEnv(BaseTextEnv):
+    """One game of Catch, from the start that the dataset row describes.
+
+    `extras` is the row: `reward_spec` holds the fields of `CatchReward`; `extra_info` holds `ball_x` and `paddle_x`,
+    and may hold `ball_y` (0), `grid_w` (7), `grid_h` (6) and `max_turns` (the rows that the ball falls from the top).
+    Other keys of a row are left alone, and so is the trainer's own ``extras["max_turns"]``: a game is as long as its
+    row says.
+
+    Raises:
+        ValueError: the row describes no game; the message names the key, its value and what is allowed.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.reward = _reward_of(extras)
+        self.state = _start_of(extras)
+        self.max_turns = self.state.turns_left
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Play one turn with the first letter of the model's reply."""
+        if self.state.is_over:
+            raise RuntimeError(f"this game ended after turn {self.turns}; make a new CatchEnv for the next one")
+        self.turns += 1
+        letter = parse_action(action)
+        before, self.state = self.state, advance(self.state, letter)
+        return BaseTextEnvStepOutput(
+            observations=self._observations(),
+            reward=self.reward.of(before, self.state),
+            done=self.state.is_over,
+            metadata={"caught": self.state.is_caught, "action": letter},
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Turns played, and 1 if the ball was caught."""
+        return {"steps": self.turns, "caught": int(self.state.is_caught)}
+
+    @staticmethod
+    def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Mean turns per game, and the fraction of balls caught."""
+        means = default_aggregate_metrics(metrics)
+        names = {"steps": "avg_steps", "caught": "catch_rate"}
+        return {name: means[key] for key, name in names.items() if key in means}
+
+    def _observations(self) -> ConversationType:
+        return [] if self.state.is_over else [state_message(self.state)]
+
+
+def _reward_of(extras: Mapping[str, Any]) -> CatchReward:
+    spec = extras.get("reward_spec") or {}
+    names = [field.name for field in fields(CatchReward)]
+    return CatchReward(**{name: spec[name] for name in names if spec.get(name) is not None})
+
+
+def _start_of(extras: Mapping[str, Any]) -> CatchState:
+    start = extras.get("extra_info") or {}
+    grid_h = _whole(start, "grid_h", DEFAULT_GRID_H)
+    max_turns = _whole(start, "max_turns", grid_h - 1)
+    if max_turns < 1:
+        raise ValueError(f"extra_info max_turns={max_turns}, grid_h={grid_h}: a game needs at least 1 turn and 2 rows")
+    state = CatchState(
+        grid_w=_whole(start, "grid_w", DEFAULT_GRID_W),
+        grid_h=grid_h,
+        ball_x=_whole(start, "ball_x"),
+        ball_y=_whole(start, "ball_y", 0),
+        paddle_x=_whole(start, "paddle_x"),
+        turns_left=max_turns,
+    )
+    if state.has_landed:
+        raise ValueError(f"extra_info ball_y={state.ball_y} is the bottom row (grid_h={grid_h}); start the ball higher")
+    return state
+
+
+def _whole(start: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number of `extra_info`. Parquet stores a missing key as None, so None means missing."""
+    value = start.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"extra_info has no {key!r}; it has {sorted(start)}. Rows of catch_dataset.py have it")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"extra_info {key}={value!r} must be a whole number, got {type(value).__name__}") from None

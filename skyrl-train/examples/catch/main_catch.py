@@ -1,0 +1,27 @@
+"""Train on Catch: register the environment, then run the ordinary training command.
+
+python -m examples.catch.main_catch data.train_data=~/data/catch/train.parquet …
+"""
+
+from __future__ import annotations
+
+import sys
+
+from skyrl_gym.envs import register
+from skyrl_train.config import parse_cli
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+
+
+def register_catch() -> None:
+    """Make `env_class: catch` known in this process."""
+    register(id="catch", entry_point="examples.catch.env:CatchEnv")
+
+
+def main() -> None:
+    """The command line: `key=value` overrides."""
+    register_catch()
+    run_command(lambda: BasePPOExp(parse_cli(sys.argv[1:])).run())
+
+
+if __name__ == "__main__":
+    main()

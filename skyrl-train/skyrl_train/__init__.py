@@ -1,0 +1,1 @@
+"""SkyRL-train: reinforcement learning for language-model agents."""

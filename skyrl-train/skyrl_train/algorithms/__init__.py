@@ -1,0 +1,18 @@
+"""The mathematics of policy optimisation: pure functions over tensors, nothing else is imported here."""
+
+from skyrl_train.algorithms import advantages, losses
+from skyrl_train.algorithms.registry import (
+    advantage_estimator,
+    policy_loss,
+    register_advantage_estimator,
+    register_policy_loss,
+)
+
+__all__ = [
+    "advantage_estimator",
+    "advantages",
+    "losses",
+    "policy_loss",
+    "register_advantage_estimator",
+    "register_policy_loss",
+]

@@ -1,0 +1,136 @@
+"""What happens around a training step: evaluation, logging, dumps, checkpoints, exports.
+
+The trainer calls its callbacks in order. An evaluation comes before the logging that reports it, and a checkpoint
+after the metrics of its step are on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.dataset.files import write_jsonl
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.tracking import Progress, RunFolder, Tracking
+from skyrl_train.types import Trajectory
+
+if TYPE_CHECKING:
+    from skyrl_train.trainer import Trainer
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a step leaves for its callbacks; they may add metrics. Step 0 is before training: no trajectories."""
+
+    global_step: int
+    is_last: bool
+    metrics: dict[str, float]
+    trajectories: Sequence[Trajectory] = ()
+
+
+class Callback:
+    """Override what you need; everything else does nothing."""
+
+    async def on_train_start(self, trainer: Trainer) -> None:
+        """After resuming, before the first step."""
+
+    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        """After the weights of the step are in the engine."""
+
+    async def on_train_end(self, trainer: Trainer) -> None:
+        """After the last step, and after an error or an interrupt."""
+
+
+def is_due(interval: int, report: StepReport) -> bool:
+    """Every `interval` steps and at the last one; -1 is never."""
+    return interval > 0 and report.global_step > 0 and (report.is_last or report.global_step % interval == 0)
+
+
+class Evaluation(Callback):
+    """Evaluates every `trainer.eval_interval` steps, at the last step, and before training if asked to."""
+
+    def __init__(self, dataset: PromptDataset, run_folder: RunFolder, chat: ChatEncoder) -> None:
+        self._dataset = dataset
+        self._run_folder = run_folder
+        self._chat = chat
+
+    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        is_first = report.global_step == 0 and trainer.cfg.trainer.eval_before_train
+        if not is_first and not is_due(trainer.cfg.trainer.eval_interval, report):
+            return
+        with trainer.timer("eval"):
+            metrics, trajectories = await evaluate(self._dataset, trainer.generator, trainer.cfg, report.global_step)
+        report.metrics |= metrics
+        if trainer.cfg.trainer.dump_eval_results:
+            dump_evaluation(self._run_folder.evals(report.global_step), trajectories, metrics, self._chat)
+
+
+class Logging(Callback):
+    """Sends metrics to the trackers and keeps the progress line alive."""
+
+    def __init__(self, tracking: Tracking) -> None:
+        self._tracking = tracking
+        self._progress: Progress | None = None
+
+    async def on_train_start(self, trainer: Trainer) -> None:
+        self._tracking.truncate_after(trainer.global_step)
+        self._progress = Progress(trainer.total_steps, trainer.global_step)
+
+    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        report.metrics |= trainer.timer.take()
+        if report.trajectories:
+            n_tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in report.trajectories)
+            report.metrics["trainer/tokens_per_second"] = n_tokens / report.metrics["timing/step"]
+        if report.metrics:
+            self._tracking.log(report.metrics, report.global_step)
+        if self._progress is not None and report.global_step > 0:
+            self._progress.update(
+                report.global_step,
+                reward=report.metrics.get("reward/avg_raw_reward"),
+                eval_metrics={name: value for name, value in report.metrics.items() if name.startswith("eval/")},
+                tokens_per_second=report.metrics.get("trainer/tokens_per_second"),
+            )
+
+    async def on_train_end(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+
+class TrajectoryDump(Callback):
+    """Writes every trajectory of every step, when `trainer.dump_trajectories` asks for it."""
+
+    def __init__(self, run_folder: RunFolder, chat: ChatEncoder) -> None:
+        self._run_folder = run_folder
+        self._chat = chat
+
+    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        if report.trajectories:
+            rows = [trajectory_row(trajectory, self._chat) for trajectory in report.trajectories]
+            write_jsonl(self._run_folder.trajectories(report.global_step), rows)
+
+
+class Checkpointing(Callback):
+    """Saves every `trainer.ckpt_interval` steps and at the last one; checks the disk before the first."""
+
+    async def on_train_start(self, trainer: Trainer) -> None:
+        if trainer.cfg.trainer.ckpt_interval > 0 and trainer.global_step < trainer.total_steps:
+            trainer.checkpoints.check_space(trainer.policy.checkpoint_bytes())
+
+    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        if is_due(trainer.cfg.trainer.ckpt_interval, report):
+            with trainer.timer("save_checkpoints"):
+                trainer.save_checkpoint()
+
+
+class Export(Callback):
+    """Writes the policy as a plain Hugging Face folder every `trainer.hf_save_interval` steps and at the last one."""
+
+    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        if is_due(trainer.cfg.trainer.hf_save_interval, report):
+            with trainer.timer("save_hf_model"):
+                folder = Path(trainer.cfg.trainer.export_path) / f"global_step_{report.global_step}"
+                trainer.policy.export(folder / "policy")

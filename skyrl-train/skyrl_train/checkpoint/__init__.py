@@ -1,0 +1,5 @@
+"""Checkpoints: complete or absent."""
+
+from skyrl_train.checkpoint.store import CheckpointStore
+
+__all__ = ["CheckpointStore"]

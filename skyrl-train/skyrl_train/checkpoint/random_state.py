@@ -1,0 +1,26 @@
+"""The state of the process's random generators, in types that `torch.load(weights_only=True)` accepts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """Python's, NumPy's and PyTorch's global generators. Our own sampling needs none; an environment may."""
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Take over what `random_state` returned."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

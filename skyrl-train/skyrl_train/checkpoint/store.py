@@ -1,0 +1,161 @@
+"""A folder of checkpoints, each complete or absent.
+
+latest_ckpt_global_step.txt     the step to resume from, written last
+global_step_N/                  appears by renaming when everything in it is on disk
+.global_step_N.partial/         being written, or left by a crash: never read, removed by the next save
+.global_step_N.replaced/        the step's earlier checkpoint, for the instant in which a new one takes its place
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from skyrl_train.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+POINTER = "latest_ckpt_global_step.txt"
+SPARE_BYTES = 64 * 2**20  # left free beyond what a checkpoint needs: logs and metrics go on
+
+
+class CheckpointStore:
+    """Saves, finds and removes the checkpoints under `path`."""
+
+    def __init__(self, path: Path, max_to_keep: int = -1) -> None:
+        """Keep the newest `max_to_keep` checkpoints; -1 keeps all."""
+        self.path = path
+        self._max_to_keep = max_to_keep
+
+    def save(self, step: int, write: Callable[[Path], None], expected_bytes: int = 0) -> Path:
+        """Let `write` fill an empty folder, then make it the checkpoint of `step` and the one to resume from.
+
+        When fewer than `expected_bytes` are free, old checkpoints go first, but never the newest complete one.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._restore_replaced()
+        self._remove_leftovers()
+        self._make_room(expected_bytes)
+        partial = self.path / f".global_step_{step}.partial"
+        partial.mkdir()
+        write(partial)
+        _sync_tree(partial)
+        target = self.path / f"global_step_{step}"
+        if target.exists():  # a run that was resumed from an earlier step comes by again
+            target.rename(self._replaced(step))
+        partial.rename(target)
+        _sync(self.path)
+        self._point_to(step)
+        self._remove_leftovers()
+        if self._max_to_keep > 0:
+            self._remove(self.removable(step)[: max(0, len(self.steps()) - self._max_to_keep)])
+        return target
+
+    def latest(self) -> Path | None:
+        """The checkpoint to resume from, or None when there is none.
+
+        Raises:
+            CheckpointError: the pointer names a checkpoint that is not there.
+        """
+        self._restore_replaced()
+        pointer = self.path / POINTER
+        if not pointer.exists():
+            steps = self.steps()
+            return self.path / f"global_step_{steps[-1]}" if steps else None
+        text = pointer.read_text().strip()
+        folder = self.path / f"global_step_{text}"
+        if not folder.is_dir():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(
+                f"{pointer} says step {text}, but {folder} does not exist (complete steps: {there}); write one of them "
+                "into the file, or set trainer.resume_mode=none"
+            )
+        return folder
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        names = (re.fullmatch(r"global_step_(\d+)", entry.name) for entry in self.path.glob("global_step_*"))
+        return sorted(int(name[1]) for name in names if name)
+
+    def removable(self, newest: int) -> list[int]:
+        """All steps but the newest, the least useful first: those of an abandoned future, then the oldest."""
+        return sorted((step for step in self.steps() if step != newest), key=lambda step: (step < newest, step))
+
+    def check_space(self, checkpoint_bytes: int) -> None:
+        """Before the first step: there must be room for a checkpoint beside the last complete one.
+
+        Raises:
+            CheckpointError: with what is needed and what is free.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        needed = checkpoint_bytes * (1 if self.steps() else 2) + SPARE_BYTES
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, and "
+                "the next one is written before the last one goes; set trainer.ckpt_path to a larger disk, or "
+                "trainer.ckpt_interval=-1 to run without checkpoints"
+            )
+
+    def _make_room(self, expected_bytes: int) -> None:
+        steps = self.steps()
+        for step in self.removable(steps[-1]) if steps else []:
+            if shutil.disk_usage(self.path).free >= expected_bytes + SPARE_BYTES:
+                return
+            logger.warning("The disk is short: removing the checkpoint of step %d before saving the next", step)
+            self._remove([step])
+
+    def _remove(self, steps: list[int]) -> None:
+        for step in steps:
+            doomed = self.path / f".global_step_{step}.removed.partial"
+            (self.path / f"global_step_{step}").rename(doomed)  # never half a checkpoint under its own name
+            shutil.rmtree(doomed)
+
+    def _remove_leftovers(self) -> None:
+        for leftover in [*self.path.glob(".global_step_*.partial"), *self.path.glob(".global_step_*.replaced")]:
+            shutil.rmtree(leftover)
+
+    def _restore_replaced(self) -> None:
+        """After a crash in the instant between the two renames, the earlier checkpoint gets its name back."""
+        for replaced in self.path.glob(".global_step_*.replaced"):
+            target = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
+            if not target.exists():
+                replaced.rename(target)
+
+    def _replaced(self, step: int) -> Path:
+        return self.path / f".global_step_{step}.replaced"
+
+    def _point_to(self, step: int) -> None:
+        partial = self.path / f".{POINTER}.partial"
+        partial.write_text(f"{step}\n")
+        _sync(partial)
+        partial.replace(self.path / POINTER)
+        _sync(self.path)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name; CheckpointError if it is not `global_step_N` or does not exist."""
+    match = re.fullmatch(r"global_step_(\d+)", folder.name)
+    if not match:
+        raise CheckpointError(f"trainer.resume_path={folder} must end in global_step_N, e.g. ckpts/global_step_40")
+    if not folder.is_dir():
+        raise CheckpointError(f"trainer.resume_path={folder} does not exist")
+    return int(match[1])
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,44 @@
+"""The configuration: Hydra at the door, typed sections inside. Loads neither torch nor ray nor transformers."""
+
+from __future__ import annotations
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.cli import compose_config, config_dir, get_default_config, parse_cli, rewrite_overrides
+from skyrl_train.config.data import DataConfig
+from skyrl_train.config.environment import EnvironmentConfig, SkyRLGymConfig
+from skyrl_train.config.generator import EvalSamplingParams, GeneratorConfig, SamplingParams
+from skyrl_train.config.loading import load_config, to_yaml, validate_cfg
+from skyrl_train.config.placement import PlacementConfig
+from skyrl_train.config.policy import OptimizerConfig, PolicyConfig, PolicyModelConfig, RefConfig, RefModelConfig
+from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.runtime import what_runs_here
+from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.config.validation import validate_batch_sizes
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "EnvironmentConfig",
+    "EvalSamplingParams",
+    "GeneratorConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "PolicyConfig",
+    "PolicyModelConfig",
+    "RefConfig",
+    "RefModelConfig",
+    "SamplingParams",
+    "SkyRLConfig",
+    "SkyRLGymConfig",
+    "TrainerConfig",
+    "compose_config",
+    "config_dir",
+    "get_default_config",
+    "load_config",
+    "parse_cli",
+    "rewrite_overrides",
+    "to_yaml",
+    "validate_batch_sizes",
+    "validate_cfg",
+    "what_runs_here",
+]

@@ -1,0 +1,120 @@
+"""Hydra at the door: the folder it reads, and the overrides of a command line as it parses them.
+
+Hydra refuses a key that is not in its YAML before `load_config` sees it. `rewrite_overrides` therefore marks such keys
+as additions (`++key=value`), so that `load_config` can read other spellings and the free sections of environments, and
+answer a mistyped key with the nearest ones. A script that hands its own command line to `@hydra.main` does the same
+with one line, `sys.argv[1:] = rewrite_overrides(sys.argv[1:])`; without it, such keys are written `+key=value` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from skyrl_train.config.loading import validate_cfg
+from skyrl_train.config.problems import FIELDS, raise_problems
+from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.errors import ConfigError
+
+config_dir = str(Path(__file__).parent)
+"""The folder that `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` reads."""
+
+CONFIG_NAME = "ppo_base_config"
+
+
+def parse_cli(argv: Sequence[str]) -> SkyRLConfig:
+    """The checked configuration of one run from overrides: `["trainer.epochs=3", "trainer.logger=[console,wandb]"]`.
+
+    Raises ConfigError, which lists every problem.
+    """
+    raise_problems(sentence for text in argv for sentence in _not_one_override(text))
+    return validate_cfg(compose_config(rewrite_overrides(argv)))
+
+
+def get_default_config() -> DictConfig:
+    """The default configuration as Hydra composes it, to be changed and handed to `load_config`."""
+    return compose_config([])
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """What `@hydra.main` would hand to a script for these overrides; ConfigError where Hydra refuses them."""
+    try:
+        with _hydra_set_aside(), initialize_config_dir(config_dir=config_dir, version_base=None):
+            return compose(config_name=CONFIG_NAME, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"these overrides cannot be applied: {' '.join(overrides)} ({reason})") from error
+
+
+@contextmanager
+def _hydra_set_aside() -> Iterator[None]:
+    """Hydra composes one configuration at a time; inside a `@hydra.main` function the running one comes back after."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
+def rewrite_overrides(argv: Sequence[str]) -> list[str]:
+    """A command line whose overrides Hydra accepts, whatever their keys: `load_config` answers for the unknown ones.
+
+    Flags, deletions and Hydra's own keys stay as they are. Raises ConfigError, which lists every override that cannot
+    be parsed.
+    """
+    overrides, problems = [], []
+    for text in argv:
+        try:
+            overrides.append(_rewrite(text) if _is_override(text) else text)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_problems(problems)
+    return overrides
+
+
+def _rewrite(text: str) -> str:
+    override = _parse(text)
+    key = override.key_or_group
+    if override.is_delete() or key.startswith(("hydra.", "hydra/")):
+        return text
+    return text.lstrip("+") if key in FIELDS else "++" + text.lstrip("+")
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        key, _, value = text.partition("=")
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{text} cannot be read ({reason}); quote the value: \"{key}='{value}'\"") from error
+
+
+def _is_override(text: str) -> bool:
+    """Hydra takes flags too: `--help`, `--config-name other`, `--multirun`."""
+    return not text.startswith("-") and ("=" in text or text.startswith("~"))
+
+
+def _not_one_override(text: str) -> list[str]:
+    """The sentence for an argument that is a flag, a bare word or several runs at once."""
+    if not _is_override(text):
+        word = text.lstrip("-")
+        fix = word if "=" in word else f"{word or '<key>'}=<value>, without spaces around ="
+        return [f"{text} is not an override; write {fix}"]
+    try:
+        override = _parse(text)
+    except ConfigError:
+        return []  # rewrite_overrides says so
+    if not override.is_sweep_override():
+        return []
+    key, _, value = text.partition("=")
+    return [f"{text} asks for a sweep of several runs, and this is one run; a list is written {key}=[{value}]"]

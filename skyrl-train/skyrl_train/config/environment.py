@@ -1,0 +1,35 @@
+"""`environment.*`: the tasks that give rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from pydantic import ConfigDict, Field
+
+from skyrl_train.config.base import Section, Text
+
+
+class SkyRLGymConfig(Section):
+    """Environment calls, plus one free section per environment class, handed to that environment as it is:
+    `environment.skyrl_gym.search.topk=3` reaches an environment of class `search` as `{"topk": 3}`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
+
+    max_env_workers: Annotated[int, Ge(0)] = 32
+    """Threads that environment calls run in; 0 calls them inline."""
+
+    def env_config(self, env_class: str) -> dict[str, Any]:
+        """The free section of one environment class; empty where nothing was set."""
+        return dict((self.model_extra or {}).get(env_class, {}))
+
+
+class EnvironmentConfig(Section):
+    """Which environment, and what it is given."""
+
+    env_class: Text = "gsm8k"
+    """Environment of the dataset rows that name none."""
+
+    skyrl_gym: SkyRLGymConfig = SkyRLGymConfig()
+    """Environment calls, plus one free section per environment class, handed to that environment as it is."""

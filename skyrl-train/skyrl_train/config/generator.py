@@ -1,0 +1,109 @@
+"""`generator.*`: how rollouts are sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from skyrl_train.config.base import (
+    Allowed,
+    Count,
+    CountOrMinusOne,
+    OptionalCount,
+    OptionalStringList,
+    Resolved,
+    Section,
+    resolved_later,
+)
+
+Temperature = Annotated[float, Ge(0)]
+
+
+class SamplingParams(Section):
+    """How training rollouts are sampled."""
+
+    max_generate_length: Count = 1024
+    """Most new tokens per turn."""
+
+    temperature: Temperature = 1.0
+    """Logits are divided by this before sampling; 0 takes the most likely token."""
+
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Sample from the smallest set of tokens with at least this much probability."""
+
+    top_k: CountOrMinusOne = -1
+    """Sample from this many most likely tokens; -1 from all."""
+
+    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Leave out tokens less likely than this fraction of the most likely one."""
+
+    logprobs: Annotated[int, Ge(0), Le(0), Allowed("0")] | None = 0
+    """0 returns the log-prob of each sampled token, null returns none."""
+
+    stop: OptionalStringList = None
+    """Strings that end a turn. One string stands for a list of one."""
+
+
+class EvalSamplingParams(SamplingParams):
+    """How evaluation rollouts are sampled."""
+
+    max_generate_length: Resolved[Count] = resolved_later()
+    """Most new tokens per turn; null takes `generator.sampling_params.max_generate_length`."""
+
+    temperature: Temperature = 0.0
+    """Logits are divided by this before sampling; 0 takes the most likely token."""
+
+
+class GeneratorConfig(Section):
+    """The rollout engine and the loop that plays trajectories with it."""
+
+    backend: Literal["auto", "hf", "vllm"] = "auto"
+    """`hf` is the embedded engine, which generates with the policy's own tensors; `auto` takes vLLM where it is
+    installed with a GPU, else the embedded engine."""
+
+    run_engines_locally: bool = True
+    """Engines are started by this run."""
+
+    num_inference_engines: Count = 1
+    """Engines that share the load."""
+
+    inference_engine_tensor_parallel_size: Count = 1
+    """GPUs that one engine is spread over."""
+
+    weight_sync_backend: Literal["nccl", "gloo"] = "nccl"
+    """How new weights reach engines that hold their own copy."""
+
+    async_engine: bool = True
+    """Ask the engine asynchronously. The embedded engine is always asynchronous, so false needs no `batched=true`."""
+
+    batched: bool = False
+    """true: all trajectories of a batch play their turns in lock-step; false: each at its own pace."""
+
+    n_samples_per_prompt: Count = 5
+    """Trajectories per training prompt, which form one group."""
+
+    eval_n_samples_per_prompt: Count = 1
+    """Trajectories per evaluation prompt."""
+
+    max_turns: Count = 1
+    """Most turns of a trajectory."""
+
+    max_input_length: OptionalCount = None
+    """A trajectory whose input for the next turn is longer, in tokens, ends with stop reason `length`. null takes
+    `trainer.max_prompt_length` when `max_turns=1`, else the model's context length."""
+
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
+    """Fraction of the GPU's memory up to which the KV cache may grow."""
+
+    max_num_seqs: Count = 1024
+    """Most sequences that the engine decodes at once."""
+
+    enforce_eager: bool = True
+    """Run the model without CUDA graphs."""
+
+    sampling_params: SamplingParams = SamplingParams()
+    """How training rollouts are sampled."""
+
+    eval_sampling_params: EvalSamplingParams = EvalSamplingParams()
+    """How evaluation rollouts are sampled."""

@@ -1,0 +1,85 @@
+"""From what Hydra composed, or any nested mapping, to the typed configuration, and back to YAML."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from skyrl_train.config.aliases import apply_aliases
+from skyrl_train.config.problems import config_error, from_validation_error, raise_problems, show
+from skyrl_train.config.resolve import resolve
+from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.validation import MACHINE_RULES, RULES, Rule, find_problems, find_warnings
+from skyrl_train.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ConfigSource = DictConfig | Mapping[str, Any] | None
+
+
+def load_config(source: ConfigSource = None) -> SkyRLConfig:
+    """The typed configuration: other spellings read, types and rules checked, nulls that mean another key filled in.
+
+    `source` holds any part of the keys, nested; what is missing takes its default. Raises one ConfigError that lists
+    every problem. Depends on the source alone: what a run needs from the machine is checked by `validate_cfg`.
+    """
+    return _load(source, RULES)
+
+
+def validate_cfg(cfg: SkyRLConfig | ConfigSource) -> SkyRLConfig:
+    """Check everything that can be checked before a run starts, the machine's part (keys of trackers) included.
+
+    Returns the typed configuration; raises one ConfigError that lists every problem.
+    """
+    if not isinstance(cfg, SkyRLConfig):
+        return _load(cfg, RULES + MACHINE_RULES)
+    cfg = resolve(cfg)
+    raise_problems(find_problems(cfg, RULES + MACHINE_RULES))
+    return cfg
+
+
+def to_yaml(cfg: SkyRLConfig) -> str:
+    """The configuration as YAML, filled-in values included; `load_config(yaml.safe_load(text))` gives it back."""
+    return str(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000))
+
+
+def _load(source: ConfigSource, rules: tuple[Rule, ...]) -> SkyRLConfig:
+    tree = _as_tree(source)
+    problems = apply_aliases(tree)
+    try:
+        cfg = resolve(SkyRLConfig.model_validate(tree))
+    except ValidationError as error:
+        raise config_error([*problems, *from_validation_error(error, tree)]) from None
+    raise_problems([*problems, *find_problems(cfg, rules)])
+    for sentence in find_warnings(cfg):
+        logger.warning(sentence)
+    return cfg
+
+
+def _as_tree(source: ConfigSource) -> dict[str, Any]:
+    """Plain nested dicts and lists, interpolations resolved; Hydra's own section is none of ours."""
+    if isinstance(source, DictConfig):
+        try:
+            source = OmegaConf.to_container(source, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{error.full_key}: {reason}; set {error.full_key}=<value>") from None
+    if not isinstance(source, Mapping | None):
+        raise ConfigError(f"the configuration is {show(source)}; it must be a mapping of sections")
+    tree: dict[str, Any] = _plain(source or {})
+    tree.pop("hydra", None)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value

@@ -1,0 +1,78 @@
+"""`trainer.policy.*` and `trainer.ref.*`: the models and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from skyrl_train.config.base import Allowed, Pair, Resolved, Section, Text, resolved_later
+
+SchedulerName = Literal[
+    "constant_with_warmup",
+    "constant",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
+Betas = Annotated[Pair, Allowed("a list of 2 numbers >= 0 and < 1")]
+
+
+class PolicyModelConfig(Section):
+    """The policy's weights."""
+
+    path: Text = "Qwen/Qwen2.5-1.5B-Instruct"
+    """A Hugging Face model name or a local folder."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights, gradients and optimizer state. bfloat16 halves their memory, but an update much smaller
+    than its weight is rounded away. Separate from `trainer.bf16`, the type that the forward pass computes in."""
+
+
+class OptimizerConfig(Section):
+    """AdamW, one step per mini-batch."""
+
+    lr: Annotated[float, Ge(0)] = 1e-6
+    """Learning rate after warm-up."""
+
+    adam_betas: Betas = (0.9, 0.999)
+    """Decay rates of the running means of the gradient and of its square."""
+
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Decoupled weight decay."""
+
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    """The gradient is scaled down to this norm when it is longer."""
+
+    num_warmup_steps: Annotated[int, Ge(0)] = 0
+    """Optimizer steps, that is mini-batches, over which the learning rate rises from 0."""
+
+    scheduler: SchedulerName = "constant_with_warmup"
+    """Learning-rate schedule after warm-up, by its name in transformers. Those that need more settings than the number
+    of steps are left out."""
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    model: PolicyModelConfig = PolicyModelConfig()
+    """Which weights, in which type."""
+
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    """The optimizer and its schedule."""
+
+
+class RefModelConfig(Section):
+    """The reference's weights."""
+
+    path: Resolved[Text] = resolved_later()
+    """A Hugging Face model name or a local folder; null takes `trainer.policy.model.path`."""
+
+
+class RefConfig(Section):
+    """The frozen model that the KL loss compares the policy with; loaded when `trainer.algorithm.use_kl_loss`."""
+
+    model: RefModelConfig = RefModelConfig()
+    """Which weights."""

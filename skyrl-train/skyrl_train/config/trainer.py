@@ -1,0 +1,152 @@
+"""`trainer.*`: the clock of a run, its batches, and what it writes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from pydantic import BeforeValidator, Field
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.base import (
+    Allowed,
+    Count,
+    CountOrMinusOne,
+    OptionalCount,
+    Resolved,
+    Section,
+    Text,
+    resolved_later,
+)
+from skyrl_train.config.placement import PlacementConfig
+from skyrl_train.config.policy import PolicyConfig, RefConfig
+
+LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
+LoggerList = Annotated[
+    list[LoggerName],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Allowed("one of console, jsonl, tensorboard, wandb, or a list of them"),
+]
+ResumeMode = Annotated[
+    Literal["none", "latest", "from_path"],
+    BeforeValidator(lambda value: "none" if value is None else value),
+    Allowed("one of none, latest, from_path, or null (none)"),
+]
+
+
+class TrainerConfig(Section):
+    """The training run."""
+
+    placement: PlacementConfig = PlacementConfig()
+    """Which worker stands on which GPUs."""
+
+    strategy: Literal["fsdp2", "fsdp"] = "fsdp2"
+    """How the model is sharded over several GPUs."""
+
+    policy: PolicyConfig = PolicyConfig()
+    """The model that is trained."""
+
+    ref: RefConfig = RefConfig()
+    """The frozen reference of the KL loss."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The mathematics of one update."""
+
+    epochs: Count = 1
+    """Passes over the training prompts."""
+
+    max_training_steps: OptionalCount = None
+    """Stop after this many steps, even within an epoch; null trains for `epochs`."""
+
+    update_epochs_per_batch: Count = 1
+    """Passes over each batch of rollouts (the inner epochs of PPO)."""
+
+    train_batch_size: Count = 1024
+    """Prompts per training step."""
+
+    policy_mini_batch_size: Count = 256
+    """Prompts per optimizer step of the policy; divides `train_batch_size`."""
+
+    critic_mini_batch_size: Count = 256
+    """Prompts per optimizer step of the critic, when there is one."""
+
+    micro_train_batch_size_per_gpu: OptionalCount = None
+    """Most trajectories in one forward and backward pass; null leaves it to `max_tokens_per_microbatch`. A cap on
+    memory: the loss and its gradient do not depend on it."""
+
+    micro_forward_batch_size_per_gpu: OptionalCount = None
+    """Most trajectories in one pass without gradient; null leaves it to `max_tokens_per_microbatch`."""
+
+    max_tokens_per_microbatch: Count = 16384
+    """Most tokens in one pass; a longer trajectory goes alone. A cap on memory: the loss and its gradient do not depend
+    on it."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+
+    bf16: bool = True
+    """Compute in bfloat16 on a GPU; a CPU computes in float32. `trainer.policy.model.dtype` is the type of the
+    weights."""
+
+    flash_attn: bool = True
+    """Use flash-attention where it is installed, else PyTorch's SDPA."""
+
+    max_prompt_length: Count = 512
+    """Longer prompts, in tokens, are left out of the dataset."""
+
+    eval_batch_size: Count = 1024
+    """Prompts per evaluation batch."""
+
+    eval_before_train: bool = True
+    """Evaluate before the first step too, when evaluation is on."""
+
+    eval_interval: CountOrMinusOne = 5
+    """Evaluate every so many steps, and after the last one; -1 turns evaluation off."""
+
+    ckpt_interval: CountOrMinusOne = 10
+    """Write a checkpoint every so many steps, and after the last one; -1 writes none."""
+
+    ckpt_path: Resolved[Text] = resolved_later()
+    """Folder of the checkpoints; null takes `<output_dir>/<project_name>/<run_name>/ckpts`."""
+
+    max_ckpts_to_keep: CountOrMinusOne = -1
+    """Older checkpoints than these are removed; -1 keeps all."""
+
+    hf_save_interval: CountOrMinusOne = -1
+    """Export the policy as a Hugging Face folder every so many steps; -1 exports none."""
+
+    export_path: Resolved[Text] = resolved_later()
+    """Folder of the exports; null takes `<output_dir>/<project_name>/<run_name>/export`."""
+
+    resume_mode: ResumeMode = "latest"
+    """Start from nothing (`none`), from the newest checkpoint under `ckpt_path` if there is one (`latest`), or from
+    `resume_path` (`from_path`)."""
+
+    resume_path: Text | None = None
+    """A checkpoint folder, ending in `global_step_<N>`; read when `resume_mode=from_path`."""
+
+    seed: Annotated[int, Ge(0)] = 42
+    """Seed of every random choice of the run."""
+
+    output_dir: Text = "outputs"
+    """The run folder is `<output_dir>/<project_name>/<run_name>`."""
+
+    project_name: Text = "skyrl"
+    """Project, in the run folder and in the trackers."""
+
+    run_name: Text = "test_run"
+    """Run, in the run folder and in the trackers."""
+
+    logger: LoggerList = Field(default=["console", "tensorboard"])
+    """Where metrics go; wandb needs WANDB_API_KEY. `metrics.jsonl` in the run folder is written in any case."""
+
+    dump_eval_results: bool = True
+    """Write every evaluated trajectory under `evals/` in the run folder."""
+
+    dump_trajectories: bool = False
+    """Write every training trajectory under `trajectories/` in the run folder."""
+
+    @property
+    def run_dir(self) -> str:
+        """The run folder, `$HOME` and `~` not yet expanded."""
+        return f"{self.output_dir.rstrip('/')}/{self.project_name}/{self.run_name}"

@@ -1,0 +1,218 @@
+"""The rules that tie several keys together: each is a small function that yields one sentence per problem.
+
+What one key accepts on its own (its type, its range) stands on the field.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+
+from skyrl_train.config.problems import raise_problems, show
+from skyrl_train.config.root import SkyRLConfig
+
+Rule = Callable[[SkyRLConfig], Iterator[str]]
+
+
+def mini_batch_divides_batch(cfg: SkyRLConfig) -> Iterator[str]:
+    """Every mini-batch of a step has the same number of prompts."""
+    batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
+    if batch % mini:
+        fixes = _around(mini, _divisors(batch))
+        yield f"trainer.policy_mini_batch_size={mini} must divide trainer.train_batch_size={batch}; try {fixes}"
+
+
+def batches_fill_workers(cfg: SkyRLConfig, policy_dp: int, ref_dp: int) -> Iterator[str]:
+    """Every data-parallel worker gets the same, non-zero number of trajectories; holds by itself for one worker."""
+    batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
+    n_samples = cfg.generator.n_samples_per_prompt
+    if mini * n_samples % policy_dp:
+        splits = [size for size in _divisors(batch) if size * n_samples % policy_dp == 0]
+        prompts = f"trainer.policy_mini_batch_size={_around(mini, splits)}" if splits else ""
+        samples = f"generator.n_samples_per_prompt={_next_multiple(n_samples, policy_dp)}"
+        yield (
+            f"trainer.policy_mini_batch_size={mini} times generator.n_samples_per_prompt={n_samples} is "
+            f"{mini * n_samples} trajectories, which do not split evenly over {policy_dp} policy workers; "
+            f"try {' or '.join(filter(None, [prompts, samples]))}"
+        )
+    lcm = math.lcm(policy_dp, ref_dp) if cfg.trainer.algorithm.use_kl_loss else policy_dp
+    if batch * n_samples < lcm:
+        yield (
+            f"trainer.train_batch_size={batch} times generator.n_samples_per_prompt={n_samples} is "
+            f"{batch * n_samples} trajectories, fewer than {lcm}, the least common multiple of {policy_dp} policy "
+            f"workers and {ref_dp} reference workers; try trainer.train_batch_size={math.ceil(lcm / n_samples)}"
+        )
+
+
+def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
+    """Two models on the same GPUs have the same number of them."""
+    placement = cfg.trainer.placement
+    if placement.colocate_all or not placement.colocate_policy_ref or not cfg.trainer.algorithm.use_kl_loss:
+        return
+    for name in ("num_nodes", "num_gpus_per_node"):
+        policy, ref = getattr(placement, f"policy_{name}"), getattr(placement, f"ref_{name}")
+        if policy != ref:
+            yield (
+                f"trainer.placement.ref_{name}={ref} must equal trainer.placement.policy_{name}={policy} when "
+                f"trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_{name}={policy} or "
+                f"trainer.placement.colocate_policy_ref=false"
+            )
+
+
+def advantage_estimator_has_its_models(cfg: SkyRLConfig) -> Iterator[str]:
+    """Generalised advantage estimation reads values, and there is no critic."""
+    if cfg.trainer.algorithm.advantage_estimator == "gae":
+        yield (
+            "trainer.algorithm.advantage_estimator=gae needs the values of a critic, which this version does not "
+            "train; try trainer.algorithm.advantage_estimator=grpo"
+        )
+
+
+def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
+    """`seq_mean_token_sum_norm` divides by a constant that must be known."""
+    algorithm = cfg.trainer.algorithm
+    if algorithm.loss_reduction == "seq_mean_token_sum_norm" and algorithm.max_seq_len is None:
+        yield (
+            "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm divides by trainer.algorithm.max_seq_len=null, "
+            f"which cannot be worked out when generator.max_turns={cfg.generator.max_turns} and "
+            "generator.max_input_length=null; set trainer.algorithm.max_seq_len"
+        )
+
+
+def training_temperature_is_positive(cfg: SkyRLConfig) -> Iterator[str]:
+    """Greedy rollouts give no temperature to divide the logits by."""
+    if cfg.trainer.algorithm.temperature == 0:
+        yield (
+            "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, and "
+            "trainer.algorithm.temperature=null takes it; try generator.sampling_params.temperature=1.0, or set "
+            "trainer.algorithm.temperature=1.0 if rollouts shall be greedy"
+        )
+
+
+def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
+    """A prompt that the dataset keeps must fit the first turn; in one turn nothing longer ever comes."""
+    n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
+    if n_input is None:
+        return
+    if cfg.generator.max_turns == 1 and n_input != n_prompt:
+        yield (
+            f"generator.max_input_length={n_input} must equal trainer.max_prompt_length={n_prompt} when "
+            f"generator.max_turns=1; try generator.max_input_length={n_prompt}, or null"
+        )
+    elif n_input < n_prompt:
+        yield (
+            f"generator.max_input_length={n_input} must be at least trainer.max_prompt_length={n_prompt}; "
+            f"try generator.max_input_length={n_prompt} or more, or null for the model's context length"
+        )
+
+
+def engines_run_here(cfg: SkyRLConfig) -> Iterator[str]:
+    """There is no way to reach an engine that another program started."""
+    if not cfg.generator.run_engines_locally:
+        yield (
+            "generator.run_engines_locally=false asks for engines that another program started, which this version "
+            "does not reach; set generator.run_engines_locally=true"
+        )
+
+
+def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
+    """Evaluation needs prompts, unless it is off."""
+    if not cfg.data.val_data and cfg.trainer.eval_interval > 0:
+        yield (
+            f"data.val_data=[] leaves nothing to evaluate every trainer.eval_interval={cfg.trainer.eval_interval} "
+            "steps; set data.val_data or trainer.eval_interval=-1"
+        )
+
+
+def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
+    """Training needs prompts."""
+    if not cfg.data.train_data:
+        yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
+
+
+def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
+    """`resume_mode=from_path` names one checkpoint folder."""
+    if cfg.trainer.resume_mode != "from_path":
+        return
+    path = cfg.trainer.resume_path
+    if path is None:
+        yield (
+            "trainer.resume_mode=from_path needs trainer.resume_path=null to be a folder ending in global_step_<N>; "
+            "set it, or trainer.resume_mode=latest"
+        )
+    elif not re.search(r"(^|/)global_step_\d+/?$", path):
+        yield (
+            f"trainer.resume_path={show(path)} must end in global_step_<N>; "
+            f"try trainer.resume_path={path.rstrip('/')}/global_step_10, or trainer.resume_mode=latest"
+        )
+
+
+def wandb_has_a_key(cfg: SkyRLConfig) -> Iterator[str]:
+    """Weights & Biases refuses runs without a key, which would otherwise be seen only after the models have loaded."""
+    offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
+    if "wandb" in cfg.trainer.logger and not offline and not os.environ.get("WANDB_API_KEY"):
+        yield (
+            f"trainer.logger={show(cfg.trainer.logger)} needs the environment variable WANDB_API_KEY, which is not "
+            "set; export WANDB_API_KEY, or export WANDB_MODE=offline, or try trainer.logger=tensorboard"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    training_has_prompts,
+    evaluation_has_prompts,
+    mini_batch_divides_batch,
+    policy_and_ref_share_gpus,
+    advantage_estimator_has_its_models,
+    sequence_norm_has_a_length,
+    training_temperature_is_positive,
+    input_length_covers_prompts,
+    engines_run_here,
+    resume_path_is_a_checkpoint,
+)
+"""Rules that read the configuration alone."""
+
+MACHINE_RULES: tuple[Rule, ...] = (wandb_has_a_key,)
+"""Rules that read the machine too: only a run checks them, a report about a finished run does not."""
+
+
+def find_problems(cfg: SkyRLConfig, rules: tuple[Rule, ...] = RULES) -> list[str]:
+    """The sentences of every rule that a configuration breaks."""
+    return [sentence for rule in rules for sentence in rule(cfg)]
+
+
+def validate_batch_sizes(cfg: SkyRLConfig, policy_dp: int = 1, ref_dp: int = 1) -> None:
+    """Raise ConfigError unless the batches split evenly over so many data-parallel workers."""
+    raise_problems([*mini_batch_divides_batch(cfg), *batches_fill_workers(cfg, policy_dp, ref_dp)])
+
+
+def find_warnings(cfg: SkyRLConfig) -> list[str]:
+    """What is allowed, but most likely not meant."""
+    sentences = []
+    if cfg.generator.n_samples_per_prompt == 1 and cfg.trainer.algorithm.advantage_estimator == "grpo":
+        sentences.append(
+            "generator.n_samples_per_prompt=1 with trainer.algorithm.advantage_estimator=grpo compares every "
+            "trajectory with itself only; try generator.n_samples_per_prompt=5"
+        )
+    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
+        sentences.append(
+            f"trainer.resume_path={show(cfg.trainer.resume_path)} is not read when "
+            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
+        )
+    return sentences
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _around(value: int, choices: list[int]) -> str:
+    """The nearest choices below and above a value, e.g. "32 or 64"."""
+    below = [choice for choice in choices if choice < value][-1:]
+    above = [choice for choice in choices if choice > value][:1]
+    return " or ".join(str(choice) for choice in below + above)
+
+
+def _next_multiple(value: int, step: int) -> int:
+    return math.ceil(value / step) * step

@@ -1,0 +1,49 @@
+"""Trajectories to the padded tensors of a training batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from skyrl_train.types import Trajectory, TrainingBatch
+
+
+def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) -> TrainingBatch:
+    """A batch (B, L) of valid trajectories, prompts padded left and responses right. Rows keep their order."""
+    n_prompt = max(len(t.prompt_ids) for t in trajectories)
+    n_response = max(len(t.response_ids) for t in trajectories)
+
+    def responses(name: str) -> torch.Tensor:
+        values = [getattr(t, name) + [0] * (n_response - len(t.response_ids)) for t in trajectories]
+        return torch.tensor(values, dtype=torch.float32)  # (B, R)
+
+    sequences, attention_mask = [], []
+    for t in trajectories:
+        left, right = n_prompt - len(t.prompt_ids), n_response - len(t.response_ids)
+        sequences.append([pad_token_id] * left + t.prompt_ids + t.response_ids + [pad_token_id] * right)
+        attention_mask.append([0] * left + [1] * (len(t.prompt_ids) + len(t.response_ids)) + [0] * right)
+    return TrainingBatch(
+        sequences=torch.tensor(sequences),
+        attention_mask=torch.tensor(attention_mask),
+        loss_mask=responses("loss_mask"),
+        rewards=responses("rewards"),
+        rollout_logprobs=responses("logprobs"),
+        uids=[t.id.instance_id for t in trajectories],
+    )
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int, max_rows: int | None = None) -> list[list[int]]:
+    """Split rows into parts of at most `max_tokens` tokens after padding, rows of similar length together.
+
+    A row longer than `max_tokens` gets a part of its own. With `max_rows`, no part has more rows than that.
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):  # the newest row is the longest
+        part = parts[-1] if parts else None
+        is_full = part is None or lengths[row] * (len(part) + 1) > max_tokens or len(part) == max_rows
+        if is_full:
+            parts.append([row])
+        elif part is not None:
+            part.append(row)
+    return parts

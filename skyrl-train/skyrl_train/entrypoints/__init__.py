@@ -1,0 +1,1 @@
+"""Commands: `python -m skyrl_train.entrypoints.main_base key=value …`."""

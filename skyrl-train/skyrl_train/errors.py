@@ -1,0 +1,27 @@
+"""The one tree of errors: each class names the boundary at which something failed."""
+
+from __future__ import annotations
+
+
+class SkyRLError(Exception):
+    """The root of every error that this project raises on purpose: catch it to catch them all."""
+
+
+class ConfigError(SkyRLError):
+    """The configuration is wrong: an unknown key, a wrong type, or values that cannot go together."""
+
+
+class DataError(SkyRLError):
+    """A dataset is missing, unreadable or too small, or one of its rows lacks what training needs."""
+
+
+class EnvError(SkyRLError):
+    """An environment could not be made, or broke its contract while it was played."""
+
+
+class EngineError(SkyRLError):
+    """An inference engine could not start, or could not answer a request."""
+
+
+class CheckpointError(SkyRLError):
+    """A checkpoint could not be written, is incomplete, or does not fit the run that loads it."""

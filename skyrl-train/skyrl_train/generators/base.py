@@ -1,0 +1,144 @@
+"""The generator interface, and SkyRL's parallel-list view of what flows through it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NotRequired, TypedDict
+
+from skyrl_train.errors import DataError
+from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
+
+TrainingPhase = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """Which step a batch of rollouts belongs to, e.g. `BatchMetadata(12, "train")`."""
+
+    global_step: int
+    training_phase: TrainingPhase
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One rollout to play: which sample of which prompt, and the row it starts from."""
+
+    id: TrajectoryID
+    row: PromptRow
+
+
+class GeneratorInput(TypedDict):
+    """SkyRL's input: n prompts as parallel lists of length n."""
+
+    prompts: list[list[Message]]
+    env_classes: list[str | None]
+    env_extras: list[dict[str, Any]]
+    sampling_params: dict[str, Any]  # the fields of SamplingParams
+    trajectory_ids: list[TrajectoryID]
+    batch_metadata: BatchMetadata
+
+
+class GeneratorOutput(TypedDict):
+    """SkyRL's output: n trajectories as parallel lists of length n, in the order of the input."""
+
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    rewards: list[list[float] | float | None]  # per token, or one for the response; None marks an invalid trajectory
+    loss_masks: list[list[int]]
+    stop_reasons: list[str]
+    rollout_logprobs: list[list[float]]
+    rollout_metrics: NotRequired[dict[str, float]]
+    env_metrics: NotRequired[list[dict[str, Any]]]
+
+
+class GeneratorInterface(ABC):
+    """Plays rollouts. Implement `generate` and the trainer does the rest."""
+
+    @abstractmethod
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """One trajectory for each prompt, in order."""
+
+    async def rollout(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
+    ) -> list[Trajectory]:
+        """One trajectory for each request, in order."""
+        input_batch = to_generator_input(requests, sampling, metadata)
+        return to_trajectories(await self.generate(input_batch), input_batch)
+
+    def close(self) -> None:
+        """Release what the generator holds. Nothing by default."""
+
+
+def to_generator_input(
+    requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
+) -> GeneratorInput:
+    """The parallel-list view of rollout requests."""
+    return GeneratorInput(
+        prompts=[request.row.prompt for request in requests],
+        env_classes=[request.row.env_class for request in requests],
+        env_extras=[request.row.env_extras for request in requests],
+        sampling_params=asdict(sampling),
+        trajectory_ids=[request.id for request in requests],
+        batch_metadata=metadata,
+    )
+
+
+def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
+    """The rollout requests behind a parallel-list view."""
+    columns = ("trajectory_ids", "prompts", "env_classes", "env_extras")
+    rows = zip(*(input_batch[name] for name in columns), strict=True)  # type: ignore[literal-required]
+    return [RolloutRequest(id, PromptRow(id.instance_id, prompt, env, extras)) for id, prompt, env, extras in rows]
+
+
+def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
+    """The parallel-list view of trajectories."""
+    return GeneratorOutput(
+        prompt_token_ids=[t.prompt_ids for t in trajectories],
+        response_ids=[t.response_ids for t in trajectories],
+        rewards=[t.rewards for t in trajectories],
+        loss_masks=[t.loss_mask for t in trajectories],
+        stop_reasons=[t.stop_reason for t in trajectories],
+        rollout_logprobs=[t.logprobs for t in trajectories],
+        env_metrics=[t.env_metrics for t in trajectories],
+    )
+
+
+def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
+    """The trajectories behind a parallel-list view, identified by the input they answer.
+
+    Raises:
+        DataError: lists of different lengths, named with both.
+    """
+    n_rollouts = len(input_batch["prompts"])
+    for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs"):
+        n_values = len(output.get(name) or ())  # type: ignore[arg-type]
+        if n_values != n_rollouts:
+            raise DataError(f"the generator returned {n_values} {name} for {n_rollouts} prompts; return one for each")
+    return [_trajectory(output, request, i) for i, request in enumerate(to_requests(input_batch))]
+
+
+def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Trajectory:
+    response_ids, rewards = output["response_ids"][i], output["rewards"][i]
+    if isinstance(rewards, (int, float)):
+        rewards = [0.0] * (len(response_ids) - 1) + [float(rewards)]
+    for name in ("loss_masks", "rollout_logprobs"):
+        if len(output[name][i]) != len(response_ids):  # type: ignore[literal-required]
+            n_values = len(output[name][i])  # type: ignore[literal-required]
+            raise DataError(f"{name}[{i}] has {n_values} values for {len(response_ids)} response tokens")
+    return Trajectory(
+        id=request.id,
+        env_class=request.row.env_class or "unknown",
+        data_source=request.row.data_source,
+        prompt_ids=output["prompt_token_ids"][i],
+        response_ids=response_ids,
+        loss_mask=output["loss_masks"][i],
+        logprobs=output["rollout_logprobs"][i],
+        rewards=rewards,
+        stop_reason=output["stop_reasons"][i],
+        env_metrics=output["env_metrics"][i] if "env_metrics" in output else {},
+        env_extras=request.row.env_extras,
+        error=None if rewards is not None else output["stop_reasons"][i],
+    )

@@ -1,0 +1,66 @@
+"""Messages to token ids, through the tokenizer's chat template.
+
+The template is applied to what *enters* a conversation: the prompt, then each observation. What the model sampled
+is never rendered again, so a conversation is exactly the tokens the engine saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.types import Message
+
+ASSISTANT_TURN = "ASSISTANT_TURN"  # stands for a sampled turn while its surroundings are rendered
+CACHED_OBSERVATIONS = 4096
+
+
+class ChatEncoder:
+    """Encodes prompts and observations for one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._after_turn = lru_cache(maxsize=CACHED_OBSERVATIONS)(self._render_after_turn)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The conversation so far and the header of the assistant's turn."""
+        return self._encode(self._render(messages))
+
+    def observation_ids(self, observations: Sequence[Message], last_token_id: int) -> list[int]:
+        """What stands between a sampled turn and the next: its end, the observations, the assistant's header.
+
+        The end of the turn is left out when the model sampled it itself (`last_token_id` is that token); a turn that
+        was cut by its length, or ended by a stop string, gets one, so that the conversation stays well formed.
+        """
+        key = tuple((message["role"], message["content"]) for message in observations)
+        token_ids = self._after_turn(key)
+        return list(token_ids[1:] if token_ids[0] == last_token_id else token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text for an environment: without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text for people: with special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _render_after_turn(self, observations: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        before = [Message(role="user", content="?"), Message(role="assistant", content=ASSISTANT_TURN)]
+        after = [Message(role=role, content=content) for role, content in observations]
+        _, found, tail = self._render([*before, *after]).partition(ASSISTANT_TURN)
+        token_ids = self._encode(tail)
+        if not found or not token_ids:
+            raise ConfigError(
+                "the tokenizer's chat template does not show the text of assistant messages, so turns cannot be joined; "
+                "use a template with plain user and assistant turns"
+            )
+        return tuple(token_ids)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]

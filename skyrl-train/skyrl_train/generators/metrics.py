@@ -1,0 +1,54 @@
+"""Numbers about rollouts. Invalid trajectories are counted, and read by nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from skyrl_gym.metrics import aggregate_by_environment
+
+from skyrl_train.types import Trajectory
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`generate/*` and `environment/*`: response lengths in tokens, turns, and what the environments report."""
+    valid = [t for t in trajectories if t.is_valid]
+    metrics = {"generate/n_invalid": float(len(trajectories) - len(valid))}
+    if not valid:
+        return metrics
+    lengths = [len(t.response_ids) for t in valid]
+    metrics |= {
+        "generate/min_num_tokens": min(lengths),
+        "generate/max_num_tokens": max(lengths),
+        "generate/avg_num_tokens": statistics.fmean(lengths),
+        "generate/std_num_tokens": statistics.pstdev(lengths),
+        "generate/avg_turns": statistics.fmean(len(t.turns) for t in valid),
+    }
+    for name, keep in (("non_zero", lambda t: t.total_reward > 0), ("zero", lambda t: t.total_reward == 0)):
+        if some := [len(t.response_ids) for t in valid if keep(t)]:
+            metrics[f"generate/avg_tokens_{name}_rewards"] = statistics.fmean(some)
+    return metrics | aggregate_by_environment([t.env_class for t in valid], [t.env_metrics for t in valid])
+
+
+def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int, mean_name: str) -> dict[str, float]:
+    """Mean reward under `mean_name`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
+
+    A prompt passes when one of its trajectories has a positive total reward. `mean_positive_reward` averages the sum
+    of each trajectory's positive rewards.
+    """
+    valid = [t for t in trajectories if t.is_valid]
+    if not valid:
+        return {}
+    passed: dict[str, bool] = {}
+    for t in valid:
+        passed[t.id.instance_id] = passed.get(t.id.instance_id, False) or t.total_reward > 0
+    return {
+        mean_name: statistics.fmean(t.total_reward for t in valid),
+        f"{'avg_' if mean_name == 'avg_raw_reward' else ''}pass_at_{n_samples}": statistics.fmean(passed.values()),
+        "mean_positive_reward": statistics.fmean(sum(r for r in t.rewards or () if r > 0) for t in valid),
+    }
+
+
+def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    """The same metrics with `prefix/` before each name."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

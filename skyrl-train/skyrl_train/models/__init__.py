@@ -1,0 +1,1 @@
+"""Loading models and tokenizers, and the log-probs of chosen tokens."""

@@ -1,0 +1,86 @@
+"""Log-probs of chosen tokens: the language-model head runs on the positions that are trained, and on no others."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+CHUNK_LOGITS = 1 << 25  # logits held at once: 32 Mi values, 128 MiB in float32
+
+
+def response_logprobs(
+    model: PreTrainedModel,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    loss_mask: torch.Tensor,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies (B, R) of the tokens with `loss_mask` 1, exactly 0 elsewhere.
+
+    Args:
+        model: a causal language model.
+        sequences: (B, L) token ids, padded on either side.
+        attention_mask: (B, L) 1 on tokens.
+        loss_mask: (B, R) for the last R columns of `sequences`.
+        temperature: divides the logits, as it did when the tokens were sampled.
+    """
+    rows, columns = loss_mask.nonzero(as_tuple=True)  # (N,) each
+    columns = columns + sequences.shape[1] - loss_mask.shape[1]
+    hidden = hidden_states(model, sequences, attention_mask)  # (B, L, H), tokens moved to the left
+    n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
+    predicted_from = hidden[rows, columns - n_left_padding[rows] - 1]  # (N, H)
+    chosen = chosen_logprobs(model, predicted_from, sequences[rows, columns], temperature)
+    on_mask = loss_mask.bool()
+    logprobs, entropy = (torch.zeros_like(loss_mask, dtype=torch.float32).masked_scatter(on_mask, x) for x in chosen)
+    return logprobs, entropy
+
+
+def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Final hidden states (B, L', H) with each row's tokens moved to the left, L' the longest row.
+
+    With padding on the right only, the causal mask already hides it: no attention mask is built, and attention takes
+    its fast path.
+    """
+    order = (1 - attention_mask.long()).argsort(dim=1, stable=True)  # (B, L): tokens first, in order
+    length = int(attention_mask.sum(dim=1).max())
+    compact = sequences.gather(1, order)[:, :length]
+    return model.base_model(input_ids=compact, use_cache=False).last_hidden_state
+
+
+def chosen_logprobs(
+    model: PreTrainedModel, hidden: torch.Tensor, token_ids: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each token and entropy of the distribution it came from, both (N,), from hidden states (N, H).
+
+    Works through the positions in chunks and recomputes a chunk's logits in the backward pass, so that memory holds
+    one chunk of logits rather than (N, V).
+    """
+
+    def score(hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = (lm_head_logits(model, hidden) / temperature).log_softmax(dim=-1)  # (n, V)
+        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(-1, token_ids[:, None])[:, 0], entropy
+
+    chunk_size = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])
+    if len(token_ids) <= chunk_size:
+        return score(hidden, token_ids)
+    parts = [
+        checkpoint(score, hidden_part, ids_part, use_reentrant=False)
+        for hidden_part, ids_part in zip(hidden.split(chunk_size), token_ids.split(chunk_size))
+    ]
+    logprobs, entropies = zip(*parts)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Float32 logits (..., V), with the scaling some architectures apply after the head."""
+    logits = model.get_output_embeddings()(hidden).float()
+    config = model.config
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * scale
+    if scaling := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / scaling
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = (logits / cap).tanh() * cap
+    return logits

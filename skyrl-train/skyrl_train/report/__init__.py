@@ -1,0 +1,8 @@
+"""What a run shows to people: one page, and learning curves."""
+
+from __future__ import annotations
+
+from skyrl_train.report.learning_curve import compare_curves, plot_learning_curve
+from skyrl_train.report.page import write_report
+
+__all__ = ["compare_curves", "plot_learning_curve", "write_report"]

@@ -1,0 +1,97 @@
+"""Evaluated trajectories, read from `evals/global_step_N/<data_source>.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.errors import DataError
+from skyrl_train.tracking import RunFolder
+
+_AGGREGATED = "aggregated_results.jsonl"
+
+
+@dataclass(frozen=True)
+class EvaluatedTrajectory:
+    """One episode of an evaluation; `score` is the sum of its rewards, None when they are invalid."""
+
+    prompt: str
+    response: str
+    score: float | None
+    stop_reason: str
+    env_class: str
+    data_source: str
+    extras: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A trajectory worth reading: `role` is best, median or worst; `before` is the same prompt at the first evaluation."""
+
+    role: str
+    trajectory: EvaluatedTrajectory
+    before: EvaluatedTrajectory | None
+
+
+def read_evaluation(run_folder: RunFolder, step: int) -> list[EvaluatedTrajectory]:
+    """Every trajectory of one evaluation. Raises `DataError` for a line that is not one."""
+    files = sorted(run_folder.evals(step).glob("*.jsonl"))
+    return [
+        _trajectory(row)
+        for path in files
+        if path.name != _AGGREGATED
+        for row in _rows(path.read_text("utf-8"), str(path))
+    ]
+
+
+def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajectory]) -> list[Example]:
+    """The best, the median and the worst of the `newest` evaluation, each once, with its prompt's `first` try."""
+    scored = sorted((t for t in newest if t.score is not None), key=lambda t: -(t.score or 0.0))
+    if not scored:
+        return []
+    earlier = {trajectory.prompt: trajectory for trajectory in reversed(first)}
+    places = {"best": 0, "median": len(scored) // 2, "worst": len(scored) - 1}
+    chosen = {index: role for role, index in reversed(places.items())}  # a small evaluation has fewer than three
+    return [Example(chosen[index], scored[index], earlier.get(scored[index].prompt)) for index in sorted(chosen)]
+
+
+def _rows(text: str, path: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number} is not JSON ({error}); remove the line to report on the rest") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number} is {type(row).__name__}, not an object; remove it to report on the rest")
+        yield row
+
+
+def _trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
+    return EvaluatedTrajectory(
+        prompt=_text(row.get("input_prompt")),
+        response=_text(row.get("output_response")),
+        score=_score(row.get("score")),
+        stop_reason=str(row.get("stop_reason") or "unknown"),
+        env_class=str(row.get("env_class") or "unknown"),
+        data_source=str(row.get("data_source") or "unknown"),
+        extras=json.dumps(row["env_extras"], indent=2, ensure_ascii=False) if row.get("env_extras") else "",
+    )
+
+
+def _text(value: object) -> str:
+    """Decoded text as it is; a list of chat messages as `role: content` blocks."""
+    if isinstance(value, list):
+        return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
+    return "" if value is None else str(value)
+
+
+def _score(value: object) -> float | None:
+    """A number, or the sum of per-token rewards; None for anything else, or with a gap in it."""
+    if isinstance(value, list):
+        parts = [_score(part) for part in value]
+        return None if None in parts else sum(part for part in parts if part is not None)
+    return float(value) if isinstance(value, int | float) else None

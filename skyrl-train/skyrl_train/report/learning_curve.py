@@ -1,0 +1,118 @@
+"""Learning curves as PNG, for one run or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from skyrl_train.errors import DataError
+from skyrl_train.report.series import MetricRows, Series, format_value, is_share, read_series, readable
+
+_COLOURS = ("#2f6fde", "#e0742c", "#2a9d6f", "#9a55c8", "#c83e5d", "#7a7a7a")
+_INK, _QUIET, _GRID = "#1d2430", "#6a7383", "#e6e9ee"
+
+
+def plot_learning_curve(
+    metrics: MetricRows,
+    output: Path,
+    *,
+    metric: str,
+    title: str,
+    baselines: Mapping[str, float] | None = None,
+    train_metric: str | None = None,
+) -> Path:
+    """Draw `metric` over the training steps, with `baselines` as dashed lines, and write it to `output`.
+
+    `train_metric`, the same quantity measured on the training rollouts, is drawn behind, thin and smoothed.
+    Raises `DataError` when the run has no value of `metric`.
+    """
+    curve = _require(metrics, metric)
+    figure, axes = _canvas(title, _change(curve), metric)
+    if train_metric is not None and (training := read_series(metrics, train_metric)):
+        _draw(axes, training, "#c9d3e3", 1.0)
+        _draw(axes, training.smoothed(), "#8fa3c4", 1.6, label="training rollouts (smoothed)")
+    _draw(axes, curve, _COLOURS[0], 2.4, label=_measured_on(metric), has_points=True)
+    return _finish(figure, axes, baselines or {}, metric, output)
+
+
+def compare_curves(
+    runs: Mapping[str, MetricRows],
+    output: Path,
+    *,
+    metric: str,
+    title: str,
+    baselines: Mapping[str, float] | None = None,
+) -> Path:
+    """Draw `metric` of several runs, given by label, in one picture. Raises `DataError` when one of them lacks it."""
+    figure, axes = _canvas(title, f"{readable(metric)}, {_measured_on(metric)}", metric)
+    for index, (label, rows) in enumerate(runs.items()):
+        curve = _require(rows, metric, label)
+        text = f"{label}: {format_value(metric, curve.last)}"
+        _draw(axes, curve, _COLOURS[index % len(_COLOURS)], 2.4, label=text, has_points=True)
+    return _finish(figure, axes, baselines or {}, metric, output)
+
+
+def _require(metrics: MetricRows, metric: str, label: str = "the run") -> Series:
+    curve = read_series(metrics, metric)
+    if not curve:
+        raise DataError(f"{label} has no value of {metric!r}; evaluate at least once, or choose another metric")
+    return curve
+
+
+def _change(curve: Series) -> str:
+    first, last = (format_value(curve.name, value) for value in (curve.first, curve.last))
+    return f"{readable(curve.name)}: {first} → {last} after {curve.steps[-1]} training steps"
+
+
+def _measured_on(metric: str) -> str:
+    return "evaluation" if metric.startswith("eval/") else "training rollouts"
+
+
+def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, 4.8), dpi=160, facecolor="white")
+    axes = figure.add_axes((0.09, 0.12, 0.86, 0.70))
+    figure.text(0.03, 0.94, title, fontsize=14, fontweight="bold", color=_INK, va="center")
+    figure.text(0.03, 0.875, subtitle, fontsize=10, color=_QUIET, va="center")
+    axes.set_xlabel("training step", color=_QUIET)
+    axes.set_ylabel(readable(metric), color=_QUIET)
+    axes.grid(axis="y", color=_GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    axes.tick_params(colors=_QUIET, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    return figure, axes
+
+
+def _draw(
+    axes: Axes, curve: Series, colour: str, width: float, *, label: str | None = None, has_points: bool = False
+) -> None:
+    values = [float("nan") if value is None else value for value in curve.values]
+    marker = "o" if has_points and len(values) <= 60 else None
+    axes.plot(curve.steps, values, color=colour, linewidth=width, label=label, marker=marker, markersize=4.5)
+
+
+def _finish(figure: Figure, axes: Axes, baselines: Mapping[str, float], metric: str, output: Path) -> Path:
+    if is_share(metric):
+        axes.set_ylim(-0.03, 1.06)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for label, value in baselines.items():
+        axes.axhline(value, color=_QUIET, linewidth=1.1, linestyle=(0, (5, 4)), zorder=1)
+        axes.annotate(
+            f"{label} {format_value(metric, value)}",
+            (1.0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color=_QUIET,
+        )
+    axes.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, format="png")
+    return output

@@ -1,0 +1,82 @@
+"""One metric over the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+MetricRows = Sequence[Mapping[str, Any]]
+"""What `read_metrics` returns: `{"step": 3, "reward/avg_raw_reward": 0.5, …}` for each line."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """`values[i]` at `steps[i]`; steps ascend, and None stands for a number that was not finite."""
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.finite)
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values if value is not None]
+
+    @property
+    def n_not_finite(self) -> int:
+        return len(self.values) - len(self.finite)
+
+    @property
+    def first(self) -> float:
+        return self.finite[0]
+
+    @property
+    def last(self) -> float:
+        return self.finite[-1]
+
+    def runs(self) -> list[list[tuple[int, float]]]:
+        """The stretches of points without a gap, for drawing."""
+        stretches = groupby(zip(self.steps, self.values, strict=True), key=lambda point: point[1] is not None)
+        return [[(step, float(value or 0)) for step, value in points] for is_finite, points in stretches if is_finite]
+
+    def smoothed(self) -> Series:
+        """The mean over a centred window of a tenth of the points; short series stay as they are."""
+        half = len(self.values) // 20
+        means: list[float | None] = []
+        for index, value in enumerate(self.values):
+            reach = min(half, index, len(self.values) - 1 - index)  # shrinks at the ends, so that they are not bent
+            around = [v for v in self.values[index - reach : index + reach + 1] if v is not None]
+            means.append(None if value is None else sum(around) / len(around))
+        return Series(self.name, self.steps, tuple(means))
+
+
+def read_series(rows: MetricRows, name: str) -> Series:
+    """The metric `name`; a step that logged it twice counts with its newest value."""
+    points = {row["step"]: row[name] for row in rows if name in row}
+    steps = tuple(sorted(points))
+    return Series(name, steps, tuple(points[step] for step in steps))
+
+
+def metric_names(rows: MetricRows) -> list[str]:
+    """Every metric of the run, sorted by name."""
+    return sorted({name for row in rows for name in row} - {"step"})
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is a share between 0 and 1, best read as a percentage, e.g. `eval/environment/catch_rate`."""
+    last = name.rpartition("/")[2]
+    return last.endswith("_rate") or "pass_at_" in last
+
+
+def format_value(name: str, value: float) -> str:
+    """A number as people read it: `97.5%` for a share, else up to four digits."""
+    return f"{value:.1%}".replace(".0%", "%") if is_share(name) else f"{value:.4g}"
+
+
+def readable(name: str) -> str:
+    """`catch rate` for `eval/environment/catch_rate`."""
+    return name.rpartition("/")[2].replace("_", " ")

@@ -1,0 +1,33 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+
+class StepTimer:
+    """Adds up seconds under names: `with timer("generate"): …`, then `take()` once a step."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            logger.debug("%s took %.3f s", name, seconds)
+
+    def take(self) -> dict[str, float]:
+        """`timing/<name>` in seconds since the last call."""
+        metrics = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return metrics

@@ -1,0 +1,112 @@
+"""`metrics.jsonl`: one JSON object per line, `{"step": 3, "reward/avg_raw_reward": 0.5, …}`.
+
+A number that is not finite is written as `null`, because JSON has no NaN; readers see `None`. The file survives being
+killed in the middle of a line: the torn line is dropped when the file is next opened or read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.errors import DataError
+
+
+class MetricsFile:
+    """Appends to a metrics file; every line reaches the operating system before `log` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        assert "step" not in metrics, "the step is an argument of its own"
+        self._file.write(_line({"step": step, **{name: _finite(value) for name, value in metrics.items()}}))
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps, so that a run resumed at `step` does not log them twice.
+
+        The old file is complete until the new one is: written beside it, synced to disk, renamed over it.
+        """
+        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        self._file.close()
+        _replace(self.path, "".join(map(_line, kept)))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, in the order logged; `[]` for a file that does not exist.
+
+    A torn last line is left out. Raises `DataError` for any other line that is not a JSON object with a step.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = [_parse(line) for line in lines]
+    if rows[-1] is None:  # what follows the last newline: nothing, or a torn line
+        rows.pop()
+    for number, row in enumerate(rows, start=1):
+        if row is None:
+            raise DataError(
+                f"{path}:{number} is not a JSON object with an integer 'step': {lines[number - 1][:80]!r}; "
+                "remove that line to read the rest"
+            )
+    return [row for row in rows if row is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _finite(value: float) -> float | None:
+    """A plain number from a Python, NumPy or one-element torch number; None when it is not finite."""
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Make the file end with a newline: finish a last line that is whole, cut one that is not."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if not content or content.endswith(b"\n"):
+        return
+    start = content.rfind(b"\n") + 1
+    if _parse(content[start:].decode(errors="replace")) is None:
+        os.truncate(path, start)
+    else:
+        with path.open("ab") as file:
+            file.write(b"\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,99 @@
+"""The live progress of a run: a bar on a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from tqdm import tqdm
+
+_BAR = "{desc}{n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}"
+_MAX_EVAL_METRICS = 3
+
+
+class Progress:
+    """Shows step/total, reward, newest evaluation, tokens per second and the time left, on `stream` (standard error).
+
+    On a terminal that is one line that changes; elsewhere a line every `seconds_between_lines`, and always one for the
+    first step, the last step, and a step with evaluation metrics.
+    """
+
+    def __init__(
+        self, total_steps: int, initial_step: int, stream: TextIO | None = None, *, seconds_between_lines: float = 5.0
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._total_steps = total_steps
+        self._initial_step = initial_step
+        self._seconds_between_lines = seconds_between_lines
+        self._started = time.monotonic()
+        self._last_line: float | None = None
+        self._shown: dict[str, str] = {}
+        self._bar: tqdm | None = None
+        if _is_terminal(self._stream):
+            self._bar = tqdm(
+                total=total_steps,
+                initial=initial_step,
+                file=self._stream,
+                desc="step ",
+                bar_format=_BAR,
+                dynamic_ncols=True,
+            )
+
+    def update(
+        self,
+        step: int,
+        *,
+        reward: float | None = None,
+        eval_metrics: Mapping[str, float] | None = None,
+        tokens_per_second: float | None = None,
+    ) -> None:
+        """`step` is done. A number that is not given keeps its newest value on the line."""
+        if reward is not None:
+            self._shown["reward"] = f"reward {reward:.3f}"
+        if eval_metrics:
+            self._shown["eval"] = "eval " + _format_eval(eval_metrics)
+        if tokens_per_second is not None:
+            self._shown["speed"] = f"{tokens_per_second:,.0f} tok/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(" · ".join(self._ordered()), refresh=False)
+            self._bar.update(step - self._bar.n)
+            self._bar.refresh()
+        elif self._is_line_due(step, has_eval=bool(eval_metrics)):
+            self._write_line(step)
+
+    def close(self) -> None:
+        """Leave the terminal on a fresh line. Safe to call twice."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _ordered(self) -> list[str]:
+        return [self._shown[key] for key in ("reward", "eval", "speed") if key in self._shown]
+
+    def _is_line_due(self, step: int, *, has_eval: bool) -> bool:
+        if self._last_line is None or has_eval or step >= self._total_steps:
+            return True
+        return time.monotonic() - self._last_line >= self._seconds_between_lines
+
+    def _write_line(self, step: int) -> None:
+        now = time.monotonic()
+        elapsed, n_done = now - self._started, step - self._initial_step
+        parts = [f"step {step}/{self._total_steps}", *self._ordered(), f"{tqdm.format_interval(elapsed)} elapsed"]
+        if n_done > 0 and step < self._total_steps:
+            parts.append(f"{tqdm.format_interval(elapsed / n_done * (self._total_steps - step))} left")
+        self._stream.write(" · ".join(parts) + "\n")
+        self._stream.flush()
+        self._last_line = now
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """A terminal that knows its width; one of width 0, as some containers have, could show nothing."""
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+
+
+def _format_eval(metrics: Mapping[str, float]) -> str:
+    """`avg_score 0.91, catch_rate 0.97`: the first few, without their prefixes."""
+    shown = list(metrics.items())[:_MAX_EVAL_METRICS]
+    return ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in shown)

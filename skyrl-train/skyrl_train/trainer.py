@@ -1,0 +1,206 @@
+"""The training step on one page: prompts → rollouts → advantages → update → sync.
+
+P prompts a step, G samples of each, B = P·G trajectories of L tokens, the last R of them response.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.callbacks import Callback, StepReport
+from skyrl_train.checkpoint import CheckpointStore
+from skyrl_train.checkpoint.store import step_of
+from skyrl_train.config import SkyRLConfig, to_yaml
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.dataset.prompts import ShuffledPrompts
+from skyrl_train.errors import CheckpointError, EnvError
+from skyrl_train.evaluate import rollout_requests, sampling_params
+from skyrl_train.generators.base import BatchMetadata, GeneratorInterface
+from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, with_prefix
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.timer import StepTimer
+from skyrl_train.types import PromptRow, Trajectory, TrainingBatch
+from skyrl_train.workers.policy import PolicyWorker
+from skyrl_train.workers.ref import RefWorker
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains a policy on the rewards of its own rollouts."""
+
+    def __init__(
+        self,
+        cfg: SkyRLConfig,
+        *,
+        prompts: ShuffledPrompts,
+        total_steps: int,
+        generator: GeneratorInterface,
+        engine: InferenceEngine,
+        policy: PolicyWorker,
+        ref: RefWorker | None,
+        estimator: AdvantageEstimator,
+        pad_token_id: int,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        """`ref` is needed when `trainer.algorithm.use_kl_loss` is set."""
+        self.cfg = cfg
+        self.generator = generator
+        self.policy = policy
+        self.total_steps = total_steps
+        self.global_step = 0
+        self.checkpoints = CheckpointStore(Path(cfg.trainer.ckpt_path), cfg.trainer.max_ckpts_to_keep)
+        self.timer = StepTimer()
+        self._prompts = prompts
+        self._engine = engine
+        self._ref = ref
+        self._estimator = estimator
+        self._pad_token_id = pad_token_id
+        self._callbacks = list(callbacks)
+        self._metrics: dict[str, float] = {}
+        self._trajectories: list[Trajectory] = []
+
+    async def train(self) -> None:
+        """Run from where the last checkpoint left off to the last step."""
+        try:
+            await self.start()
+            for prompts in self.prompt_batches():
+                with self.timer("step"):
+                    rollouts = await self.rollout(prompts)  # B trajectories
+                    batch = self.build_batch(rollouts)  # sequences (B, L)
+                    batch = self.score(batch)  # old and reference log-probs (B, R)
+                    batch = self.advantages(batch)  # (B, R)
+                    self.update(batch)  # epochs × mini-batches of the policy loss
+                    await self.sync_weights()  # the engine holds version global_step
+                await self.finish_step()  # callbacks: evaluate, log, checkpoint
+        finally:
+            for callback in self._callbacks:
+                await callback.on_train_end(self)
+
+    async def start(self) -> None:
+        """Resume, give the engine its weights, and look at the policy before training."""
+        self.resume()
+        await self.sync_weights()
+        for callback in self._callbacks:
+            await callback.on_train_start(self)
+        if self.global_step == 0:
+            await self.finish_step()
+
+    def prompt_batches(self) -> Iterator[list[PromptRow]]:
+        """P prompts a step, until the last step."""
+        while self.global_step < self.total_steps:
+            self.global_step += 1
+            yield self._prompts.next_batch()
+
+    async def rollout(self, prompts: Sequence[PromptRow]) -> list[Trajectory]:
+        """G trajectories of each prompt; the invalid ones are counted and left out."""
+        n_samples = self.cfg.generator.n_samples_per_prompt
+        with self.timer("generate"):
+            trajectories = await self.generator.rollout(
+                rollout_requests(prompts, n_samples),
+                sampling_params(self.cfg.generator.sampling_params),
+                BatchMetadata(self.global_step, "train"),
+            )
+        self._trajectories = trajectories
+        self._metrics |= rollout_metrics(trajectories)
+        self._metrics |= with_prefix("reward", reward_metrics(trajectories, n_samples, "avg_raw_reward"))
+        valid = [trajectory for trajectory in trajectories if trajectory.is_valid]
+        if not valid:
+            raise EnvError(
+                f"all {len(trajectories)} rollouts of step {self.global_step} failed; the first: "
+                f"{trajectories[0].error}. Nothing can be learned from this step; fix the environment and resume"
+            )
+        return valid
+
+    def build_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        """Pad the trajectories into tensors (B, L)."""
+        return build_training_batch(trajectories, self._pad_token_id)
+
+    def score(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill in `ref_logprobs` for the KL loss, and `old_logprobs` unless the update sees only current ones.
+
+        With one mini-batch and one epoch the policy at the start of the update is the policy in the update: its
+        log-probs are computed there anyway, and a pass of their own would be redundant.
+        """
+        with self.timer("fwd_logprobs_values_reward"):
+            if self._ref is not None:
+                batch.ref_logprobs = self._ref.score(batch)
+            if self.cfg.trainer.update_epochs_per_batch > 1 or len(self._mini_batches(batch)) > 1:
+                batch.old_logprobs = self.policy.score(batch)
+        return batch
+
+    def advantages(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill in `advantages` and `returns` (B, R)."""
+        with self.timer("compute_advantages_and_returns"):
+            batch.advantages, batch.returns = self._estimator(
+                token_level_rewards=batch.rewards,
+                response_mask=batch.loss_mask,
+                index=batch.uids,
+                values=batch.values,
+                config=self.cfg.trainer.algorithm,
+            )
+        on_mask = batch.advantages[batch.loss_mask > 0]
+        self._metrics["loss/avg_final_rewards"] = batch.rewards.sum(dim=-1).mean().item()
+        self._metrics["loss/avg_raw_advantages"] = on_mask.mean().item()
+        self._metrics["loss/avg_raw_advantages_abs"] = on_mask.abs().mean().item()
+        return batch
+
+    def update(self, batch: TrainingBatch) -> None:
+        """One optimizer step for each mini-batch, `update_epochs_per_batch` times over."""
+        with self.timer("policy_train"):
+            metrics = [
+                self.policy.update(mini_batch)
+                for _ in range(self.cfg.trainer.update_epochs_per_batch)
+                for mini_batch in self._mini_batches(batch)
+            ]
+        for name in metrics[0]:
+            values = [m[name] for m in metrics if name in m]
+            self._metrics[name] = sum(values) if name == "policy/skipped_updates" else sum(values) / len(values)
+
+    async def sync_weights(self) -> None:
+        """From now on the engine samples from the policy as it is after `global_step` steps."""
+        with self.timer("sync_weights"):
+            await self._engine.sync_weights(self.global_step)
+
+    async def finish_step(self) -> None:
+        """Report the step to the callbacks."""
+        report = StepReport(self.global_step, self.global_step == self.total_steps, self._metrics, self._trajectories)
+        self._metrics, self._trajectories = {}, []
+        for callback in self._callbacks:
+            await callback.on_step_end(self, report)
+
+    def save_checkpoint(self) -> None:
+        """Write everything a resumed run needs to go on as if nothing had happened."""
+
+        def write(folder: Path) -> None:
+            self.policy.save(folder / "policy")
+            torch.save(self._prompts.state_dict(), folder / "data.pt")
+            state = {"global_step": self.global_step, "config": to_yaml(self.cfg)}
+            torch.save(state, folder / "trainer_state.pt")
+
+        self.checkpoints.save(self.global_step, write, self.policy.checkpoint_bytes())
+
+    def resume(self) -> None:
+        """Load the checkpoint that `trainer.resume_mode` asks for, if there is one."""
+        mode = self.cfg.trainer.resume_mode
+        folder = self.checkpoints.latest() if mode == "latest" else None
+        if mode == "from_path":
+            folder = Path(self.cfg.trainer.resume_path or "").expanduser()
+        if folder is None:
+            return
+        step = step_of(folder)
+        try:
+            self._prompts.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+        except OSError as error:
+            raise CheckpointError(f"cannot resume from {folder}: {error}") from error
+        self.policy.load(folder / "policy")
+        self.global_step = step
+        logger.info("Resumed from %s", folder)
+
+    def _mini_batches(self, batch: TrainingBatch) -> list[TrainingBatch]:
+        return batch.chunk(self.cfg.trainer.policy_mini_batch_size)

@@ -1,0 +1,170 @@
+"""The nouns every room speaks: trajectories from rollouts, and the batch the trainer learns from.
+
+Letters: P prompts in a step, G samples per prompt, B trajectories, L sequence length, R response length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict
+
+import torch
+
+
+class Message(TypedDict):
+    """One chat message, e.g. `{"role": "user", "content": "What is 2 + 2?"}`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One row of a prompt dataset, e.g. a maths question and the answer its environment checks against."""
+
+    uid: str  # "17": the row's number in the dataset; groups the samples of one prompt
+    prompt: list[Message]
+    env_class: str | None  # None: the config's `environment.env_class`
+    env_extras: dict[str, Any]  # every other column: reward_spec, data_source, extra_info, …
+
+    @property
+    def data_source(self) -> str:
+        """Where the row comes from, for grouping metrics; "unknown" when the dataset does not say."""
+        return str(self.env_extras.get("data_source") or "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryID:
+    """Which sample of which prompt: `TrajectoryID("17", 3)` is the fourth sample of row 17."""
+
+    instance_id: str
+    repetition_id: int
+
+    def to_string(self) -> str:
+        """The session id of this rollout, e.g. "17_3"."""
+        return f"{self.instance_id}_{self.repetition_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn: `response_ids[start:end]` was sampled from a prompt of `prompt_length` tokens."""
+
+    start: int
+    end: int
+    prompt_length: int  # tokens the engine was given for this turn, the first prompt included
+    reward: float
+    stop_reason: str  # the engine's: "stop" or "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout, from the prompt to the last sampled token.
+
+    `response_ids` [r] holds everything after the prompt: sampled tokens (mask 1) and observations in between
+    (mask 0, log-prob 0.0). `rewards` [r] are per token, each turn's on its last sampled token; None marks an
+    *invalid* trajectory, which no baseline, metric or loss reads.
+    """
+
+    id: TrajectoryID
+    env_class: str
+    data_source: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    rewards: list[float] | None
+    stop_reason: str  # of the last turn: "stop", "length", or why there is none, e.g. "env_error"
+    turns: tuple[Turn, ...] = ()
+    env_metrics: dict[str, Any] = field(default_factory=dict)
+    env_extras: dict[str, Any] = field(default_factory=dict)
+    weight_versions: tuple[int, ...] = ()  # of the engine, one per turn
+    timing: dict[str, float] = field(default_factory=dict)  # seconds: "generate", "env"
+    error: str | None = None  # what made it invalid
+
+    def __post_init__(self) -> None:
+        n_tokens = len(self.response_ids)
+        for name in ("loss_mask", "logprobs", "rewards"):
+            values = getattr(self, name)
+            assert values is None or len(values) == n_tokens, f"{name}: {len(values)} values, {n_tokens} tokens"
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether its rewards may be read."""
+        return self.rewards is not None
+
+    @property
+    def total_reward(self) -> float:
+        """Sum of all rewards; only valid trajectories have one."""
+        assert self.rewards is not None, f"trajectory {self.id} is invalid: {self.error}"
+        return sum(self.rewards)
+
+
+@dataclass(slots=True)
+class TrainingBatch:
+    """B trajectories as tensors. Prompts are padded left and responses right, so that column L - R starts every response.
+
+    Tensors that are None have not been computed yet. Rows of one prompt stand together, in the order of `uids`.
+    """
+
+    sequences: torch.Tensor  # (B, L) int64
+    attention_mask: torch.Tensor  # (B, L) int64, 1 on tokens, 0 on padding
+    loss_mask: torch.Tensor  # (B, R) float, 1 on sampled tokens
+    rewards: torch.Tensor  # (B, R) float
+    rollout_logprobs: torch.Tensor  # (B, R) float, of the engine
+    uids: list[str]  # [B] the prompt each row answers
+    old_logprobs: torch.Tensor | None = None  # (B, R) of the policy at the start of the update
+    ref_logprobs: torch.Tensor | None = None  # (B, R)
+    values: torch.Tensor | None = None  # (B, R)
+    advantages: torch.Tensor | None = None  # (B, R)
+    returns: torch.Tensor | None = None  # (B, R)
+
+    def __post_init__(self) -> None:
+        n_rows, length = self.sequences.shape
+        response_length = self.loss_mask.shape[1]
+        assert len(self.uids) == n_rows, f"{len(self.uids)} uids for {n_rows} rows"
+        assert self.attention_mask.shape == (n_rows, length)
+        for name in TENSOR_FIELDS[2:]:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                assert tensor.shape == (n_rows, response_length), f"{name}: {tuple(tensor.shape)}"
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    @property
+    def response_length(self) -> int:
+        """R, the longest response of the batch in tokens."""
+        return self.loss_mask.shape[1]
+
+    def select(self, rows: Sequence[int]) -> TrainingBatch:
+        """The given rows, in the given order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return self._map(lambda tensor: tensor[index.to(tensor.device)], uids=[self.uids[row] for row in rows])
+
+    def to(self, device: torch.device | str) -> TrainingBatch:
+        """The same batch on another device."""
+        return self._map(lambda tensor: tensor.to(device), uids=self.uids)
+
+    def chunk(self, n_prompts: int) -> list[TrainingBatch]:
+        """Consecutive batches of `n_prompts` prompts each (the last may hold fewer), whatever rows a prompt has."""
+        starts = [row for row, uid in enumerate(self.uids) if row == 0 or uid != self.uids[row - 1]]
+        edges = [*starts[::n_prompts], len(self)]
+        return [self.select(range(start, end)) for start, end in zip(edges, edges[1:])]
+
+    @staticmethod
+    def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
+        """Join batches of the same L and R row by row."""
+        joined = {}
+        for name in TENSOR_FIELDS:
+            parts = [getattr(batch, name) for batch in batches]
+            joined[name] = None if parts[0] is None else torch.cat(parts)
+        return TrainingBatch(**joined, uids=[uid for batch in batches for uid in batch.uids])
+
+    def _map(self, function: Any, uids: list[str]) -> TrainingBatch:
+        tensors = {name: getattr(self, name) for name in TENSOR_FIELDS}
+        return replace(self, uids=uids, **{k: v if v is None else function(v) for k, v in tensors.items()})
+
+
+TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "uids")
+TrainingInputBatch = TrainingBatch

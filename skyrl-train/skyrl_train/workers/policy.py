@@ -1,0 +1,178 @@
+"""The policy: a model and its optimizer. One call of `update` is one optimizer step on one mini-batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from skyrl_train.algorithms.kl import approximate_kl
+from skyrl_train.algorithms.reduction import token_weights, weighted_sum
+from skyrl_train.algorithms.registry import PolicyLoss
+from skyrl_train.checkpoint.random_state import random_state, set_random_state
+from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.errors import CheckpointError
+from skyrl_train.types import TrainingBatch
+from skyrl_train.workers.scoring import policy_logprobs, score_logprobs, token_budget
+
+logger = logging.getLogger(__name__)
+
+SHARD = "world_size_1_rank_0.pt"
+
+
+class PolicyWorker:
+    """Owns the policy's weights, optimizer and learning-rate schedule."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: TrainerConfig,
+        policy_loss: PolicyLoss,
+        n_optimizer_steps: int,
+    ) -> None:
+        """`n_optimizer_steps` is the length of the whole run, which the schedule is laid over."""
+        optimizer_config = cfg.policy.optimizer_config
+        self.model = model
+        self._tokenizer = tokenizer
+        self._cfg = cfg
+        self._policy_loss = policy_loss
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=optimizer_config.lr,
+            betas=optimizer_config.adam_betas,
+            weight_decay=optimizer_config.weight_decay,
+        )
+        self._scheduler = get_scheduler(
+            optimizer_config.scheduler,
+            self._optimizer,
+            num_warmup_steps=optimizer_config.num_warmup_steps,
+            num_training_steps=n_optimizer_steps,
+        )
+
+    def score(self, batch: TrainingBatch) -> torch.Tensor:
+        """Log-probs (B, R) of the batch's sampled tokens under the current weights."""
+        return score_logprobs(self.model, batch, self._cfg)
+
+    def update(self, batch: TrainingBatch) -> dict[str, float]:
+        """One optimizer step on a mini-batch; returns its metrics.
+
+        A batch without `old_logprobs` is the first and only one since its rollouts: they are the current ones.
+        Gradients that are not finite are thrown away, counted in `policy/skipped_updates`.
+        """
+        sums = self._accumulate_gradients(batch)
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._cfg.policy.optimizer_config.max_grad_norm
+        )
+        is_finite = bool(grad_norm.isfinite())
+        if is_finite:
+            self._optimizer.step()
+            self._scheduler.step()
+        else:
+            logger.warning("The gradient norm is %s: this update is skipped", grad_norm.item())
+        self._optimizer.zero_grad(set_to_none=True)
+        metrics = {f"policy/{name}": total.item() for name, total in sums.items()}
+        return metrics | {
+            "policy/grad_norm": grad_norm.item(),
+            "policy/policy_lr": self._scheduler.get_last_lr()[0],
+            "policy/skipped_updates": 0.0 if is_finite else 1.0,
+        }
+
+    def _accumulate_gradients(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """Sum gradients and metrics over micro-batches, all scaled by the divisors of the mini-batch."""
+        algorithm = self._cfg.algorithm
+        loss_weights = token_weights(batch.loss_mask, algorithm.loss_reduction, algorithm.max_seq_len)  # (B, R)
+        sequence_weights = token_weights(batch.loss_mask, "sequence_mean")
+        metric_weights = token_weights(batch.loss_mask, "token_mean")
+        sums: dict[str, torch.Tensor] = {}
+        for rows in token_budget(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu):
+            part = batch.select(rows).to(self.model.device)
+            per_sequence = sequence_weights[rows].to(self.model.device)
+            with _checkpointed_layers(self.model):
+                log_probs, entropy = policy_logprobs(self.model, part, self._cfg)  # (b, R)
+                old_logprobs = log_probs.detach() if part.old_logprobs is None else part.old_logprobs
+                assert part.advantages is not None
+                token_loss, token_metrics = self._policy_loss(
+                    log_probs, old_logprobs, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs
+                )
+                policy_loss = weighted_sum(token_loss, loss_weights[rows].to(self.model.device))
+                terms = {"policy_loss": policy_loss, "final_loss": policy_loss}
+                if part.ref_logprobs is not None:
+                    kl = approximate_kl(log_probs, part.ref_logprobs, algorithm.kl_estimator_type)
+                    terms["policy_kl"] = weighted_sum(kl, per_sequence)
+                    terms["final_loss"] = terms["final_loss"] + algorithm.kl_loss_coef * terms["policy_kl"]
+                terms["policy_entropy"] = weighted_sum(entropy, per_sequence)
+                if algorithm.use_entropy_loss:
+                    entropy_bonus = algorithm.entropy_loss_coef * terms["policy_entropy"]
+                    terms["final_loss"] = terms["final_loss"] - entropy_bonus
+                terms["final_loss"].backward()
+            token_metrics["rollout_train_logprobs_abs_diff_mean"] = (old_logprobs - part.rollout_logprobs).abs()
+            for name, values in token_metrics.items():
+                terms[name] = weighted_sum(values, metric_weights[rows].to(self.model.device))
+            for name, value in terms.items():
+                sums[name] = sums.get(name, 0.0) + value.detach()
+        return sums
+
+    def checkpoint_bytes(self) -> int:
+        """About how large `save` makes a folder: the weights and two moments of the same size."""
+        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and random state into `folder`, with the tokenizer and configuration."""
+        folder.mkdir(parents=True)
+        torch.save(self.model.state_dict(), folder / f"model_{SHARD}")
+        torch.save(self._optimizer.state_dict(), folder / f"optim_{SHARD}")
+        extra = {"lr_scheduler": self._scheduler.state_dict(), "rng": random_state()}
+        torch.save(extra, folder / f"extra_state_{SHARD}")
+        self.model.config.save_pretrained(folder / "huggingface")
+        self._tokenizer.save_pretrained(folder / "huggingface")
+
+    def load(self, folder: Path) -> None:
+        """Take over everything `save` wrote.
+
+        Raises:
+            CheckpointError: a file is missing, or belongs to another model.
+        """
+        try:
+            # In place: the engine generates with these very tensors.
+            self.model.load_state_dict(_load(folder / f"model_{SHARD}"))
+            self._optimizer.load_state_dict(_load(folder / f"optim_{SHARD}"))
+            extra = _load(folder / f"extra_state_{SHARD}")
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot resume the policy from {folder}: {error}; it must hold a complete checkpoint of the same model"
+            ) from error
+        self._scheduler.load_state_dict(extra["lr_scheduler"])
+        set_random_state(extra["rng"])
+
+    def export(self, folder: Path) -> None:
+        """Write a plain Hugging Face folder."""
+        self.model.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Let layers recompute their activations, if gradient checkpointing is on.
+
+    Transformers checkpoints a layer only while it is in training mode; everything inside it stays in evaluation
+    mode, so that dropout never makes the trained log-probs differ from the engine's.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)

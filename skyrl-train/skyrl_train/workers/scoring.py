@@ -1,0 +1,40 @@
+"""Log-probs of a whole batch, computed micro-batch by micro-batch without gradient."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.dataset.batch import micro_batches
+from skyrl_train.models.loading import autocast
+from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.types import TrainingBatch
+
+
+@torch.no_grad()
+def score_logprobs(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig) -> torch.Tensor:
+    """Log-probs (B, R) of the batch's sampled tokens under `model`, 0 elsewhere, on the CPU."""
+    logprobs = torch.zeros_like(batch.loss_mask)
+    for rows in token_budget(batch, cfg, cfg.micro_forward_batch_size_per_gpu):
+        part = batch.select(rows).to(model.device)
+        logprobs[rows] = policy_logprobs(model, part, cfg)[0].cpu()
+    return logprobs
+
+
+def policy_logprobs(
+    model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies (B, R) of one micro-batch, with gradient where it is enabled."""
+    with autocast(model.device, cfg.bf16):
+        return response_logprobs(
+            model, batch.sequences, batch.attention_mask, batch.loss_mask, cfg.algorithm.temperature
+        )
+
+
+def token_budget(batch: TrainingBatch, cfg: TrainerConfig, max_rows: int | None) -> list[list[int]]:
+    """The rows of each micro-batch; rows without a trained token need no pass and are left out."""
+    trained = [row for row, n_tokens in enumerate(batch.loss_mask.sum(dim=1).tolist()) if n_tokens > 0]
+    lengths = batch.attention_mask.sum(dim=1).tolist()
+    parts = micro_batches([lengths[row] for row in trained], cfg.max_tokens_per_microbatch, max_rows)
+    return [[trained[i] for i in part] for part in parts]

@@ -1,0 +1,62 @@
+"""What is generated is in step with the sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from skyrl_train.config import generate, load_config
+from skyrl_train.config.aliases import ALIASES
+from skyrl_train.config.base import as_section
+from skyrl_train.config.problems import FIELDS
+
+AGAIN = "run `python -m skyrl_train.config.generate`"
+
+
+def test_the_yaml_file_is_in_step() -> None:
+    assert generate.YAML_PATH.read_text(encoding="utf-8") == generate.render_yaml(), AGAIN
+
+
+def test_the_reference_page_is_in_step() -> None:
+    assert generate.PAGE_PATH.read_text(encoding="utf-8") == generate.render_page(), AGAIN
+
+
+def test_the_yaml_says_what_the_fields_say() -> None:
+    tree = yaml.safe_load(generate.render_yaml())
+    assert load_config({name: tree[name] for name in ("data", "trainer", "generator", "environment")}) == load_config()
+
+
+def test_the_yaml_helps_with_every_key_and_stays_narrow() -> None:
+    text = generate.render_yaml()
+    words = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
+    for key, field in FIELDS.items():
+        assert " ".join((field.description or "").split()) in words, key
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_page_has_a_row_for_every_key_and_every_other_spelling() -> None:
+    rows = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
+    keys = [key for key, field in FIELDS.items() if as_section(field.annotation) is None]
+    assert [row.split("`")[1] for row in rows] == [*sorted(keys, key=rows_order(rows)), *ALIASES]
+    assert {row.count(" | ") for row in rows} <= {2, 3}
+
+
+def rows_order(rows: list[str]) -> dict[str, int]:
+    return {row.split("`")[1]: n for n, row in enumerate(rows)}.__getitem__  # type: ignore[return-value]
+
+
+def test_files_are_written_when_out_of_step_and_checked_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "YAML_PATH", tmp_path / "a.yaml")
+    monkeypatch.setattr(generate, "PAGE_PATH", tmp_path / "docs" / "b.md")
+    assert generate.main(["--check"]) == 1
+    assert "a.yaml: out of step" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert generate.main([]) == 0
+    assert generate.main(["--check"]) == 0
+    assert (tmp_path / "a.yaml").read_text(encoding="utf-8") == generate.render_yaml()
+    (tmp_path / "a.yaml").write_text("old", encoding="utf-8")
+    assert generate.main(["--check"]) == 1

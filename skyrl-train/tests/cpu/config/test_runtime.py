@@ -1,0 +1,67 @@
+"""What an accepted key becomes in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.config import parse_cli, what_runs_here
+from skyrl_train.config.problems import FIELDS
+from skyrl_train.config.runtime import TABLE
+
+ALWAYS = {"trainer.strategy", "generator.weight_sync_backend"}
+ON_CPU = {"trainer.bf16", "trainer.flash_attn"}
+
+
+def keys(overrides: list[str], has_gpu: bool = True, has_vllm: bool = False) -> set[str]:
+    lines = what_runs_here(parse_cli(overrides), has_gpu=has_gpu, has_vllm=has_vllm)
+    return {line.split("=")[0] for line in lines}
+
+
+def test_defaults_need_few_words() -> None:
+    assert keys([]) == ALWAYS
+    assert keys([], has_gpu=False) == ALWAYS | ON_CPU
+    assert keys(["trainer.bf16=false", "trainer.flash_attn=false"], has_gpu=False) == ALWAYS
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.placement.colocate_all=false",
+        "trainer.placement.policy_num_nodes=2",
+        "trainer.placement.policy_num_gpus_per_node=4",
+        "trainer.placement.ref_num_nodes=2",
+        "trainer.placement.ref_num_gpus_per_node=4",
+        "trainer.placement.critic_num_nodes=2",
+        "trainer.placement.critic_num_gpus_per_node=4",
+        "generator.backend=vllm",
+        "generator.num_inference_engines=2",
+        "generator.inference_engine_tensor_parallel_size=2",
+        "generator.async_engine=false",
+        "generator.gpu_memory_utilization=0.4",
+        "generator.enforce_eager=false",
+    ],
+)
+def test_a_value_that_runs_as_something_else_has_a_line(override: str) -> None:
+    assert keys([override]) == ALWAYS | {override.split("=")[0]}
+
+
+def test_auto_has_a_line_only_where_vllm_would_run() -> None:
+    assert keys([], has_gpu=True, has_vllm=True) == ALWAYS | {"generator.backend"}
+    assert "generator.backend" not in keys([], has_gpu=False, has_vllm=True)
+    assert "generator.backend" not in keys(["generator.backend=hf"], has_gpu=True, has_vllm=True)
+
+
+def test_a_line_names_key_value_and_what_runs() -> None:
+    lines = what_runs_here(parse_cli([]), has_gpu=False, has_vllm=False)
+    assert lines == [
+        "trainer.strategy=fsdp2: one process holds the whole model; nothing is sharded",
+        "trainer.bf16=true: a CPU computes in float32",
+        "trainer.flash_attn=true: a CPU uses PyTorch's SDPA",
+        "generator.weight_sync_backend=nccl: the engine generates with the policy's tensors; nothing is copied",
+    ]
+
+
+def test_the_table_names_real_keys_once() -> None:
+    rows = [row.key for row in TABLE]
+    assert set(rows) <= FIELDS.keys()
+    assert len(rows) == len(set(rows))

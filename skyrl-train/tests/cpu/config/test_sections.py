@@ -1,0 +1,131 @@
+"""The sections: frozen, strict, described, and with the defaults that SkyRL users know."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from skyrl_train.config import OptimizerConfig, SkyRLConfig, load_config
+from skyrl_train.config.base import describe_field, value_at, with_value
+from skyrl_train.config.problems import FIELDS
+
+
+def test_every_key_has_help_and_says_what_it_accepts() -> None:
+    for key, field in FIELDS.items():
+        assert field.description, f"{key} has no docstring"
+        assert describe_field(field), key
+
+
+def test_every_key_has_a_default_that_it_accepts_itself() -> None:
+    assert load_config(SkyRLConfig().model_dump()) == load_config()
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("trainer.epochs", "an integer >= 1"),
+        ("trainer.bf16", "true or false"),
+        ("trainer.strategy", "one of fsdp2, fsdp"),
+        ("trainer.run_name", "a string"),
+        ("trainer.resume_path", "a string or null"),
+        ("trainer.max_training_steps", "an integer >= 1 or null"),
+        ("trainer.ckpt_interval", "-1 or an integer >= 1"),
+        ("trainer.algorithm.eps_clip_low", "a number >= 0 and <= 1"),
+        ("trainer.algorithm.temperature", "a number > 0 or null"),
+        ("trainer.policy", "a section"),
+        ("trainer.policy.optimizer_config.adam_betas", "a list of 2 numbers >= 0 and < 1"),
+        ("data.train_data", "a string or a list of strings"),
+        ("generator.sampling_params.logprobs", "0 or null"),
+        ("generator.sampling_params.stop", "a string, a list of strings, or null"),
+    ],
+)
+def test_a_field_is_described_in_words(key: str, words: str) -> None:
+    assert describe_field(FIELDS[key]) == words
+
+
+def test_a_loaded_configuration_cannot_be_changed() -> None:
+    cfg = load_config()
+    for section, name, value in [(cfg.trainer, "epochs", 2), (cfg.environment.skyrl_gym, "max_env_workers", 1)]:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, name, value)
+
+
+def test_two_loads_share_no_lists() -> None:
+    load_config().data.train_data.append("another")
+    load_config().trainer.logger.append("wandb")
+    assert load_config().data.train_data == ["$HOME/data/gsm8k/train.parquet"]
+    assert load_config().trainer.logger == ["console", "tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("trainer.train_batch_size", 1024),
+        ("trainer.policy_mini_batch_size", 256),
+        ("trainer.policy.optimizer_config.lr", 1e-6),
+        ("trainer.policy.model.dtype", "float32"),
+        ("trainer.algorithm.kl_estimator_type", "k3"),
+        ("trainer.algorithm.kl_loss_coef", 0.001),
+        ("trainer.placement.policy_num_gpus_per_node", 1),
+        ("generator.n_samples_per_prompt", 5),
+        ("generator.eval_sampling_params.temperature", 0.0),
+        ("environment.skyrl_gym.max_env_workers", 32),
+    ],
+)
+def test_defaults_are_those_users_know(key: str, default: object) -> None:
+    assert value_at(load_config(), key) == default
+
+
+def test_with_value_replaces_one_key_and_leaves_the_original() -> None:
+    cfg = load_config()
+    changed = with_value(cfg, "trainer.policy.model.path", "tiny")
+    assert (changed.trainer.policy.model.path, cfg.trainer.policy.model.path) == ("tiny", "Qwen/Qwen2.5-1.5B-Instruct")
+    assert with_value(changed, "trainer.policy.model.path", cfg.trainer.policy.model.path) == cfg
+
+
+def test_value_at_says_which_key_is_missing() -> None:
+    with pytest.raises(KeyError, match=r"trainer\.nothing"):
+        value_at(load_config(), "trainer.nothing")
+
+
+def _scheduler_names() -> list[str]:
+    words = describe_field(FIELDS["trainer.policy.optimizer_config.scheduler"])
+    return words.removeprefix("one of ").split(", ")
+
+
+@pytest.mark.parametrize("name", _scheduler_names())
+def test_every_scheduler_can_be_built_from_its_name_and_the_number_of_steps(name: str) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
+    optimizer.step()
+    scheduler.step()
+    assert math.isfinite(scheduler.get_last_lr()[0])
+
+
+def test_the_other_schedulers_of_transformers_need_more_than_their_name() -> None:
+    missing = {kind.value for kind in SchedulerType} - set(_scheduler_names())
+    known = {"reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"}
+    assert missing <= known, "a scheduler is new in transformers: does it work from its name alone?"
+
+
+def test_adam_betas_are_a_pair_of_numbers() -> None:
+    assert OptimizerConfig.model_validate({"adam_betas": [0, 0.95]}).adam_betas == (0.0, 0.95)
+
+
+def test_the_run_folder_is_output_dir_project_run() -> None:
+    cfg = load_config({"trainer": {"output_dir": "out/", "project_name": "catch", "run_name": "r1"}})
+    assert cfg.trainer.run_dir == "out/catch/r1"
+
+
+def test_a_free_section_reaches_its_environment() -> None:
+    gym = load_config(
+        {"environment": {"skyrl_gym": {"search": {"topk": 3, "nested": {"a": [1]}}}}}
+    ).environment.skyrl_gym
+    assert gym.env_config("search") == {"topk": 3, "nested": {"a": [1]}}
+    assert gym.env_config("gsm8k") == {}
+    assert gym.max_env_workers == 32

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from examples.catch import catch_dataset
+from examples.catch.catch_dataset import CatchDataset, main
+from examples.catch.env import CatchEnv, CatchReward
+from examples.catch.prompt import parse_state
+
+SKYRL_TRAIN = Path(__file__).parents[4]
+SMALL = ["--train_size", "30", "--test_size", "10"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def test_the_command_writes_both_splits_and_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.catch.catch_dataset", "--output_dir", str(tmp_path / "new" / "catch")]
+    result = subprocess.run([*command, *SMALL], cwd=SKYRL_TRAIN, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    assert f"30 train rows to {tmp_path}/new/catch/train.parquet (optimal catch rate" in line
+    assert f"10 validation rows to {tmp_path}/new/catch/validation.parquet (optimal catch rate" in line
+    assert line.endswith("grid 7x6, 5 turns, shaped reward")
+    assert len(read(tmp_path / "new" / "catch" / "train.parquet")) == 30
+    assert len(read(tmp_path / "new" / "catch" / "validation.parquet")) == 10
+
+
+def test_a_row_is_what_the_trainer_and_the_environment_read(tmp_path: Path) -> None:
+    main(["--output_dir", str(tmp_path), *SMALL])
+    row = read(tmp_path / "validation.parquet")[0]
+    start = row["extra_info"]
+    assert list(row) == ["data_source", "prompt", "env_class", "reward_spec", "extra_info"]
+    assert (row["data_source"], row["env_class"]) == ("synthetic_catch", "catch")
+    assert row["reward_spec"] == {"mode": "shaped", "step_penalty": -0.01, "terminal_catch": 1.0, "terminal_miss": -1.0}
+    assert start == start | {"grid_w": 7, "grid_h": 6, "max_turns": 5, "ball_y": 0, "split": "validation", "seed": 124}
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+
+
+def test_what_is_read_back_is_what_was_made(tmp_path: Path) -> None:
+    main(["--output_dir", str(tmp_path), *SMALL])
+    dataset = CatchDataset(train_size=30, test_size=10)
+    assert read(tmp_path / "train.parquet") == dataset.train_rows()
+    assert read(tmp_path / "validation.parquet") == dataset.validation_rows()
+
+
+def test_every_prompt_shows_the_game_that_is_played(tmp_path: Path) -> None:
+    main(["--output_dir", str(tmp_path), "--grid_w", "9", "--grid_h", "4", "--max_turns", "8", *SMALL])
+    for row in read(tmp_path / "train.parquet"):
+        env = CatchEnv({}, row)
+        assert parse_state(row["prompt"][-1]["content"]) == env.state
+        assert env.max_turns == 8
+
+
+def test_every_reward_flag_reaches_the_environment(tmp_path: Path) -> None:
+    flags = ["--reward_mode", "episodic", "--step_penalty", "-0.5", "--terminal_catch", "2", "--terminal_miss", "-3"]
+    main(["--output_dir", str(tmp_path), *SMALL, *flags])
+    row = read(tmp_path / "train.parquet")[0]
+    assert CatchEnv({}, row).reward == CatchReward("episodic", -0.5, 2.0, -3.0)
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    args = catch_dataset.build_parser().parse_args([])
+    assert vars(args) == {
+        "output_dir": Path("~/data/catch"),
+        "grid_w": 7,
+        "grid_h": 6,
+        "max_turns": None,
+        "train_size": 20000,
+        "test_size": 500,
+        "seed": 123,
+        "reward_mode": "shaped",
+        "step_penalty": -0.01,
+        "terminal_catch": 1.0,
+        "terminal_miss": -1.0,
+    }
+    assert CatchDataset().n_turns == 5
+
+
+def test_a_seed_decides_the_games() -> None:
+    same = CatchDataset(train_size=30, seed=7)
+    assert CatchDataset(train_size=30, seed=7).train_rows() == same.train_rows()
+    assert CatchDataset(train_size=30, seed=8).train_rows() != same.train_rows()
+
+
+def test_the_splits_are_drawn_with_neighbouring_seeds() -> None:
+    def starts(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
+        return [(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows]
+
+    validation = CatchDataset(test_size=30, seed=7).validation_rows()
+    assert starts(validation) == starts(CatchDataset(train_size=30, seed=8).train_rows())
+
+
+def test_every_start_occurs() -> None:
+    rows = CatchDataset(grid_w=3, train_size=500).train_rows()
+    assert len({(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows}) == 9
+
+
+def test_a_taller_grid_gets_the_turns_it_needs() -> None:
+    assert CatchDataset(grid_h=10).n_turns == 9
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_turns", "4"], "max_turns=4 ends every game before the ball lands, .* max_turns of at least 5"),
+        (["--grid_h", "9", "--max_turns", "5"], "max_turns=5 .* grid_h=9 needs max_turns of at least 8"),
+        (["--grid_w", "1"], "grid_w=1 leaves nothing to decide; use 2 or more"),
+        (["--grid_h", "1"], "grid_h=1 leaves the ball no row to fall; use 2 or more"),
+        (["--train_size", "-5"], "train_size=-5 must be at least 1"),
+        (["--test_size", "0"], "test_size=0 must be at least 1"),
+        (["--terminal_catch", "nan"], "terminal_catch=nan must be a finite number"),
+        (["--reward_mode", "sparse"], "invalid choice: 'sparse'"),
+    ],
+)
+def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--output_dir", str(tmp_path / "catch"), *flags])
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "catch").exists()

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyrl_gym
+from examples.catch.env import CatchEnv, CatchReward, parse_action
+from skyrl_gym.envs.registration import EnvSpec
+from skyrl_gym.metrics import default_aggregate_metrics
+
+NewGame = Callable[..., CatchEnv]
+CAUGHT = ["R", "R", "R", "S", "S"]
+MISSED = ["R", "R", "S", "S", "S"]
+
+
+def rewards_of(env: CatchEnv, replies: list[str]) -> list[float]:
+    return [env.step(reply)["reward"] for reply in replies]
+
+
+class TestReward:
+    def test_shaped_pays_for_coming_closer_and_for_the_catch(self, new_game: NewGame) -> None:
+        rewards = rewards_of(new_game(), CAUGHT)
+        assert rewards == pytest.approx([1 / 6 - 0.01] * 3 + [-0.01, 0.99])
+        assert [round(reward, 4) for reward in rewards] == [0.1567, 0.1567, 0.1567, -0.01, 0.99]
+        assert sum(rewards) == pytest.approx(1.45)
+
+    def test_shaped_charges_for_moving_away_and_for_the_miss(self, new_game: NewGame) -> None:
+        rewards = rewards_of(new_game(), ["L", "S", "S", "S", "S"])
+        assert rewards == pytest.approx([-1 / 6 - 0.01, -0.01, -0.01, -0.01, -1.01])
+
+    def test_episodic_pays_the_ending_only(self, new_game: NewGame) -> None:
+        assert rewards_of(new_game({"mode": "episodic"}), CAUGHT) == [0, 0, 0, 0, 1.0]
+        assert rewards_of(new_game({"mode": "episodic"}), MISSED) == [0, 0, 0, 0, -1.0]
+
+    def test_every_amount_is_the_rows(self, new_game: NewGame) -> None:
+        reward = {"mode": "shaped", "step_penalty": -0.5, "terminal_catch": 3, "terminal_miss": -7}
+        assert rewards_of(new_game(reward), CAUGHT) == pytest.approx([1 / 6 - 0.5] * 3 + [-0.5, 2.5])
+        assert rewards_of(new_game(reward), MISSED)[-1] == pytest.approx(-7.5)
+
+    def test_a_single_column_needs_no_move(self, new_game: NewGame) -> None:
+        rewards = rewards_of(new_game(grid_w=1, ball_x=0, paddle_x=0), ["R"] * 5)
+        assert rewards == pytest.approx([-0.01] * 4 + [0.99])
+
+    @given(st.lists(st.sampled_from("LRS"), min_size=5, max_size=5), st.integers(0, 6), st.integers(0, 6))
+    def test_shaping_adds_up_to_the_distance_gained(self, replies: list[str], ball_x: int, paddle_x: int) -> None:
+        env = CatchEnv({}, {"extra_info": {"ball_x": ball_x, "paddle_x": paddle_x}})
+        total = sum(rewards_of(env, replies))
+        gained = (abs(ball_x - paddle_x) - env.state.distance) / 6
+        ending = 1.0 if env.state.is_caught else -1.0
+        assert total == pytest.approx(gained - 0.05 + ending)
+
+    @pytest.mark.parametrize(
+        ("reward", "message"),
+        [
+            ({"mode": "sparse"}, "reward mode='sparse' is unknown; use one of shaped, episodic"),
+            ({"step_penalty": float("nan")}, "step_penalty=nan must be a finite number"),
+            ({"terminal_catch": "1.0"}, "terminal_catch='1.0' must be a finite number"),
+            ({"terminal_miss": float("-inf")}, "terminal_miss=-inf must be a finite number"),
+        ],
+    )
+    def test_an_impossible_reward_is_refused(self, new_game: NewGame, reward: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            new_game(reward)
+
+    def test_a_row_without_reward_spec_gets_the_defaults(self) -> None:
+        env = CatchEnv({}, {"extra_info": {"ball_x": 0, "paddle_x": 0}})
+        assert env.reward == CatchReward("shaped", -0.01, 1.0, -1.0)
+
+
+class TestParseAction:
+    @pytest.mark.parametrize(
+        ("reply", "action"),
+        [
+            ("L", "L"),
+            ("R", "R"),
+            ("S", "S"),
+            ("l", "L"),
+            ("r", "R"),
+            ("  R", "R"),
+            ("\n\tL\n", "L"),
+            ("\u3000L", "L"),
+            ("Right", "R"),
+            ("LR", "L"),
+            ("R<|im_end|>", "R"),
+            ("", "S"),
+            ("   ", "S"),
+            ("I move R", "S"),
+            ("<think>", "S"),
+            ("7", "S"),
+            ("左", "S"),
+            ("🏓L", "S"),
+            ("ß", "S"),
+            ("\u017f", "S"),
+            ("\uff2c", "S"),
+            ("\ufffd", "S"),
+        ],
+    )
+    def test_the_first_letter_decides(self, reply: str, action: str) -> None:
+        assert parse_action(reply) == action
+
+    @given(st.text())
+    def test_every_reply_is_an_action(self, reply: str) -> None:
+        assert parse_action(reply) in {"L", "R", "S"}
+
+    @given(st.text())
+    def test_every_reply_plays_a_turn(self, reply: str) -> None:
+        env = CatchEnv({}, {"extra_info": {"ball_x": 3, "paddle_x": 3}})
+        assert env.step(reply)["metadata"] == {"caught": False, "action": parse_action(reply)}
+        assert env.turns == 1
+
+
+class TestStep:
+    def test_a_turn_shows_the_next_state(self, new_game: NewGame) -> None:
+        step = new_game().step("R")
+        text = "State: grid_w=7, grid_h=6, ball=(5,1), paddle_x=3, turns_left=4.\nAction (L/R/S):"
+        assert step["observations"] == [{"role": "user", "content": text}]
+        assert step["done"] is False
+
+    def test_the_last_turn_shows_nothing_and_says_whether_it_was_caught(self, new_game: NewGame) -> None:
+        for replies, caught in ((CAUGHT, True), (MISSED, False)):
+            env = new_game()
+            last = [env.step(reply) for reply in replies][-1]
+            assert last["observations"] == []
+            assert last["done"] is True
+            assert last["metadata"] == {"caught": caught, "action": "S"}
+
+    def test_the_paddle_stops_at_both_walls(self, new_game: NewGame) -> None:
+        left, right = new_game(paddle_x=0), new_game(paddle_x=6)
+        left.step("L")
+        right.step("R")
+        assert (left.state.paddle_x, right.state.paddle_x) == (0, 6)
+
+    def test_running_into_the_wall_gains_and_costs_nothing_but_the_turn(self, new_game: NewGame) -> None:
+        assert new_game(paddle_x=0).step("L")["reward"] == pytest.approx(-0.01)
+
+    def test_the_paddle_moves_before_the_ball_lands(self, new_game: NewGame) -> None:
+        step = new_game(ball_x=3, ball_y=4, paddle_x=2, max_turns=1).step("R")
+        assert step["metadata"]["caught"] is True
+
+    def test_the_game_ends_when_the_turns_are_used_though_the_ball_is_in_the_air(self, new_game: NewGame) -> None:
+        env = new_game(max_turns=2, ball_x=2)
+        steps = [env.step("S"), env.step("S")]
+        assert [step["done"] for step in steps] == [False, True]
+        assert steps[-1]["metadata"]["caught"] is False
+        assert steps[-1]["reward"] == pytest.approx(-1.01)
+
+    def test_the_game_ends_when_the_ball_lands_though_turns_are_left(self, new_game: NewGame) -> None:
+        env = new_game(max_turns=50, ball_y=4)
+        assert env.step("S")["done"] is True
+
+    def test_no_turn_follows_the_last(self, new_game: NewGame) -> None:
+        env = new_game(max_turns=1)
+        env.step("S")
+        with pytest.raises(RuntimeError, match="this game ended after turn 1"):
+            env.step("S")
+
+
+class TestStart:
+    def test_a_row_needs_only_ball_and_paddle(self, new_game: NewGame) -> None:
+        state = new_game().state
+        assert (state.grid_w, state.grid_h, state.ball_y, state.turns_left) == (7, 6, 0, 5)
+
+    def test_a_game_lasts_as_long_as_its_ball_falls(self, new_game: NewGame) -> None:
+        assert new_game(grid_h=9).max_turns == 8
+
+    def test_missing_values_of_a_parquet_row_are_none(self, new_game: NewGame) -> None:
+        env = new_game({"mode": None}, grid_w=None, max_turns=None, seed=None)
+        assert (env.state.grid_w, env.max_turns, env.reward.mode) == (7, 5, "shaped")
+
+    def test_the_trainers_own_max_turns_and_other_keys_change_nothing(self) -> None:
+        start = {"ball_x": 5, "paddle_x": 2, "max_turns": 5, "split": "train", "seed": 7}
+        env = CatchEnv({}, {"max_turns": 1, "data_source": "synthetic_catch", "extra_info": start})
+        assert env.max_turns == 5
+
+    def test_the_prompt_of_the_row_opens_the_game(self, new_game: NewGame) -> None:
+        prompt = [{"role": "user", "content": "State: …"}]
+        assert new_game().init(prompt) == (prompt, {})
+
+    @pytest.mark.parametrize(
+        ("start", "message"),
+        [
+            ({"ball_x": None}, r"extra_info has no 'ball_x'; it has \['ball_x', 'paddle_x'\]"),
+            ({"ball_x": 7}, r"ball_x=7 must lie in 0\.\.6 \(grid_w=7\)"),
+            ({"paddle_x": -1}, r"paddle_x=-1 must lie in 0\.\.6"),
+            ({"ball_x": 2.5}, "ball_x=2.5 must be a whole number, got float"),
+            ({"paddle_x": "2"}, "paddle_x='2' must be a whole number, got str"),
+            ({"ball_y": 5}, r"ball_y=5 is the bottom row \(grid_h=6\)"),
+            ({"max_turns": 0}, "max_turns=0, grid_h=6: a game needs at least 1 turn and 2 rows"),
+            ({"max_turns": -3}, "max_turns=-3, grid_h=6: a game needs at least 1 turn"),
+            ({"grid_h": 1}, "max_turns=0, grid_h=1: a game needs at least 1 turn and 2 rows"),
+            ({"grid_w": 0}, "grid_w=0, grid_h=6: a ball needs at least 1 column and 2 rows"),
+        ],
+    )
+    def test_a_row_that_describes_no_game_is_refused(
+        self, new_game: NewGame, start: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            new_game(**start)
+
+    def test_a_row_without_extra_info_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="extra_info has no 'ball_x'; it has"):
+            CatchEnv({}, {})
+
+
+class TestMetrics:
+    def test_a_game_reports_its_turns_and_its_catch(self, new_game: NewGame) -> None:
+        caught, missed = new_game(), new_game()
+        rewards_of(caught, CAUGHT)
+        rewards_of(missed, MISSED)
+        assert caught.get_metrics() == {"steps": 5, "caught": 1}
+        assert missed.get_metrics() == {"steps": 5, "caught": 0}
+
+    def test_a_game_that_was_cut_short_is_not_caught(self, new_game: NewGame) -> None:
+        env = new_game(ball_x=2)
+        env.step("S")
+        assert env.get_metrics() == {"steps": 1, "caught": 0}
+
+    def test_a_batch_is_its_catch_rate_and_mean_length(self) -> None:
+        games = [{"steps": 5, "caught": 1}, {"steps": 3, "caught": 0}]
+        assert CatchEnv.aggregate_metrics(games) == {"avg_steps": 4.0, "catch_rate": 0.5}
+        assert CatchEnv.aggregate_metrics([]) == {}
+        assert default_aggregate_metrics(games) == {"steps": 4.0, "caught": 0.5}
+
+
+def test_the_registry_makes_it_by_name() -> None:
+    spec = EnvSpec(id="catch", entry_point="examples.catch.env:CatchEnv")
+    with skyrl_gym.make(spec, env_config={}, extras={"extra_info": {"ball_x": 1, "paddle_x": 1}}) as env:
+        assert isinstance(env, CatchEnv)
+        assert str(env) == "Env(CatchEnv)"

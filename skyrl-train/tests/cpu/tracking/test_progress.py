@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from skyrl_train.tracking import Progress
+
+
+def test_a_log_file_gets_plain_lines_and_not_one_for_every_fast_step() -> None:
+    stream = io.StringIO()
+    progress = Progress(total_steps=5, initial_step=0, stream=stream)
+    progress.update(1, reward=0.125, tokens_per_second=12345.6)
+    progress.update(2, reward=0.25)
+    progress.update(3, reward=0.5, eval_metrics={"eval/all/avg_score": 0.9, "eval/environment/catch_rate": 1.0})
+    progress.update(4, reward=0.75)
+    progress.update(5, reward=1.0)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split(" · ")[0] for line in lines] == ["step 1/5", "step 3/5", "step 5/5"]
+    assert "reward 0.125 · 12,346 tok/s" in lines[0]
+    assert lines[0].endswith("left")
+    assert "eval avg_score 0.900, catch_rate 1.000" in lines[1]
+    assert "reward 1.000 · eval avg_score 0.900, catch_rate 1.000" in lines[2]
+    assert "\r" not in stream.getvalue()
+
+
+def test_a_line_for_every_step_when_steps_are_slow() -> None:
+    stream = io.StringIO()
+    progress = Progress(total_steps=3, initial_step=0, stream=stream, seconds_between_lines=0)
+    for step in (1, 2, 3):
+        progress.update(step)
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_a_resumed_run_counts_from_its_checkpoint() -> None:
+    stream = io.StringIO()
+    progress = Progress(total_steps=10, initial_step=8, stream=stream)
+    progress.update(9, reward=1.0)
+    assert stream.getvalue().startswith("step 9/10 · reward 1.000 · 00:00 elapsed · 00:00 left")
+
+
+def _shown_on_terminal(columns: int) -> str:
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, columns))
+    with os.fdopen(follower, "w") as stream:
+        progress = Progress(total_steps=4, initial_step=0, stream=stream)
+        progress.update(1, reward=0.5)
+        progress.update(2, reward=0.75, tokens_per_second=100)
+        progress.update(4)
+        progress.close()
+        progress.close()
+    with os.fdopen(leader, "rb", buffering=0) as screen:
+        return b"".join(_chunks(screen)).decode()
+
+
+def _chunks(screen: io.FileIO) -> Iterator[bytes]:
+    """What was written to the terminal, until the kernel says that nobody can write any more."""
+    with contextlib.suppress(OSError):
+        while chunk := screen.read(65536):
+            yield chunk
+
+
+def test_a_terminal_gets_one_live_line() -> None:
+    shown = _shown_on_terminal(columns=100)
+    assert "\r" in shown
+    assert shown.count("\n") == 1
+    assert "step 2/4" in shown
+    assert "reward 0.750 · 100 tok/s" in shown
+
+
+@pytest.mark.parametrize("columns", [0, 30])
+def test_a_terminal_too_narrow_for_the_line_still_shows_the_step(columns: int) -> None:
+    assert "4/4" in _shown_on_terminal(columns)

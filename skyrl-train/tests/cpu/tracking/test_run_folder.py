@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.tracking import RunFolder, log_to_file
+
+
+def test_the_layout_of_a_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "outputs", "catch", "shaped")
+    root = tmp_path / "outputs" / "catch" / "shaped"
+    assert list(root.iterdir()) == []
+    assert folder.config_yaml == root / "config.yaml"
+    assert folder.metrics == root / "metrics.jsonl"
+    assert folder.train_log == root / "train.log"
+    assert folder.evals(5) == root / "evals" / "global_step_5"
+    assert folder.trajectories(5) == root / "trajectories" / "global_step_5.jsonl"
+    assert folder.export(5) == root / "export" / "global_step_5"
+    assert all(
+        path.is_dir() for path in (folder.evals(5), folder.trajectories(5).parent, folder.export(5), folder.ckpts)
+    )
+    assert RunFolder.create(tmp_path / "outputs", "catch", "shaped") == folder
+
+
+def test_eval_steps_are_in_order_of_steps(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.eval_steps() == []
+    for step in (10, 9, 0):
+        folder.evals(step)
+    (tmp_path / "evals" / "notes").mkdir()
+    assert folder.eval_steps() == [0, 9, 10]
+
+
+@pytest.mark.parametrize(("project", "run"), [("..", "run"), ("catch", ""), ("/etc", "run"), ("catch", "../..")])
+def test_a_run_stays_inside_the_output_folder(tmp_path: Path, project: str, run: str) -> None:
+    with pytest.raises(ConfigError, match="must name a folder inside"):
+        RunFolder.create(tmp_path, project, run)
+
+
+def test_the_log_file_is_attached_for_as_long_as_the_context_lasts(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "train.log"
+    package = logging.getLogger("skyrl_train")
+    before = (list(package.handlers), package.level)
+    logger = logging.getLogger("skyrl_train.trainer")
+    with log_to_file(path):
+        logger.info("first")
+        logging.getLogger("skyrl_gym.envs").warning("second")
+    logger.warning("after")
+    assert (list(package.handlers), package.level) == before
+    lines = path.read_text().splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["first", "second"]
+    assert "INFO skyrl_train.trainer" in lines[0]

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.tracking import Tracking, read_metrics
+
+
+def test_metrics_are_written_whatever_the_backends(tmp_path: Path) -> None:
+    with Tracking("catch", "shaped", [], None, tmp_path) as tracking:
+        tracking.log({"reward/avg_raw_reward": 0.5}, step=1)
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/avg_raw_reward": 0.5}]
+
+
+def test_console_prints_one_line_per_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracking("catch", "shaped", "console", {"seed": 1}, tmp_path) as tracking:
+        tracking.log({"policy/policy_kl": 0.25, "eval/all/avg_score": 0.5, "policy/grad_norm": 1.0}, step=3)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 3",
+        "  eval/all     avg_score 0.5",
+        "  policy       grad_norm 1 · policy_kl 0.25",
+    ]
+
+
+def test_unknown_backend_names_itself_and_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'wanbd'.*jsonl, console, tensorboard, wandb"):
+        Tracking("catch", "shaped", ["console", "wanbd"], None, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_uncommitted_metrics_join_the_next_ones_of_their_step(tmp_path: Path) -> None:
+    with Tracking("catch", "shaped", [], None, tmp_path) as tracking:
+        tracking.log({"a": 1}, step=1, commit=False)
+        tracking.log({"b": 2}, step=1)
+        tracking.log({"a": 3}, step=2, commit=False)
+        tracking.log({"a": 4}, step=3)
+        tracking.log({"a": 5}, step=4, commit=False)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows == [{"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 3}, {"step": 3, "a": 4}, {"step": 4, "a": 5}]
+
+
+def test_backends_that_had_started_are_closed_when_a_later_one_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        Tracking("catch", "shaped", ["wandb"], None, tmp_path)
+    opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert str(tmp_path / "metrics.jsonl") not in opened
+
+
+def _scalars(folder: Path, name: str) -> dict[int, float]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_logs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    with Tracking("catch", "shaped", "tensorboard", None, tmp_path) as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"reward": step}, step)
+        tracking.truncate_after(1)
+        tracking.log({"reward": 20}, 2)
+    assert _scalars(tmp_path / "tensorboard", "reward") == {1: 1.0, 2: 20.0}
+    assert [row["reward"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 20]
+
+
+def test_tensorboard_dir_is_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
+    with Tracking("catch", "shaped", "tensorboard", None, tmp_path / "run") as tracking:
+        tracking.log({"reward": float("nan")}, 1)
+        tracking.log({"reward": 1.0}, 2)
+    assert _scalars(tmp_path / "elsewhere", "reward")[2] == 1.0
+    assert not (tmp_path / "run" / "tensorboard").exists()
