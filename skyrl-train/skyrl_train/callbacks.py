@@ -15,11 +15,15 @@ from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.tracking import Progress, RunFolder, Tracking
+from skyrl_train.report import plot_learning_curve, write_report
+from skyrl_train.tracking import Progress, RunFolder, Tracking, read_metrics
 from skyrl_train.types import Trajectory
 
 if TYPE_CHECKING:
     from skyrl_train.trainer import Trainer
+
+
+CURVES = ("eval/all/avg_score", "reward/avg_raw_reward")  # the learning curve shows the first that was measured
 
 
 @dataclass(slots=True)
@@ -77,7 +81,8 @@ class Logging(Callback):
         self._progress: Progress | None = None
 
     async def on_train_start(self, trainer: Trainer) -> None:
-        self._tracking.truncate_after(trainer.global_step)
+        before_first = -1  # a run that starts anew logs step 0 again
+        self._tracking.truncate_after(trainer.global_step or before_first)
         self._progress = Progress(trainer.total_steps, trainer.global_step)
 
     async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
@@ -124,6 +129,21 @@ class Checkpointing(Callback):
         if is_due(trainer.cfg.trainer.ckpt_interval, report):
             with trainer.timer("save_checkpoints"):
                 trainer.save_checkpoint()
+
+
+class Reporting(Callback):
+    """Writes `report.html` and `learning_curve.png` when the run ends, however it ends."""
+
+    def __init__(self, run_folder: RunFolder) -> None:
+        self._run_folder = run_folder
+
+    async def on_train_end(self, trainer: Trainer) -> None:
+        rows = read_metrics(self._run_folder.metrics)
+        measured = [name for name in CURVES if any(name in row for row in rows)]
+        if measured:
+            title = f"{trainer.cfg.trainer.project_name}: {trainer.cfg.trainer.run_name}"
+            plot_learning_curve(rows, self._run_folder.learning_curve, metric=measured[0], title=title)
+        write_report(self._run_folder)
 
 
 class Export(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ async def evaluate(
     rows = list(dataset)
     trajectories: list[Trajectory] = []
     for start in range(0, len(rows), cfg.trainer.eval_batch_size):
-        requests = rollout_requests(rows[start : start + cfg.trainer.eval_batch_size], n_samples)
+        batch = rows[start : start + cfg.trainer.eval_batch_size]
+        requests = rollout_requests(batch, n_samples, cfg.environment.env_class)
         trajectories += await generator.rollout(requests, sampling, BatchMetadata(global_step, "eval"))
     return eval_metrics(trajectories, n_samples), trajectories
 
@@ -40,9 +42,7 @@ async def evaluate(
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
     """The metrics of `evaluate` from trajectories."""
     metrics = with_prefix("eval/all", reward_metrics(trajectories, n_samples, "avg_score"))
-    for source in sorted({t.data_source for t in trajectories}):
-        some = [t for t in trajectories if t.data_source == source]
-        name = source.replace("/", "_")
+    for name, some in _by_source(trajectories).items():
         metrics |= with_prefix(f"eval/{name}", reward_metrics(some, n_samples, "avg_score"))
     return metrics | with_prefix("eval", rollout_metrics(trajectories))
 
@@ -51,9 +51,8 @@ def dump_evaluation(
     folder: Path, trajectories: Sequence[Trajectory], metrics: dict[str, float], chat: ChatEncoder
 ) -> None:
     """Write one `<data source>.jsonl` per source and `aggregated_results.jsonl`, a line with all metrics."""
-    for source in sorted({t.data_source for t in trajectories}):
-        rows = [trajectory_row(t, chat) for t in trajectories if t.data_source == source]
-        write_jsonl(folder / f"{source.replace('/', '_')}.jsonl", rows)
+    for name, some in _by_source(trajectories).items():
+        write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat) for t in some])
     write_jsonl(folder / "aggregated_results.jsonl", [metrics])
 
 
@@ -73,9 +72,18 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
     }
 
 
-def rollout_requests(rows: Sequence[PromptRow], n_samples: int) -> list[RolloutRequest]:
-    """Each prompt `n_samples` times, samples of one prompt side by side."""
-    return [RolloutRequest(TrajectoryID(row.uid, i), row) for row in rows for i in range(n_samples)]
+def _by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Trajectories under the name of their data source, in which "/" becomes "_": it names files and metrics."""
+    groups: dict[str, list[Trajectory]] = {}
+    for t in sorted(trajectories, key=lambda t: t.data_source):
+        groups.setdefault(t.data_source.replace("/", "_"), []).append(t)
+    return groups
+
+
+def rollout_requests(rows: Sequence[PromptRow], n_samples: int, env_class: str) -> list[RolloutRequest]:
+    """Each prompt `n_samples` times, samples of one prompt side by side. `env_class` is of rows that name none."""
+    named = [replace(row, env_class=row.env_class or env_class) for row in rows]
+    return [RolloutRequest(TrajectoryID(row.uid, i), row) for row in named for i in range(n_samples)]
 
 
 def sampling_params(section: SamplingConfig) -> SamplingParams:

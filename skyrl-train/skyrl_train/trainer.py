@@ -24,7 +24,7 @@ from skyrl_train.generators.base import BatchMetadata, GeneratorInterface
 from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, with_prefix
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.timer import StepTimer
-from skyrl_train.types import PromptRow, Trajectory, TrainingBatch
+from skyrl_train.types import PromptRow, TrainingBatch, Trajectory
 from skyrl_train.workers.policy import PolicyWorker
 from skyrl_train.workers.ref import RefWorker
 
@@ -102,7 +102,7 @@ class Trainer:
         n_samples = self.cfg.generator.n_samples_per_prompt
         with self.timer("generate"):
             trajectories = await self.generator.rollout(
-                rollout_requests(prompts, n_samples),
+                rollout_requests(prompts, n_samples, self.cfg.environment.env_class),
                 sampling_params(self.cfg.generator.sampling_params),
                 BatchMetadata(self.global_step, "train"),
             )

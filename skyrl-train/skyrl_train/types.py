@@ -5,8 +5,9 @@ Letters: P prompts in a step, G samples per prompt, B trajectories, L sequence l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, TypedDict
 
 import torch
@@ -102,7 +103,7 @@ class Trajectory:
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """B trajectories as tensors. Prompts are padded left and responses right, so that column L - R starts every response.
+    """B trajectories as tensors. Prompts are padded left, responses right: every response starts at column L - R.
 
     Tensors that are None have not been computed yet. Rows of one prompt stand together, in the order of `uids`.
     """
@@ -123,7 +124,8 @@ class TrainingBatch:
         n_rows, length = self.sequences.shape
         response_length = self.loss_mask.shape[1]
         assert len(self.uids) == n_rows, f"{len(self.uids)} uids for {n_rows} rows"
-        assert self.attention_mask.shape == (n_rows, length)
+        assert self.attention_mask.shape == (n_rows, length), f"attention_mask: {tuple(self.attention_mask.shape)}"
+        assert response_length <= length, f"responses of {response_length} tokens in sequences of {length}"
         for name in TENSOR_FIELDS[2:]:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -150,20 +152,25 @@ class TrainingBatch:
         """Consecutive batches of `n_prompts` prompts each (the last may hold fewer), whatever rows a prompt has."""
         starts = [row for row, uid in enumerate(self.uids) if row == 0 or uid != self.uids[row - 1]]
         edges = [*starts[::n_prompts], len(self)]
-        return [self.select(range(start, end)) for start, end in zip(edges, edges[1:])]
+        return [self.select(range(start, end)) for start, end in pairwise(edges)]
 
     @staticmethod
     def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
         """Join batches of the same L and R row by row."""
-        joined = {}
+        joined: dict[str, Any] = {}
         for name in TENSOR_FIELDS:
             parts = [getattr(batch, name) for batch in batches]
-            joined[name] = None if parts[0] is None else torch.cat(parts)
+            n_computed = sum(part is not None for part in parts)
+            assert n_computed in (0, len(parts)), f"{name} is there in {n_computed} of {len(parts)} batches"
+            joined[name] = torch.cat(parts) if n_computed else None
         return TrainingBatch(**joined, uids=[uid for batch in batches for uid in batch.uids])
 
-    def _map(self, function: Any, uids: list[str]) -> TrainingBatch:
-        tensors = {name: getattr(self, name) for name in TENSOR_FIELDS}
-        return replace(self, uids=uids, **{k: v if v is None else function(v) for k, v in tensors.items()})
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor], uids: list[str]) -> TrainingBatch:
+        mapped: dict[str, Any] = {"uids": uids}
+        for name in TENSOR_FIELDS:
+            tensor = getattr(self, name)
+            mapped[name] = None if tensor is None else function(tensor)
+        return replace(self, **mapped)
 
 
 TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "uids")

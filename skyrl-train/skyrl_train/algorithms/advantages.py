@@ -47,8 +47,8 @@ def group_statistics(scores: torch.Tensor, index: list[str]) -> tuple[torch.Tens
     zeros = scores.new_zeros(len(groups))
     size = zeros.index_add(0, group_of_row, torch.ones_like(scores))
     mean = zeros.index_add(0, group_of_row, scores) / size
-    lowest = zeros.index_reduce(0, group_of_row, scores, "amin", include_self=False)
-    highest = zeros.index_reduce(0, group_of_row, scores, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, group_of_row, scores, "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, group_of_row, scores, "amax", include_self=False)
     mean = torch.where(lowest == highest, lowest, mean)
     squares = zeros.index_add(0, group_of_row, (scores - mean[group_of_row]).square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()

@@ -34,12 +34,30 @@ class CheckpointStore:
     def save(self, step: int, write: Callable[[Path], None], expected_bytes: int = 0) -> Path:
         """Let `write` fill an empty folder, then make it the checkpoint of `step` and the one to resume from.
 
-        When fewer than `expected_bytes` are free, old checkpoints go first, but never the newest complete one.
+        When fewer than `expected_bytes` are free, old checkpoints go first, but never the one to resume from.
+
+        Raises:
+            CheckpointError: the disk refused; the one to resume from is what it was.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._restore_replaced()
-        self._remove_leftovers()
-        self._make_room(expected_bytes)
+        try:
+            self._tidy_up()
+            self._make_room(expected_bytes)
+            target = self._write(step, write)
+            self._point_to(step)
+        except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError when the disk is full
+            raise CheckpointError(
+                f"cannot save the checkpoint of step {step} in {self.path}: {error}; the one before it is intact. "
+                "Make room or set trainer.ckpt_path to another disk, and start the run again to resume"
+            ) from error
+        try:
+            self._remove_leftovers()
+            if self._max_to_keep > 0:
+                self._remove(self.removable(step)[: max(0, len(self.steps()) - self._max_to_keep)])
+        except OSError as error:
+            logger.warning("The checkpoint of step %d is saved; an old one could not be removed: %s", step, error)
+        return target
+
+    def _write(self, step: int, write: Callable[[Path], None]) -> Path:
         partial = self.path / f".global_step_{step}.partial"
         partial.mkdir()
         write(partial)
@@ -49,10 +67,6 @@ class CheckpointStore:
             target.rename(self._replaced(step))
         partial.rename(target)
         _sync(self.path)
-        self._point_to(step)
-        self._remove_leftovers()
-        if self._max_to_keep > 0:
-            self._remove(self.removable(step)[: max(0, len(self.steps()) - self._max_to_keep)])
         return target
 
     def latest(self) -> Path | None:
@@ -62,16 +76,14 @@ class CheckpointStore:
             CheckpointError: the pointer names a checkpoint that is not there.
         """
         self._restore_replaced()
-        pointer = self.path / POINTER
-        if not pointer.exists():
-            steps = self.steps()
-            return self.path / f"global_step_{steps[-1]}" if steps else None
-        text = pointer.read_text().strip()
-        folder = self.path / f"global_step_{text}"
+        step = self._pointed_step()
+        if step is None:
+            return None
+        folder = self.path / f"global_step_{step}"
         if not folder.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
-                f"{pointer} says step {text}, but {folder} does not exist (complete steps: {there}); write one of them "
+                f"{self.path / POINTER} says step {step}, but {folder} does not exist (complete steps: {there}); write one of them "
                 "into the file, or set trainer.resume_mode=none"
             )
         return folder
@@ -88,12 +100,15 @@ class CheckpointStore:
     def check_space(self, checkpoint_bytes: int) -> None:
         """Before the first step: there must be room for a checkpoint beside the last complete one.
 
+        What `save` would remove to make room counts as free.
+
         Raises:
             CheckpointError: with what is needed and what is free.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._tidy_up()
         needed = checkpoint_bytes * (1 if self.steps() else 2) + SPARE_BYTES
-        free = shutil.disk_usage(self.path).free
+        old = sum(_size(self.path / f"global_step_{step}") for step in self._removable_now())
+        free = shutil.disk_usage(self.path).free + old
         if free < needed:
             raise CheckpointError(
                 f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, and "
@@ -101,9 +116,20 @@ class CheckpointStore:
                 "trainer.ckpt_interval=-1 to run without checkpoints"
             )
 
+    def _removable_now(self) -> list[int]:
+        """All steps but the one to resume from; none while the pointer names a checkpoint that is not there."""
+        pointed = self._pointed_step()
+        return self.removable(int(pointed)) if pointed in map(str, self.steps()) else []
+
+    def _pointed_step(self) -> str | None:
+        """What the pointer says; the newest step where a crash came before the first pointer; None without either."""
+        pointer, steps = self.path / POINTER, self.steps()
+        if pointer.exists():
+            return pointer.read_text().strip()
+        return str(steps[-1]) if steps else None
+
     def _make_room(self, expected_bytes: int) -> None:
-        steps = self.steps()
-        for step in self.removable(steps[-1]) if steps else []:
+        for step in self._removable_now():
             if shutil.disk_usage(self.path).free >= expected_bytes + SPARE_BYTES:
                 return
             logger.warning("The disk is short: removing the checkpoint of step %d before saving the next", step)
@@ -114,6 +140,12 @@ class CheckpointStore:
             doomed = self.path / f".global_step_{step}.removed.partial"
             (self.path / f"global_step_{step}").rename(doomed)  # never half a checkpoint under its own name
             shutil.rmtree(doomed)
+
+    def _tidy_up(self) -> None:
+        """What a crash left is finished or removed."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._restore_replaced()
+        self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
         for leftover in [*self.path.glob(".global_step_*.partial"), *self.path.glob(".global_step_*.replaced")]:
@@ -145,6 +177,10 @@ def step_of(folder: Path) -> int:
     if not folder.is_dir():
         raise CheckpointError(f"trainer.resume_path={folder} does not exist")
     return int(match[1])
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
 
 
 def _sync_tree(folder: Path) -> None:

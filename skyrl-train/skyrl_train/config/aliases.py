@@ -74,11 +74,7 @@ VERL = {
     ),
     "actor_rollout_ref.actor.loss_agg_mode": Alias(
         "trainer.algorithm.loss_reduction",
-        {
-            "token-mean": "token_mean",
-            "seq-mean-token-mean": "sequence_mean",
-            "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
-        },
+        {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
     ),
     "actor_rollout_ref.rollout.name": Alias("generator.backend"),
     "actor_rollout_ref.rollout.n": Alias("generator.n_samples_per_prompt"),

@@ -51,7 +51,7 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _as_tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
     """YAML has lists only."""
     return tuple(value) if isinstance(value, list) else value
 
@@ -74,7 +74,6 @@ StringList = Annotated[list[Text], BeforeValidator(_null_as_empty), Allowed("a s
 OptionalStringList = Annotated[
     list[Text] | None, BeforeValidator(_as_list), Allowed("a string, a list of strings, or null")
 ]
-Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 
 
 def as_section(annotation: Any) -> type[Section] | None:
@@ -109,11 +108,10 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         return ", ".join(choices) + " or null"
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return f"a list of {len(get_args(annotation))} numbers{_bounds(metadata)}"
     if as_section(annotation) is not None:
         return "a section"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    text = "a non-empty string" if MinLen(1) in metadata else "a string"
+    names = {bool: "true or false", int: "an integer", float: "a number", str: text}
     return names[annotation] + _bounds(metadata)
 
 

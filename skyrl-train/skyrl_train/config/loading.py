@@ -63,7 +63,7 @@ def _load(source: ConfigSource, rules: tuple[Rule, ...]) -> SkyRLConfig:
 
 
 def _as_tree(source: ConfigSource) -> dict[str, Any]:
-    """Plain nested dicts and lists, interpolations resolved; Hydra's own section is none of ours."""
+    """Plain nested dicts and lists, interpolations resolved; Hydra's own sections are none of ours."""
     if isinstance(source, DictConfig):
         try:
             source = OmegaConf.to_container(source, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
@@ -73,8 +73,7 @@ def _as_tree(source: ConfigSource) -> dict[str, Any]:
     if not isinstance(source, Mapping | None):
         raise ConfigError(f"the configuration is {show(source)}; it must be a mapping of sections")
     tree: dict[str, Any] = _plain(source or {})
-    tree.pop("hydra", None)
-    return tree
+    return {name: value for name, value in tree.items() if name not in ("hydra", "defaults")}
 
 
 def _plain(value: Any) -> Any:

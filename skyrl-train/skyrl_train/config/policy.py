@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
+from pydantic import BeforeValidator
 
-from skyrl_train.config.base import Allowed, Pair, Resolved, Section, Text, resolved_later
+from skyrl_train.config.base import Allowed, Resolved, Section, Text, as_tuple, resolved_later
 
 SchedulerName = Literal[
     "constant_with_warmup",
@@ -17,7 +18,8 @@ SchedulerName = Literal[
     "polynomial",
     "inverse_sqrt",
 ]
-Betas = Annotated[Pair, Allowed("a list of 2 numbers >= 0 and < 1")]
+Beta = Annotated[float, Ge(0), Lt(1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), Allowed("a list of 2 numbers >= 0 and < 1")]
 
 
 class PolicyModelConfig(Section):

@@ -70,7 +70,7 @@ def nearest_keys(key: str) -> list[str]:
     valid = [known for known, field in FIELDS.items() if as_section(field.annotation) is None]
     same_name = [known for known in valid if known.rpartition(".")[2] == name]
     siblings = [known.rpartition(".")[2] for known in valid if known.rpartition(".")[0] == parent]
-    misspelt = [f"{parent}.{match}" for match in get_close_matches(name, siblings, cutoff=0.8)]
+    misspelt = [f"{parent}.{match}" for match in get_close_matches(name, siblings, cutoff=0.75)]
     likely = [*sorted(same_name, key=lambda known: -_similarity(key, known)), *misspelt]
     return likely[:N_SUGGESTIONS] or get_close_matches(key, valid, n=N_SUGGESTIONS, cutoff=0.75)
 

@@ -33,9 +33,13 @@ def read_rows(source: str) -> list[Row]:
     if not path.is_file():
         raise DataError(f"dataset file {path} does not exist; check data.train_data and data.val_data")
     try:
-        return read(path)
+        rows = read(path)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"cannot read dataset file {path}: {error}") from error
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f'row {i} of {path} is {str(row)[:80]!r}; a row is an object: {{"prompt": […], …}}')
+    return rows
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
@@ -59,8 +63,14 @@ def _read_json(path: Path) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
+    rows = []
     with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+        for number, line in enumerate(file, start=1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} is not JSON: {error.msg} at column {error.colno}") from error
+    return rows
 
 
 def _read_from_hub(source: str) -> list[Row]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
-from skyrl_train.types import PromptRow
+from skyrl_train.types import Message, PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +31,19 @@ class PromptDataset:
         """Read, check and filter the rows.
 
         Raises:
-            DataError: a source that cannot be read, a row without a chat prompt, or no row short enough.
+            DataError: a source that cannot be read, a row without a chat prompt, one whose prompt the chat template
+                refuses, or no row short enough.
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
-        rows = []
+        rows, texts = [], []
         for source in sources:
-            rows += [_checked(row, i, source, prompt_key) for i, row in enumerate(read_rows(source))]
+            for i, row in enumerate(read_rows(source)):
+                _check_prompt(row, i, source, prompt_key)
+                texts.append(_render(row[prompt_key], f"row {i} of {source}", tokenizer))
+                rows.append(row)
         if not rows:
             raise DataError(f"no rows in {', '.join(sources)}")
-        lengths = _prompt_lengths([row[prompt_key] for row in rows], tokenizer)
+        lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         kept = [row for row, n_tokens in zip(rows, lengths, strict=True) if n_tokens <= max_prompt_length]
         logger.info("%s: %d of %d rows have at most %d tokens", sources, len(kept), len(rows), max_prompt_length)
         if not kept:
@@ -62,15 +67,21 @@ class ShuffledPrompts:
     """Batches of prompts, epoch after epoch, each in an order that follows from the seed and the epoch alone.
 
     The last batch of an epoch is dropped when it is not full. `state_dict` is the position after the batch handed
-    out last; a loader that loads it goes on with the batch that would have come next, at an epoch's end as well.
+    out last; a loader that loads it goes on with the row that would have come next, at an epoch's end as well.
     """
 
     def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
+        """DataError if the dataset does not fill one batch."""
+        if len(dataset) < batch_size:
+            raise DataError(
+                f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
+                f"{batch_size}; lower the batch size or add data"
+            )
         self._dataset = dataset
         self._batch_size = batch_size
         self._seed = seed
         self._epoch = 0
-        self._batch = 0
+        self._row = 0  # of the epoch's order: where the next batch starts
 
     @property
     def batches_per_epoch(self) -> int:
@@ -79,23 +90,22 @@ class ShuffledPrompts:
 
     def next_batch(self) -> list[PromptRow]:
         """The next batch; starts the next epoch when this one is over."""
-        if self._batch == self.batches_per_epoch:
-            self._epoch, self._batch = self._epoch + 1, 0
+        if self._row + self._batch_size > len(self._dataset):
+            self._epoch, self._row = self._epoch + 1, 0
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         order = torch.randperm(len(self._dataset), generator=generator)
-        start = self._batch * self._batch_size
-        self._batch += 1
-        return [self._dataset[i] for i in order[start : start + self._batch_size].tolist()]
+        start, self._row = self._row, self._row + self._batch_size
+        return [self._dataset[i] for i in order[start : self._row].tolist()]
 
     def state_dict(self) -> dict[str, int]:
         """The position, and what it is a position in."""
-        return {"epoch": self._epoch, "batch": self._batch, "n_rows": len(self._dataset), "seed": self._seed}
+        return {"epoch": self._epoch, "row": self._row, "n_rows": len(self._dataset), "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from `state`.
+        """Go on from `state`, with batches of any size.
 
         Raises:
-            DataError: the dataset or the seed is another one, so the position means nothing here.
+            DataError: the number of rows or the seed is another one, so the position means nothing here.
         """
         for name, value in (("n_rows", len(self._dataset)), ("seed", self._seed)):
             if state[name] != value:
@@ -103,27 +113,28 @@ class ShuffledPrompts:
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={value}; resume with "
                     "the same data and seed, or start anew with trainer.resume_mode=none and another trainer.run_name"
                 )
-        self._epoch, self._batch = state["epoch"], state["batch"]
+        self._epoch, self._row = state["epoch"], state["row"]
 
 
-def _checked(row: Row, i: int, source: str, prompt_key: str) -> Row:
+def is_conversation(value: Any) -> bool:
+    """Whether `value` is a list of chat messages, possibly an empty one."""
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
+    )
+
+
+def _check_prompt(row: Row, i: int, source: str, prompt_key: str) -> None:
     prompt = row.get(prompt_key)
     if prompt is None:
         raise DataError(
             f"row {i} of {source} has no {prompt_key!r}; its columns are {', '.join(row)}. "
             'A prompt is a list of messages: [{"role": "user", "content": "…"}]'
         )
-    is_chat = isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt)
-    if not is_chat:
+    if not prompt or not is_conversation(prompt):
         raise DataError(
             f"row {i} of {source}: {prompt_key}={str(prompt)[:80]!r} is not a list of messages; "
             'write [{"role": "user", "content": "…"}]'
         )
-    return row
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 def _prompt_row(uid: str, row: Row, prompt_key: str, env_class_key: str) -> PromptRow:
@@ -131,7 +142,13 @@ def _prompt_row(uid: str, row: Row, prompt_key: str, env_class_key: str) -> Prom
     return PromptRow(uid, row[prompt_key], row.get(env_class_key), extras)
 
 
-def _prompt_lengths(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens of each prompt with the assistant's header."""
-    texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
-    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+def _render(prompt: list[Message], name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt with the assistant's header, as the model will read it."""
+    try:
+        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in prompt)
+        raise DataError(
+            f"{name}: the tokenizer's chat template refuses a prompt with the roles {roles} ({error}); "
+            "change the prompt, or the template"
+        ) from error

@@ -12,18 +12,17 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import psutil
-import skyrl_gym
 import torch
 from omegaconf import DictConfig
-from skyrl_gym.envs.registration import spec as env_spec
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import skyrl_gym
+from skyrl_gym.envs.registration import spec as env_spec
 from skyrl_train.algorithms import advantage_estimator, policy_loss
-from skyrl_train.callbacks import Callback, Checkpointing, Evaluation, Export, Logging, TrajectoryDump
+from skyrl_train.callbacks import Callback, Checkpointing, Evaluation, Export, Logging, Reporting, TrajectoryDump
 from skyrl_train.config import SkyRLConfig, config_dir, parse_cli, to_yaml, validate_cfg, what_runs_here
 from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
@@ -128,7 +127,7 @@ class BasePPOExp:
         callbacks.append(Logging(tracker))
         if self.cfg.trainer.dump_trajectories:
             callbacks.append(TrajectoryDump(self.run_folder, chat))
-        return [*callbacks, Checkpointing(), Export()]
+        return [*callbacks, Checkpointing(), Export(), Reporting(self.run_folder)]
 
     async def _run(self) -> None:
         cfg = self.cfg

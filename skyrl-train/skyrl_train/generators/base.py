@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.errors import DataError
@@ -122,12 +123,12 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
 
 def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Trajectory:
     response_ids, rewards = output["response_ids"][i], output["rewards"][i]
-    if isinstance(rewards, (int, float)):
+    if isinstance(rewards, Real):
         rewards = [0.0] * (len(response_ids) - 1) + [float(rewards)]
-    for name in ("loss_masks", "rollout_logprobs"):
-        if len(output[name][i]) != len(response_ids):  # type: ignore[literal-required]
-            n_values = len(output[name][i])  # type: ignore[literal-required]
-            raise DataError(f"{name}[{i}] has {n_values} values for {len(response_ids)} response tokens")
+    columns = {"loss_masks": output["loss_masks"][i], "rollout_logprobs": output["rollout_logprobs"][i]}
+    for name, values in (columns if rewards is None else columns | {"rewards": rewards}).items():
+        if len(values) != len(response_ids):
+            raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
     return Trajectory(
         id=request.id,
         env_class=request.row.env_class or "unknown",

@@ -6,6 +6,7 @@ is never rendered again, so a conversation is exactly the tokens the engine saw.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -35,9 +36,10 @@ class ChatEncoder:
         The end of the turn is left out when the model sampled it itself (`last_token_id` is that token); a turn that
         was cut by its length, or ended by a stop string, gets one, so that the conversation stays well formed.
         """
-        key = tuple((message["role"], message["content"]) for message in observations)
-        token_ids = self._after_turn(key)
-        return list(token_ids[1:] if token_ids[0] == last_token_id else token_ids)
+        token_ids = self._after_turn(json.dumps(list(observations)))
+        n_end = token_ids.index(last_token_id) + 1 if last_token_id in token_ids else 0
+        is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
+        return list(token_ids[n_end:] if is_end else token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text for an environment: without special tokens."""
@@ -47,10 +49,10 @@ class ChatEncoder:
         """Text for people: with special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _render_after_turn(self, observations: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+    def _render_after_turn(self, observations: str) -> tuple[int, ...]:
+        """Token ids of everything after an assistant's turn that `observations` (JSON: they are a cache's key) follow."""
         before = [Message(role="user", content="?"), Message(role="assistant", content=ASSISTANT_TURN)]
-        after = [Message(role=role, content=content) for role, content in observations]
-        _, found, tail = self._render([*before, *after]).partition(ASSISTANT_TURN)
+        _, found, tail = self._render([*before, *json.loads(observations)]).partition(ASSISTANT_TURN)
         token_ids = self._encode(tail)
         if not found or not token_ids:
             raise ConfigError(

@@ -13,15 +13,18 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.dataset.prompts import is_conversation
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.base import (
     BatchMetadata,
@@ -66,9 +69,10 @@ class _Rollout:
         self.logprobs.extend([0.0] * len(token_ids) if logprobs is None else logprobs)
 
     def fail(self, stop_reason: str, error: str) -> None:
-        """End as an invalid trajectory."""
-        self.stop_reason = stop_reason
-        self.error = error
+        """End as an invalid trajectory; what went wrong first is the reason."""
+        if self.error is None:
+            self.stop_reason = stop_reason
+            self.error = error
 
     def trajectory(self) -> Trajectory:
         """What the trainer sees: the response ends with the last sampled token."""
@@ -142,7 +146,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         """Play rollouts turn by turn, all of them in step."""
         try:
             await _each(self._start(rollout) for rollout in rollouts)
-            while active := self._still_playing(rollouts, sampling):
+            while active := self._still_playing(rollouts):
                 started = time.perf_counter()
                 results = await self._engine.generate([_engine_request(rollout, sampling) for rollout in active])
                 seconds = time.perf_counter() - started
@@ -150,9 +154,10 @@ class SkyRLGymGenerator(GeneratorInterface):
         finally:
             await _each(self._finish(rollout) for rollout in rollouts)
 
-    def _still_playing(self, rollouts: Sequence[_Rollout], sampling: SamplingParams) -> list[_Rollout]:
+    def _still_playing(self, rollouts: Sequence[_Rollout]) -> list[_Rollout]:
         """Rollouts that take another turn; those whose conversation has grown too long end here."""
-        limit = self._cfg.generator.max_input_length or self._engine.context_length - sampling.max_new_tokens
+        longest = self._engine.context_length - 1  # leaves room for a token
+        limit = min(self._cfg.generator.max_input_length or longest, longest)
         active = [rollout for rollout in rollouts if rollout.stop_reason is None]
         for rollout in active:
             if len(rollout.token_ids) > limit:
@@ -160,7 +165,7 @@ class SkyRLGymGenerator(GeneratorInterface):
                     rollout.stop_reason = "length"
                 else:
                     n_tokens = len(rollout.token_ids)
-                    rollout.fail("prompt_too_long", f"the prompt has {n_tokens} tokens, max_input_length is {limit}")
+                    rollout.fail("prompt_too_long", f"the prompt has {n_tokens} tokens and the limit is {limit}")
         return [rollout for rollout in active if rollout.stop_reason is None]
 
     async def _start(self, rollout: _Rollout) -> None:
@@ -170,13 +175,15 @@ class SkyRLGymGenerator(GeneratorInterface):
         extras["max_turns"] = self._cfg.generator.max_turns
 
         def start() -> list[Any]:
-            env_config = self._cfg.environment.skyrl_gym.env_config(rollout.env_class)
+            env_config = copy.deepcopy(self._cfg.environment.skyrl_gym.env_config(rollout.env_class))
             rollout.env = skyrl_gym.make(rollout.env_class, env_config=env_config, extras=extras)
             prompt, _ = rollout.env.init(copy.deepcopy(row.prompt))
             return prompt
 
-        prompt = await self._guarded(rollout, "init", start)
-        if prompt is not None:
+        with _boundary(rollout, "init"):
+            prompt = await self._in_thread(rollout, start)
+            if not prompt or not is_conversation(prompt):
+                raise EnvError(f"init() returned prompt={prompt!r}; it must be a list of messages")
             rollout.token_ids = self._chat.prompt_ids(prompt)
             rollout.n_prompt = len(rollout.token_ids)
 
@@ -184,20 +191,19 @@ class SkyRLGymGenerator(GeneratorInterface):
         """Append the sampled turn, let the environment answer, and append its observation."""
         n_prompt = len(rollout.token_ids)
         rollout.append(result.token_ids, result.logprobs)
-        rollout.weight_versions.append(result.weight_version)
         rollout.timing["generate"] += seconds
         env, action = rollout.env, self._chat.decode(result.token_ids)
         assert env is not None
-        output = await self._guarded(rollout, "step", lambda: _checked(env.step(action)))
-        if output is None:
-            return
-        start = n_prompt - rollout.n_prompt
-        end = start + len(result.token_ids)
-        rollout.turns.append(Turn(start, end, n_prompt, float(output["reward"]), result.stop_reason))
-        if output["done"]:
-            rollout.stop_reason = result.stop_reason
-        else:
-            rollout.append(self._chat.observation_ids(output["observations"], result.token_ids[-1]), None)
+        with _boundary(rollout, "step"):
+            output = _checked(await self._in_thread(rollout, lambda: env.step(action)))
+            start = n_prompt - rollout.n_prompt
+            end = start + len(result.token_ids)
+            rollout.turns.append(Turn(start, end, n_prompt, float(output["reward"]), result.stop_reason))
+            rollout.weight_versions.append(result.weight_version)
+            if output["done"]:
+                rollout.stop_reason = result.stop_reason
+            else:
+                rollout.append(self._chat.observation_ids(output["observations"], result.token_ids[-1]), None)
 
     async def _finish(self, rollout: _Rollout) -> None:
         """Collect the environment's metrics, close it, and free the engine's cache of the conversation."""
@@ -206,22 +212,44 @@ class SkyRLGymGenerator(GeneratorInterface):
         if env is None:
             return
         if rollout.error is None:
-            rollout.env_metrics = await self._guarded(rollout, "get_metrics", env.get_metrics) or {}
-        await self._guarded(rollout, "close", env.close)
+            with _boundary(rollout, "get_metrics"):
+                env_metrics = await self._in_thread(rollout, env.get_metrics)
+                if not isinstance(env_metrics, dict):
+                    raise EnvError(f"get_metrics() returned {env_metrics!r}; it must be a dict")
+                rollout.env_metrics = env_metrics
+        with _boundary(rollout, "close"):
+            await self._in_thread(rollout, env.close)
 
-    async def _guarded(self, rollout: _Rollout, method: str, call: Callable[[], T]) -> T | None:
-        """Call into an environment; what it raises ends this rollout as invalid, and no other."""
+    async def _in_thread(self, rollout: _Rollout, call: Callable[[], T]) -> T:
+        """Call into an environment without holding up the others.
+
+        A thread cannot be interrupted. When the rollout is cancelled, its call ends first, so that nothing closes an
+        environment that is still being made or is still at work.
+        """
         started = time.perf_counter()
         try:
             if self._pool is None:
                 return call()
-            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
-        except Exception as error:  # the boundary of a rollout
-            logger.warning("%s.%s failed in rollout %s", rollout.env_class, method, rollout.request.id, exc_info=True)
-            rollout.fail("env_error", f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}")
-            return None
+            running = self._pool.submit(call)
+            future = asyncio.wrap_future(running)
+            try:
+                return await asyncio.shield(future)
+            except asyncio.CancelledError:
+                if not running.cancel():
+                    await asyncio.wait([future])
+                raise
         finally:
             rollout.timing["env"] += time.perf_counter() - started
+
+
+@contextmanager
+def _boundary(rollout: _Rollout, method: str) -> Iterator[None]:
+    """What an environment raises, or what its answer makes us raise, ends its rollout as invalid, and no other."""
+    try:
+        yield
+    except Exception as error:  # the boundary of a rollout
+        logger.warning("%s.%s failed in rollout %s", rollout.env_class, method, rollout.request.id, exc_info=True)
+        rollout.fail("env_error", f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}")
 
 
 async def _each(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -243,10 +271,14 @@ def _seed(seed: int, metadata: BatchMetadata, request: RolloutRequest) -> int:
 
 def _checked(output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
     """An environment's answer, or EnvError naming what is wrong with it."""
+    if not isinstance(output, dict):
+        raise EnvError(f"step() returned {output!r}; return BaseTextEnvStepOutput(observations, reward, done)")
     for name in ("observations", "reward", "done"):
         if name not in output:
             raise EnvError(f"step() returned no {name!r}; return BaseTextEnvStepOutput(observations, reward, done)")
     reward = output["reward"]
-    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+    if not isinstance(reward, Real) or not math.isfinite(reward):
         raise EnvError(f"step() returned reward={reward!r}; it must be a finite number")
+    if not output["done"] and not is_conversation(output["observations"]):
+        raise EnvError(f"step() returned observations={output['observations']!r}; they must be a list of messages")
     return output

@@ -16,7 +16,7 @@ class SamplingParams:
     top_p: float = 1.0  # 1: off
     top_k: int = -1  # -1: off
     min_p: float = 0.0  # 0: off
-    stop: tuple[str, ...] = ()  # stop when the text ends with one of these; the text keeps it
+    stop: tuple[str, ...] = ()  # stop after the token that completes one of these; the text keeps it
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(_expand(path), dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigError(_cannot_load("model", path, error)) from error
-    model.to(device).eval()
+    model.eval().to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_head(model, path)

@@ -67,9 +67,9 @@ def chosen_logprobs(
         return score(hidden, token_ids)
     parts = [
         checkpoint(score, hidden_part, ids_part, use_reentrant=False)
-        for hidden_part, ids_part in zip(hidden.split(chunk_size), token_ids.split(chunk_size))
+        for hidden_part, ids_part in zip(hidden.split(chunk_size), token_ids.split(chunk_size), strict=True)
     ]
-    logprobs, entropies = zip(*parts)
+    logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 

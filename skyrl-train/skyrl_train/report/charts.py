@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from skyrl_train.report.series import Series, format_value
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 24  # the margins that hold the tick labels, in SVG units
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 16, 24  # the margins that hold the tick labels, in SVG units
 _MAX_HOVER_POINTS = 300
 
 
@@ -39,13 +39,16 @@ class Chart:
 
     @property
     def newest(self) -> str:
-        """The newest value of the first line that is not raw."""
+        """The last value of the line in front."""
         series = self.lines[-1].series
         return format_value(series.name, series.last)
 
     @property
-    def n_not_finite(self) -> int:
-        return max(line.series.n_not_finite for line in self.lines)
+    def warning(self) -> str:
+        """What the reader should know about gaps in the lines."""
+        n_missing = max(line.series.n_not_finite for line in self.lines)
+        values = "1 value is" if n_missing == 1 else f"{n_missing} values are"
+        return f"{values} not finite: a gap in the line" if n_missing else ""
 
     def svg(self, width: int = 340, height: int = 190) -> Markup:
         """The picture, `width` by `height` units; it scales with its container."""
@@ -78,15 +81,12 @@ def _svg(chart: Chart, width: int, height: int) -> Markup:
     y_ticks = _ticks(min(values), max(values))
     frame = _Frame(_widen(min(steps), max(steps)), (y_ticks[0], y_ticks[-1]), width, height)
     parts = [Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(width, height, chart.title)]
-    for tick in y_ticks:
-        parts.append(_y_tick(frame, tick, format_value(name, tick)))
+    parts.extend(_y_tick(frame, tick, format_value(name, tick, digits=4)) for tick in y_ticks)
     parts.extend(_x_tick(frame, tick) for tick in x_ticks if frame.x_range[0] <= tick <= frame.x_range[1])
     parts.extend(_baseline(frame, label, value, name) for label, value in chart.baselines.items())
+    parts.extend(_path(frame, line) for line in chart.lines)
     for line in chart.lines:
-        parts.append(_path(frame, line))
-    for line in chart.lines:
-        if line.style != "raw":
-            parts.extend(_points(frame, line))
+        parts.extend(_points(frame, line))
     return Markup("").join([*parts, Markup("</svg>")])
 
 
@@ -119,7 +119,7 @@ def _x_tick(frame: _Frame, tick: float) -> Markup:
 def _baseline(frame: _Frame, label: str, value: float, name: str) -> Markup:
     return Markup('<line class="baseline" x1="{}" x2="{}" y1="{y:.1f}" y2="{y:.1f}"/>').format(
         _LEFT, frame.width - _RIGHT, y=frame.y(value)
-    ) + Markup('<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{} {}</text>').format(
+    ) + Markup('<text class="baseline-label" x="{}" y="{:.1f}" text-anchor="end">{} {}</text>').format(
         frame.width - _RIGHT, frame.y(value) - 4, label, format_value(name, value)
     )
 
@@ -135,7 +135,7 @@ def _path(frame: _Frame, line: Line) -> Markup:
 def _points(frame: _Frame, line: Line) -> list[Markup]:
     """Circles that say their value when pointed at; visible ones for an evaluation, unless they would touch."""
     points = [point for run in line.series.runs() for point in run]
-    if len(points) > _MAX_HOVER_POINTS:
+    if line.style == "train" or len(points) > _MAX_HOVER_POINTS:
         return []
     style = "dot" if line.style == "eval" and len(points) <= 60 else "hover"
     return [

@@ -24,11 +24,12 @@ class EvaluatedTrajectory:
     env_class: str
     data_source: str
     extras: str
+    error: str
 
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory worth reading: `role` is best, median or worst; `before` is the same prompt at the first evaluation."""
+    """A trajectory worth reading: `role` is best, median or worst; `before` is its prompt's first evaluation."""
 
     role: str
     trajectory: EvaluatedTrajectory
@@ -79,6 +80,7 @@ def _trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
         env_class=str(row.get("env_class") or "unknown"),
         data_source=str(row.get("data_source") or "unknown"),
         extras=json.dumps(row["env_extras"], indent=2, ensure_ascii=False) if row.get("env_extras") else "",
+        error=str(row.get("error") or ""),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from skyrl_train.errors import DataError
@@ -111,6 +112,8 @@ def _finish(figure: Figure, axes: Axes, baselines: Mapping[str, float], metric: 
             ha="right",
             fontsize=9,
             color=_QUIET,
+            path_effects=[withStroke(linewidth=3.5, foreground="white")],
+            zorder=5,
         )
     axes.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
     output.parent.mkdir(parents=True, exist_ok=True)

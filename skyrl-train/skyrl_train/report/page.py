@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from skyrl_train.report.charts import Chart, Line, sparkline
-from skyrl_train.report.evaluations import Example, pick_examples, read_evaluation
-from skyrl_train.report.series import MetricRows, format_value, metric_names, read_series, readable
+from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
+from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
 from skyrl_train.report.summary import duration, headline_evals, headlines, settings, time_split
 from skyrl_train.tracking import RunFolder, read_metrics
 
@@ -34,6 +34,10 @@ _PANELS = {
     "policy/policy_entropy": ("Entropy", "how undecided the policy is; near zero it stops exploring"),
     "policy/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
     "policy/policy_loss": ("Policy loss", "its level says little; watch for jumps"),
+    "policy/rollout_train_logprobs_abs_diff_mean": (
+        "Engine and trainer apart",
+        "mean difference of their log-probs; near zero is right",
+    ),
     "policy/ppo_clip_ratio": ("Clipped tokens", "the share whose update the clip held back"),
     "generate/avg_num_tokens": ("Response length", "tokens in a response"),
     "policy/policy_lr": ("Learning rate", "the schedule"),
@@ -41,57 +45,79 @@ _PANELS = {
 }
 
 
-def write_report(run_folder: RunFolder, *, command: str | None = None) -> Path:
+def write_report(
+    run_folder: RunFolder,
+    *,
+    command: str | None = None,
+    baselines: Mapping[str, Mapping[str, float]] | None = None,
+) -> Path:
     """Write the page of a run, finished or not, from whatever its folder holds, and return its path.
 
-    `command` is what the page says reproduces the run; by default, the entry point with the run's own `config.yaml`.
+    `command` is what reproduces the run. `baselines` are dashed lines, by metric and label, e.g.
+    `{"eval/environment/catch_rate": {"random play": 0.2}}`.
     Raises `DataError` when the metrics or an evaluation file cannot be read.
     """
     rows = read_metrics(run_folder.metrics)
-    config = _read_config(run_folder)
-    steps = run_folder.eval_steps()
+    config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
+    evaluations = _Evaluations.read(run_folder)
     page = _template().render(
         project=run_folder.path.resolve().parent.name,
         run=run_folder.path.resolve().name,
         last_step=max((row["step"] for row in rows), default=None),
         headlines=headlines(rows),
-        eval_charts=_eval_charts(rows),
+        eval_charts=_eval_charts(rows, baselines or {}),
         charts=_training_charts(rows),
         time_split=time_split(rows),
         eval_table=_eval_table(rows),
-        eval_step=steps[-1] if steps else None,
-        first_eval_step=steps[0] if steps else None,
-        examples=_examples(run_folder, steps),
-        settings=settings(config),
-        command=command or (_command(run_folder) if config else None),
-        config_text=run_folder.config_yaml.read_text("utf-8") if config else "",
+        evaluations=evaluations,
+        examples=pick_examples(evaluations.newest, evaluations.first),
+        settings=settings(yaml.safe_load(config_text) or {}),
+        command=command,
+        config_text=config_text,
         all_metrics=_all_metrics(rows),
     )
     run_folder.report.write_text(page, encoding="utf-8")
     return run_folder.report
 
 
-def _read_config(run_folder: RunFolder) -> Mapping[str, Any]:
-    if not run_folder.config_yaml.exists():
-        return {}
-    config = yaml.safe_load(run_folder.config_yaml.read_text("utf-8"))
-    return config if isinstance(config, Mapping) else {}
+@dataclass(frozen=True)
+class _Evaluations:
+    """The first evaluation of a run and its newest; `first` is empty when there is only one."""
+
+    first_step: int | None
+    newest_step: int | None
+    first: list[EvaluatedTrajectory]
+    newest: list[EvaluatedTrajectory]
+
+    @classmethod
+    def read(cls, run_folder: RunFolder) -> _Evaluations:
+        steps = run_folder.eval_steps()
+        if not steps:
+            return cls(None, None, [], [])
+        first = read_evaluation(run_folder, steps[0]) if len(steps) > 1 else []
+        return cls(steps[0], steps[-1], first, read_evaluation(run_folder, steps[-1]))
+
+    @property
+    def env_classes(self) -> str:
+        return ", ".join(sorted({trajectory.env_class for trajectory in self.newest}))
+
+    @property
+    def failure(self) -> str:
+        """How many of the newest rollouts failed, and why the first did; "" when none did."""
+        failed = [trajectory for trajectory in self.newest if trajectory.score is None]
+        reason = f"; the first: {failed[0].error}" if failed and failed[0].error else ""
+        return f"{len(failed)} of {len(self.newest)} rollouts failed and have no score{reason}" if failed else ""
 
 
-def _command(run_folder: RunFolder) -> str:
-    folder = shlex.quote(str(run_folder.path))
-    return f"python -m skyrl_train.entrypoints.main_base --config-dir {folder} --config-name config"
-
-
-def _eval_charts(rows: MetricRows) -> list[Chart]:
+def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]]) -> list[Chart]:
     """The headline evaluations, each over the same quantity on the training rollouts."""
     charts = []
-    for name in headline_evals(rows):
-        lines = []
-        if training := read_series(rows, _training_twin(name)):
-            lines = [Line("", training, "raw"), Line("training rollouts, smoothed", training.smoothed(), "train")]
-        lines.append(Line("evaluation", read_series(rows, name), "eval"))
-        charts.append(Chart(readable(name).capitalize(), "", lines))
+    for evaluation in headline_evals(rows):
+        lines = [Line("evaluation", evaluation, "eval")]
+        if training := read_series(rows, _training_twin(evaluation.name)):
+            lines = [Line("", training, "raw"), Line("training rollouts", training.smoothed(), "train"), *lines]
+        title = readable(evaluation.name).capitalize()
+        charts.append(Chart(title, "", lines, baselines.get(evaluation.name, {})))
     return charts
 
 
@@ -103,33 +129,39 @@ def _training_twin(name: str) -> str:
 
 
 def _training_charts(rows: MetricRows) -> list[Chart]:
-    charts = []
-    for name, (title, note) in _PANELS.items():
-        if series := read_series(rows, name):
-            charts.append(Chart(title, note, [Line("", series, "raw"), Line("", series.smoothed(), "train")]))
-    return charts
+    """The panels that the run has metrics for; without evaluations, also the rates that environments report."""
+    panels = dict(_PANELS)
+    if not headline_evals(rows):
+        rates = [n for n in metric_names(rows) if n.startswith("environment/") and n.endswith("_rate")]
+        titles = {n: (readable(n).capitalize(), "reported by the environment") for n in sorted(rates, key=len)}
+        panels = titles | panels
+    found = distinct(read_series(rows, name) for name in panels)
+    return [Chart(*panels[series.name], _training_lines(series)) for series in found]
+
+
+def _training_lines(series: Series) -> list[Line]:
+    """Measurements are noisy and get a smoothed line in front; a learning rate is exact."""
+    if series.name.endswith("_lr"):
+        return [Line("", series, "train")]
+    return [Line("", series, "raw"), Line("", series.smoothed(), "train")]
 
 
 def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
     """Column titles, and for each evaluated step its values as text; None for a run without evaluations."""
-    names = [name for name in metric_names(rows) if name.startswith("eval/") and read_series(rows, name)]
-    columns = [dict(zip(series.steps, series.values, strict=True)) for series in (read_series(rows, n) for n in names)]
-    steps = sorted({step for column in columns for step in column})
+    names = [name for name in metric_names(rows) if name.startswith("eval/") and "/generate/" not in name]
+    names.sort(key=lambda name: (not name.startswith("eval/all/"), len(name.split("/"))))
+    columns = distinct(read_series(rows, name) for name in names)
+    points = [(column.name, dict(zip(column.steps, column.values, strict=True))) for column in columns]
+    steps = sorted({step for _, values in points for step in values})
     if not steps:
         return None
-    cells = [[_cell(name, column.get(step)) for name, column in zip(names, columns, strict=True)] for step in steps]
-    return {"titles": [name.removeprefix("eval/") for name in names], "rows": list(zip(steps, cells, strict=True))}
+    cells = [[_cell(name, values.get(step)) for name, values in points] for step in steps]
+    titles = [name.removeprefix("eval/") for name, _ in points]
+    return {"titles": titles, "rows": list(zip(steps, cells, strict=True))}
 
 
 def _cell(name: str, value: float | None) -> str:
     return "–" if value is None else format_value(name, value)
-
-
-def _examples(run_folder: RunFolder, steps: list[int]) -> list[Example]:
-    if not steps:
-        return []
-    first = read_evaluation(run_folder, steps[0]) if len(steps) > 1 else []
-    return pick_examples(read_evaluation(run_folder, steps[-1]), first)
 
 
 def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:

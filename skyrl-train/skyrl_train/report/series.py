@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -48,8 +48,7 @@ class Series:
         half = len(self.values) // 20
         means: list[float | None] = []
         for index, value in enumerate(self.values):
-            reach = min(half, index, len(self.values) - 1 - index)  # shrinks at the ends, so that they are not bent
-            around = [v for v in self.values[index - reach : index + reach + 1] if v is not None]
+            around = [v for v in self.values[max(0, index - half) : index + half + 1] if v is not None]
             means.append(None if value is None else sum(around) / len(around))
         return Series(self.name, self.steps, tuple(means))
 
@@ -59,6 +58,12 @@ def read_series(rows: MetricRows, name: str) -> Series:
     points = {row["step"]: row[name] for row in rows if name in row}
     steps = tuple(sorted(points))
     return Series(name, steps, tuple(points[step] for step in steps))
+
+
+def distinct(curves: Iterable[Series]) -> list[Series]:
+    """The series that hold anything, without those that repeat an earlier one under another name."""
+    by_points = {(curve.steps, curve.values): curve for curve in reversed([c for c in curves if c])}
+    return list(reversed(by_points.values()))
 
 
 def metric_names(rows: MetricRows) -> list[str]:
@@ -72,11 +77,19 @@ def is_share(name: str) -> bool:
     return last.endswith("_rate") or "pass_at_" in last
 
 
-def format_value(name: str, value: float) -> str:
-    """A number as people read it: `97.5%` for a share, else up to four digits."""
-    return f"{value:.1%}".replace(".0%", "%") if is_share(name) else f"{value:.4g}"
+def format_value(name: str, value: float, *, digits: int = 3) -> str:
+    """A number as people read it: `97.5%` for a share, else `0.0213`, `4,338` or `2.5e-4`."""
+    if is_share(name):
+        return f"{value:.1%}".replace(".0%", "%")
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    if 0 < abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        text = f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return text
 
 
 def readable(name: str) -> str:
-    """`catch rate` for `eval/environment/catch_rate`."""
-    return name.rpartition("/")[2].replace("_", " ")
+    """`average score` for `eval/all/avg_score`."""
+    return name.rpartition("/")[2].replace("avg_", "average_").replace("_", " ")

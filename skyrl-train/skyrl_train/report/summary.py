@@ -7,16 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.report.series import MetricRows, Series, format_value, is_share, metric_names, read_series, readable
+from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
 
 # Timers that run inside another one, and would be counted twice.
-_INNER_TIMERS = {"policy_train", "critic_train", "cleanup_old_checkpoints"}
-_OUTSIDE_STEP = {"eval"}
+_OUTER_TIMER = {
+    "policy_train": "train_critic_and_policy",
+    "critic_train": "train_critic_and_policy",
+    "cleanup_old_checkpoints": "save_checkpoints",
+}
+_OUTSIDE_STEP = {"eval", "save_checkpoints", "save_hf_model"}
+_TIMER_NAMES = {
+    "generate": "rollouts",
+    "fwd_logprobs_values_reward": "log-probs",
+    "compute_advantages_and_returns": "advantages",
+    "policy_train": "update",
+    "train_critic_and_policy": "update",
+    "sync_weights": "weight sync",
+    "eval": "evaluation",
+    "save_checkpoints": "checkpoints",
+    "save_hf_model": "export",
+}
+_SMALLEST_SHARE = 0.005
 _N_AVERAGED = 5  # training metrics are noisy: their first and last few steps are averaged
 
 _SETTINGS = {
     "model": "trainer.policy.model.path",
-    "environment": "environment.env_class",
     "advantages": "trainer.algorithm.advantage_estimator",
     "policy loss": "trainer.algorithm.policy_loss_type",
     "loss reduction": "trainer.algorithm.loss_reduction",
@@ -54,32 +69,30 @@ class TimeShare:
 
 def headlines(rows: MetricRows) -> list[Headline]:
     """Evaluation scores and reward before and after, then the run's size and speed; whatever the run has."""
-    found = [_before_and_after(series) for name in headline_evals(rows) if (series := read_series(rows, name))]
+    found = [_before_and_after(series) for series in headline_evals(rows)]
     if reward := read_series(rows, "reward/avg_raw_reward"):
         found.append(_training_reward(reward))
     if steps := read_series(rows, "timing/step"):
-        seconds = sum(steps.finite) + sum(read_series(rows, "timing/eval").finite)
-        found.append(
-            Headline(
-                "time",
-                duration(seconds),
-                f"{len(steps.values)} steps, {sum(steps.finite) / len(steps.finite):.3g} s each",
-            )
-        )
+        total = sum(part.seconds for part in time_split(rows))
+        found.append(Headline("time", duration(total), f"{statistics.median(steps.finite):.2g} s a step"))
     if speed := read_series(rows, "trainer/tokens_per_second"):
         found.append(Headline("tokens per second", f"{statistics.median(speed.finite):,.0f}", "median over the steps"))
     return found
 
 
-def headline_evals(rows: MetricRows) -> list[str]:
-    """Shares that environments report, e.g. a catch rate, before the general scores."""
-    names = [name for name in metric_names(rows) if name.startswith(("eval/all/", "eval/environment/"))]
-    wanted = [name for name in names if is_share(name) or name.endswith("/avg_score")]
-    return sorted(wanted, key=lambda name: (not name.endswith("_rate"), not name.endswith("avg_score"), name))
+def headline_evals(rows: MetricRows) -> list[Series]:
+    """The evaluations that answer "did it learn?": what environments report as a rate, and the mean score.
+
+    Without a rate, whether a prompt was solved at all stands in.
+    """
+    names = metric_names(rows)
+    rates = [n for n in names if n.startswith("eval/environment/") and n.endswith("_rate")]
+    rates = sorted(rates, key=len) or [n for n in names if n.startswith("eval/all/pass_at_")]
+    return distinct(read_series(rows, name) for name in [*rates, "eval/all/avg_score"])
 
 
 def time_split(rows: MetricRows) -> list[TimeShare]:
-    """Where the time of the whole run went, largest part first; what no timer covers is `other`."""
+    """Where the time of the whole run went, largest part first; `other` is the small parts and what no timer covers."""
     prefix = "timing/"
     totals = {
         name.removeprefix(prefix): sum(read_series(rows, name).finite)
@@ -87,13 +100,16 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
         if name.startswith(prefix)
     }
     step_seconds = totals.pop("step", 0.0)
-    parts = {name: seconds for name, seconds in totals.items() if name not in _INNER_TIMERS and seconds > 0}
+    parts = {name: seconds for name, seconds in totals.items() if _OUTER_TIMER.get(name) not in totals}
     covered = sum(seconds for name, seconds in parts.items() if name not in _OUTSIDE_STEP)
-    if step_seconds > covered:
-        parts["other"] = step_seconds - covered
-    total = sum(parts.values())
-    ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return [TimeShare(readable(name), seconds, seconds / total) for name, seconds in ordered]
+    other = max(0.0, step_seconds - covered)
+    total = sum(parts.values()) + other
+    large = {name: seconds for name, seconds in parts.items() if seconds > _SMALLEST_SHARE * total}
+    other += sum(seconds for name, seconds in parts.items() if name not in large)
+    ordered = sorted(large.items(), key=lambda part: -part[1])
+    if other > 0:
+        ordered.append(("other", other))
+    return [TimeShare(_TIMER_NAMES.get(name, readable(name)), seconds, seconds / total) for name, seconds in ordered]
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,16 +131,13 @@ def duration(seconds: float) -> str:
 def _before_and_after(series: Series) -> Headline:
     name = series.name
     before = "before training" if series.steps[0] == 0 else f"at step {series.steps[0]}"
-    note = f"{format_value(name, series.first)} {before}" if len(series.steps) > 1 else "one evaluation"
-    return Headline(f"{readable(name)}, evaluation", format_value(name, series.last), note)
+    note = f"{format_value(name, series.first)} {before}" if len(series.steps) > 1 else "the only evaluation"
+    return Headline(readable(name), format_value(name, series.last), note)
 
 
 def _training_reward(series: Series) -> Headline:
-    values = series.finite
-    first, last = (statistics.fmean(part) for part in (values[:_N_AVERAGED], values[-_N_AVERAGED:]))
-    n = min(_N_AVERAGED, len(values))
-    note = f"{first:.3g} in the first; mean of {n} steps" if len(values) > n else f"mean of {n} steps"
-    return Headline("reward, last training steps", f"{last:.3g}", note)
+    first, last = (statistics.fmean(part) for part in (series.finite[:_N_AVERAGED], series.finite[-_N_AVERAGED:]))
+    return Headline("training reward", f"{last:.3g}", f"{first:.3g} in the first {_N_AVERAGED} steps")
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

@@ -31,11 +31,16 @@ class MetricsFile:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps, so that a run resumed at `step` does not log them twice.
+        """Move the lines of later steps to `metrics.superseded.jsonl`: a run resumed at `step` logs them anew.
 
         The old file is complete until the new one is: written beside it, synced to disk, renamed over it.
         """
-        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) == len(rows):
+            return
+        with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as superseded:
+            superseded.write("".join(_line(row) for row in rows if row["step"] > step))
         self._file.close()
         _replace(self.path, "".join(map(_line, kept)))
         self._file = self.path.open("a", encoding="utf-8")

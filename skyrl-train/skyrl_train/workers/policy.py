@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from skyrl_train.algorithms.kl import approximate_kl
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.algorithms.registry import PolicyLoss
 from skyrl_train.checkpoint.random_state import random_state, set_random_state
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.types import TrainingBatch
@@ -61,12 +63,14 @@ class PolicyWorker:
         return score_logprobs(self.model, batch, self._cfg)
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
-        """One optimizer step on a mini-batch; returns its metrics.
+        """One optimizer step on a mini-batch; returns its metrics."""
+        return self.forward_backward(batch) | self.optim_step()
 
-        A batch without `old_logprobs` is the first and only one since its rollouts: they are the current ones.
-        Gradients that are not finite are thrown away, counted in `policy/skipped_updates`.
+    def optim_step(self) -> dict[str, float]:
+        """Clip the accumulated gradients and apply them.
+
+        Gradients that are not finite are thrown away and counted in `policy/skipped_updates`.
         """
-        sums = self._accumulate_gradients(batch)
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self._cfg.policy.optimizer_config.max_grad_norm
         )
@@ -77,47 +81,51 @@ class PolicyWorker:
         else:
             logger.warning("The gradient norm is %s: this update is skipped", grad_norm.item())
         self._optimizer.zero_grad(set_to_none=True)
-        metrics = {f"policy/{name}": total.item() for name, total in sums.items()}
-        return metrics | {
-            "policy/grad_norm": grad_norm.item(),
+        return {
+            "policy/grad_norm": grad_norm.item() if is_finite else 0.0,
             "policy/policy_lr": self._scheduler.get_last_lr()[0],
             "policy/skipped_updates": 0.0 if is_finite else 1.0,
         }
 
-    def _accumulate_gradients(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-        """Sum gradients and metrics over micro-batches, all scaled by the divisors of the mini-batch."""
-        algorithm = self._cfg.algorithm
-        loss_weights = token_weights(batch.loss_mask, algorithm.loss_reduction, algorithm.max_seq_len)  # (B, R)
-        sequence_weights = token_weights(batch.loss_mask, "sequence_mean")
-        metric_weights = token_weights(batch.loss_mask, "token_mean")
+    def forward_backward(self, batch: TrainingBatch) -> dict[str, float]:
+        """Add the gradient of a mini-batch's loss to the parameters; returns its metrics.
+
+        The mini-batch is worked through in micro-batches, each scaled by the divisors of the whole. Without
+        `old_logprobs` the batch is the only one since its rollouts, and the current log-probs are the old ones.
+        """
+        weights = _Weights.of(batch.loss_mask, self._cfg.algorithm)
         sums: dict[str, torch.Tensor] = {}
         for rows in token_budget(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu):
             part = batch.select(rows).to(self.model.device)
-            per_sequence = sequence_weights[rows].to(self.model.device)
             with _checkpointed_layers(self.model):
-                log_probs, entropy = policy_logprobs(self.model, part, self._cfg)  # (b, R)
-                old_logprobs = log_probs.detach() if part.old_logprobs is None else part.old_logprobs
-                assert part.advantages is not None
-                token_loss, token_metrics = self._policy_loss(
-                    log_probs, old_logprobs, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs
-                )
-                policy_loss = weighted_sum(token_loss, loss_weights[rows].to(self.model.device))
-                terms = {"policy_loss": policy_loss, "final_loss": policy_loss}
-                if part.ref_logprobs is not None:
-                    kl = approximate_kl(log_probs, part.ref_logprobs, algorithm.kl_estimator_type)
-                    terms["policy_kl"] = weighted_sum(kl, per_sequence)
-                    terms["final_loss"] = terms["final_loss"] + algorithm.kl_loss_coef * terms["policy_kl"]
-                terms["policy_entropy"] = weighted_sum(entropy, per_sequence)
-                if algorithm.use_entropy_loss:
-                    entropy_bonus = algorithm.entropy_loss_coef * terms["policy_entropy"]
-                    terms["final_loss"] = terms["final_loss"] - entropy_bonus
+                terms = self._loss_terms(part, weights.select(rows).to(self.model.device))
                 terms["final_loss"].backward()
-            token_metrics["rollout_train_logprobs_abs_diff_mean"] = (old_logprobs - part.rollout_logprobs).abs()
-            for name, values in token_metrics.items():
-                terms[name] = weighted_sum(values, metric_weights[rows].to(self.model.device))
             for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + value.detach()
-        return sums
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        return {f"policy/{name}": total.item() for name, total in sums.items()}
+
+    def _loss_terms(self, part: TrainingBatch, weights: _Weights) -> dict[str, torch.Tensor]:
+        """A micro-batch's share of each scalar of its mini-batch: `final_loss`, what it is made of, and metrics."""
+        algorithm = self._cfg.algorithm
+        log_probs, entropy = policy_logprobs(self.model, part, self._cfg)  # (b, R)
+        old_logprobs = log_probs.detach() if part.old_logprobs is None else part.old_logprobs
+        assert part.advantages is not None, "the trainer computes advantages before it updates"
+        token_loss, token_metrics = self._policy_loss(
+            log_probs, old_logprobs, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs
+        )
+        gap = (old_logprobs - part.rollout_logprobs).abs()
+        terms = {name: weighted_sum(values, weights.per_token) for name, values in token_metrics.items()}
+        terms["rollout_train_logprobs_abs_diff_mean"] = weighted_sum(gap, weights.per_token)
+        terms["policy_entropy"] = weighted_sum(entropy, weights.per_sequence)
+        terms["policy_loss"] = weighted_sum(token_loss, weights.loss)
+        terms["final_loss"] = terms["policy_loss"]
+        if part.ref_logprobs is not None:
+            kl = approximate_kl(log_probs, part.ref_logprobs, algorithm.kl_estimator_type)
+            terms["policy_kl"] = weighted_sum(kl, weights.per_sequence)
+            terms["final_loss"] = terms["final_loss"] + algorithm.kl_loss_coef * terms["policy_kl"]
+        if algorithm.use_entropy_loss:
+            terms["final_loss"] = terms["final_loss"] - algorithm.entropy_loss_coef * terms["policy_entropy"]
+        return terms
 
     def checkpoint_bytes(self) -> int:
         """About how large `save` makes a folder: the weights and two moments of the same size."""
@@ -155,6 +163,29 @@ class PolicyWorker:
         """Write a plain Hugging Face folder."""
         self.model.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What each token (B, R) counts in the sums of a mini-batch; zero outside the loss mask."""
+
+    loss: torch.Tensor  # by trainer.algorithm.loss_reduction
+    per_token: torch.Tensor  # every token the same
+    per_sequence: torch.Tensor  # every trajectory the same
+
+    @staticmethod
+    def of(loss_mask: torch.Tensor, algorithm: AlgorithmConfig) -> _Weights:
+        return _Weights(
+            token_weights(loss_mask, algorithm.loss_reduction, algorithm.max_seq_len),
+            token_weights(loss_mask, "token_mean"),
+            token_weights(loss_mask, "sequence_mean"),
+        )
+
+    def select(self, rows: Sequence[int]) -> _Weights:
+        return _Weights(self.loss[rows], self.per_token[rows], self.per_sequence[rows])
+
+    def to(self, device: torch.device) -> _Weights:
+        return _Weights(self.loss.to(device), self.per_token.to(device), self.per_sequence.to(device))
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 A step is one forward pass: the prompts that just arrived, or one token for every running sequence. Sequences join
 and leave between steps. The key-value cache of a session stays, so that its next turn reads only its new tokens.
+
+Only the forward pass runs in a thread; requests, slots and sessions belong to the event loop's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +23,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
 from skyrl_train.inference_engines.hf.sampling import sample_tokens, uniforms
-from skyrl_train.inference_engines.hf.slots import KVSlots, StepCache
+from skyrl_train.inference_engines.hf.slots import KVSlots, StepCache, rounded_length
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.logprobs import lm_head_logits
 
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 16384  # of one forward pass; a longer prompt gets a pass of its own
-STOP_STRING_TOKENS = 16  # decoded from the end when looking for a stop string
 
 
 @dataclass(slots=True)
@@ -56,6 +58,15 @@ class _Sequence:
     @property
     def n_prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.n_prompt + self.max_new_tokens
+
+    @property
+    def is_over(self) -> bool:
+        """Complete, or nobody waits for it any more."""
+        return self.stop_reason is not None or self.call.done.done()
 
 
 @dataclass(slots=True)
@@ -115,11 +126,14 @@ class HFEngine:
 
     async def sync_weights(self, weight_version: int) -> None:
         """See `InferenceEngine.sync_weights`. The tensors are the policy's own: only caches are dropped."""
-        if self._running or self._waiting:
+        n_unfinished = sum(not sequence.is_over for sequence in [*self._running, *self._waiting])
+        if n_unfinished:
             raise EngineError(
-                f"weights changed to version {weight_version} while {len(self._running)} sequences were running; "
+                f"weights changed to version {weight_version} while {n_unfinished} sequences were being generated; "
                 "wait for generate() to return before updating the policy"
             )
+        if self._loop_task is not None and not self._loop_task.done():
+            await asyncio.wait([self._loop_task])  # the last step of calls that were cancelled
         for session_id in list(self._sessions):
             self.end_session(session_id)
         self._weight_version = weight_version
@@ -129,27 +143,36 @@ class HFEngine:
         if self._loop_task is not None and not self._loop_task.done():
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
+        self._executor.shutdown(wait=True)  # the step it is in still needs the slots
         self._fail(EngineError("the engine was closed while requests were waiting"))
-        self._executor.shutdown(wait=True)
 
     # -- the step loop
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting or self._running:
+        while self._unfinished():
             try:
-                finished = await loop.run_in_executor(self._executor, self._step)
+                slot_length = self._admit()
+                await loop.run_in_executor(self._executor, self._step, slot_length)
             except Exception as error:  # the boundary of a request: every caller learns why, and the engine goes on
                 logger.exception("A generation step failed")
                 self._fail(error if isinstance(error, EngineError) else EngineError(f"generation failed: {error!r}"))
-                return
-            for sequence in finished:
+
+    def _unfinished(self) -> bool:
+        """Hand out what is complete, drop what nobody waits for any more; whether there is more to do."""
+        over = [sequence for sequence in self._running if sequence.is_over]
+        self._running = [sequence for sequence in self._running if not sequence.is_over]
+        self._waiting = deque(sequence for sequence in self._waiting if not sequence.is_over)
+        for sequence in over:
+            self._release_slot(sequence)
+            if sequence.stop_reason is not None:
                 self._deliver(sequence)
+        return bool(self._running or self._waiting)
 
     @torch.inference_mode()
-    def _step(self) -> list[_Sequence]:
-        """One forward pass and one sampled token for each sequence in it; returns those that are complete."""
-        self._admit()
+    def _step(self, slot_length: int) -> None:
+        """One forward pass, and one sampled token for each sequence in it."""
+        self._slots.reserve(self._n_slots, slot_length)
         batch = self._prompts_to_read() or self._running
         with autocast(self._model.device, self._bf16):
             logits = self._next_logits(batch)  # (b, V)
@@ -160,14 +183,16 @@ class HFEngine:
             [sequence.request.sampling for sequence in batch],
             torch.from_numpy(randomness).to(logits.device),
         )
-        for sequence, token_id, logprob in zip(batch, token_ids.tolist(), logprobs.tolist()):
+        for sequence, token_id, logprob in zip(batch, token_ids.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                raise EngineError(
+                    f"the model's logits are not finite (weight version {self._weight_version}): the policy has "
+                    "diverged; resume from an earlier checkpoint with a lower learning rate"
+                )
             sequence.n_cached = len(sequence.token_ids)
             sequence.token_ids.append(token_id)
             sequence.logprobs.append(logprob)
             sequence.stop_reason = self._stop_reason(sequence)
-        finished = [sequence for sequence in self._running if sequence.stop_reason is not None]
-        self._running = [sequence for sequence in self._running if sequence.stop_reason is None]
-        return finished
 
     def _next_logits(self, batch: Sequence[_Sequence]) -> torch.Tensor:
         """Logits (b, V) after the last token of each sequence. A prompt that several share is read once."""
@@ -183,7 +208,7 @@ class HFEngine:
         logits = self._forward(unique)
         if len(unique) == len(batch):
             return logits
-        copies = [(unique[row], s) for row, s in zip(row_of, batch) if unique[row] is not s]
+        copies = [(unique[row], s) for row, s in zip(row_of, batch, strict=True) if unique[row] is not s]
         n_tokens = max(len(sequence.token_ids) for _, sequence in copies)
         self._slots.copy([leader.slot for leader, _ in copies], [s.slot for _, s in copies], n_tokens)
         return logits[row_of]
@@ -198,6 +223,7 @@ class HFEngine:
         n_new = n_new.to(device)
         start = torch.tensor([sequence.n_cached for sequence in batch], device=device)
         positions = start[:, None] + torch.arange(width, device=device)  # (b, T)
+        positions = positions.clamp(max=self.context_length - 1)  # of padding
         cache = StepCache(self._slots, [sequence.slot for sequence in batch], positions, n_new)
         mask = torch.arange(cache.length, device=device) <= positions[:, None, :, None]  # (b, 1, T, length)
         hidden = self._model.base_model(
@@ -229,8 +255,10 @@ class HFEngine:
             return "stop"
         stop_strings = sequence.request.sampling.stop
         if stop_strings:
-            n_tail = min(STOP_STRING_TOKENS, len(sequence.logprobs))
-            if self._tokenizer.decode(sequence.token_ids[-n_tail:]).endswith(stop_strings):
+            # A token is a byte or more. One that goes on after the end of a stop string ends the text all the same.
+            n_tail = min(max(len(stop.encode()) for stop in stop_strings) + 1, len(sequence.logprobs))
+            tail = self._tokenizer.decode(sequence.token_ids[-n_tail:])
+            if any(stop in tail for stop in stop_strings):
                 return "stop"
         return "length" if len(sequence.logprobs) >= sequence.max_new_tokens else None
 
@@ -245,24 +273,35 @@ class HFEngine:
                 "lower generator.max_input_length"
             )
         sequence = _Sequence(request, call, index, min(request.sampling.max_new_tokens, room))
+        if not self._fits(1, rounded_length(sequence.max_tokens)):
+            raise EngineError(
+                f"a sequence of {sequence.max_tokens} tokens needs {sequence.max_tokens * self._bytes_per_token:,} "
+                f"bytes of key-value cache, {self._max_cache_bytes:,} are allowed; raise "
+                "generator.gpu_memory_utilization or lower generator.max_input_length or "
+                "sampling_params.max_generate_length"
+            )
         sequence.token_ids = list(request.prompt_ids)
         return sequence
 
-    def _admit(self) -> None:
-        """Give waiting sequences a slot, first come first served, while there are sequences and memory to spare."""
+    def _admit(self) -> int:
+        """Give waiting sequences a slot, first come first served, while there are sequences and memory to spare.
+
+        Returns the length that all slots must have for them.
+        """
         length = self._slots.length
         while self._waiting and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
-            length = max(length, self._slots.length_for(sequence.n_prompt + sequence.max_new_tokens))
-            if not self._take_slot(sequence, length):
+            longer = max(length, rounded_length(sequence.max_tokens))
+            if not self._take_slot(sequence, longer):
                 if self._running:
                     break
                 self._forget_slots()  # a longer sequence than before may fit in fewer slots
-                length = self._slots.length_for(sequence.n_prompt + sequence.max_new_tokens)
-                if not self._take_slot(sequence, length):
-                    raise EngineError(self._too_long(sequence))
+                longer = rounded_length(sequence.max_tokens)
+                taken = self._take_slot(sequence, longer)
+                assert taken, "whether it fits alone was checked when the request came in"
+            length = longer
             self._running.append(self._waiting.popleft())
-        self._slots.reserve(self._n_slots, length)
+        return length
 
     def _take_slot(self, sequence: _Sequence, length: int) -> bool:
         """The slot of its session, a free one, a new one, or that of the session idle for longest."""
@@ -287,21 +326,16 @@ class HFEngine:
     def _fits(self, n_slots: int, length: int) -> bool:
         return n_slots * length * self._bytes_per_token <= self._max_cache_bytes
 
-    def _too_long(self, sequence: _Sequence) -> str:
-        n_tokens = sequence.n_prompt + sequence.max_new_tokens
-        return (
-            f"a sequence of {n_tokens} tokens needs {n_tokens * self._bytes_per_token:,} bytes of key-value cache, "
-            f"{self._max_cache_bytes:,} are allowed; raise generator.gpu_memory_utilization or lower "
-            "generator.max_input_length or sampling_params.max_generate_length"
-        )
-
-    def _deliver(self, sequence: _Sequence) -> None:
-        """Hand the result to its caller and keep the slot for the session, if there is one."""
+    def _release_slot(self, sequence: _Sequence) -> None:
+        """Keep the slot for the session, if there is one."""
         session_id = sequence.request.session_id
         if session_id is not None and session_id not in self._sessions:
             self._sessions[session_id] = _Session(sequence.slot, sequence.token_ids[: sequence.n_cached])
         else:
             self._free.append(sequence.slot)
+
+    def _deliver(self, sequence: _Sequence) -> None:
+        """Hand the result to its caller."""
         assert sequence.stop_reason is not None
         sequence.call.results[sequence.index] = EngineResult(
             token_ids=sequence.token_ids[sequence.n_prompt :],
@@ -348,8 +382,10 @@ def _context_length(model: PreTrainedModel) -> int:
     """Tokens the engine lets a sequence grow to. A sliding window is not modelled: it ends there."""
     config = model.config.get_text_config()
     length = int(config.max_position_embeddings)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        return min(length, int(config.sliding_window))
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)  # None: all layers alike
+    if window is not None and (layer_types is None or "sliding_attention" in layer_types):
+        return min(length, int(window))
     return length
 
 

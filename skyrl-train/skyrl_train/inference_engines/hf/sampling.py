@@ -51,11 +51,14 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 def _search(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token (B,) at which the cumulative sum of `probs` (B, V) passes uniform · total."""
+    """The first token (B,) at which the cumulative sum of `probs` (B, V) passes uniform · total.
+
+    A row that holds a NaN gets some token; its log-prob is NaN.
+    """
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1]
     target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def _truncated(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -9,6 +9,11 @@ import torch
 GROW_TO_MULTIPLE_OF = 64  # tokens
 
 
+def rounded_length(n_tokens: int) -> int:
+    """The slot length for a sequence of `n_tokens`: rounded up, so that slots grow rarely."""
+    return -(-n_tokens // GROW_TO_MULTIPLE_OF) * GROW_TO_MULTIPLE_OF
+
+
 class KVSlots:
     """Keys and values of `n_slots` sequences, per layer two tensors (n_slots, heads, length, head_dim).
 
@@ -20,18 +25,12 @@ class KVSlots:
         self.length = 0
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def length_for(self, n_tokens: int) -> int:
-        """The slot length that `reserve` grows to for a sequence of `n_tokens`."""
-        if n_tokens <= self.length:
-            return self.length
-        return -(-n_tokens // GROW_TO_MULTIPLE_OF) * GROW_TO_MULTIPLE_OF
-
     def reserve(self, n_slots: int, length: int) -> None:
         """Make room for at least `n_slots` sequences of `length` tokens, keeping what is stored."""
         if n_slots <= self.n_slots and length <= self.length:
             return
         self.n_slots = max(n_slots, self.n_slots)
-        self.length = self.length_for(length)
+        self.length = max(length, self.length)
         for index, (keys, values) in self._layers.items():
             self._layers[index] = (self._grown(keys), self._grown(values))
 
@@ -85,7 +84,7 @@ class StepCache:
         stored = self._slots.layer(layer_idx, keys)
         rows, columns = self._source
         slots, positions = self._target
-        for memory, new in zip(stored, (keys, values)):
+        for memory, new in zip(stored, (keys, values), strict=True):
             memory[slots, :, positions] = new[rows, :, columns]
         picked = self._range if self._is_range else self._rows
         return stored[0][picked, :, : self.length], stored[1][picked, :, : self.length]

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from skyrl_train.config import get_default_config, load_config
 from skyrl_train.config.aliases import ALIASES, SKYRL, VERL, apply_aliases
@@ -64,8 +65,6 @@ def test_no_spelling_is_in_both_tables() -> None:
 )
 @pytest.mark.parametrize("source", ["alone", "beside every default"])
 def test_other_spellings_are_read(old: str, value: object, new: str, new_value: object, source: str) -> None:
-    from omegaconf import OmegaConf
-
     tree: Any = {} if source == "alone" else OmegaConf.to_container(get_default_config())
     assert value_at(load_config(put(tree, old, value)), new) == new_value
 

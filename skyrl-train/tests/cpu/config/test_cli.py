@@ -99,11 +99,7 @@ def test_a_published_command_is_accepted(command: str, monkeypatch: pytest.Monke
             "these overrides cannot be applied: ~trainer.nothing "
             "(Could not delete from config. 'trainer.nothing' does not exist.)",
         ),
-        (
-            ["trainer.epochs=three", "+trainer.epoch=3", "trainer.total_epochs=1"],
-            "2 problems in the configuration:\n  - trainer.epochs=three was not read",
-        ),
-    ][:-1],
+    ],
 )
 def test_a_wrong_command_line_is_answered(argv: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -138,12 +134,14 @@ def test_parsing_leaves_no_hydra_behind() -> None:
 SCRIPT = """
 import sys
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from skyrl_train.config import config_dir, get_default_config, parse_cli, rewrite_overrides, to_yaml, validate_cfg
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg):
     assert parse_cli(["trainer.epochs=9"]).trainer.epochs == 9  # a configuration inside a run
     assert get_default_config().trainer.epochs == 1
+    assert GlobalHydra.instance().is_initialized()  # and the run's own Hydra is back
     print(to_yaml(validate_cfg(cfg)))
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from skyrl_train.config import SkyRLConfig, get_default_config, load_config, to_yaml, validate_cfg
+from skyrl_train.config import SkyRLConfig, config_dir, get_default_config, load_config, to_yaml, validate_cfg
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.errors import ConfigError
@@ -81,7 +82,8 @@ def test_values_are_filled_in_and_normalised(pairs: list[tuple[str, Any]], key: 
         (
             "trainer.train_batchsize",
             64,
-            "trainer.train_batchsize=64: there is no key trainer.train_batchsize; did you mean trainer.train_batch_size?",
+            "trainer.train_batchsize=64: there is no key trainer.train_batchsize; "
+            "did you mean trainer.train_batch_size?",
         ),
         (
             "trainer.lr",
@@ -98,8 +100,9 @@ def test_values_are_filled_in_and_normalised(pairs: list[tuple[str, Any]], key: 
         (
             "environment.skyrl_gym.max_env_worker",
             4,
-            "environment.skyrl_gym.max_env_worker=4: there is no key environment.skyrl_gym.max_env_worker; did you mean "
-            "environment.skyrl_gym.max_env_workers? (settings for an environment of class max_env_worker are a section: "
+            "environment.skyrl_gym.max_env_worker=4: there is no key environment.skyrl_gym.max_env_worker; "
+            "did you mean environment.skyrl_gym.max_env_workers? "
+            "(settings for an environment of class max_env_worker are a section: "
             "environment.skyrl_gym.max_env_worker.<name>=<value>)",
         ),
         # wrong types
@@ -109,8 +112,16 @@ def test_values_are_filled_in_and_normalised(pairs: list[tuple[str, Any]], key: 
         ("trainer.epochs", True, "trainer.epochs=true must be an integer >= 1; the default is trainer.epochs=1"),
         ("trainer.epochs", None, "trainer.epochs=null must be an integer >= 1; the default is trainer.epochs=1"),
         ("trainer.bf16", 1, "trainer.bf16=1 must be true or false; the default is trainer.bf16=true"),
-        ("trainer.run_name", 5, "trainer.run_name=5 must be a string; the default is trainer.run_name=test_run"),
-        ("trainer.run_name", "", "trainer.run_name='' must be a string; the default is trainer.run_name=test_run"),
+        (
+            "trainer.run_name",
+            5,
+            "trainer.run_name=5 must be a non-empty string; the default is trainer.run_name=test_run",
+        ),
+        (
+            "trainer.run_name",
+            "",
+            "trainer.run_name='' must be a non-empty string; the default is trainer.run_name=test_run",
+        ),
         ("trainer", 5, "trainer=5 must be a section; set its keys one by one: trainer.<name>=<value>"),
         (
             "environment.skyrl_gym",
@@ -169,7 +180,8 @@ def test_values_are_filled_in_and_normalised(pairs: list[tuple[str, Any]], key: 
         (
             "generator.sampling_params.logprobs",
             1,
-            "generator.sampling_params.logprobs=1 must be 0 or null; the default is generator.sampling_params.logprobs=0",
+            "generator.sampling_params.logprobs=1 must be 0 or null; "
+            "the default is generator.sampling_params.logprobs=0",
         ),
         (
             "generator.backend",
@@ -295,8 +307,10 @@ def test_the_source_is_left_as_it_was() -> None:
     assert tree == nested(("trainer.total_epochs", 3))
 
 
-def test_hydra_settings_are_none_of_ours() -> None:
-    assert load_config({"hydra": {"run": {"dir": "."}}}) == load_config()
+def test_the_file_that_hydra_reads_can_be_read_without_hydra() -> None:
+    tree = yaml.safe_load((Path(config_dir) / "ppo_base_config.yaml").read_text(encoding="utf-8"))
+    assert {"hydra", "defaults"} <= tree.keys()
+    assert load_config(tree) == load_config()
 
 
 def test_yaml_and_back_is_equal_and_shows_what_was_filled_in() -> None:
@@ -355,8 +369,8 @@ def test_what_is_most_likely_not_meant_is_logged(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         load_config(nested(("generator.n_samples_per_prompt", 1), ("trainer.resume_path", "a/global_step_3")))
     assert [record.message for record in caplog.records] == [
-        "generator.n_samples_per_prompt=1 with trainer.algorithm.advantage_estimator=grpo compares every trajectory with "
-        "itself only; try generator.n_samples_per_prompt=5",
+        "generator.n_samples_per_prompt=1 with trainer.algorithm.advantage_estimator=grpo compares every trajectory "
+        "with itself only; try generator.n_samples_per_prompt=5",
         "trainer.resume_path=a/global_step_3 is not read when trainer.resume_mode=latest; "
         "set trainer.resume_mode=from_path",
     ]

@@ -56,7 +56,7 @@ def test_one_problem_is_a_sentence_and_several_are_a_list() -> None:
 
 def test_no_problem_raises_nothing() -> None:
     raise_problems([])
-    with pytest.raises(ConfigError, match="^a$"):
+    with pytest.raises(ConfigError, match=r"^a$"):
         raise_problems(["a"])
 
 

@@ -77,8 +77,8 @@ FAILING = [
     (
         "engines_run_here",
         ["generator.run_engines_locally=false"],
-        "generator.run_engines_locally=false asks for engines that another program started, which this version does not "
-        "reach; set generator.run_engines_locally=true",
+        "generator.run_engines_locally=false asks for engines that another program started, which this version does "
+        "not reach; set generator.run_engines_locally=true",
     ),
     (
         "evaluation_has_prompts",

@@ -42,7 +42,7 @@ def test_truncate_after_keeps_the_restored_step_and_goes_on(path: Path) -> None:
     file.log({"a": 30}, 3)
     file.close()
     assert [row["a"] for row in read_metrics(path)] == [1, 2, 2, 30]
-    assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
+    assert sorted(item.name for item in path.parent.iterdir()) == ["metrics.jsonl", "metrics.superseded.jsonl"]
 
 
 def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(path: Path) -> None:
@@ -91,3 +91,12 @@ def test_a_killed_writer_leaves_a_file_that_reads_and_resumes(path: Path) -> Non
     file.truncate_after(50)
     file.close()
     assert [row["step"] for row in read_metrics(path)] == list(range(51))
+
+
+def test_what_is_truncated_is_kept_beside(path: Path) -> None:
+    file = MetricsFile(path)
+    for step in range(4):
+        file.log({"loss": step / 2}, step)
+    file.truncate_after(1)
+    file.close()
+    assert [row["step"] for row in read_metrics(path.with_name("metrics.superseded.jsonl"))] == [2, 3]

@@ -1,0 +1,80 @@
+"""Watch a small language model learn Catch: `make catch`.
+
+    python -m examples.catch.learn --seed 42
+
+Makes the data and the model, trains with GRPO, and compares the result with perfect and with random play. The exit
+status is 1 if the model did not learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from examples.catch.env import RewardMode
+from examples.catch.main_catch import register_catch
+from examples.catch.recipe import METRIC, N_STEPS, TRAIN_METRIC, CatchRun
+from skyrl_train.entrypoints.main_base import run_command
+from skyrl_train.report.learning_curve import plot_learning_curve
+
+REQUIRED_SHARE = {"shaped": 0.90, "episodic": 0.75}  # of the optimal player's catch rate
+
+
+def learn(run: CatchRun) -> bool:
+    """Prepare, train, and say how well the model plays; whether that is well enough."""
+    started = time.monotonic()
+    run.prepare()
+    run.train()
+    before, after = run.catch_rates()
+    baselines = run.baselines()
+    plot_learning_curve(
+        run.metrics(),
+        run.folder.learning_curve,
+        metric=METRIC,
+        title=f"A {run.reward_mode}-reward run of Catch",
+        baselines=baselines.as_lines(),
+        train_metric=TRAIN_METRIC,
+    )
+    required = REQUIRED_SHARE[run.reward_mode] * baselines.optimal
+    has_learned = after >= required
+    print(f"\nCatch rate on the validation set ({run.name}, {run.n_steps} steps, {time.monotonic() - started:.0f} s)\n")
+    for label, rate in (
+        ("random play", baselines.chance),
+        ("before training", before),
+        ("after training", after),
+        ("optimal player", baselines.optimal),
+    ):
+        print(f"  {label:<16} {rate:6.1%}   {'█' * round(40 * rate)}")
+    verdict = "It has learned" if has_learned else "It has NOT learned"
+    print(f"\n{verdict}: {after / baselines.optimal:.1%} of the optimal player's rate ({required:.1%} required).")
+    print(f"Learning curve: {run.folder.learning_curve}\nReport:         {run.folder.report}")
+    return has_learned
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that `learn` and `compare` share."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--seed", type=int, default=42, help="of the model, the data order and the sampling")
+    options.add_argument("--output_dir", type=Path, default=Path("outputs"), help="where the run folders go")
+    options.add_argument("--steps", type=int, default=N_STEPS, help="training steps")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--reward_mode", choices=get_args(RewardMode), default="shaped")
+    args = options.parse_args(argv)
+    register_catch()
+    run = CatchRun(args.output_dir.expanduser().resolve(), args.reward_mode, args.seed, args.steps)
+    results: list[bool] = []
+    run_command(lambda: results.append(learn(run)))
+    sys.exit(0 if results[0] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The settings with which a tiny model learns Catch on a CPU, and the steps that lead there.
+
+Data → warm start on random play → GRPO. Each step is skipped when its result is already there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import strftime
+
+from examples.catch.catch_dataset import CatchDataset, write_dataset
+from examples.catch.env import CatchReward, RewardMode
+from examples.catch.players import catch_rate, expected_random_catch_rate, optimal_player
+from examples.catch.warm_start import make_model
+from skyrl_train.config import parse_cli
+from skyrl_train.dataset.files import read_rows
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.report.learning_curve import MetricRows
+from skyrl_train.tracking import RunFolder, read_metrics
+
+METRIC = "eval/environment/catch_rate"
+TRAIN_METRIC = "environment/catch_rate"
+N_STEPS = 100
+
+OVERRIDES = (
+    "trainer.train_batch_size=32",
+    "trainer.policy_mini_batch_size=16",
+    "generator.n_samples_per_prompt=16",
+    "generator.batched=true",
+    "generator.max_turns=5",
+    "generator.sampling_params.max_generate_length=1",
+    "environment.skyrl_gym.max_env_workers=0",
+    "trainer.algorithm.use_kl_loss=false",
+    "trainer.policy.optimizer_config.lr=1e-3",
+    "trainer.policy.optimizer_config.scheduler=linear",
+    "trainer.policy.optimizer_config.num_warmup_steps=10",
+    "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
+    "trainer.policy.optimizer_config.weight_decay=0",
+    "trainer.eval_interval=10",
+    "trainer.eval_batch_size=512",
+    "trainer.ckpt_interval=25",
+    "trainer.max_ckpts_to_keep=1",
+    "trainer.hf_save_interval=1000",
+    "trainer.logger=[jsonl,tensorboard]",
+)
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Catch rates on the validation set that frame what a model reaches."""
+
+    optimal: float
+    chance: float
+
+    def as_lines(self) -> dict[str, float]:
+        """For a plot."""
+        return {"optimal player": self.optimal, "random play": self.chance}
+
+
+@dataclass(frozen=True)
+class CatchRun:
+    """One run of the recipe under `output_dir`/catch."""
+
+    output_dir: Path
+    reward_mode: RewardMode
+    seed: int
+    n_steps: int = N_STEPS
+
+    @property
+    def name(self) -> str:
+        return f"{self.reward_mode}-seed{self.seed}"
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.output_dir / "catch" / self.name)
+
+    @property
+    def data_dir(self) -> Path:
+        return self.output_dir / "catch" / "data" / self.reward_mode
+
+    @property
+    def model_dir(self) -> Path:
+        return self.output_dir / "catch" / "models" / f"tiny-qwen3-seed{self.seed}"
+
+    def prepare(self) -> None:
+        """Dataset and warm-started model; a run that was finished earlier is moved out of the way."""
+        if not self.data_dir.is_dir():
+            dataset = CatchDataset(reward=CatchReward(mode=self.reward_mode))
+            print(write_dataset(dataset, self.data_dir))
+        if not self.model_dir.is_dir():
+            make_model(self.data_dir / "train.parquet", self.model_dir, self.seed)
+        if self.metrics() and self.metrics()[-1]["step"] >= self.n_steps:
+            kept = self.folder.path.with_name(f"{self.name}-before-{strftime('%Y%m%d-%H%M%S')}")
+            self.folder.path.rename(kept)
+            print(f"An earlier run is finished; it is now in {kept}")
+
+    def train(self) -> None:
+        """GRPO, from the start or from where it was interrupted."""
+        overrides = [
+            f"data.train_data=['{self.data_dir / 'train.parquet'}']",
+            f"data.val_data=['{self.data_dir / 'validation.parquet'}']",
+            f"trainer.policy.model.path='{self.model_dir}'",
+            f"trainer.output_dir='{self.output_dir}'",
+            "trainer.project_name=catch",
+            f"trainer.run_name={self.name}",
+            f"trainer.max_training_steps={self.n_steps}",
+            f"trainer.seed={self.seed}",
+        ]
+        BasePPOExp(parse_cli([*OVERRIDES, *overrides])).run()
+
+    def metrics(self) -> MetricRows:
+        """What the run logged so far."""
+        return read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
+
+    def catch_rates(self) -> tuple[float, float]:
+        """On the validation set, before and after training."""
+        values = [row[METRIC] for row in self.metrics() if METRIC in row]
+        return values[0], values[-1]
+
+    def baselines(self) -> Baselines:
+        """Measured by playing the validation set, not assumed."""
+        rows = read_rows(str(self.data_dir / "validation.parquet"))
+        return Baselines(catch_rate(rows, optimal_player), expected_random_catch_rate(rows))

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Train on Catch. Any key=value given here is passed on and wins over what stands below.
+#
+#   bash examples/catch/run_catch.sh generator.batched=true trainer.logger=tensorboard
+#
+# With a GPU the model is Qwen3-1.7B-Base. Without one it is a tiny Qwen3 that is made on the spot.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+DATA_DIR=${DATA_DIR:-$HOME/data/catch}
+MODEL_DIR=${MODEL_DIR:-$HOME/models/catch-tiny-qwen3}
+PYTHON=${PYTHON:-$([[ -x ../.venv/bin/python ]] && echo ../.venv/bin/python || echo python)}
+
+if [[ ! -f $DATA_DIR/train.parquet ]]; then
+  echo "error: $DATA_DIR/train.parquet does not exist; write it with" >&2
+  echo "  $PYTHON -m examples.catch.catch_dataset --output_dir $DATA_DIR" >&2
+  exit 1
+fi
+
+if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  MODEL=(
+    trainer.policy.model.path=Qwen/Qwen3-1.7B-Base
+    trainer.policy.optimizer_config.lr=1e-6
+    trainer.train_batch_size=128
+    trainer.policy_mini_batch_size=32
+    generator.n_samples_per_prompt=4
+    generator.gpu_memory_utilization=0.8
+  )
+else
+  echo "No GPU here: a tiny Qwen3 on the CPU instead of Qwen3-1.7B-Base"
+  if [[ "$*" != *trainer.policy.model.path=* && ! -d $MODEL_DIR ]]; then
+    "$PYTHON" -m examples.catch.warm_start --data_dir "$DATA_DIR" --output_dir "$MODEL_DIR"
+  fi
+  MODEL=(
+    "trainer.policy.model.path='$MODEL_DIR'"
+    trainer.policy.optimizer_config.lr=1e-3
+    "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]"
+    trainer.policy.optimizer_config.scheduler=linear
+    trainer.train_batch_size=32
+    trainer.policy_mini_batch_size=16
+    generator.n_samples_per_prompt=16
+    trainer.max_training_steps=100
+  )
+fi
+
+exec "$PYTHON" -m examples.catch.main_catch \
+  "data.train_data=['$DATA_DIR/train.parquet']" \
+  "data.val_data=['$DATA_DIR/validation.parquet']" \
+  trainer.strategy=fsdp2 \
+  trainer.algorithm.advantage_estimator=grpo \
+  trainer.algorithm.use_kl_loss=true \
+  trainer.placement.colocate_all=true \
+  trainer.epochs=10 \
+  trainer.eval_batch_size=128 \
+  trainer.eval_interval=10 \
+  trainer.ckpt_interval=25 \
+  trainer.max_ckpts_to_keep=2 \
+  trainer.max_prompt_length=256 \
+  generator.max_turns=5 \
+  generator.batched=true \
+  generator.sampling_params.max_generate_length=1 \
+  trainer.project_name=catch \
+  trainer.run_name=catch_shaped \
+  "${MODEL[@]}" \
+  "$@"

@@ -1,0 +1,160 @@
+"""The training command as a user meets it: it trains, and it says what is wrong before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyrl_gym
+from examples.catch.catch_dataset import CatchDataset, write_dataset
+from examples.catch.main_catch import register_catch
+from skyrl_train.entrypoints.main_base import main
+
+
+@pytest.fixture(autouse=True)
+def _catch() -> Iterator[None]:
+    register_catch()
+    yield
+    skyrl_gym.envs.deregister("catch")
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("catch")
+    write_dataset(CatchDataset(train_size=8, test_size=4), folder)
+    return folder
+
+
+@pytest.fixture
+def arguments(data_dir: Path, tiny_model_path: Path, tmp_path: Path) -> list[str]:
+    """A run of two steps that works."""
+    return [
+        f"data.train_data=['{data_dir}/train.parquet']",
+        f"data.val_data=['{data_dir}/validation.parquet']",
+        f"trainer.policy.model.path='{tiny_model_path}'",
+        f"trainer.output_dir='{tmp_path}'",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.logger=jsonl",
+        "generator.max_turns=5",
+        "generator.sampling_params.max_generate_length=1",
+    ]
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says when it refuses to start."""
+    with pytest.raises(SystemExit) as exit_status:
+        main(arguments)
+    assert exit_status.value.code == 1
+    return capsys.readouterr().err.partition("error: ")[2]
+
+
+def test_a_run_leaves_its_folder(arguments: list[str], tmp_path: Path) -> None:
+    main([*arguments, "trainer.dump_trajectories=true", "trainer.hf_save_interval=1"])
+    folder = tmp_path / "skyrl/test_run"
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert there >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "train.log",
+        "learning_curve.png",
+        "report.html",
+        "evals/global_step_0/synthetic_catch.jsonl",
+        "evals/global_step_2/aggregated_results.jsonl",
+        "trajectories/global_step_1.jsonl",
+        "ckpts/latest_ckpt_global_step.txt",
+        "ckpts/global_step_2/trainer_state.pt",
+        "ckpts/global_step_2/data.pt",
+        "ckpts/global_step_2/policy/model_world_size_1_rank_0.pt",
+        "export/global_step_2/policy/model.safetensors",
+        "export/global_step_2/policy/tokenizer.json",
+    }
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+    assert rows[2]["environment/avg_steps"] == 5  # all turns are played
+    assert "eval/environment/catch_rate" in rows[2]
+
+
+@pytest.mark.parametrize("batched", ["true", "false"])
+def test_lock_step_and_free_running_rollouts_train_alike(arguments: list[str], tmp_path: Path, batched: str) -> None:
+    main([*arguments, f"generator.batched={batched}", "environment.skyrl_gym.max_env_workers=0"])
+    rows = (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["environment/avg_steps"] == 5
+
+
+def test_the_seed_command_for_several_gpus_runs_as_one_process(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked_for = [
+        "trainer.strategy=fsdp2",
+        "trainer.placement.colocate_all=true",
+        "trainer.placement.policy_num_gpus_per_node=4",
+        "generator.backend=vllm",
+        "generator.num_inference_engines=4",
+        "generator.inference_engine_tensor_parallel_size=1",
+        "generator.weight_sync_backend=nccl",
+        "generator.gpu_memory_utilization=0.4",
+        "trainer.algorithm.advantage_estimator=grpo",
+        "trainer.eval_before_train=true",
+    ]
+    main([*arguments, *asked_for, "trainer.max_training_steps=1"])
+    log = (tmp_path / "skyrl/test_run/train.log").read_text()
+    assert log.count("trainer.placement.policy_num_gpus_per_node=4: one process") == 1
+    assert log.count("generator.backend=vllm: the embedded engine") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("trainer.polcy.model.path=x", ["trainer.polcy", "trainer.policy.model.path"]),
+        ("trainer.epochs=three", ["trainer.epochs=three", "an integer >= 1"]),
+        ("trainer.policy_mini_batch_size=3", ["trainer.policy_mini_batch_size=3", "trainer.train_batch_size=4", "try"]),
+        ("data.train_data=[/no/such/file.parquet]", ["/no/such/file.parquet", "data.train_data"]),
+        ("environment.env_class=catsh", ["catsh", "catch"]),
+        ("trainer.algorithm.advantage_estimator=grop", ["advantage_estimator='grop'", "available: grpo"]),
+        ("trainer.algorithm.policy_loss_type=ppo", ["policy_loss_type='ppo'", "regular"]),
+        ("trainer.policy.model.path=/no/such/model", ["trainer.policy.model.path=/no/such/model", "config.json"]),
+        ("trainer.max_prompt_length=3", ["trainer.max_prompt_length=3", "raise it"]),
+        ("trainer.resume_mode=from_path", ["trainer.resume_mode=from_path", "trainer.resume_path"]),
+        ("trainer.train_batch_size=16", ["8 usable prompts", "trainer.train_batch_size=16"]),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: list[str]
+) -> None:
+    extra = ["trainer.policy_mini_batch_size=16"] if change == "trainer.train_batch_size=16" else []
+    extra += ["data.train_data=[rows.jsonl]", "data.val_data=[rows.jsonl]"] if "catsh" in change else []
+    if "catsh" in change:
+        row = {"prompt": [{"role": "user", "content": "State"}]}
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text("\n".join([json.dumps(row)] * 4))
+        extra = [f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
+    message = refusal([*arguments, change, *extra], capsys)
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "skyrl/test_run/metrics.jsonl").exists()
+
+
+def test_wandb_without_a_key_is_refused(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    message = refusal([*arguments, "trainer.logger=wandb"], capsys)
+    assert "WANDB_API_KEY" in message
+    assert "WANDB_MODE=offline" in message
+
+
+def test_a_dataset_without_prompts_is_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "2 + 2?"}\n')
+    message = refusal([*arguments, f"data.train_data=['{rows}']"], capsys)
+    assert "row 0" in message
+    assert "'prompt'" in message
+    assert "question" in message

@@ -1,0 +1,93 @@
+"""A run that is killed and started again ends exactly as one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from examples.catch.catch_dataset import CatchDataset, write_dataset
+
+TRAIN_FOLDER = Path(__file__).parents[3]
+N_STEPS = 6  # three epochs of two batches: checkpoints fall inside epochs and on their boundaries
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("catch")
+    write_dataset(CatchDataset(train_size=9, test_size=5), folder)
+    return folder
+
+
+def command(data_dir: Path, model: Path, output_dir: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "examples.catch.main_catch"),
+        f"data.train_data=['{data_dir}/train.parquet']",
+        f"data.val_data=['{data_dir}/validation.parquet']",
+        f"trainer.policy.model.path='{model}'",
+        f"trainer.output_dir='{output_dir}'",
+        "trainer.epochs=3",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.policy.optimizer_config.lr=1e-2",
+        "trainer.policy.optimizer_config.scheduler=cosine",
+        "trainer.ckpt_interval=2",
+        "trainer.eval_interval=3",
+        "trainer.hf_save_interval=100",
+        "trainer.logger=jsonl",
+        "generator.batched=true",
+        "generator.max_turns=5",
+        "generator.n_samples_per_prompt=3",
+        "generator.sampling_params.max_generate_length=2",
+    ]
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """Logged metrics without the ones that measure time."""
+    lines = (output_dir / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
+    timed = ("timing/", "trainer/tokens_per_second")
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
+
+
+def weights(output_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(output_dir / f"skyrl/test_run/export/global_step_{N_STEPS}/policy/model.safetensors")
+
+
+def kill_after_lines(arguments: list[str], metrics_file: Path, n_lines: int, delay: float) -> int:
+    """Start the run, SIGKILL it `delay` seconds after it logged `n_lines` steps; its exit status."""
+    process = subprocess.Popen(arguments, cwd=TRAIN_FOLDER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics_file.exists() and metrics_file.read_text().count("\n") >= n_lines:
+            time.sleep(delay)
+            break
+        time.sleep(0.01)
+    process.kill()
+    return process.wait()
+
+
+def test_a_killed_run_ends_like_one_that_was_left_alone(data_dir: Path, tiny_model_path: Path, tmp_path: Path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    subprocess.run(command(data_dir, tiny_model_path, alone), cwd=TRAIN_FOLDER, check=True, capture_output=True)
+
+    n_lines, delay = random.randrange(1, N_STEPS), random.uniform(0, 0.2)
+    print(f"killing {delay:.3f} s after {n_lines} lines")
+    arguments = command(data_dir, tiny_model_path, killed)
+    status = kill_after_lines(arguments, killed / "skyrl/test_run/metrics.jsonl", n_lines, delay)
+    assert status == -signal.SIGKILL, "the run ended before it could be killed"
+    subprocess.run(arguments, cwd=TRAIN_FOLDER, check=True, capture_output=True)
+
+    assert metrics(killed) == metrics(alone)
+    assert [row["step"] for row in metrics(alone)] == list(range(N_STEPS + 1))
+    expected = weights(alone)
+    for name, tensor in weights(killed).items():
+        assert torch.equal(tensor, expected[name]), name

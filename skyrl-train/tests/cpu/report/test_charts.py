@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from skyrl_train.report.charts import Chart, Line, sparkline
+from skyrl_train.report.series import Series
+
+
+def _elements(chart: Chart, tag: str, css_class: str) -> list[ElementTree.Element]:
+    root = ElementTree.fromstring(chart.svg())
+    return [element for element in root.iter(tag) if css_class in element.attrib.get("class", "").split()]
+
+
+def _chart(*values: float | None, style: str = "eval", baselines: dict[str, float] | None = None) -> Chart:
+    series = Series("a", tuple(range(len(values))), values)
+    return Chart("A <chart>", "", [Line("evaluation", series, style)], baselines or {})
+
+
+def test_every_point_is_on_the_line_and_says_its_value() -> None:
+    chart = _chart(0.0, 0.5, 1.0)
+    (path,) = _elements(chart, "path", "line")
+    assert path.attrib["d"].count("L") == 2
+    titles = [dot.findtext("title") for dot in _elements(chart, "circle", "dot")]
+    assert titles == ["step 0: 0", "step 1: 0.5", "step 2: 1"]
+
+
+def test_a_higher_value_is_drawn_higher_and_a_later_step_further_right() -> None:
+    low, high = _elements(_chart(0.0, 1.0), "circle", "dot")
+    assert float(low.attrib["cy"]) > float(high.attrib["cy"])
+    assert float(low.attrib["cx"]) < float(high.attrib["cx"])
+
+
+def test_a_gap_is_a_gap_and_is_mentioned() -> None:
+    chart = _chart(0.0, None, None, 1.0)
+    (path,) = _elements(chart, "path", "line")
+    assert path.attrib["d"].count("M") == 2
+    assert chart.warning == "2 values are not finite: a gap in the line"
+    assert _chart(0.0, 1.0).warning == ""
+
+
+def test_one_point_and_a_constant_can_be_drawn() -> None:
+    assert len(_elements(_chart(3.0), "circle", "dot")) == 1
+    assert len(_elements(_chart(0.0, 0.0, 0.0), "circle", "dot")) == 3
+
+
+def test_a_baseline_outside_the_values_is_inside_the_picture() -> None:
+    chart = _chart(0.0, 0.1, baselines={"optimal": 1.0})
+    (line,) = _elements(chart, "line", "baseline")
+    assert 0 < float(line.attrib["y1"]) < 190
+    assert "optimal 1" in "".join(ElementTree.fromstring(chart.svg()).itertext())
+
+
+def test_a_sparkline_is_a_picture_of_its_own() -> None:
+    root = ElementTree.fromstring(sparkline(Series("a", (5,), (1.0,))))
+    assert root.tag == "svg"

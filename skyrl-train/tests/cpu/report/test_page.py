@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from skyrl_train.report import write_report
+from skyrl_train.tracking import MetricsFile, RunFolder
+
+METRICS = {
+    "reward/avg_raw_reward": 0.5,
+    "environment/catch_rate": 0.5,
+    "policy/policy_kl": 0.01,
+    "policy/policy_entropy": 1.0,
+    "policy/grad_norm": 0.7,
+    "policy/policy_lr": 1e-6,
+    "generate/avg_num_tokens": 12.0,
+    "timing/generate": 1.0,
+    "timing/step": 2.0,
+    "trainer/tokens_per_second": 4000.0,
+    "eval/all/avg_score": 0.5,
+    "eval/all/pass_at_1": 0.5,
+    "eval/environment/catch_rate": 0.5,
+    "eval/synthetic_catch/avg_score": 0.5,
+}
+
+
+class _Page(HTMLParser):
+    """Collects headings and what the page would load; fails on a tag that is not closed."""
+
+    _VOID = ("meta", "link", "img", "br", "hr", "input")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.headings: list[str] = []
+        self.loads: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self._VOID:
+            self._open.append(tag)
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "catch", "shaped")
+
+
+def _log(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    file = MetricsFile(folder.metrics)
+    for step, row in enumerate(rows):
+        file.log(row, step)
+    file.close()
+
+
+def _write(folder: RunFolder, **kwargs: Any) -> tuple[_Page, str]:
+    text = write_report(folder, **kwargs).read_text("utf-8")
+    return _Page(text), text
+
+
+def test_an_empty_run_has_a_page(folder: RunFolder) -> None:
+    page, text = _write(folder)
+    assert page.headings == ["shaped"]
+    assert "No metrics yet." in text
+
+
+def test_a_whole_run_has_every_section_and_loads_nothing(folder: RunFolder) -> None:
+    _log(folder, [METRICS] * 3)
+    folder.config_yaml.write_text("trainer: {seed: 7, policy: {model: {path: tiny}}}\n")
+    for step in (0, 2):
+        row = {"input_prompt": "Catch!", "output_response": "L", "score": [1.0], "env_class": "catch"}
+        (folder.evals(step) / "synthetic_catch.jsonl").write_text(json.dumps(row) + "\n")
+    page, text = _write(
+        folder,
+        command="make catch SEED=7",
+        baselines={"eval/environment/catch_rate": {"random play": 0.2}},
+    )
+    assert page.headings == [
+        "shaped",
+        "Did it learn?",
+        "How the training went",
+        "Where the time went",
+        "Evaluations",
+        "What the model writes",
+        "The run",
+        "All metrics",
+    ]
+    assert page.loads == []
+    assert not re.search(r"https?://|url\(|@import|<script", text)
+    for expected in ("environment: catch", "make catch SEED=7", "random play 20%", "response at step 0", "seed: 7"):
+        assert expected in text
+
+
+@hypothesis_settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(
+        st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(allow_subnormal=False, width=32)), max_size=4
+    )
+)
+def test_any_subset_of_metrics_and_any_values_make_a_page(tmp_path_factory: Any, rows: list[dict[str, float]]) -> None:
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    _log(folder, rows)
+    _write(folder)
+
+
+def test_what_a_model_writes_is_text_and_never_markup(folder: RunFolder) -> None:
+    row = {
+        "input_prompt": "<|im_start|>user\n<b>hi</b>",
+        "output_response": "<script>alert(1)</script><|im_end|>",
+        "score": None,
+        "error": "<i>bad</i>",
+        "env_extras": {"answer": "<u>"},
+        "data_source": "<s>",
+    }
+    scored = row | {"score": 1.0}
+    (folder.evals(0) / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, scored)))
+    _, text = _write(folder)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert not re.search("<(script|b|i|u)>", text)
+    assert '<span class="token">&lt;|im_end|&gt;</span>' in text
+    assert "1 of 2 rollouts failed and have no score; the first: &lt;i&gt;bad&lt;/i&gt;" in text
+
+
+def test_without_an_evaluation_the_environments_rate_is_shown(folder: RunFolder) -> None:
+    _log(folder, [{"environment/catch_rate": 0.25}])
+    page, text = _write(folder)
+    assert page.headings == ["shaped", "How the training went", "All metrics"]
+    assert "<h3>Catch rate</h3>" in text

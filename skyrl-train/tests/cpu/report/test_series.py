@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.report.series import Series, distinct, format_value, read_series, readable
+
+
+def test_a_step_logged_twice_counts_with_its_newest_value() -> None:
+    rows = [{"step": 0, "a": 1.0}, {"step": 2, "a": None}, {"step": 1, "b": 5.0}, {"step": 0, "a": 3.0}]
+    series = read_series(rows, "a")
+    assert (series.steps, series.values) == ((0, 2), (3.0, None))
+    assert (series.first, series.last, series.n_not_finite) == (3.0, 3.0, 1)
+
+
+def test_a_series_without_a_finite_value_is_empty() -> None:
+    assert not read_series([{"step": 1, "a": None}], "a")
+    assert not read_series([{"step": 1}], "a")
+
+
+def test_a_value_that_is_not_finite_is_a_gap() -> None:
+    series = Series("a", (1, 2, 3, 4), (1.0, 2.0, None, 4.0))
+    assert series.runs() == [[(1, 1.0), (2, 2.0)], [(4, 4.0)]]
+
+
+def test_smoothing_keeps_constants_and_gaps_and_short_series() -> None:
+    long = Series("a", tuple(range(100)), tuple(None if i == 50 else 2.0 for i in range(100)))
+    assert long.smoothed() == long
+    short = Series("a", (1, 2, 3), (1.0, 9.0, 2.0))
+    assert short.smoothed() == short
+
+
+def test_smoothing_is_the_mean_of_a_centred_window() -> None:
+    series = Series("a", tuple(range(40)), tuple(float(i == 20) for i in range(40)))
+    assert series.smoothed().values[18:23] == (0.2, 0.2, 0.2, 0.2, 0.2)
+    assert sum(series.smoothed().finite) == pytest.approx(1.0)
+
+
+def test_distinct_drops_empty_series_and_repetitions_and_keeps_the_order() -> None:
+    one, again, other = Series("b", (1,), (1.0,)), Series("a", (1,), (1.0,)), Series("c", (1,), (2.0,))
+    assert distinct([other, one, again, Series("d", (), ())]) == [other, one]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("eval/environment/catch_rate", 0.975, "97.5%"),
+        ("eval/all/pass_at_4", 1.0, "100%"),
+        ("policy/policy_kl", 0.0, "0"),
+        ("policy/policy_kl", 0.0213456, "0.0213"),
+        ("policy/policy_lr", 2.5e-4, "2.5e-4"),
+        ("policy/policy_lr", -1e-6, "-1e-6"),
+        ("trainer/tokens_per_second", 4338.4, "4,338"),
+    ],
+)
+def test_numbers_are_written_as_people_read_them(name: str, value: float, text: str) -> None:
+    assert format_value(name, value) == text
+
+
+def test_a_readable_name() -> None:
+    assert readable("eval/all/avg_score") == "average score"

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_train.report.summary import duration, headline_evals, headlines, settings, time_split
+
+
+def test_headlines_compare_with_before_training() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "eval/all/avg_score": -0.5, "eval/environment/catch_rate": 0.2},
+        *({"step": step, "reward/avg_raw_reward": step / 10, "timing/step": 2.0} for step in range(1, 11)),
+        {"step": 10, "eval/all/avg_score": 1.0, "eval/environment/catch_rate": 0.975},
+    ]
+    found = {headline.label: (headline.value, headline.note) for headline in headlines(rows)}
+    assert found == {
+        "catch rate": ("97.5%", "20% before training"),
+        "average score": ("1", "-0.5 before training"),
+        "training reward": ("0.8", "0.3 in the first 5 steps"),
+        "time": ("20 s", "2 s a step"),
+    }
+
+
+def test_an_environment_that_is_alone_is_not_shown_twice() -> None:
+    rows = [{"step": 0, "eval/environment/catch/catch_rate": 0.2, "eval/environment/catch_rate": 0.2}]
+    assert [series.name for series in headline_evals(rows)] == ["eval/environment/catch_rate"]
+
+
+def test_without_a_rate_the_solved_prompts_stand_in() -> None:
+    rows = [{"step": 0, "eval/all/pass_at_1": 0.2, "eval/all/avg_score": 0.1}]
+    assert [series.name for series in headline_evals(rows)] == ["eval/all/pass_at_1", "eval/all/avg_score"]
+
+
+def test_nothing_is_counted_twice_in_the_time() -> None:
+    row = {"step": 1, "timing/step": 10.0, "timing/generate": 6.0, "timing/eval": 5.0, "timing/sync_weights": 0.01}
+    nested = {"timing/train_critic_and_policy": 3.0, "timing/policy_train": 2.9}
+    parts = {part.name: (part.seconds, part.share) for part in time_split([row | nested])}
+    assert list(parts) == ["rollouts", "evaluation", "update", "other"]
+    assert parts["rollouts"] == (6.0, 0.4)
+    assert parts["update"] == (3.0, 0.2)
+    assert parts["other"][0] == pytest.approx(1.0)
+    flat = time_split([row | {"timing/policy_train": 3.0}])
+    assert [part.name for part in flat] == ["rollouts", "evaluation", "update", "other"]
+    assert sum(part.share for part in flat) == pytest.approx(1.0)
+
+
+def test_a_run_without_metrics_has_nothing_to_say() -> None:
+    assert headlines([]) == []
+    assert time_split([]) == []
+    assert settings({}) == {}
+
+
+def test_settings_that_the_configuration_has() -> None:
+    config = {"trainer": {"seed": 0, "epochs": 3, "policy": None}, "generator": {"max_turns": 5}}
+    assert settings(config) == {"turns, at most": 5, "epochs": 3, "seed": 0}
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (125, "2 min 05 s"), (7800, "2 h 10 min")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

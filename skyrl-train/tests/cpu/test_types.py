@@ -1,0 +1,162 @@
+"""Shapes are checked when a noun is made, and a batch can be taken apart and put together again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.types import TENSOR_FIELDS, PromptRow, Trajectory, TrajectoryID, TrainingBatch
+
+TRAJECTORY = Trajectory(
+    id=TrajectoryID("17", 3),
+    env_class="catch",
+    data_source="synthetic_catch",
+    prompt_ids=[5, 9],
+    response_ids=[1, 2, 3],
+    loss_mask=[1, 0, 1],
+    logprobs=[-0.1, 0.0, -0.2],
+    rewards=[0.25, 0.0, 1.0],
+    stop_reason="stop",
+)
+
+
+def batch_of(uids: list[str], length: int = 5, response_length: int = 3, **computed: torch.Tensor) -> TrainingBatch:
+    """A batch whose every number says where it stands: row · 100 + column."""
+
+    def numbers(n_columns: int) -> torch.Tensor:
+        return torch.arange(len(uids))[:, None] * 100 + torch.arange(n_columns)
+
+    return TrainingBatch(
+        sequences=numbers(length),
+        attention_mask=torch.ones(len(uids), length, dtype=torch.long),
+        loss_mask=torch.ones(len(uids), response_length),
+        rewards=numbers(response_length).float(),
+        rollout_logprobs=-numbers(response_length).float(),
+        uids=uids,
+        **computed,
+    )
+
+
+def assert_same(actual: TrainingBatch, expected: TrainingBatch) -> None:
+    assert actual.uids == expected.uids
+    for name in TENSOR_FIELDS:
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=0, atol=0, msg=name)
+
+
+# -- trajectories
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs", "rewards"])
+def test_a_trajectory_refuses_a_list_that_is_not_as_long_as_its_response(name: str) -> None:
+    with pytest.raises(AssertionError, match=rf"{name}: 2 values, 3 tokens"):
+        replace(TRAJECTORY, **{name: [1, 1]})
+
+
+def test_only_a_valid_trajectory_has_a_total_reward() -> None:
+    assert TRAJECTORY.is_valid
+    assert TRAJECTORY.total_reward == 1.25
+    invalid = replace(TRAJECTORY, rewards=None, error="the environment fell over")
+    assert not invalid.is_valid
+    with pytest.raises(AssertionError, match=r"17.*3.*is invalid: the environment fell over"):
+        _ = invalid.total_reward
+
+
+def test_a_trajectory_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        TRAJECTORY.stop_reason = "length"  # type: ignore[misc]
+
+
+def test_the_session_of_a_rollout_is_its_prompt_and_repetition() -> None:
+    assert TrajectoryID("17", 3).to_string() == "17_3"
+
+
+@pytest.mark.parametrize(
+    ("extras", "data_source"),
+    [({"data_source": "gsm8k"}, "gsm8k"), ({}, "unknown"), ({"data_source": None}, "unknown")],
+)
+def test_a_prompt_row_names_its_data_source(extras: dict[str, Any], data_source: str) -> None:
+    assert PromptRow("17", [{"role": "user", "content": "2 + 2?"}], None, extras).data_source == data_source
+
+
+# -- batches
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"uids": ["a"]}, "1 uids for 2 rows"),
+        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask: \(2, 4\)"),
+        ({"loss_mask": torch.ones(1, 3)}, r"loss_mask: \(1, 3\)"),
+        ({"rewards": torch.ones(2, 2)}, r"rewards: \(2, 2\)"),
+        ({"rollout_logprobs": torch.ones(2, 5)}, r"rollout_logprobs: \(2, 5\)"),
+        ({"advantages": torch.ones(2)}, r"advantages: \(2,\)"),
+        (
+            {"sequences": torch.ones(2, 2), "attention_mask": torch.ones(2, 2)},
+            "responses of 3 tokens in sequences of 2",
+        ),
+    ],
+)
+def test_a_batch_refuses_tensors_that_do_not_fit_together(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        replace(batch_of(["a", "b"]), **change)
+
+
+def test_length_and_response_length() -> None:
+    batch = batch_of(["a", "a", "b"], length=7, response_length=4)
+    assert len(batch) == 3
+    assert batch.response_length == 4
+
+
+def test_select_takes_every_tensor_in_the_order_asked_for_and_leaves_the_batch_alone() -> None:
+    batch = batch_of(["a", "b", "c"], values=torch.arange(9.0).reshape(3, 3))
+    selected = batch.select([2, 0])
+    assert selected.uids == ["c", "a"]
+    assert selected.sequences[:, 0].tolist() == [200, 0]
+    assert selected.rollout_logprobs[:, 1].tolist() == [-201, -1]
+    assert selected.values is not None
+    assert selected.values.tolist() == [[6, 7, 8], [0, 1, 2]]
+    assert selected.advantages is None
+    selected.rewards.zero_()
+    assert batch.rewards[2, 0] == 200
+
+
+def test_to_moves_every_tensor_and_keeps_the_rest() -> None:
+    moved = batch_of(["a", "b"], returns=torch.ones(2, 3)).to("meta")
+    assert moved.uids == ["a", "b"]
+    assert {name: getattr(moved, name).device.type for name in TENSOR_FIELDS if getattr(moved, name) is not None} == {
+        name: "meta" for name in ("sequences", "attention_mask", "loss_mask", "rewards", "rollout_logprobs", "returns")
+    }
+
+
+def test_chunk_counts_prompts_whatever_rows_they_have() -> None:
+    batch = batch_of(["a", "a", "a", "b", "c", "c", "d"])
+    assert [part.uids for part in batch.chunk(2)] == [["a", "a", "a", "b"], ["c", "c", "d"]]
+    assert [part.uids for part in batch.chunk(3)] == [["a", "a", "a", "b", "c", "c"], ["d"]]
+    assert [part.uids for part in batch.chunk(9)] == [batch.uids]
+    assert batch.chunk(2)[1].sequences[:, 0].tolist() == [400, 500, 600]
+
+
+@given(
+    group_sizes=st.lists(st.integers(min_value=1, max_value=4), min_size=1, max_size=6),
+    n_prompts=st.integers(min_value=1, max_value=7),
+)
+def test_chunks_joined_again_are_the_batch(group_sizes: list[int], n_prompts: int) -> None:
+    uids = [str(group) for group, size in enumerate(group_sizes) for _ in range(size)]
+    batch = batch_of(uids, old_logprobs=torch.rand(len(uids), 3))
+    parts = batch.chunk(n_prompts)
+    assert_same(TrainingBatch.cat(parts), batch)
+    assert all(len(set(part.uids)) == n_prompts for part in parts[:-1])
+    assert not any(set(left.uids) & set(right.uids) for left, right in pairwise(parts))
+
+
+def test_cat_refuses_to_drop_what_only_some_batches_have() -> None:
+    scored = batch_of(["a"], advantages=torch.ones(1, 3))
+    for batches in ([scored, batch_of(["b"])], [batch_of(["b"]), scored]):
+        with pytest.raises(AssertionError, match="advantages is there in 1 of 2 batches"):
+            TrainingBatch.cat(batches)
