@@ -6,6 +6,8 @@ after the metrics of its step are on disk.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +121,16 @@ class TrajectoryDump(Callback):
 
 
 class Checkpointing(Callback):
-    """Saves every `trainer.ckpt_interval` steps and at the last one; checks the disk before the first."""
+    """Saves every `trainer.ckpt_interval` steps and at the last one, asked-for stops included; checks the disk first."""
 
     async def on_train_start(self, trainer: Trainer) -> None:
         if trainer.cfg.trainer.ckpt_interval > 0 and trainer.global_step < trainer.total_steps:
             trainer.checkpoints.check_space(trainer.policy.checkpoint_bytes())
 
     async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
-        if is_due(trainer.cfg.trainer.ckpt_interval, report):
+        interval = trainer.cfg.trainer.ckpt_interval
+        is_stopping = trainer.is_stopping and interval > 0 and report.global_step > 0
+        if is_stopping or is_due(interval, report):
             with trainer.timer("save_checkpoints"):
                 trainer.save_checkpoint()
 
@@ -139,11 +143,13 @@ class Reporting(Callback):
 
     async def on_train_end(self, trainer: Trainer) -> None:
         rows = read_metrics(self._run_folder.metrics)
+        if not rows:
+            return  # it ended before it measured anything
         measured = [name for name in CURVES if any(name in row for row in rows)]
         if measured:
             title = f"{trainer.cfg.trainer.project_name}: {trainer.cfg.trainer.run_name}"
             plot_learning_curve(rows, self._run_folder.learning_curve, metric=measured[0], title=title)
-        write_report(self._run_folder)
+        write_report(self._run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
 
 
 class Export(Callback):

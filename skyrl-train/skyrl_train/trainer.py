@@ -56,6 +56,7 @@ class Trainer:
         self.global_step = 0
         self.checkpoints = CheckpointStore(Path(cfg.trainer.ckpt_path), cfg.trainer.max_ckpts_to_keep)
         self.timer = StepTimer()
+        self.is_stopping = False
         self._prompts = prompts
         self._engine = engine
         self._ref = ref
@@ -82,6 +83,11 @@ class Trainer:
             for callback in self._callbacks:
                 await callback.on_train_end(self)
 
+    def request_stop(self) -> None:
+        """Stop after the current step, with a checkpoint of it."""
+        self.is_stopping = True
+        logger.warning("Stopping after step %d", self.global_step)
+
     async def start(self) -> None:
         """Resume, give the engine its weights, and look at the policy before training."""
         self.resume()
@@ -92,8 +98,8 @@ class Trainer:
             await self.finish_step()
 
     def prompt_batches(self) -> Iterator[list[PromptRow]]:
-        """P prompts a step, until the last step."""
-        while self.global_step < self.total_steps:
+        """P prompts a step, until the last step or a request to stop."""
+        while self.global_step < self.total_steps and not self.is_stopping:
             self.global_step += 1
             yield self._prompts.next_batch()
 

@@ -19,7 +19,7 @@ from examples.catch.env import RewardMode
 from examples.catch.main_catch import register_catch
 from examples.catch.recipe import METRIC, N_STEPS, TRAIN_METRIC, CatchRun
 from skyrl_train.entrypoints.main_base import run_command
-from skyrl_train.report.learning_curve import plot_learning_curve
+from skyrl_train.report import plot_learning_curve, write_report
 
 REQUIRED_SHARE = {"shaped": 0.90, "episodic": 0.75}  # of the optimal player's catch rate
 
@@ -39,6 +39,8 @@ def learn(run: CatchRun) -> bool:
         baselines=baselines.as_lines(),
         train_metric=TRAIN_METRIC,
     )
+    command = f"make {'catch' if run.reward_mode == 'shaped' else 'catch-compare'} SEED={run.seed}"
+    write_report(run.folder, command=command, baselines={METRIC: baselines.as_lines()})
     required = REQUIRED_SHARE[run.reward_mode] * baselines.optimal
     has_learned = after >= required
     print(f"\nCatch rate on the validation set ({run.name}, {run.n_steps} steps, {time.monotonic() - started:.0f} s)\n")

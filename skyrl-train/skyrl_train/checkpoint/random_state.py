@@ -11,8 +11,9 @@ import torch
 
 def random_state() -> dict[str, Any]:
     """Python's, NumPy's and PyTorch's global generators. Our own sampling needs none; an environment may."""
-    name, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    name, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state = (name, np.asarray(keys).tolist(), *rest)
+    state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
 
 

@@ -83,8 +83,8 @@ class CheckpointStore:
         if not folder.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
-                f"{self.path / POINTER} says step {step}, but {folder} does not exist (complete steps: {there}); write one of them "
-                "into the file, or set trainer.resume_mode=none"
+                f"{self.path / POINTER} says step {step}, but {folder} does not exist (complete steps: {there}); "
+                "write one of them into the file, or set trainer.resume_mode=none"
             )
         return folder
 
@@ -111,15 +111,15 @@ class CheckpointStore:
         free = shutil.disk_usage(self.path).free + old
         if free < needed:
             raise CheckpointError(
-                f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, and "
-                "the next one is written before the last one goes; set trainer.ckpt_path to a larger disk, or "
+                f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, "
+                "and the next one is written before the last one goes; set trainer.ckpt_path to a larger disk, or "
                 "trainer.ckpt_interval=-1 to run without checkpoints"
             )
 
     def _removable_now(self) -> list[int]:
         """All steps but the one to resume from; none while the pointer names a checkpoint that is not there."""
         pointed = self._pointed_step()
-        return self.removable(int(pointed)) if pointed in map(str, self.steps()) else []
+        return next((self.removable(step) for step in self.steps() if str(step) == pointed), [])
 
     def _pointed_step(self) -> str | None:
         """What the pointer says; the newest step where a crash came before the first pointer; None without either."""
@@ -180,7 +180,7 @@ def step_of(folder: Path) -> int:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*"))
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _sync_tree(folder: Path) -> None:

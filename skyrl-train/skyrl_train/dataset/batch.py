@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skyrl_train.types import Trajectory, TrainingBatch
+from skyrl_train.types import TrainingBatch, Trajectory
 
 
 def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) -> TrainingBatch:

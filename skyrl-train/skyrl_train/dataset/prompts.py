@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
-from skyrl_train.types import Message, PromptRow
+from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +142,11 @@ def _prompt_row(uid: str, row: Row, prompt_key: str, env_class_key: str) -> Prom
     return PromptRow(uid, row[prompt_key], row.get(env_class_key), extras)
 
 
-def _render(prompt: list[Message], name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _render(prompt: Sequence[Mapping[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The prompt with the assistant's header, as the model will read it."""
     try:
-        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        conversation = [dict(message) for message in prompt]
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in prompt)
         raise DataError(

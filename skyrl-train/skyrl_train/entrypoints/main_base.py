@@ -10,14 +10,17 @@ import asyncio
 import importlib.util
 import logging
 import random
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
 import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 import skyrl_gym
 from skyrl_gym.envs.registration import spec as env_spec
@@ -162,10 +165,36 @@ class BasePPOExp:
                     pad_token_id=tokenizer.pad_token_id,
                     callbacks=self.get_callbacks(tokenizer, eval_dataset, tracker),
                 )
-                await trainer.train()
+                with _stopping_gently(trainer):
+                    await trainer.train()
         finally:
             generator.close()
             await engine.close()
+
+
+@contextmanager
+def _stopping_gently(trainer: Trainer) -> Iterator[None]:
+    """Let the first Ctrl-C or SIGTERM end the run after its step; a second one ends it at once.
+
+    Raises:
+        KeyboardInterrupt: on leaving, when the run was ended before its last step.
+    """
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        trainer.request_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    if trainer.is_stopping and trainer.global_step < trainer.total_steps:
+        raise KeyboardInterrupt
 
 
 def check_environments(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
@@ -178,16 +207,20 @@ def check_environments(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> N
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command; a mistake of the user's ends with its message alone and exit status 1."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in ("httpx", "filelock"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    """Run a command; a mistake of the user's ends with its message alone and exit status 1, an interrupt with 130."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for name in ("skyrl_train", "skyrl_gym"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    disable_progress_bar()  # transformers draws one for each file it reads or writes
     try:
         command()
     except* SkyRLError as group:
         for error in _leaves(group):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except* KeyboardInterrupt:
+        print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from numbers import Real
 from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.errors import DataError
@@ -69,7 +68,7 @@ class GeneratorInterface(ABC):
         input_batch = to_generator_input(requests, sampling, metadata)
         return to_trajectories(await self.generate(input_batch), input_batch)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Release what the generator holds. Nothing by default."""
 
 
@@ -122,12 +121,15 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
 
 
 def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Trajectory:
-    response_ids, rewards = output["response_ids"][i], output["rewards"][i]
-    if isinstance(rewards, Real):
-        rewards = [0.0] * (len(response_ids) - 1) + [float(rewards)]
-    columns = {"loss_masks": output["loss_masks"][i], "rollout_logprobs": output["rollout_logprobs"][i]}
-    for name, values in (columns if rewards is None else columns | {"rewards": rewards}).items():
-        if len(values) != len(response_ids):
+    response_ids = output["response_ids"][i]
+    rewards = _per_token(output["rewards"][i], len(response_ids))
+    columns: dict[str, Sequence[float] | None] = {
+        "loss_masks": output["loss_masks"][i],
+        "rollout_logprobs": output["rollout_logprobs"][i],
+        "rewards": rewards,
+    }
+    for name, values in columns.items():
+        if values is not None and len(values) != len(response_ids):
             raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
     return Trajectory(
         id=request.id,
@@ -143,3 +145,10 @@ def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Tra
         env_extras=request.row.env_extras,
         error=None if rewards is not None else output["stop_reasons"][i],
     )
+
+
+def _per_token(rewards: list[float] | float | None, n_tokens: int) -> list[float] | None:
+    """A reward of the whole response stands on its last token."""
+    if rewards is None or isinstance(rewards, list):
+        return rewards
+    return [0.0] * (n_tokens - 1) + [float(rewards)]

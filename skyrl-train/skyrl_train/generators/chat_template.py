@@ -7,13 +7,13 @@ is never rendered again, so a conversation is exactly the tokens the engine saw.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.types import Message
 
 ASSISTANT_TURN = "ASSISTANT_TURN"  # stands for a sampled turn while its surroundings are rendered
 CACHED_OBSERVATIONS = 4096
@@ -26,11 +26,11 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._after_turn = lru_cache(maxsize=CACHED_OBSERVATIONS)(self._render_after_turn)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The conversation so far and the header of the assistant's turn."""
         return self._encode(self._render(messages))
 
-    def observation_ids(self, observations: Sequence[Message], last_token_id: int) -> list[int]:
+    def observation_ids(self, observations: Sequence[Mapping[str, Any]], last_token_id: int) -> list[int]:
         """What stands between a sampled turn and the next: its end, the observations, the assistant's header.
 
         The end of the turn is left out when the model sampled it itself (`last_token_id` is that token); a turn that
@@ -43,26 +43,27 @@ class ChatEncoder:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text for an environment: without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text for people: with special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
-        """Token ids of everything after an assistant's turn that `observations` (JSON: they are a cache's key) follow."""
-        before = [Message(role="user", content="?"), Message(role="assistant", content=ASSISTANT_TURN)]
+        """Token ids of everything after a sampled turn; `observations` are JSON, as the key of a cache."""
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ASSISTANT_TURN}]
         _, found, tail = self._render([*before, *json.loads(observations)]).partition(ASSISTANT_TURN)
         token_ids = self._encode(tail)
         if not found or not token_ids:
             raise ConfigError(
-                "the tokenizer's chat template does not show the text of assistant messages, so turns cannot be joined; "
-                "use a template with plain user and assistant turns"
+                "the tokenizer's chat template does not show the text of assistant messages, so turns cannot be "
+                "joined; use a template with plain user and assistant turns"
             )
         return tuple(token_ids)
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        conversation = [dict(message) for message in messages]
+        return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 
 from skyrl_gym.metrics import aggregate_by_environment
-
 from skyrl_train.types import Trajectory
 
 

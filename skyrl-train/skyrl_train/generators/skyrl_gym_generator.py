@@ -18,11 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.prompts import is_conversation
 from skyrl_train.errors import EnvError
@@ -176,8 +175,9 @@ class SkyRLGymGenerator(GeneratorInterface):
 
         def start() -> list[Any]:
             env_config = copy.deepcopy(self._cfg.environment.skyrl_gym.env_config(rollout.env_class))
-            rollout.env = skyrl_gym.make(rollout.env_class, env_config=env_config, extras=extras)
-            prompt, _ = rollout.env.init(copy.deepcopy(row.prompt))
+            env = skyrl_gym.make(rollout.env_class, env_config=env_config, extras=extras)
+            rollout.env = cast(BaseTextEnv, env)
+            prompt, _ = env.init(copy.deepcopy(row.prompt))
             return prompt
 
         with _boundary(rollout, "init"):

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
@@ -55,7 +56,7 @@ def load_model(
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(_expand(path), dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(_cannot_load("model", path, error)) from error
     model.eval().to(device)
     if gradient_checkpointing:

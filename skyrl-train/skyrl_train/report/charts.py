@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 from matplotlib.ticker import MaxNLocator
 
-from skyrl_train.report.series import Series, format_value
+from skyrl_train.report.series import Series, format_value, is_share
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 16, 24  # the margins that hold the tick labels, in SVG units
 _MAX_HOVER_POINTS = 300
@@ -78,6 +78,7 @@ def _svg(chart: Chart, width: int, height: int) -> Markup:
     values = [value for line in chart.lines for value in line.series.finite] + list(chart.baselines.values())
     name = chart.lines[-1].series.name
     x_ticks = _ticks(min(steps), max(steps), integer=True)
+    values += [0.0, 1.0] if is_share(name) else []
     y_ticks = _ticks(min(values), max(values))
     frame = _Frame(_widen(min(steps), max(steps)), (y_ticks[0], y_ticks[-1]), width, height)
     parts = [Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(width, height, chart.title)]

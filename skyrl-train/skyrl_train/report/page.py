@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
@@ -182,11 +182,12 @@ def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
 
 def mark_special_tokens(text: str) -> Markup:
     """Escaped text in which control tokens, e.g. `<|im_end|>`, stand back."""
-    pieces, end = [], 0
+    pieces: list[str] = []
+    end = 0
     for match in _SPECIAL_TOKEN.finditer(text):
-        pieces += [escape(text[end : match.start()]), Markup('<span class="token">{}</span>').format(match[0])]
+        pieces += [text[end : match.start()], Markup('<span class="token">{}</span>').format(match[0])]
         end = match.end()
-    return Markup("").join([*pieces, escape(text[end:])])
+    return Markup("").join([*pieces, text[end:]])  # joining escapes what is not markup
 
 
 def _template() -> Template:

@@ -61,9 +61,15 @@ def read_series(rows: MetricRows, name: str) -> Series:
 
 
 def distinct(curves: Iterable[Series]) -> list[Series]:
-    """The series that hold anything, without those that repeat an earlier one under another name."""
-    by_points = {(curve.steps, curve.values): curve for curve in reversed([c for c in curves if c])}
-    return list(reversed(by_points.values()))
+    """The series that hold anything, without those that repeat an earlier one under another prefix.
+
+    An environment or a data source that is alone is logged under its own prefix and under the common one.
+    """
+    kept: dict[tuple[object, ...], Series] = {}
+    for curve in curves:
+        if curve:
+            kept.setdefault((readable(curve.name), curve.steps, curve.values), curve)
+    return list(kept.values())
 
 
 def metric_names(rows: MetricRows) -> list[str]:

@@ -119,10 +119,10 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 05 s` or `2 h 10 min`."""
+    """`4.2 s`, `42 s`, `3 min 05 s` or `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
-        return f"{seconds:.0f} s"
+        return f"{whole} s" if whole >= 10 else f"{seconds:.1f} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"

@@ -6,12 +6,42 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.players import conversation, random_player
 from skyrl_train.models.loading import load_model, load_tokenizer
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+OTHER_ARCHITECTURES = {
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0, sliding_window=64),
+    "granite": GraniteConfig(**SMALL, logits_scaling=3.0, embedding_multiplier=2.0),
+    "cohere": CohereConfig(**SMALL, logit_scale=0.25),
+    "mistral": MistralConfig(**SMALL, sliding_window=64),
+    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3),
+}
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +65,14 @@ def tiny_tokenizer(tiny_model_path: Path) -> PreTrainedTokenizerBase:
 def tiny_model(tiny_model_path: Path) -> PreTrainedModel:
     """The model of `tiny_model_path`, shared by all tests: copy it before you change its weights."""
     return load_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session", params=sorted(OTHER_ARCHITECTURES))
+def other_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """One after the other: models of other architectures than Qwen3, with random weights and 61 tokens."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(OTHER_ARCHITECTURES[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))

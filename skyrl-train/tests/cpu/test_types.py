@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.types import TENSOR_FIELDS, PromptRow, Trajectory, TrajectoryID, TrainingBatch
+from skyrl_train.types import TENSOR_FIELDS, PromptRow, TrainingBatch, Trajectory, TrajectoryID
 
 TRAJECTORY = Trajectory(
     id=TrajectoryID("17", 3),
@@ -129,9 +129,10 @@ def test_select_takes_every_tensor_in_the_order_asked_for_and_leaves_the_batch_a
 def test_to_moves_every_tensor_and_keeps_the_rest() -> None:
     moved = batch_of(["a", "b"], returns=torch.ones(2, 3)).to("meta")
     assert moved.uids == ["a", "b"]
-    assert {name: getattr(moved, name).device.type for name in TENSOR_FIELDS if getattr(moved, name) is not None} == {
-        name: "meta" for name in ("sequences", "attention_mask", "loss_mask", "rewards", "rollout_logprobs", "returns")
-    }
+    tensors = {name: getattr(moved, name) for name in TENSOR_FIELDS if getattr(moved, name) is not None}
+    assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
+    assert len(tensors) == 6
+    assert moved.values is None
 
 
 def test_chunk_counts_prompts_whatever_rows_they_have() -> None:

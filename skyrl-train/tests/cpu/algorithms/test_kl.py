@@ -23,8 +23,8 @@ LOG_2 = math.log(2)
         ("k2", -LOG_2, LOG_2**2 / 2, LOG_2),
         ("k3", LOG_2, 1 - LOG_2, -1.0),  # 2 - log 2 - 1; gradient 1 - e^d
         ("k3", -LOG_2, LOG_2 - 0.5, 0.5),  # 1/2 + log 2 - 1
-        ("k3", 50.0, 10.0, 0.0),  # held below 10
-        ("k3", -50.0, 10.0, 0.0),  # d is held within ±20
+        ("k3", 1000.0, 10.0, 0.0),  # held below 10, and no overflow on the way
+        ("k3", -1000.0, 10.0, 0.0),  # d is held within ±20
     ],
 )
 def test_value_and_gradient(estimator: KLEstimator, d: float, value: float, gradient: float) -> None:

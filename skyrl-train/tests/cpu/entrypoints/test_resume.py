@@ -62,8 +62,13 @@ def weights(output_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(output_dir / f"skyrl/test_run/export/global_step_{N_STEPS}/policy/model.safetensors")
 
 
-def kill_after_lines(arguments: list[str], metrics_file: Path, n_lines: int, delay: float) -> int:
-    """Start the run, SIGKILL it `delay` seconds after it logged `n_lines` steps; its exit status."""
+def run(arguments: list[str]) -> None:
+    finished = subprocess.run(arguments, cwd=TRAIN_FOLDER, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
+def run_until(arguments: list[str], metrics_file: Path, n_lines: int, delay: float, number: signal.Signals) -> int:
+    """Start the run, send the signal `delay` seconds after it logged `n_lines` steps; its exit status."""
     process = subprocess.Popen(arguments, cwd=TRAIN_FOLDER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
@@ -71,23 +76,33 @@ def kill_after_lines(arguments: list[str], metrics_file: Path, n_lines: int, del
             time.sleep(delay)
             break
         time.sleep(0.01)
-    process.kill()
-    return process.wait()
+    process.send_signal(number)
+    return process.wait(timeout=120)
 
 
-def test_a_killed_run_ends_like_one_that_was_left_alone(data_dir: Path, tiny_model_path: Path, tmp_path: Path) -> None:
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
-    subprocess.run(command(data_dir, tiny_model_path, alone), cwd=TRAIN_FOLDER, check=True, capture_output=True)
+@pytest.fixture(scope="module")
+def left_alone(data_dir: Path, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(command(data_dir, tiny_model_path, folder))
+    assert [row["step"] for row in metrics(folder)] == list(range(N_STEPS + 1))
+    return folder
 
-    n_lines, delay = random.randrange(1, N_STEPS), random.uniform(0, 0.2)
-    print(f"killing {delay:.3f} s after {n_lines} lines")
-    arguments = command(data_dir, tiny_model_path, killed)
-    status = kill_after_lines(arguments, killed / "skyrl/test_run/metrics.jsonl", n_lines, delay)
-    assert status == -signal.SIGKILL, "the run ended before it could be killed"
-    subprocess.run(arguments, cwd=TRAIN_FOLDER, check=True, capture_output=True)
 
-    assert metrics(killed) == metrics(alone)
-    assert [row["step"] for row in metrics(alone)] == list(range(N_STEPS + 1))
-    expected = weights(alone)
-    for name, tensor in weights(killed).items():
-        assert torch.equal(tensor, expected[name]), name
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 130)])
+def test_an_interrupted_run_ends_like_one_that_was_left_alone(
+    data_dir: Path, tiny_model_path: Path, left_alone: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    n_lines, delay = random.randrange(1, N_STEPS - 1), random.uniform(0, 0.2)
+    moment = f"{number.name} {delay:.3f} s after {n_lines} lines"
+    arguments = command(data_dir, tiny_model_path, tmp_path)
+    assert run_until(arguments, tmp_path / "skyrl/test_run/metrics.jsonl", n_lines, delay, number) == status, moment
+    if number == signal.SIGTERM:
+        logged = metrics(tmp_path)[-1]["step"]
+        assert (tmp_path / f"skyrl/test_run/ckpts/global_step_{logged}").is_dir(), moment
+    run(arguments)
+
+    assert metrics(tmp_path) == metrics(left_alone), moment
+    expected = weights(left_alone)
+    for name, tensor in weights(tmp_path).items():
+        assert torch.equal(tensor, expected[name]), f"{name}, {moment}"

@@ -43,6 +43,13 @@ def test_one_point_and_a_constant_can_be_drawn() -> None:
     assert len(_elements(_chart(0.0, 0.0, 0.0), "circle", "dot")) == 3
 
 
+def test_a_share_is_drawn_between_nothing_and_all() -> None:
+    chart = Chart("Rate", "", [Line("", Series("eval/environment/catch_rate", (0, 1), (0.0, 0.0)), "eval")])
+    ticks = [element.text for element in _elements(chart, "text", "tick")]
+    assert ticks[0] == "0%"
+    assert "100%" in ticks
+
+
 def test_a_baseline_outside_the_values_is_inside_the_picture() -> None:
     chart = _chart(0.0, 0.1, baselines={"optimal": 1.0})
     (line,) = _elements(chart, "line", "baseline")

@@ -36,8 +36,9 @@ def test_smoothing_is_the_mean_of_a_centred_window() -> None:
 
 
 def test_distinct_drops_empty_series_and_repetitions_and_keeps_the_order() -> None:
-    one, again, other = Series("b", (1,), (1.0,)), Series("a", (1,), (1.0,)), Series("c", (1,), (2.0,))
-    assert distinct([other, one, again, Series("d", (), ())]) == [other, one]
+    one, again = Series("eval/all/b", (1,), (1.0,)), Series("eval/catch/b", (1,), (1.0,))
+    like_one, other = Series("eval/all/a", (1,), (1.0,)), Series("eval/math/b", (1,), (2.0,))
+    assert distinct([other, one, again, like_one, Series("d", (), ())]) == [other, one, like_one]
 
 
 @pytest.mark.parametrize(

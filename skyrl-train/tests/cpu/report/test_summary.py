@@ -56,6 +56,8 @@ def test_settings_that_the_configuration_has() -> None:
     assert settings(config) == {"turns, at most": 5, "epochs": 3, "seed": 0}
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (125, "2 min 05 s"), (7800, "2 h 10 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.44, "0.4 s"), (59.4, "59 s"), (125, "2 min 05 s"), (7800, "2 h 10 min")]
+)
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -1,0 +1,33 @@
+"""Small checkpoints whose content says which save wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+FILES = ("trainer_state.pt", "data.pt", "policy/model.pt")
+N_BYTES = 1000  # of one file
+
+
+def content_of(name: str) -> Callable[[Path], None]:
+    """Writes a checkpoint in which every file says `name`."""
+
+    def write(folder: Path) -> None:
+        (folder / "policy").mkdir()
+        for file in FILES:
+            with (folder / file).open("w") as opened:
+                opened.write(name.ljust(N_BYTES // 2))
+                opened.flush()  # a crash in the next line leaves half a file
+                opened.write(" " * (N_BYTES // 2))
+
+    return write
+
+
+def read(folder: Path) -> str:
+    """The name that every file says; an incomplete checkpoint fails the test."""
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == sorted(FILES)
+    texts = {(folder / file).read_text() for file in FILES}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert len(text) == N_BYTES
+    return text.strip()

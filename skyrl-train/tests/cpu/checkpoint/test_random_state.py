@@ -1,0 +1,47 @@
+"""The process's random generators, saved and taken over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_train.checkpoint.random_state import random_state, set_random_state
+
+
+@pytest.fixture(autouse=True)
+def leave_as_found() -> Iterator[None]:
+    state = random_state()
+    yield
+    set_random_state(state)
+
+
+def draw() -> list[float]:
+    """Normal numbers: Python's and NumPy's generators keep the second of each pair for the next call."""
+    return [random.gauss(0, 1), np.random.randn(), float(torch.randn(())), random.random(), np.random.rand()]
+
+
+@pytest.mark.parametrize("n_drawn", [0, 1, 2, 700])
+def test_the_sequence_goes_on_after_a_round_trip_through_a_file(tmp_path: Path, n_drawn: int) -> None:
+    random.seed(3)
+    np.random.seed(4)
+    torch.manual_seed(5)
+    for _ in range(n_drawn):
+        draw()
+    torch.save(random_state(), tmp_path / "rng.pt")
+    expected = [draw() for _ in range(3)]
+    assert [draw() for _ in range(3)] != expected
+    set_random_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_looking_at_the_state_does_not_change_it() -> None:
+    random_state()
+    expected = random_state()
+    assert random_state()["python"] == expected["python"]
+    assert random_state()["numpy"] == expected["numpy"]
+    assert torch.equal(random_state()["torch"], expected["torch"])

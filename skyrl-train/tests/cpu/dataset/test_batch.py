@@ -1,0 +1,91 @@
+"""Trajectories to tensors and back, and rows to micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trajectories import make_trajectory
+
+from skyrl_train.dataset.batch import build_training_batch, micro_batches
+from skyrl_train.types import Trajectory
+
+PAD = 99
+
+
+def test_a_batch_by_hand() -> None:
+    short = make_trajectory(
+        "a", prompt_ids=[1], response_ids=[2, 3, 4], loss_mask=[1, 0, 1], logprobs=[-1.0, 0.0, -2.0], rewards=[0, 0, 1]
+    )
+    long = make_trajectory("b", prompt_ids=[5, 6, 7], response_ids=[8], loss_mask=[1], logprobs=[-3.0], rewards=[-1])
+    batch = build_training_batch([short, long], PAD)
+    assert batch.sequences.tolist() == [[PAD, PAD, 1, 2, 3, 4], [5, 6, 7, 8, PAD, PAD]]
+    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
+    assert batch.loss_mask.tolist() == [[1, 0, 1], [1, 0, 0]]
+    assert batch.rewards.tolist() == [[0, 0, 1], [-1, 0, 0]]
+    assert batch.rollout_logprobs.tolist() == [[-1, 0, -2], [-3, 0, 0]]
+    assert batch.uids == ["a", "b"]
+    assert (batch.sequences.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+
+
+tokens = st.lists(st.integers(0, PAD), min_size=1, max_size=6)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    response_ids = draw(tokens)
+    n_tokens = len(response_ids)
+    numbers = st.floats(-4, 4, width=32)
+    return make_trajectory(
+        str(draw(st.integers(0, 3))),
+        prompt_ids=draw(tokens),
+        response_ids=response_ids,
+        loss_mask=draw(st.lists(st.integers(0, 1), min_size=n_tokens, max_size=n_tokens)),
+        logprobs=draw(st.lists(numbers, min_size=n_tokens, max_size=n_tokens)),
+        rewards=draw(st.lists(numbers, min_size=n_tokens, max_size=n_tokens)),
+    )
+
+
+@settings(max_examples=60)
+@given(st.lists(trajectories(), min_size=1, max_size=5))
+def test_nothing_is_lost_in_a_batch(many: list[Trajectory]) -> None:
+    batch = build_training_batch(many, PAD)
+    first_response = batch.sequences.shape[1] - batch.response_length
+    for row, t in enumerate(many):
+        is_token = batch.attention_mask[row].bool()
+        n_response = int(is_token[first_response:].sum())
+        rebuilt = make_trajectory(
+            batch.uids[row],
+            prompt_ids=batch.sequences[row, :first_response][is_token[:first_response]].tolist(),
+            response_ids=batch.sequences[row, first_response:][is_token[first_response:]].tolist(),
+            loss_mask=batch.loss_mask[row, :n_response].int().tolist(),
+            logprobs=batch.rollout_logprobs[row, :n_response].tolist(),
+            rewards=batch.rewards[row, :n_response].tolist(),
+        )
+        assert rebuilt == t
+        for padded in (batch.loss_mask, batch.rewards, batch.rollout_logprobs):
+            assert not padded[row, n_response:].any()
+        assert set(batch.sequences[row][~is_token].tolist()) <= {PAD}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=30),
+    max_tokens=st.integers(1, 120),
+    max_rows=st.none() | st.integers(1, 5),
+)
+def test_micro_batches_are_a_partition_within_the_budget(
+    lengths: list[int], max_tokens: int, max_rows: int | None
+) -> None:
+    parts = micro_batches(lengths, max_tokens, max_rows)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        longest = max(lengths[row] for row in part)
+        assert longest * len(part) <= max_tokens or len(part) == 1
+        assert max_rows is None or len(part) <= max_rows
+
+
+def test_micro_batches_are_full_and_put_similar_lengths_together() -> None:
+    assert micro_batches([10, 2, 9, 1, 2], max_tokens=20) == [[3, 1, 4], [2, 0]]
+    assert micro_batches([10, 2, 9, 1, 2], max_tokens=20, max_rows=2) == [[3, 1], [4, 2], [0]]
+    assert micro_batches([30, 5, 31], max_tokens=20) == [[1], [0], [2]]
+    assert micro_batches([], max_tokens=20) == []

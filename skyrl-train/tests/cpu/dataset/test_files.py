@@ -1,0 +1,117 @@
+"""Rows from files, rows to files, and what is said about files that hold none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_train.dataset.files import read_rows, write_jsonl
+from skyrl_train.errors import DataError
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "Wie geht’s?"}], "extra_info": {"index": 0}},
+    {"prompt": [{"role": "user", "content": "two\nlines"}], "extra_info": {"index": 1}},
+]
+
+
+def write(path: Path) -> Path:
+    """`ROWS` in the format that the name says."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(ROWS), encoding="utf-8")
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    assert read_rows(str(write(tmp_path / name))) == ROWS
+
+
+def test_home_and_variables_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "rows.jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ROWS_NAME", "rows")
+    assert read_rows("~/rows.jsonl") == read_rows("$HOME/${ROWS_NAME}.jsonl") == ROWS
+
+
+def test_a_missing_file_is_named_as_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(DataError, match=rf"{tmp_path}/train\.parquet does not exist; check data\.train_data"):
+        read_rows("~/train.parquet")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(DataError, match="does not exist"):
+        read_rows(str(tmp_path / "folder.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("rows.parquet", b"not parquet", "cannot read dataset file .*rows.parquet: "),
+        ("rows.json", b"", "cannot read dataset file .*rows.json: "),
+        ("rows.json", b'{"prompt": []}', "expected a list of rows, found dict; use .jsonl"),
+        ("rows.json", b'["a prompt"]', "row 0 of .*rows.json is 'a prompt'; a row is an object"),
+        ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', "line 3 is not JSON: .* at column"),
+        ("rows.jsonl", b'{"a": 1}\n5\n', "row 1 of .*rows.jsonl is '5'; a row is an object"),
+        ("rows.jsonl", b'{"a": "\xff"}\n', "cannot read dataset file .*rows.jsonl: .*utf-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        read_rows(str(tmp_path / name))
+
+
+def test_any_other_name_is_asked_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Rows:
+        def to_list(self) -> list[dict[str, Any]]:
+            return ROWS
+
+    def load_dataset(name: str, split: str) -> Rows:
+        asked.append((name, split))
+        return Rows()
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert read_rows("openai/gsm8k") == read_rows("openai/gsm8k:test") == ROWS
+    assert asked == [("openai/gsm8k", "train"), ("openai/gsm8k", "test")]
+
+
+def test_without_the_hub_the_error_names_the_dataset_and_the_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"cannot load 'no-one/rows\.csv' .*must end in \.parquet, \.json or \.jsonl"):
+        read_rows("no-one/rows.csv")
+
+
+def test_written_rows_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [*ROWS, {"folder": tmp_path}])
+    assert read_rows(str(path)) == [*ROWS, {"folder": str(tmp_path)}]
+    assert "Wie geht’s?" in path.read_text(encoding="utf-8")
+
+
+def test_the_file_is_the_old_one_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"a": 1}])
+
+    def rows() -> Iterator[dict[str, int]]:
+        yield {"a": 2}
+        assert read_rows(str(path)) == [{"a": 1}]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_jsonl(path, rows())
+    assert read_rows(str(path)) == [{"a": 1}]
+    write_jsonl(path, [{"a": 3}])
+    assert read_rows(str(path)) == [{"a": 3}]
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,109 @@
+"""Rollouts with the real engine: a stage on which environments are played, and a record of what was asked of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from generators.environments import Journal, StoryEnv
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import skyrl_gym
+from skyrl_gym.envs.registration import deregister
+from skyrl_train.config import load_config
+from skyrl_train.generators.base import BatchMetadata, RolloutRequest
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
+
+
+class RecordedEngine(HFEngine):
+    """The engine, with a list of what it was asked and what it answered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exchanges: list[tuple[EngineRequest, EngineResult]] = []
+        self.ended: list[str] = []
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        asked = copy.deepcopy(list(requests))
+        results = await super().generate(requests)
+        self.exchanges += zip(asked, results, strict=True)
+        return results
+
+    def end_session(self, session_id: str) -> None:
+        self.ended.append(session_id)
+        super().end_session(session_id)
+
+    def session(self, session_id: str) -> list[tuple[EngineRequest, EngineResult]]:
+        """The exchanges of one rollout, in order."""
+        return [(request, result) for request, result in self.exchanges if request.session_id == session_id]
+
+
+@dataclass
+class Stage:
+    """A generator, the engine it plays with, and how it samples."""
+
+    generator: SkyRLGymGenerator
+    engine: RecordedEngine
+    chat: ChatEncoder
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=4))
+
+    async def play(self, requests: Sequence[RolloutRequest], step: int = 1) -> list[Trajectory]:
+        return await self.generator.rollout(requests, self.sampling, BatchMetadata(step, "train"))
+
+
+MakeStage = Callable[..., Stage]
+
+
+def story(uid: str, repetition: int = 0, *, env_class: str | None = "story", **extras: Any) -> RolloutRequest:
+    """A rollout of the story environment; `extras` are the row's other columns."""
+    prompt = [Message(role="system", content="Go on."), Message(role="user", content=f"Story {uid}")]
+    return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, prompt, env_class, extras))
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    """Registers the story environment and keeps its journal."""
+    journal = Journal()
+    skyrl_gym.register("story", functools.partial(StoryEnv, journal))
+    yield journal
+    deregister("story")
+
+
+@pytest.fixture(scope="session")
+def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The tiny model, made to end every other turn: with random weights it would hardly ever."""
+    model = copy.deepcopy(tiny_model)
+    model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= 4
+    return model
+
+
+@pytest.fixture
+async def make_stage(
+    talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, journal: Journal
+) -> AsyncIterator[MakeStage]:
+    """Makes stages; keyword arguments are the keys of `generator` and `environment.skyrl_gym`."""
+    stages: list[Stage] = []
+
+    def make(skyrl_gym: dict[str, Any] | None = None, **generator: Any) -> Stage:
+        environment = {"env_class": "story", "skyrl_gym": {"max_env_workers": 4} | (skyrl_gym or {})}
+        generator = {"max_turns": 3} | generator
+        cfg = load_config(
+            {"trainer": {"max_prompt_length": 1}, "generator": generator, "environment": environment}
+        )
+        engine = RecordedEngine(talker, tiny_tokenizer, max_num_seqs=16, max_cache_bytes=2**24)
+        chat = ChatEncoder(tiny_tokenizer)
+        stages.append(Stage(SkyRLGymGenerator(cfg, engine, chat), engine, chat))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.generator.close()
+        await stage.engine.close()

@@ -1,0 +1,169 @@
+"""Conversations joined turn by turn are, token for token, what the chat template makes of the whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.models.tiny import CHAT_TEMPLATE as CHATML
+from skyrl_train.types import Message
+
+BOS, EOS = "<s>", "</s>"
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "chatml with a default system message": (
+        "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}" + CHATML,
+        "<|im_end|>",
+    ),
+    "llama 3": (
+        "{{ '<|begin_of_text|>' }}{% for m in messages %}"
+        "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
+        "<|eot_id|>",
+    ),
+    "mistral": (
+        "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}"
+        "{% if loop.previtem is defined and loop.previtem['role'] == 'user' %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}",
+        EOS,
+    ),
+    "thinking is shown in the last turn only": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+        "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+        "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+}
+SPECIAL_TOKENS = [BOS, EOS, "[INST]", "[/INST]", "<|begin_of_text|>", "<|eot_id|>"]
+SPECIAL_TOKENS += ["<|start_header_id|>", "<|end_header_id|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tiny_tokenizer: PreTrainedTokenizerBase) -> dict[str, PreTrainedTokenizerBase]:
+    """The tiny tokenizer under each template."""
+    made = {}
+    for name, (template, eos_token) in TEMPLATES.items():
+        made[name] = copy.deepcopy(tiny_tokenizer)
+        made[name].add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
+        made[name].eos_token = eos_token
+        made[name].chat_template = template
+    return made
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def assistant(content: str) -> Message:
+    return Message(role="assistant", content=content)
+
+
+def whole(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+contents = st.text("ab1 \n", max_size=12)
+replies = contents.map(str.strip).filter(bool)  # templates that trim would change others
+
+
+@pytest.mark.parametrize("ends_itself", [True, False], ids=["sampled its end", "was cut"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40)
+@given(question=contents, turns=st.lists(st.tuples(replies, contents), min_size=1, max_size=3))
+def test_joined_turns_are_the_template_of_the_whole_conversation(
+    tokenizers: dict[str, PreTrainedTokenizerBase],
+    name: str,
+    ends_itself: bool,
+    question: str,
+    turns: list[tuple[str, str]],
+) -> None:
+    tokenizer = tokenizers[name]
+    chat = ChatEncoder(tokenizer)
+    messages = [user(question)]
+    token_ids = chat.prompt_ids(messages)
+    assert token_ids == whole(tokenizer, messages)
+    for reply, observation in turns:
+        token_ids += tokenizer(reply, add_special_tokens=False)["input_ids"]
+        token_ids += [tokenizer.eos_token_id] if ends_itself else []
+        token_ids += chat.observation_ids([user(observation)], token_ids[-1])
+        messages += [assistant(reply), user(observation)]
+        assert token_ids == whole(tokenizer, messages)
+
+
+@pytest.mark.parametrize("name", ["chatml", "chatml with a default system message", "llama 3"])
+def test_a_system_message_stands_at_the_front_and_is_not_repeated(
+    tokenizers: dict[str, PreTrainedTokenizerBase], name: str
+) -> None:
+    tokenizer = tokenizers[name]
+    chat = ChatEncoder(tokenizer)
+    start = [Message(role="system", content="You play."), user("one")]
+    token_ids = [*chat.prompt_ids(start), *tokenizer("two", add_special_tokens=False)["input_ids"]]
+    token_ids += chat.observation_ids([user("three")], token_ids[-1])
+    assert token_ids == whole(tokenizer, [*start, assistant("two"), user("three")])
+
+
+@pytest.mark.parametrize("observations", [[], [user("a"), user("b")], [Message(role="tool", content="4")]])
+def test_any_number_of_observations(tiny_tokenizer: PreTrainedTokenizerBase, observations: list[Message]) -> None:
+    chat = ChatEncoder(tiny_tokenizer)
+    reply = tiny_tokenizer("L", add_special_tokens=False)["input_ids"]
+    token_ids = [*chat.prompt_ids([user("?")]), *reply, *chat.observation_ids(observations, reply[-1])]
+    assert token_ids == whole(tiny_tokenizer, [user("?"), assistant("L"), *observations])
+
+
+def test_an_end_token_after_a_space_is_not_doubled(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+    tokenizer = copy.deepcopy(tokenizers["mistral"])
+    tokenizer.chat_template = TEMPLATES["mistral"][0].replace("m['content'] + '</s>'", "m['content'] + ' </s>'")
+    chat = ChatEncoder(tokenizer)
+    assert chat.decode_all(chat.observation_ids([user("b")], tokenizer.eos_token_id)) == "[INST] b [/INST]"
+    assert chat.decode_all(chat.observation_ids([user("b")], -1)) == " </s>[INST] b [/INST]"
+
+
+@pytest.mark.parametrize("content", ["<|im_end|>", "L", "\n"])
+def test_what_an_observation_says_does_not_end_the_turn(tiny_tokenizer: PreTrainedTokenizerBase, content: str) -> None:
+    """The last sampled token may occur in the observation too."""
+    chat = ChatEncoder(tiny_tokenizer)
+    for token_id in tiny_tokenizer(content + "L\n", add_special_tokens=False)["input_ids"]:
+        joined = chat.decode_all([token_id, *chat.observation_ids([user(content)], token_id)])
+        turn_end = "" if token_id == tiny_tokenizer.eos_token_id else "<|im_end|>"
+        sampled = tiny_tokenizer.decode([token_id])
+        assert joined == f"{sampled}{turn_end}\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_other_keys_of_an_observation_reach_the_template(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = CHATML.replace("message['content']", "message.get('name', '') + message['content']")
+    chat = ChatEncoder(tokenizer)
+    named, plain = ({"role": "tool", "content": "4", **extra} for extra in ({"name": "add"}, {}))
+    assert "tool\nadd4<" in chat.decode_all(chat.observation_ids([named], -1))
+    assert "tool\n4<" in chat.decode_all(chat.observation_ids([plain], -1))
+
+
+def test_the_caller_may_change_what_it_got(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = ChatEncoder(tiny_tokenizer)
+    first = chat.observation_ids([user("a")], -1)
+    expected = list(first)
+    first.clear()
+    assert chat.observation_ids([user("a")], -1) == expected
+
+
+def test_a_template_that_hides_assistant_turns_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    with pytest.raises(ConfigError, match="does not show the text of assistant messages"):
+        ChatEncoder(tokenizer).observation_ids([user("a")], -1)
+
+
+def test_text_for_environments_has_no_special_tokens(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = ChatEncoder(tiny_tokenizer)
+    token_ids = tiny_tokenizer("L 4<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert (chat.decode(token_ids), chat.decode_all(token_ids)) == ("L 4", "L 4<|im_end|>")

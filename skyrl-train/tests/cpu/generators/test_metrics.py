@@ -1,0 +1,84 @@
+"""Metrics of rollouts against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from trajectories import make_trajectory
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+from skyrl_gym.envs.registration import deregister
+from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, with_prefix
+from skyrl_train.types import Trajectory, Turn
+
+TURN = Turn(0, 1, 2, 0.0, "stop")
+
+
+@pytest.fixture(autouse=True)
+def guess() -> Iterator[None]:
+    """The environment of the trajectories here."""
+    skyrl_gym.register("guess", BaseTextEnv)
+    yield
+    deregister("guess")
+
+
+@pytest.fixture
+def rollouts() -> list[Trajectory]:
+    """Prompt a passes with its second sample, b never, c only in an invalid trajectory."""
+    return [
+        make_trajectory("a", [0.0, 0.0], turns=(TURN,), env_metrics={"won": 0}),
+        make_trajectory("a", [0.5, -0.25, 1.0], repetition=1, turns=(TURN, TURN), env_metrics={"won": 1}),
+        make_trajectory("b", [-1.0, 0.5, 0.0, 0.0], turns=(TURN,), env_metrics={"won": 0}),
+        make_trajectory("c", None, response_ids=[1], stop_reason="env_error", env_metrics={"won": 1}),
+    ]
+
+
+def test_rewards_by_hand(rollouts: list[Trajectory]) -> None:
+    assert reward_metrics(rollouts, 2, "avg_score") == {
+        "avg_score": pytest.approx((0 + 1.25 - 0.5) / 3),
+        "pass_at_2": 0.5,
+        "mean_positive_reward": pytest.approx((0 + 1.5 + 0.5) / 3),
+    }
+    assert set(reward_metrics(rollouts, 5, "avg_raw_reward")) == {
+        "avg_raw_reward",
+        "avg_pass_at_5",
+        "mean_positive_reward",
+    }
+
+
+def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:
+    assert rollout_metrics(rollouts) == {
+        "generate/n_invalid": 1,
+        "generate/min_num_tokens": 2,
+        "generate/max_num_tokens": 4,
+        "generate/avg_num_tokens": 3,
+        "generate/std_num_tokens": pytest.approx((2 / 3) ** 0.5),
+        "generate/avg_turns": pytest.approx(4 / 3),
+        "generate/avg_tokens_non_zero_rewards": 3,
+        "generate/avg_tokens_zero_rewards": 2,
+        "environment/guess/won": pytest.approx(1 / 3),
+        "environment/won": pytest.approx(1 / 3),
+    }
+
+
+def test_invalid_trajectories_change_nothing_but_their_count(rollouts: list[Trajectory]) -> None:
+    valid = rollouts[:3]
+    assert reward_metrics(rollouts, 2, "avg_score") == reward_metrics(valid, 2, "avg_score")
+    assert rollout_metrics(rollouts) == rollout_metrics(valid) | {"generate/n_invalid": 1}
+
+
+def test_without_a_valid_trajectory_there_is_only_the_count(rollouts: list[Trajectory]) -> None:
+    assert rollout_metrics(rollouts[3:]) == {"generate/n_invalid": 1}
+    assert reward_metrics(rollouts[3:], 2, "avg_score") == {}
+    assert rollout_metrics([]) == {"generate/n_invalid": 0}
+
+
+def test_lengths_by_reward_are_left_out_where_there_are_none() -> None:
+    metrics = rollout_metrics([make_trajectory("a", [-1.0])])
+    assert not [name for name in metrics if name.endswith("_rewards")]
+
+
+def test_prefix() -> None:
+    assert with_prefix("eval/all", {"avg_score": 1.0}) == {"eval/all/avg_score": 1.0}

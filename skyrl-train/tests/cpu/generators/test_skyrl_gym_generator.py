@@ -1,0 +1,251 @@
+"""The agent loop with the real engine: what the trainer gets is exactly what was sampled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from generators.conftest import MakeStage, Stage, story
+from generators.environments import METHODS, Journal
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.errors import EngineError
+from skyrl_train.generators.base import BatchMetadata, RolloutRequest, to_generator_input
+from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.types import Trajectory
+
+REQUESTS = [story(str(uid), repetition, n_turns=uid + 1) for uid in range(4) for repetition in range(3)]
+BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["each on its own", "batched"])
+
+
+def check_same(some: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
+    """All but the time it took; log-probs depend on what the engine batches in their last digits."""
+    for one, other in zip(some, others, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert replace(one, timing={}, logprobs=other.logprobs) == replace(other, timing={})
+
+
+def check_against_engine(t: Trajectory, stage: Stage) -> None:
+    """Every turn of `t` continues the tokens of the turn before, and nothing else is in `t`."""
+    exchanges = stage.engine.session(t.id.to_string())
+    assert len(exchanges) == len(t.turns) == len(t.weight_versions)
+    conversation, loss_mask, logprobs, rewards = [], [], [], []
+    for k, ((request, result), turn) in enumerate(zip(exchanges, t.turns, strict=True), start=1):
+        assert request.prompt_ids[: len(conversation)] == conversation
+        observation = request.prompt_ids[len(conversation) :]
+        if k == 1:
+            assert observation == t.prompt_ids
+        else:
+            text = f"And then? ({k - 1} of {len(t.turns)})"
+            expected = stage.chat.observation_ids([{"role": "user", "content": text}], conversation[-1])
+            assert observation == expected
+            loss_mask += [0] * len(observation)
+            logprobs += [0.0] * len(observation)
+            rewards += [0.0] * len(observation)
+        assert (turn.prompt_length, turn.stop_reason) == (len(request.prompt_ids), result.stop_reason)
+        assert (turn.start, turn.reward) == (len(loss_mask), k / 4)
+        loss_mask += [1] * len(result.token_ids)
+        logprobs += result.logprobs
+        rewards += [0.0] * (len(result.token_ids) - 1) + [k / 4]
+        assert turn.end == len(loss_mask)
+        conversation = request.prompt_ids + result.token_ids
+    assert t.prompt_ids + t.response_ids == conversation
+    assert (t.loss_mask, t.logprobs, t.rewards) == (loss_mask, logprobs, rewards)
+    assert t.stop_reason == exchanges[-1][1].stop_reason
+
+
+@BATCHED
+async def test_trajectories_are_what_the_engine_saw_and_sampled(make_stage: MakeStage, batched: bool) -> None:
+    stage = make_stage(batched=batched)
+    trajectories = await stage.play(REQUESTS)
+    assert [t.id for t in trajectories] == [request.id for request in REQUESTS]
+    assert {turn.stop_reason for t in trajectories for turn in t.turns[:-1]} == {"stop", "length"}
+    for t, request in zip(trajectories, REQUESTS, strict=True):
+        assert t.is_valid
+        assert len(t.turns) == request.row.env_extras["n_turns"]
+        check_against_engine(t, stage)
+
+
+async def test_both_ways_of_playing_give_the_same_trajectories(make_stage: MakeStage) -> None:
+    alone, batched = make_stage(batched=False), make_stage(batched=True)
+    expected = await alone.play(REQUESTS)
+    check_same(await batched.play(REQUESTS), expected)
+    check_same((await alone.play(REQUESTS[::-1]))[::-1], expected)
+
+
+@BATCHED
+async def test_reported_logprobs_are_those_of_the_training_batch(
+    make_stage: MakeStage, talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, batched: bool
+) -> None:
+    stage = make_stage(batched=batched)
+    stage.sampling = replace(stage.sampling, temperature=0.7, top_p=0.9)
+    batch = build_training_batch(await stage.play(REQUESTS), tiny_tokenizer.pad_token_id)
+    with torch.no_grad():
+        trained, _ = response_logprobs(talker, batch.sequences, batch.attention_mask, batch.loss_mask, temperature=0.7)
+    torch.testing.assert_close(trained, batch.rollout_logprobs, atol=1e-5, rtol=0)
+
+
+async def test_randomness_follows_the_step_and_the_sample(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    requests = [story("a", repetition, n_turns=1) for repetition in range(4)]
+    first = [t.response_ids for t in await stage.play(requests, step=1)]
+    assert len({tuple(ids) for ids in first}) == 4
+    assert [t.response_ids for t in await stage.play(requests, step=1)] == first
+    assert [t.response_ids for t in await stage.play(requests, step=2)] != first
+
+
+@BATCHED
+async def test_a_conversation_that_grows_too_long_ends_before_its_last_observation(
+    make_stage: MakeStage, journal: Journal, batched: bool
+) -> None:
+    (free,) = await make_stage(batched=batched).play([story("a", n_turns=3)])
+    limit = free.turns[2].prompt_length
+    for max_input_length, n_turns in ((limit, 3), (limit - 1, 2)):
+        stage = make_stage(batched=batched, max_input_length=max_input_length)
+        (t,) = await stage.play([story("a", n_turns=3)])
+        assert t.is_valid
+        assert len(t.turns) == len(stage.engine.exchanges) == n_turns
+        end = free.turns[n_turns - 1].end
+        assert (t.response_ids, t.rewards) == (free.response_ids[:end], free.rewards[:end])
+        assert t.stop_reason == (free.stop_reason if n_turns == 3 else "length")
+        assert t.env_metrics["turns"] == n_turns
+    assert journal.open_environments() == []
+
+
+async def test_an_environment_that_never_ends_is_stopped_by_the_models_context(make_stage: MakeStage) -> None:
+    stage = make_stage(max_input_length=10_000)
+    stage.sampling = replace(stage.sampling, max_new_tokens=100)
+    (t,) = await stage.play([story("a", n_turns=-1)])
+    assert (t.is_valid, t.stop_reason) == (True, "length")
+    n_tokens = len(t.prompt_ids) + len(t.response_ids)
+    assert stage.engine.context_length - 100 < n_tokens <= stage.engine.context_length
+
+
+async def test_a_first_prompt_that_is_too_long_makes_its_rollout_invalid(make_stage: MakeStage) -> None:
+    stage = make_stage(max_input_length=60)
+    long = story("long", n_turns=1)
+    long.row.prompt[1]["content"] = "1" * 60
+    short, cut = await stage.play([story("a", n_turns=1), long])
+    assert (short.is_valid, cut.is_valid) == (True, False)
+    assert (cut.stop_reason, cut.response_ids, cut.turns) == ("prompt_too_long", [], ())
+    assert cut.error == f"the prompt has {len(cut.prompt_ids)} tokens and the limit is 60"
+    assert stage.engine.session("long_0") == []
+
+
+@pytest.mark.parametrize("prompt_length", [511, 512])
+async def test_a_prompt_that_fills_the_models_context_is_the_rollouts_problem(
+    make_stage: MakeStage, prompt_length: int
+) -> None:
+    stage = make_stage(max_input_length=10_000)
+    request = story("a", n_turns=1)
+    n_empty = len(stage.chat.prompt_ids([*request.row.prompt[:1], {"role": "user", "content": ""}]))
+    request.row.prompt[1]["content"] = "1" * (prompt_length - n_empty)
+    (t,) = await stage.play([request])
+    fits = prompt_length == 511
+    assert (len(t.prompt_ids), t.is_valid, len(t.response_ids)) == (prompt_length, fits, int(fits))
+
+
+async def test_what_an_environment_is_given_is_its_own(make_stage: MakeStage, journal: Journal) -> None:
+    stage = make_stage(max_turns=3, skyrl_gym={"story": {"style": {"tone": "dry"}}})
+    shared = story("a", env_class=None, n_turns=1, extra_info={"seen": []})
+
+    def change_everything() -> None:
+        for env in journal.made:
+            env.extras["extra_info"]["seen"].append(1)
+            env.env_config["style"]["tone"] = "wet"
+            if env.prompt:
+                env.prompt[0]["content"] = "changed"
+
+    journal.do["get_metrics"] = change_everything
+    requests = [RolloutRequest(replace(shared.id, repetition_id=i), shared.row) for i in range(3)]
+    trajectories = await stage.play(requests)
+    first = journal.made[0]
+    assert first.extras["max_turns"] == 3
+    assert {id(env.extras["extra_info"]) for env in journal.made} != {id(first.extras["extra_info"])}
+    assert len({id(env.env_config["style"]) for env in journal.made}) == 3
+    assert shared.row.env_extras == {"n_turns": 1, "extra_info": {"seen": []}}
+    assert shared.row.prompt[0]["content"] == "Go on."
+    journal.do.clear()
+    await stage.play(requests[:1])
+    assert journal.made[-1].env_config == {"style": {"tone": "dry"}}
+    assert [(t.env_class, t.env_extras) for t in trajectories] == [("story", shared.row.env_extras)] * 3
+
+
+async def test_a_stop_string_ends_a_turn_and_the_conversation_stays_well_formed(make_stage: MakeStage) -> None:
+    stage = make_stage(batched=True)
+    stage.sampling = replace(stage.sampling, max_new_tokens=40, stop=("a", "e"))
+    trajectories = await stage.play([story(uid, n_turns=2) for uid in "abcdef"])
+    stopped = [t for t in trajectories if stage.chat.decode_all(t.response_ids[: t.turns[0].end]).endswith(("a", "e"))]
+    assert stopped
+    for t in stopped:
+        assert t.turns[0].stop_reason == "stop"
+        text = stage.chat.decode_all(t.response_ids[t.turns[0].end : t.turns[1].start])
+        assert text == "<|im_end|>\n<|im_start|>user\nAnd then? (1 of 2)<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_the_parallel_list_interface_gives_the_same(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    expected = await stage.play(REQUESTS[:4])
+    output = await stage.generator.generate(to_generator_input(REQUESTS[:4], stage.sampling, BatchMetadata(1, "train")))
+    assert output["response_ids"] == [t.response_ids for t in expected]
+    assert output["rewards"] == [t.rewards for t in expected]
+    assert output["env_metrics"] == [t.env_metrics for t in expected]
+
+
+@BATCHED
+async def test_environments_do_not_wait_for_each_other(
+    make_stage: MakeStage, journal: Journal, batched: bool
+) -> None:
+    everyone = threading.Barrier(3, timeout=10)
+    journal.do = {method: everyone.wait for method in METHODS}  # type: ignore[dict-item]
+    trajectories = await make_stage(batched=batched).play([story(uid, n_turns=2) for uid in "abc"])
+    assert all(t.is_valid for t in trajectories)
+
+
+async def test_no_thread_outlives_the_generator(make_stage: MakeStage, journal: Journal) -> None:
+    stage = make_stage()
+    await stage.play([story("a", n_turns=1)])
+    assert all(name.startswith("skyrl-gym-env") for name in journal.threads)
+    stage.generator.close()
+    await stage.engine.close()
+    left = {thread.name for thread in threading.enumerate()}
+    assert not [name for name in left if name in journal.threads]
+
+
+async def test_without_workers_environments_run_inline(make_stage: MakeStage, journal: Journal) -> None:
+    trajectories = await make_stage(skyrl_gym={"max_env_workers": 0}).play([story("a", n_turns=1)])
+    assert (trajectories[0].is_valid, journal.threads) == (True, {threading.current_thread().name})
+
+
+async def test_timing_says_where_the_seconds_went(make_stage: MakeStage, journal: Journal) -> None:
+    journal.do["step"] = lambda: time.sleep(0.03)
+    (t,) = await make_stage().play([story("a", n_turns=2)])
+    assert set(t.timing) == {"generate", "env"}
+    assert t.timing["env"] >= 0.06
+    assert t.timing["generate"] > 0
+
+
+async def test_when_the_engine_fails_every_environment_is_closed(
+    make_stage: MakeStage, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one that was still being made: a thread cannot be interrupted, so its end is waited for."""
+
+    async def out_of_memory(requests: object) -> None:
+        raise EngineError("out of memory")
+
+    stage = make_stage()
+    is_slow = iter([False, True])
+    journal.do["make"] = lambda: time.sleep(0.3) if next(is_slow) else None
+    monkeypatch.setattr(stage.engine, "generate", out_of_memory)
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage.play([story("a"), story("slow")])
+    assert caught.group_contains(EngineError, match="out of memory")
+    assert len(journal.made) == 2
+    assert journal.open_environments() == []
+    assert sorted(stage.engine.ended) == ["a_0", "slow_0"]
+

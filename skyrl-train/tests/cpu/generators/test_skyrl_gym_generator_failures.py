@@ -1,0 +1,179 @@
+"""What an environment does wrong ends one rollout as invalid, with the reason, and touches no other."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from generators.conftest import MakeStage, story
+from generators.environments import METHODS, Journal, StoryEnv
+
+import skyrl_gym
+from skyrl_gym.core import Env
+from skyrl_gym.envs.registration import deregister
+from skyrl_train.types import Trajectory
+
+BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["each on its own", "batched"])
+STEP = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}
+
+
+def tokens_and_rewards(trajectories: list[Trajectory]) -> list[tuple[list[int], list[float] | None]]:
+    return [(t.response_ids, t.rewards) for t in trajectories]
+
+
+async def play_beside_others(make_stage: MakeStage, batched: bool, **extras: Any) -> Trajectory:
+    """Play a rollout with `extras` between two good ones, which must not notice."""
+    good = [story("before", n_turns=2), story("after", n_turns=2)]
+    stage = make_stage(batched=batched)
+    stage.sampling = replace(stage.sampling, max_new_tokens=2)
+    expected = await stage.play(good)
+    before, bad, after = await stage.play([good[0], story("bad", **extras), good[1]])
+    assert all(t.is_valid for t in expected)
+    assert tokens_and_rewards([before, after]) == tokens_and_rewards(expected)
+    assert sorted(set(stage.engine.ended)) == ["after_0", "bad_0", "before_0"]
+    return bad
+
+
+def check_invalid(bad: Trajectory, reason: str) -> None:
+    assert (bad.is_valid, bad.stop_reason, bad.rewards) == (False, "env_error", None)
+    assert bad.error is not None
+    assert reason in bad.error
+    assert len(bad.weight_versions) == len(bad.turns)
+
+
+@BATCHED
+@pytest.mark.parametrize("method", METHODS)
+async def test_an_environment_that_raises(
+    make_stage: MakeStage, journal: Journal, method: str, batched: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = await play_beside_others(make_stage, batched, fails=method)
+    named = "init" if method == "make" else method
+    check_invalid(bad, f"story.{named} raised RuntimeError: no {method} today")
+    assert journal.open_environments() == []
+    assert len(journal.made) == (4 if method == "make" else 5)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert record.exc_info is not None
+
+
+@BATCHED
+async def test_turns_before_the_failure_are_kept_for_people(
+    make_stage: MakeStage, journal: Journal, batched: bool
+) -> None:
+    bad = await play_beside_others(make_stage, batched, fails="step", fails_after=2, n_turns=4)
+    check_invalid(bad, "no step today")
+    assert [turn.reward for turn in bad.turns] == [0.25, 0.5]
+    assert len(bad.response_ids) == bad.turns[-1].end
+    assert bad.env_metrics == {}
+    assert journal.open_environments() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "reason"),
+    [
+        ("init", None, "TypeError"),
+        ("init", (None, {}), "init() returned prompt=None; it must be a list of messages"),
+        ("init", ([], {}), "init() returned prompt=[]"),
+        ("init", ("Hello", {}), "init() returned prompt='Hello'"),
+        ("init", ([{"role": "user", "content": 3}], {}), "TypeError"),
+        ("step", None, "step() returned None; return BaseTextEnvStepOutput"),
+        ("step", ("on", 1.0, False), "step() returned ('on', 1.0, False)"),
+        *[
+            ("step", {k: v for k, v in STEP.items() if k != name}, f"returned no '{name}'")
+            for name in ("observations", "reward", "done")
+        ],
+        *[
+            ("step", STEP | {"reward": reward}, f"returned reward={reward!r}; it must be a finite number")
+            for reward in (None, "1", math.nan, -math.inf, [1.0])
+        ],
+        ("step", STEP | {"observations": "on"}, "observations='on'; they must be a list of messages"),
+        ("step", STEP | {"observations": None}, "observations=None"),
+        ("step", STEP | {"observations": [{"content": "on"}]}, "they must be a list of messages"),
+        ("step", STEP | {"observations": [{"role": "user", "content": None}]}, "TypeError"),
+        ("step", STEP | {"observations": [{"role": "user", "content": b"on"}]}, "TypeError"),
+        ("step", STEP | {"observations": [{"role": "user", "content": "\ud800"}]}, "TypeError"),
+        ("step", STEP | {"done": np.array([True, False])}, "ValueError"),
+        ("get_metrics", 5, "get_metrics() returned 5; it must be a dict"),
+        ("get_metrics", None, "get_metrics() returned None"),
+    ],
+)
+async def test_an_environment_that_answers_rubbish(
+    make_stage: MakeStage, journal: Journal, method: str, answer: Any, reason: str
+) -> None:
+    bad = await play_beside_others(make_stage, batched=True, returns={method: answer})
+    check_invalid(bad, f"story.{method} raised")
+    check_invalid(bad, reason)
+    assert journal.open_environments() == []
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1)])
+async def test_any_finite_number_is_a_reward(make_stage: MakeStage, journal: Journal, reward: Any) -> None:
+    stage = make_stage()
+    (t,) = await stage.play([story("a", returns={"step": STEP | {"reward": reward, "done": True}})])
+    assert t.rewards is not None
+    assert (t.rewards[-1], type(t.rewards[-1])) == (1.0, float)
+
+
+@pytest.mark.parametrize("observations", [None, "", []])
+async def test_what_is_observed_after_the_end_does_not_matter(
+    make_stage: MakeStage, journal: Journal, observations: Any
+) -> None:
+    answer = STEP | {"observations": observations, "done": True}
+    (t,) = await make_stage().play([story("a", returns={"step": answer})])
+    assert (t.is_valid, t.total_reward) == (True, 1.0)
+
+
+async def test_the_first_failure_is_the_reason(make_stage: MakeStage, journal: Journal) -> None:
+    def fail() -> None:
+        raise OSError("socket closed")
+
+    journal.do = {"step": fail, "close": fail}
+    (t,) = await make_stage().play([story("a")])
+    assert t.error == "story.step raised OSError: socket closed"
+    (t,) = await make_stage(max_input_length=1).play([story("a")])
+    assert t.stop_reason == "prompt_too_long"
+
+
+async def test_an_environment_nobody_registered(make_stage: MakeStage) -> None:
+    good, bad = await make_stage().play([story("a"), story("b", env_class="stroy")])
+    assert good.is_valid
+    check_invalid(bad, "Did you mean 'story'?")
+
+
+@pytest.fixture
+def silent(journal: Journal) -> Iterator[None]:
+    """An environment that leaves out everything but `step`."""
+
+    class SilentEnv(Env):  # type: ignore[type-arg]
+        def __init__(self, **kwargs: Any) -> None:
+            self.inner = StoryEnv(**kwargs)
+
+        def init(self, prompt: Any) -> Any:
+            return self.inner.init(prompt)
+
+        def step(self, action: str) -> Any:
+            return self.inner.step(action)
+
+    skyrl_gym.register("silent", functools.partial(SilentEnv, journal=journal))
+    yield
+    deregister("silent")
+
+
+@pytest.mark.usefixtures("silent")
+async def test_an_environment_that_is_no_text_environment(make_stage: MakeStage) -> None:
+    (bad,) = await make_stage().play([story("a", env_class="silent")])
+    check_invalid(bad, "has no attribute 'get_metrics'")
+
+
+async def test_failures_leave_the_engine_ready_for_the_next_batch(make_stage: MakeStage, journal: Journal) -> None:
+    stage = make_stage()
+    requests = [story("a"), story("b")]
+    expected = tokens_and_rewards(await stage.play(requests))
+    broken = [replace(request, row=replace(request.row, env_extras={"fails": "step"})) for request in requests]
+    assert not any(t.is_valid for t in await stage.play(broken))
+    assert tokens_and_rewards(await stage.play(requests)) == expected

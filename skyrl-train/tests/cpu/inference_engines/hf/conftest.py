@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.hf import HFEngine
+
+
+@pytest.fixture
+async def new_engine(
+    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> AsyncIterator[Callable[..., HFEngine]]:
+    """Makes engines, of the tiny model unless told otherwise, and closes them after the test."""
+    engines = []
+
+    def make(model: PreTrainedModel = tiny_model, **options: Any) -> HFEngine:
+        engines.append(HFEngine(model, tiny_tokenizer, **{"max_num_seqs": 32, "max_cache_bytes": 1 << 28} | options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.fixture
+def forward_passes(tiny_model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
+    """Sequences and new tokens of every forward pass of the tiny model, e.g. (4, 1)."""
+    shapes: list[tuple[int, ...]] = []
+
+    def note(_: torch.nn.Module, __: tuple[()], inputs: dict[str, Any]) -> None:
+        shapes.append(tuple(inputs["input_ids"].shape))
+
+    hook = tiny_model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    yield shapes
+    hook.remove()
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Lets the event loop run until a condition holds, for ten seconds at most."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    return wait

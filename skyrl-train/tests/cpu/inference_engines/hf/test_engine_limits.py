@@ -1,0 +1,235 @@
+"""Memory, failures, cancellation and the end: what one caller does or suffers leaves the others alone."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf.slots import KVSlots
+
+NewEngine = Callable[..., HFEngine]
+Shapes = list[tuple[int, ...]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+TOKEN_BYTES = 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, head_dim, float32
+SLOT_BYTES = 64 * TOKEN_BYTES  # of a sequence of up to 64 tokens
+
+
+def request(n_prompt: int, n_new: int, session: str | None = None, token: int = 5) -> EngineRequest:
+    return EngineRequest([token] * n_prompt, SamplingParams(max_new_tokens=n_new), token, session)
+
+
+@pytest.fixture
+def largest_cache(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of key-value cache each time that it may have grown."""
+    sizes: list[int] = []
+    layer = KVSlots.layer
+
+    def measured(self: KVSlots, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = layer(self, *args)
+        sizes.append(sum(tensor.nbytes for pair in self._layers.values() for tensor in pair))
+        return memory
+
+    monkeypatch.setattr(KVSlots, "layer", measured)
+    return sizes
+
+
+@pytest.fixture
+def gate(tiny_model: PreTrainedModel) -> Iterator[threading.Event]:
+    """Forward passes wait while it is not set."""
+    opened = threading.Event()
+    hook = tiny_model.base_model.register_forward_pre_hook(lambda *_: opened.wait(10) and None)
+    yield opened
+    opened.set()
+    hook.remove()
+
+
+# -- memory
+
+
+async def test_the_cache_stays_within_its_bytes_and_idle_sessions_make_room(
+    new_engine: NewEngine, forward_passes: Shapes, largest_cache: list[int]
+) -> None:
+    engine = new_engine(max_cache_bytes=3 * SLOT_BYTES)
+    for name in "abcd":
+        await engine.generate([request(20, 4, session=name, token=ord(name))])
+    assert max(largest_cache) == 3 * SLOT_BYTES
+    forward_passes.clear()
+    await engine.generate([request(20, 4, session="d", token=ord("d"))])
+    await engine.generate([request(20, 4, session="c", token=ord("c"))])
+    await engine.generate([request(20, 4, session="a", token=ord("a"))])  # idle for longest when d came
+    assert [n_tokens for _, n_tokens in forward_passes if n_tokens > 1] == [20]
+    assert max(largest_cache) == 3 * SLOT_BYTES
+
+
+async def test_more_requests_than_memory_wait_for_each_other(new_engine: NewEngine, largest_cache: list[int]) -> None:
+    requests = [request(10 + i, 5, token=10 + i) for i in range(9)]
+    expected = await new_engine().generate(requests)
+    largest_cache.clear()
+    results = await new_engine(max_cache_bytes=2 * SLOT_BYTES).generate(requests)
+    assert max(largest_cache) == 2 * SLOT_BYTES
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+async def test_a_long_sequence_waits_until_it_fits_beside_nothing(
+    new_engine: NewEngine, largest_cache: list[int], forward_passes: Shapes, eventually: Eventually
+) -> None:
+    long, short = request(100, 10), request(12, 30, token=9)
+    expected = await new_engine().generate([short, short, long])
+    for cache in (largest_cache, forward_passes):
+        cache.clear()
+    engine = new_engine(max_cache_bytes=3 * SLOT_BYTES)
+    first = asyncio.create_task(engine.generate([short, short]))
+    await eventually(lambda: len(forward_passes) > 3)
+    results = [*await engine.generate([long]), *await first]
+    assert [r.token_ids for r in results] == [expected[i].token_ids for i in (2, 0, 1)]
+    assert max(largest_cache) <= 3 * SLOT_BYTES
+
+
+async def test_sequences_of_growing_length(new_engine: NewEngine, largest_cache: list[int]) -> None:
+    engine, roomy = new_engine(max_cache_bytes=6 * SLOT_BYTES), new_engine()
+    for n_prompt in (10, 60, 61, 120, 200, 300, 40):
+        r = request(n_prompt, 5, session="grows")
+        (result,), (expected,) = await engine.generate([r]), await roomy.generate([r])
+        assert result.token_ids == expected.token_ids
+        assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    largest_cache.clear()
+    await engine.generate([request(300, 5), request(10, 5, token=6)])
+    assert max(largest_cache) <= 6 * SLOT_BYTES
+
+
+async def test_a_sequence_that_can_never_fit_is_refused_alone(new_engine: NewEngine) -> None:
+    engine = new_engine(max_cache_bytes=2 * SLOT_BYTES)
+    served = asyncio.create_task(engine.generate([request(20, 20)]))
+    message = rf"a sequence of 129 tokens needs {129 * TOKEN_BYTES:,} bytes .* {2 * SLOT_BYTES:,} are allowed"
+    with pytest.raises(EngineError, match=message):
+        await engine.generate([request(10, 5), request(100, 29)])
+    (result,) = await served
+    assert len(result.token_ids) == 20
+    (largest,) = await engine.generate([request(100, 28)])
+    assert len(largest.token_ids) == 28
+
+
+# -- failures
+
+
+async def test_a_failing_pass_fails_every_caller_and_the_engine_recovers(
+    new_engine: NewEngine, tiny_model: PreTrainedModel, forward_passes: Shapes, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = new_engine(max_num_seqs=2)
+    requests = [request(10, 8, session="a"), request(11, 8), request(12, 8)]
+    expected = [await engine.generate([r]) for r in requests]
+    forward_passes.clear()
+
+    def fail(*_: Any) -> None:
+        if len(forward_passes) > 3:
+            raise ValueError("out of luck")
+
+    hook = tiny_model.base_model.register_forward_pre_hook(fail)
+    outcomes = await asyncio.gather(*(engine.generate([r]) for r in requests), return_exceptions=True)
+    hook.remove()
+    assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
+    assert {str(outcome) for outcome in outcomes} == {"generation failed: ValueError('out of luck')"}
+    assert "ValueError: out of luck" in caplog.text  # with its traceback
+    for r, (result,) in zip(requests, expected, strict=True):
+        assert (await engine.generate([r]))[0].token_ids == result.token_ids
+
+
+async def test_a_diverged_model_is_an_error_that_says_so(new_engine: NewEngine, tiny_model: PreTrainedModel) -> None:
+    model = copy.deepcopy(tiny_model)
+    engine = new_engine(model)
+    expected = await engine.generate([request(10, 8)])
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    for options in ({}, {"temperature": 0.0}, {"top_p": 0.9}):
+        diverged = EngineRequest([5, 6], SamplingParams(max_new_tokens=8, **options), seed=0)
+        with pytest.raises(EngineError, match=r"logits are not finite \(weight version 0\)"):
+            await engine.generate([diverged])
+    model.lm_head.weight.data.copy_(tiny_model.lm_head.weight)
+    assert await engine.generate([request(10, 8)]) == expected
+
+
+# -- cancellation, synchronising, closing
+
+
+async def test_a_cancelled_call_leaves_the_others_alone_and_stops(
+    new_engine: NewEngine, forward_passes: Shapes, eventually: Eventually
+) -> None:
+    engine = new_engine(max_num_seqs=2)
+    kept = request(10, 20, token=7)
+    (expected,) = await engine.generate([kept])
+    forward_passes.clear()
+    running = asyncio.create_task(engine.generate([request(10, 400, session="a")]))
+    served = asyncio.create_task(engine.generate([kept]))
+    waiting = asyncio.create_task(engine.generate([request(11, 400)]))
+    await eventually(lambda: len(forward_passes) > 3)
+    running.cancel()
+    waiting.cancel()
+    (result,) = await served
+    assert result.token_ids == expected.token_ids
+    assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert len(forward_passes) < 50  # nothing is generated for nobody
+    for task in (running, waiting):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await engine.sync_weights(1)
+    again = await engine.generate([request(10, 4, session="a"), kept])
+    assert again[1].token_ids == expected.token_ids
+
+
+async def test_synchronising_while_sequences_run_is_refused(new_engine: NewEngine, gate: threading.Event) -> None:
+    engine = new_engine()
+    call = asyncio.create_task(engine.generate([request(10, 4), request(10, 6)]))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="version 3 while 2 sequences were being generated"):
+        await engine.sync_weights(3)
+    gate.set()
+    assert {result.weight_version for result in await call} == {0}
+    await engine.sync_weights(3)
+    assert (await engine.generate([request(10, 1)]))[0].weight_version == 3
+
+
+async def test_synchronising_waits_for_the_last_step_of_a_cancelled_call(
+    new_engine: NewEngine, gate: threading.Event, eventually: Eventually
+) -> None:
+    engine = new_engine()
+    call = asyncio.create_task(engine.generate([request(10, 400)]))
+    await eventually(lambda: any(thread.name.startswith("hf-engine") for thread in threading.enumerate()))
+    call.cancel()
+    await asyncio.wait([call])
+    sync = asyncio.create_task(engine.sync_weights(1))
+    await asyncio.sleep(0.01)
+    assert not sync.done()
+    gate.set()
+    await asyncio.wait_for(sync, 10)
+
+
+async def test_closing_fails_who_waits_and_leaves_no_thread(
+    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, gate: threading.Event
+) -> None:
+    threads = set(threading.enumerate())
+    engine = HFEngine(tiny_model, tiny_tokenizer, max_num_seqs=1, max_cache_bytes=1 << 28)
+    calls = [asyncio.create_task(engine.generate([request(10, 400)])) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    assert set(threading.enumerate()) > threads
+    timer = threading.Timer(0.05, gate.set)
+    timer.start()
+    await engine.close()  # in the middle of a pass
+    outcomes: list[list[EngineResult] | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
+    timer.join()
+    assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
+    assert "closed" in str(outcomes[0])
+    assert set(threading.enumerate()) == threads
+    await engine.close()
+    with pytest.raises(EngineError):
+        await engine.generate([request(10, 1)])

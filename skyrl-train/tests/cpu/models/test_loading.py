@@ -1,0 +1,105 @@
+"""What can be loaded, and what the error says when it cannot."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_model, load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tokenizer_folder(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+    """A copy of the tiny tokenizer, to be broken."""
+    tiny_tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_tokenizer_pads_on_the_left(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    padded = tiny_tokenizer(["L", "LRS"], padding=True)
+    assert padded["attention_mask"][0][0] == 0
+    assert padded["attention_mask"][0][-1] == 1
+
+
+def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    assert tokenizer.pad_token != tokenizer.eos_token
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tokenizer_folder)
+    assert load_tokenizer(str(tokenizer_folder)).pad_token == tokenizer.eos_token
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"), [("eos_token", "has no eos_token"), ("chat_template", "has no chat template")]
+)
+def test_a_tokenizer_that_cannot_chat_is_refused(tokenizer_folder: Path, missing: str, message: str) -> None:
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    setattr(tokenizer, missing, None)
+    (tokenizer_folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(tokenizer_folder)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_tokenizer(str(tokenizer_folder))
+    assert str(tokenizer_folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["/no/such/folder", "~/no/such/folder", "."])
+@pytest.mark.parametrize(("what", "load"), [("tokenizer", load_tokenizer), ("model", load_model)])
+def test_a_place_that_holds_nothing_is_named_with_the_key(
+    folder: str, what: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {} if load is load_tokenizer else {"dtype": torch.float32, "device": CPU}
+    with pytest.raises(ConfigError, match=rf"cannot load the {what} from trainer\.policy\.model\.path=") as caught:
+        load(folder, **options)
+    assert f"={folder}: " in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+def test_a_damaged_weights_file_is_a_config_error(tiny_model_path: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_path, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+def test_a_tilde_is_the_home_folder(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tiny_model_path.parent))
+    assert load_tokenizer(f"~/{tiny_model_path.name}").eos_token == "<|im_end|>"
+
+
+def test_the_model_comes_in_the_dtype_asked_for_and_without_dropout(tiny_model_path: Path) -> None:
+    model = load_model(str(tiny_model_path), dtype=torch.bfloat16, device=CPU, gradient_checkpointing=True)
+    assert isinstance(model, Qwen3ForCausalLM)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(module.training for module in model.modules())
+    assert model.is_gradient_checkpointing
+
+
+def test_weights_of_another_shape_are_a_config_error(tiny_model_path: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_path, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 256', '"intermediate_size": 128'))
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+def test_logits_changed_in_an_unknown_way_are_refused(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Qwen3ForCausalLM.forward
+
+    def doubled(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", doubled)
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM changes its logits .* use another architecture"):
+        load_model(str(tiny_model_path), dtype=torch.float32, device=CPU)

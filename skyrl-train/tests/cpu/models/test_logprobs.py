@@ -1,0 +1,140 @@
+"""Scoring only what is trained gives what a naive loop over rows, with all logits, gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.models import logprobs as logprobs_module
+from skyrl_train.models.logprobs import chosen_logprobs, lm_head_logits, response_logprobs
+
+PROMPT_LENGTHS = [4, 1, 6, 3]
+RESPONSE_MASKS = [[1, 1, 0, 0, 1], [1], [0, 1, 1], [0, 0]]  # a gap is an observation; the last row trains nothing
+N_PROMPT, N_RESPONSE = 7, 6  # wider than any row: padding on both sides
+PAD_ID = 0
+
+
+@pytest.fixture(scope="module")
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sequences (4, 13), attention mask (4, 13) and loss mask (4, 6)."""
+    generator = torch.Generator().manual_seed(1)
+    n_rows = len(PROMPT_LENGTHS)
+    sequences = torch.full((n_rows, N_PROMPT + N_RESPONSE), PAD_ID)
+    attention_mask = torch.zeros_like(sequences)
+    loss_mask = torch.zeros(n_rows, N_RESPONSE)
+    for row, (n_prompt, mask) in enumerate(zip(PROMPT_LENGTHS, RESPONSE_MASKS, strict=True)):
+        columns = slice(N_PROMPT - n_prompt, N_PROMPT + len(mask))
+        n_tokens = n_prompt + len(mask)
+        sequences[row, columns] = torch.randint(1, 61, (n_tokens,), generator=generator)
+        attention_mask[row, columns] = 1
+        loss_mask[row, : len(mask)] = torch.tensor(mask)
+    return sequences, attention_mask, loss_mask
+
+
+def naive(
+    model: PreTrainedModel,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row by row, without padding, from the logits of every position."""
+    sequences, attention_mask, loss_mask = batch
+    logprobs, entropies = torch.zeros_like(loss_mask), torch.zeros_like(loss_mask)
+    for row in range(len(sequences)):
+        token_ids = sequences[row][attention_mask[row].bool()]
+        n_prompt = int(attention_mask[row, :N_PROMPT].sum())
+        logits = model(input_ids=token_ids[None], use_cache=False).logits[0] / temperature
+        for column in loss_mask[row].nonzero()[:, 0].tolist():
+            position = n_prompt + column
+            distribution = torch.distributions.Categorical(logits=logits[position - 1])
+            logprobs[row, column] = distribution.log_prob(token_ids[position])
+            entropies[row, column] = distribution.entropy()
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_and_entropy_are_those_of_a_naive_loop(
+    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], temperature: float
+) -> None:
+    with torch.no_grad():
+        logprobs, entropy = response_logprobs(tiny_model, *batch, temperature)
+        expected_logprobs, expected_entropy = naive(tiny_model, batch, temperature)
+    torch.testing.assert_close(logprobs, expected_logprobs)
+    torch.testing.assert_close(entropy, expected_entropy)
+    assert (logprobs[batch[2] == 0] == 0).all()
+    assert (entropy[batch[2] == 0] == 0).all()
+
+
+def test_other_architectures_agree_too(
+    other_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    with torch.no_grad():
+        actual = response_logprobs(other_model, *batch, 0.8)
+        expected = naive(other_model, batch, 0.8)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_gradients_are_those_of_a_naive_loop(
+    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    gradients = []
+    for score in (lambda model: response_logprobs(model, *batch, 0.6), lambda model: naive(model, batch, 0.6)):
+        model = copy.deepcopy(tiny_model)
+        logprobs, entropy = score(model)
+        weights = torch.linspace(-1, 1, logprobs.numel()).reshape(logprobs.shape)
+        (weights * logprobs + 0.3 * entropy).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_chunks_change_neither_values_nor_gradients(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(11, tiny_model.config.hidden_size, generator=generator)
+    token_ids = torch.randint(61, (11,), generator=generator)
+    most_logits = 0
+
+    def counted(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal most_logits
+        logits = lm_head_logits(model, hidden)
+        most_logits = max(most_logits, logits.numel())
+        return logits
+
+    def score() -> tuple[torch.Tensor, ...]:
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropies = chosen_logprobs(tiny_model, leaf, token_ids, 0.7)
+        head = tiny_model.get_output_embeddings().weight
+        gradients = torch.autograd.grad((logprobs * torch.arange(11) + entropies).sum(), [leaf, head])
+        return (logprobs.detach(), entropies.detach(), *gradients)
+
+    monkeypatch.setattr(logprobs_module, "lm_head_logits", counted)
+    whole = score()
+    assert most_logits == 11 * tiny_model.config.vocab_size
+    monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 4 * tiny_model.config.vocab_size + 1)
+    most_logits = 0
+    torch.testing.assert_close(score(), whole)
+    assert most_logits == 4 * tiny_model.config.vocab_size
+
+
+def test_a_vocabulary_larger_than_a_chunk_goes_one_position_at_a_time(
+    tiny_model: PreTrainedModel,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.no_grad():
+        expected = response_logprobs(tiny_model, *batch, 1.0)
+        monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 7)
+        torch.testing.assert_close(response_logprobs(tiny_model, *batch, 1.0), expected)
+
+
+def test_a_batch_that_trains_nothing_is_all_zeros(
+    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    sequences, attention_mask, loss_mask = batch
+    logprobs, entropy = response_logprobs(tiny_model, sequences, attention_mask, torch.zeros_like(loss_mask), 1.0)
+    assert logprobs.shape == entropy.shape == loss_mask.shape
+    assert not logprobs.any()
+    assert not entropy.any()
