@@ -21,20 +21,22 @@ from skyrl_train.tracking import RunFolder, read_metrics
 
 METRIC = "eval/environment/catch_rate"
 TRAIN_METRIC = "environment/catch_rate"
-N_STEPS = 100
+N_STEPS = 80
 
 OVERRIDES = (
     "trainer.train_batch_size=32",
-    "trainer.policy_mini_batch_size=16",
+    "trainer.policy_mini_batch_size=8",  # four updates a step
     "generator.n_samples_per_prompt=16",
     "generator.batched=true",
     "generator.max_turns=5",
     "generator.sampling_params.max_generate_length=1",
     "environment.skyrl_gym.max_env_workers=0",
-    "trainer.algorithm.use_kl_loss=false",
+    "trainer.algorithm.use_kl_loss=true",
+    "trainer.algorithm.kl_loss_coef=0.03",  # keeps all three actions alive until every start is solved
+    "trainer.algorithm.eps_clip_high=0.28",
     "trainer.policy.optimizer_config.lr=1e-3",
     "trainer.policy.optimizer_config.scheduler=linear",
-    "trainer.policy.optimizer_config.num_warmup_steps=10",
+    "trainer.policy.optimizer_config.num_warmup_steps=20",
     "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
     "trainer.policy.optimizer_config.weight_decay=0",
     "trainer.eval_interval=10",

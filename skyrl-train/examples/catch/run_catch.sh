@@ -35,11 +35,15 @@ else
     "trainer.policy.model.path='$MODEL_DIR'"
     trainer.policy.optimizer_config.lr=1e-3
     "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]"
+    trainer.policy.optimizer_config.weight_decay=0
     trainer.policy.optimizer_config.scheduler=linear
+    trainer.policy.optimizer_config.num_warmup_steps=20
+    trainer.algorithm.kl_loss_coef=0.03
+    trainer.algorithm.eps_clip_high=0.28
     trainer.train_batch_size=32
-    trainer.policy_mini_batch_size=16
+    trainer.policy_mini_batch_size=8
     generator.n_samples_per_prompt=16
-    trainer.max_training_steps=100
+    trainer.max_training_steps=80
   )
 fi
 

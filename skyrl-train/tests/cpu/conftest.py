@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -22,6 +23,9 @@ from examples.catch.catch_dataset import CatchDataset
 from examples.catch.players import conversation, random_player
 from skyrl_train.models.loading import load_model, load_tokenizer
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 SMALL = {
     "vocab_size": 61,

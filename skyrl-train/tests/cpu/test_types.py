@@ -11,19 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.types import TENSOR_FIELDS, PromptRow, TrainingBatch, Trajectory, TrajectoryID
+from skyrl_train.types import TENSOR_FIELDS, PromptRow, TrainingBatch, TrajectoryID
+from trajectories import make_trajectory
 
-TRAJECTORY = Trajectory(
-    id=TrajectoryID("17", 3),
-    env_class="catch",
-    data_source="synthetic_catch",
-    prompt_ids=[5, 9],
-    response_ids=[1, 2, 3],
-    loss_mask=[1, 0, 1],
-    logprobs=[-0.1, 0.0, -0.2],
-    rewards=[0.25, 0.0, 1.0],
-    stop_reason="stop",
-)
+TRAJECTORY = make_trajectory("17", [0.25, 0.0, 1.0], repetition=3)
 
 
 def batch_of(uids: list[str], length: int = 5, response_length: int = 3, **computed: torch.Tensor) -> TrainingBatch:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-FILES = ("trainer_state.pt", "data.pt", "policy/model.pt")
+FILES = ("data.pt", "policy/model.pt")
 N_BYTES = 1000  # of one file
 
 
-def content_of(name: str) -> Callable[[Path], None]:
-    """Writes a checkpoint in which every file says `name`."""
+def content_of(name: str, halfway: Callable[[], None] = lambda: None) -> Callable[[Path], None]:
+    """Writes a checkpoint in which every file says `name`; `halfway` is called in the middle of each."""
 
     def write(folder: Path) -> None:
         (folder / "policy").mkdir()
         for file in FILES:
             with (folder / file).open("w") as opened:
                 opened.write(name.ljust(N_BYTES // 2))
-                opened.flush()  # a crash in the next line leaves half a file
+                opened.flush()
+                halfway()
                 opened.write(" " * (N_BYTES // 2))
 
     return write

@@ -184,5 +184,5 @@ def test_the_state_survives_a_checkpoint_file(tmp_path: Path) -> None:
 
 
 def test_less_than_a_batch_is_refused() -> None:
-    with pytest.raises(DataError, match="has 3 usable prompts, fewer than trainer.train_batch_size=4"):
+    with pytest.raises(DataError, match=r"has 3 usable prompts, fewer than trainer\.train_batch_size=4"):
         shuffled(3, 4)

@@ -95,9 +95,7 @@ async def make_stage(
     def make(skyrl_gym: dict[str, Any] | None = None, **generator: Any) -> Stage:
         environment = {"env_class": "story", "skyrl_gym": {"max_env_workers": 4} | (skyrl_gym or {})}
         generator = {"max_turns": 3} | generator
-        cfg = load_config(
-            {"trainer": {"max_prompt_length": 1}, "generator": generator, "environment": environment}
-        )
+        cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": generator, "environment": environment})
         engine = RecordedEngine(talker, tiny_tokenizer, max_num_seqs=16, max_cache_bytes=2**24)
         chat = ChatEncoder(tiny_tokenizer)
         stages.append(Stage(SkyRLGymGenerator(cfg, engine, chat), engine, chat))

@@ -19,7 +19,7 @@ class Journal:
     made: list[StoryEnv] = field(default_factory=list)
     closed: list[StoryEnv] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
-    do: dict[str, Callable[[], None]] = field(default_factory=dict)  # by method, before it does anything else
+    do: dict[str, Callable[[], object]] = field(default_factory=dict)  # by method, before it does anything else
 
     def open_environments(self) -> list[StoryEnv]:
         return [env for env in self.made if self.closed.count(env) != 1]

@@ -122,7 +122,9 @@ async def test_a_generator_only_has_to_implement_generate() -> None:
     class Parrot(GeneratorInterface):
         async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
             assert input_batch["batch_metadata"] == BatchMetadata(7, "eval")
-            return to_generator_output([make_trajectory(rewards=[float(i)]) for i in range(len(input_batch["prompts"]))])
+            return to_generator_output(
+                [make_trajectory(rewards=[float(i)]) for i in range(len(input_batch["prompts"]))]
+            )
 
     requests = [request("a", 0), request("a", 1, env_class=None, data_source="birds")]
     first, second = await Parrot().rollout(requests, SAMPLING, BatchMetadata(7, "eval"))

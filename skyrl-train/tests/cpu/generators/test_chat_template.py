@@ -18,7 +18,8 @@ BOS, EOS = "<s>", "</s>"
 TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
     "chatml with a default system message": (
-        "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}" + CHATML,
+        "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}"
+        + CHATML,
         "<|im_end|>",
     ),
     "llama 3": (
@@ -158,7 +159,9 @@ def test_the_caller_may_change_what_it_got(tiny_tokenizer: PreTrainedTokenizerBa
 
 def test_a_template_that_hides_assistant_turns_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
     with pytest.raises(ConfigError, match="does not show the text of assistant messages"):
         ChatEncoder(tokenizer).observation_ids([user("a")], -1)
 

@@ -198,11 +198,9 @@ async def test_the_parallel_list_interface_gives_the_same(make_stage: MakeStage)
 
 
 @BATCHED
-async def test_environments_do_not_wait_for_each_other(
-    make_stage: MakeStage, journal: Journal, batched: bool
-) -> None:
+async def test_environments_do_not_wait_for_each_other(make_stage: MakeStage, journal: Journal, batched: bool) -> None:
     everyone = threading.Barrier(3, timeout=10)
-    journal.do = {method: everyone.wait for method in METHODS}  # type: ignore[dict-item]
+    journal.do = dict.fromkeys(METHODS, everyone.wait)
     trajectories = await make_stage(batched=batched).play([story(uid, n_turns=2) for uid in "abc"])
     assert all(t.is_valid for t in trajectories)
 
@@ -248,4 +246,3 @@ async def test_when_the_engine_fails_every_environment_is_closed(
     assert len(journal.made) == 2
     assert journal.open_environments() == []
     assert sorted(stage.engine.ended) == ["a_0", "slow_0"]
-

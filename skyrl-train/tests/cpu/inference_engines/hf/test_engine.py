@@ -136,13 +136,17 @@ async def test_new_weights_are_used_after_a_sync(new_engine: NewEngine, tiny_mod
 # -- independence
 
 
-async def test_results_do_not_depend_on_what_else_is_in_the_batch(new_engine: NewEngine) -> None:
+async def test_results_do_not_depend_on_what_else_is_in_the_batch(
+    new_engine: NewEngine, forward_passes: Shapes
+) -> None:
     requests = ragged_requests()
     expected = await alone(new_engine, requests)
     together = await new_engine().generate(requests)
     backwards = await new_engine().generate(requests[::-1])
     one_at_a_time = await new_engine(max_num_seqs=1).generate(requests)
+    forward_passes.clear()
     two_at_a_time = await new_engine(max_num_seqs=2).generate(requests)
+    assert max(rows for rows, _ in forward_passes) == 2
     for results in (together, backwards[::-1], one_at_a_time, two_at_a_time):
         for actual, result in zip(results, expected, strict=True):
             assert_same(actual, result)
@@ -223,15 +227,6 @@ async def test_an_ended_session_is_read_anew(new_engine: NewEngine, forward_pass
     forward_passes.clear()
     await engine.generate([request(prompt(30), session="game")])
     assert forward_passes[0] == (1, 30)
-
-
-async def test_two_requests_of_one_session_at_once(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    requests = [request(prompt(12), seed=s, session="game") for s in range(3)]
-    expected = await alone(new_engine, requests)
-    for _ in range(2):
-        for actual, result in zip(await engine.generate(requests), expected, strict=True):
-            assert_same(actual, result)
 
 
 async def test_a_shared_prompt_is_read_once(

@@ -67,9 +67,33 @@ async def test_the_cache_stays_within_its_bytes_and_idle_sessions_make_room(
     forward_passes.clear()
     await engine.generate([request(20, 4, session="d", token=ord("d"))])
     await engine.generate([request(20, 4, session="c", token=ord("c"))])
+    assert {n_tokens for _, n_tokens in forward_passes} == {1}
     await engine.generate([request(20, 4, session="a", token=ord("a"))])  # idle for longest when d came
     assert [n_tokens for _, n_tokens in forward_passes if n_tokens > 1] == [20]
     assert max(largest_cache) == 3 * SLOT_BYTES
+
+
+async def test_requests_of_one_session_at_once_give_their_slots_back(
+    new_engine: NewEngine, largest_cache: list[int]
+) -> None:
+    engine = new_engine()
+    requests = [request(12, 4, session="game", token=token) for token in (7, 8, 9)]
+    (expected,) = await new_engine().generate(requests[2:])
+    for _ in range(3):
+        results = await engine.generate(requests)
+        assert results[2].token_ids == expected.token_ids
+        assert results[2].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert max(largest_cache) == 3 * SLOT_BYTES
+
+
+async def test_the_bytes_counted_are_the_bytes_used(
+    new_engine: NewEngine, other_model: PreTrainedModel, largest_cache: list[int]
+) -> None:
+    await new_engine(other_model).generate([request(10, 4)])
+    n_bytes = max(largest_cache)
+    await new_engine(other_model, max_cache_bytes=n_bytes).generate([request(10, 4)])
+    with pytest.raises(EngineError, match=f"{n_bytes - 1:,} are allowed"):
+        await new_engine(other_model, max_cache_bytes=n_bytes - 1).generate([request(10, 4)])
 
 
 async def test_more_requests_than_memory_wait_for_each_other(new_engine: NewEngine, largest_cache: list[int]) -> None:

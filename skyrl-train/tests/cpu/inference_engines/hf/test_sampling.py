@@ -137,6 +137,11 @@ def test_uniforms_are_splitmix64() -> None:
     assert (uniforms([0, 0, 0], [1, 2, 3]) * 2**24).tolist() == [output >> 40 for output in published]
 
 
+def test_no_seed_continues_where_another_one_is() -> None:
+    step = 0x9E3779B97F4A7C15  # from one position to the next
+    assert (uniforms([step] * 8, range(8)) != uniforms([0] * 8, range(1, 9))).all()
+
+
 def test_uniforms_look_random_over_seeds_and_over_positions() -> None:
     n = 20_000
     for u in (uniforms(range(n), [3] * n), uniforms([3] * n, range(n))):

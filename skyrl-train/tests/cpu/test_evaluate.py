@@ -1,0 +1,189 @@
+"""Evaluation: every prompt is played as configured, measured per source, and written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trajectories import make_trajectory
+from transformers import PreTrainedTokenizerBase
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+from skyrl_gym.envs.registration import deregister
+from skyrl_train.config import SkyRLConfig, load_config
+from skyrl_train.dataset.files import read_rows, write_jsonl
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate, rollout_requests, sampling_params
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
+
+SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
+
+
+@pytest.fixture(autouse=True)
+def guess() -> Iterator[None]:
+    """The environment of the trajectories here."""
+    skyrl_gym.register("guess", BaseTextEnv)
+    yield
+    deregister("guess")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """Five prompts from three sources."""
+    rows = [{"prompt": [{"role": "user", "content": str(i)}], "data_source": s} for i, s in enumerate(SOURCES)]
+    write_jsonl(tmp_path / "validation.jsonl", rows)
+    return PromptDataset(str(tmp_path / "validation.jsonl"), tiny_tokenizer, max_prompt_length=100)
+
+
+@pytest.fixture
+def cfg() -> SkyRLConfig:
+    """Two samples a prompt, in batches of two prompts."""
+    sampling = {"max_generate_length": 9, "temperature": 0.3, "top_p": 0.8, "stop": "END"}
+    generator = {"eval_n_samples_per_prompt": 2, "eval_sampling_params": sampling}
+    return load_config(
+        {"trainer": {"eval_batch_size": 2}, "generator": generator, "environment": {"env_class": "guess"}}
+    )
+
+
+class Judge(GeneratorInterface):
+    """A generator by the public interface alone: the second sample of every prompt is worth the prompt's number."""
+
+    def __init__(self) -> None:
+        self.asked: list[GeneratorInput] = []
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        self.asked.append(input_batch)
+        n = len(input_batch["prompts"])
+        numbers = [int(prompt[0]["content"]) for prompt in input_batch["prompts"]]
+        return GeneratorOutput(
+            prompt_token_ids=[[1]] * n,
+            response_ids=[[2, 3]] * n,
+            rewards=[float(i * id.repetition_id) for i, id in zip(numbers, input_batch["trajectory_ids"], strict=True)],
+            loss_masks=[[1, 1]] * n,
+            stop_reasons=["stop"] * n,
+            rollout_logprobs=[[-1.0, -1.0]] * n,
+            env_metrics=[{"n": i} for i in numbers],
+        )
+
+
+async def test_every_prompt_is_played_in_batches_with_the_evaluations_sampling(
+    dataset: PromptDataset, cfg: SkyRLConfig
+) -> None:
+    judge = Judge()
+    _, trajectories = await evaluate(dataset, judge, cfg, global_step=12)
+    assert [len(asked["prompts"]) for asked in judge.asked] == [4, 4, 2]
+    played = [id for asked in judge.asked for id in asked["trajectory_ids"]]
+    assert played == [TrajectoryID(str(uid), repetition) for uid in range(5) for repetition in range(2)]
+    assert [t.id for t in trajectories] == played
+    for asked in judge.asked:
+        assert asked["batch_metadata"] == BatchMetadata(12, "eval")
+        expected = SamplingParams(max_new_tokens=9, temperature=0.3, top_p=0.8, stop=("END",))
+        assert SamplingParams(**asked["sampling_params"]) == expected
+        assert set(asked["env_classes"]) == {"guess"}
+
+
+async def test_metrics_over_everything_and_per_source(dataset: PromptDataset, cfg: SkyRLConfig) -> None:
+    """Rewards of prompts 0 to 4: 0 and i."""
+    metrics, _ = await evaluate(dataset, Judge(), cfg, global_step=0)
+    scores = {name: value for name, value in metrics.items() if not name.startswith(("eval/generate", "eval/env"))}
+    assert scores == {
+        "eval/all/avg_score": 1.0,
+        "eval/all/pass_at_2": 0.8,
+        "eval/all/mean_positive_reward": 1.0,
+        "eval/maths_easy/avg_score": 0.75,
+        "eval/maths_easy/pass_at_2": 0.5,
+        "eval/maths_easy/mean_positive_reward": 0.75,
+        "eval/games/avg_score": 1.25,
+        "eval/games/pass_at_2": 1.0,
+        "eval/games/mean_positive_reward": 1.25,
+        "eval/unknown/avg_score": 1.0,
+        "eval/unknown/pass_at_2": 1.0,
+        "eval/unknown/mean_positive_reward": 1.0,
+    }
+    assert metrics["eval/environment/n"] == metrics["eval/environment/guess/n"] == 2.0
+    assert metrics["eval/generate/avg_num_tokens"] == 2.0
+
+
+def test_invalid_trajectories_are_counted_and_read_by_nothing_else() -> None:
+    good = [make_trajectory("a", [1.0], data_source="s"), make_trajectory("b", [0.0], data_source="s")]
+    bad = [make_trajectory("c", None, data_source="s"), make_trajectory("d", None, data_source="broken")]
+    assert eval_metrics([*good, *bad], 1) == eval_metrics(good, 1) | {"eval/generate/n_invalid": 2.0}
+
+
+def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    chat = ChatEncoder(tiny_tokenizer)
+    prompt_ids = chat.prompt_ids([Message(role="user", content="L or R?")])
+    response_ids = tiny_tokenizer("L<|im_end|>", add_special_tokens=False)["input_ids"]
+    n_tokens = len(response_ids)
+    good = make_trajectory(
+        "7",
+        [0.0] * (n_tokens - 1) + [1.0],
+        repetition=2,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        data_source="games/catch",
+        env_extras={"data_source": "games/catch", "extra_info": {"index": 7}},
+        env_metrics={"steps": 1},
+    )
+    bad = make_trajectory("8", None, stop_reason="env_error", error="catch.step raised OSError", prompt_ids=prompt_ids)
+    dump_evaluation(tmp_path, [good, bad], {"eval/all/avg_score": 1.0}, chat)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "aggregated_results.jsonl",
+        "games_catch.jsonl",
+        "unknown.jsonl",
+    ]
+    assert read_rows(str(tmp_path / "games_catch.jsonl")) == [
+        {
+            "input_prompt": "<|im_start|>user\nL or R?<|im_end|>\n<|im_start|>assistant\n",
+            "output_response": "L<|im_end|>",
+            "score": [0.0] * (n_tokens - 1) + [1.0],
+            "stop_reason": "stop",
+            "env_class": "guess",
+            "env_extras": {"data_source": "games/catch", "extra_info": {"index": 7}},
+            "env_metrics": {"steps": 1},
+            "data_source": "games/catch",
+            "uid": "7_2",
+            "error": None,
+        }
+    ]
+    (row,) = read_rows(str(tmp_path / "unknown.jsonl"))
+    assert (row["score"], row["stop_reason"], row["error"]) == (None, "env_error", "catch.step raised OSError")
+    assert json.loads((tmp_path / "aggregated_results.jsonl").read_text()) == {"eval/all/avg_score": 1.0}
+
+
+def test_sources_whose_names_become_one_share_their_file_and_their_metrics(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    both = [make_trajectory("a", [1.0], data_source="x/y"), make_trajectory("b", [0.0], data_source="x_y")]
+    dump_evaluation(tmp_path, both, {}, ChatEncoder(tiny_tokenizer))
+    assert [row["data_source"] for row in read_rows(str(tmp_path / "x_y.jsonl"))] == ["x/y", "x_y"]
+    assert eval_metrics(both, 1)["eval/x_y/avg_score"] == 0.5
+
+
+def test_requests_name_an_environment_and_repeat_prompts_side_by_side() -> None:
+    rows = [PromptRow("0", [], None, {}), PromptRow("1", [], "catch", {})]
+    requests = rollout_requests(rows, 2, "gsm8k")
+    assert [request.id.to_string() for request in requests] == ["0_0", "0_1", "1_0", "1_1"]
+    assert [request.row.env_class for request in requests] == ["gsm8k", "gsm8k", "catch", "catch"]
+    assert rows[0].env_class is None
+
+
+@pytest.mark.parametrize(("stop", "expected"), [(None, ()), ("END", ("END",)), (["a", "b"], ("a", "b"))])
+def test_sampling_parameters_are_passed_on(stop: Any, expected: tuple[str, ...]) -> None:
+    section = {"max_generate_length": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": stop}
+    cfg = load_config({"generator": {"sampling_params": section}})
+    assert sampling_params(cfg.generator.sampling_params) == SamplingParams(5, 0.5, 0.9, 3, 0.1, expected)
+
+
+def test_equal_trajectories_give_equal_metrics_in_any_order() -> None:
+    some: list[Trajectory] = [make_trajectory(str(i), [float(i)], data_source="ab"[i % 2]) for i in range(6)]
+    assert eval_metrics(some, 1) == pytest.approx(eval_metrics(some[::-1], 1))
