@@ -121,7 +121,7 @@ class TrajectoryDump(Callback):
 
 
 class Checkpointing(Callback):
-    """Saves every `trainer.ckpt_interval` steps and at the last one, asked-for stops included; checks the disk first."""
+    """Saves every `trainer.ckpt_interval` steps and at the last one, asked-for stops too; checks the disk first."""
 
     async def on_train_start(self, trainer: Trainer) -> None:
         if trainer.cfg.trainer.ckpt_interval > 0 and trainer.global_step < trainer.total_steps:

@@ -23,14 +23,10 @@ METRIC = "eval/environment/catch_rate"
 TRAIN_METRIC = "environment/catch_rate"
 N_STEPS = 80
 
-OVERRIDES = (
+TINY_MODEL = (
     "trainer.train_batch_size=32",
     "trainer.policy_mini_batch_size=8",  # four updates a step
     "generator.n_samples_per_prompt=16",
-    "generator.batched=true",
-    "generator.max_turns=5",
-    "generator.sampling_params.max_generate_length=1",
-    "environment.skyrl_gym.max_env_workers=0",
     "trainer.algorithm.use_kl_loss=true",
     "trainer.algorithm.kl_loss_coef=0.03",  # keeps all three actions alive until every start is solved
     "trainer.algorithm.eps_clip_high=0.28",
@@ -39,12 +35,22 @@ OVERRIDES = (
     "trainer.policy.optimizer_config.num_warmup_steps=20",
     "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
     "trainer.policy.optimizer_config.weight_decay=0",
+    f"trainer.max_training_steps={N_STEPS}",
+)
+"""What it takes to train the tiny model; `run_catch.sh` uses it too."""
+
+THIS_RUN = (
+    "generator.batched=true",
+    "generator.max_turns=5",
+    "generator.sampling_params.max_generate_length=1",
+    "environment.skyrl_gym.max_env_workers=0",
     "trainer.eval_interval=10",
     "trainer.eval_batch_size=512",
-    "trainer.ckpt_interval=25",
+    "trainer.ckpt_interval=20",
     "trainer.max_ckpts_to_keep=1",
     "trainer.hf_save_interval=1000",
     "trainer.logger=[jsonl,tensorboard]",
+    "trainer.project_name=catch",
 )
 
 
@@ -104,12 +110,11 @@ class CatchRun:
             f"data.val_data=['{self.data_dir / 'validation.parquet'}']",
             f"trainer.policy.model.path='{self.model_dir}'",
             f"trainer.output_dir='{self.output_dir}'",
-            "trainer.project_name=catch",
             f"trainer.run_name={self.name}",
             f"trainer.max_training_steps={self.n_steps}",
             f"trainer.seed={self.seed}",
         ]
-        BasePPOExp(parse_cli([*OVERRIDES, *overrides])).run()
+        BasePPOExp(parse_cli([*TINY_MODEL, *THIS_RUN, *overrides])).run()
 
     def metrics(self) -> MetricRows:
         """What the run logged so far."""
@@ -124,3 +129,7 @@ class CatchRun:
         """Measured by playing the validation set, not assumed."""
         rows = read_rows(str(self.data_dir / "validation.parquet"))
         return Baselines(catch_rate(rows, optimal_player), expected_random_catch_rate(rows))
+
+
+if __name__ == "__main__":
+    print("\n".join(TINY_MODEL))

@@ -11,7 +11,7 @@ DATA_DIR=${DATA_DIR:-$HOME/data/catch}
 MODEL_DIR=${MODEL_DIR:-$HOME/models/catch-tiny-qwen3}
 PYTHON=${PYTHON:-$([[ -x ../.venv/bin/python ]] && echo ../.venv/bin/python || echo python)}
 
-if [[ ! -f $DATA_DIR/train.parquet ]]; then
+if [[ "$*" != *data.train_data=* && ! -f $DATA_DIR/train.parquet ]]; then
   echo "error: $DATA_DIR/train.parquet does not exist; write it with" >&2
   echo "  $PYTHON -m examples.catch.catch_dataset --output_dir $DATA_DIR" >&2
   exit 1
@@ -31,20 +31,8 @@ else
   if [[ "$*" != *trainer.policy.model.path=* && ! -d $MODEL_DIR ]]; then
     "$PYTHON" -m examples.catch.warm_start --data_dir "$DATA_DIR" --output_dir "$MODEL_DIR"
   fi
-  MODEL=(
-    "trainer.policy.model.path='$MODEL_DIR'"
-    trainer.policy.optimizer_config.lr=1e-3
-    "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]"
-    trainer.policy.optimizer_config.weight_decay=0
-    trainer.policy.optimizer_config.scheduler=linear
-    trainer.policy.optimizer_config.num_warmup_steps=20
-    trainer.algorithm.kl_loss_coef=0.03
-    trainer.algorithm.eps_clip_high=0.28
-    trainer.train_batch_size=32
-    trainer.policy_mini_batch_size=8
-    generator.n_samples_per_prompt=16
-    trainer.max_training_steps=80
-  )
+  mapfile -t MODEL < <("$PYTHON" -m examples.catch.recipe)
+  MODEL+=("trainer.policy.model.path='$MODEL_DIR'" environment.skyrl_gym.max_env_workers=0)
 fi
 
 exec "$PYTHON" -m examples.catch.main_catch \

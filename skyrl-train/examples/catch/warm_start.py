@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from examples.catch.players import conversation, random_player
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_train.dataset.files import read_rows
+from skyrl_train.errors import SkyRLError
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
 
 N_CONVERSATIONS = 4096
@@ -32,15 +33,18 @@ LEARNING_RATE = 3e-3
 
 
 def make_model(train_file: Path, output_dir: Path, seed: int) -> float:
-    """Write tokenizer and model to `output_dir`; returns the last training loss in nats per token."""
+    """Write tokenizer and model to `output_dir`, which must be new; returns the last loss in nats per token."""
+    if output_dir.exists():
+        raise ValueError(f"{output_dir} exists already; remove it, or write to another folder")
     rows = read_rows(str(train_file))
     conversations = play_at_random(rows, N_CONVERSATIONS, seed)
     tokenizer = train_tokenizer(conversations[:400])
     model = tiny_qwen3(tokenizer, seed=seed)
     loss = train_language_model(model, encode(conversations, tokenizer), seed)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(output_dir)
-    model.save_pretrained(output_dir)
+    partial = output_dir.with_name(output_dir.name + ".partial")  # an interrupted write is not mistaken for a model
+    tokenizer.save_pretrained(partial)
+    model.save_pretrained(partial)
+    partial.rename(output_dir)
     return loss
 
 
@@ -84,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
     output_dir = args.output_dir.expanduser()
-    loss = make_model(args.data_dir.expanduser() / "train.parquet", output_dir, args.seed)
+    try:
+        loss = make_model(args.data_dir.expanduser() / "train.parquet", output_dir, args.seed)
+    except (ValueError, SkyRLError) as error:
+        parser.error(str(error))
     print(f"Wrote a tiny Qwen3 to {output_dir} (loss on random play: {loss:.3f} nats per token)")
 
 

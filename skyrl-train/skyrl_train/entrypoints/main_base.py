@@ -28,7 +28,7 @@ from skyrl_train.algorithms import advantage_estimator, policy_loss
 from skyrl_train.callbacks import Callback, Checkpointing, Evaluation, Export, Logging, Reporting, TrajectoryDump
 from skyrl_train.config import SkyRLConfig, config_dir, parse_cli, to_yaml, validate_cfg, what_runs_here
 from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
-from skyrl_train.errors import ConfigError, DataError, SkyRLError
+from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
@@ -73,14 +73,8 @@ class BasePPOExp:
         return load_tokenizer(self.cfg.trainer.policy.model.path)
 
     def get_train_dataset(self, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-        """The prompts to train on; at least one batch of them."""
-        dataset = PromptDataset(self.cfg.data.train_data, tokenizer, self.cfg.trainer.max_prompt_length)
-        if len(dataset) < self.cfg.trainer.train_batch_size:
-            raise DataError(
-                f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
-                f"{self.cfg.trainer.train_batch_size}; lower the batch size or add data"
-            )
-        return dataset
+        """The prompts to train on."""
+        return PromptDataset(self.cfg.data.train_data, tokenizer, self.cfg.trainer.max_prompt_length)
 
     def get_eval_dataset(self, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
         """The prompts to evaluate on, if there is any evaluation."""

@@ -52,12 +52,18 @@ def load_model(
     """The causal language model at `path`, in evaluation mode: dropout would make log-probs random.
 
     Raises:
-        ConfigError: nothing usable at `path`, or a model whose logits are not head(hidden states).
+        ConfigError: nothing usable at `path`, or an architecture whose log-probs would come out wrong.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(_expand(path), dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(_cannot_load("model", path, error)) from error
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"trainer.policy.model.path={path}: PyTorch's attention leaves out the softcapping of a "
+            f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
+            "another model"
+        )
     model.eval().to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

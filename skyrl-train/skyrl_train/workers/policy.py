@@ -21,7 +21,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.types import TrainingBatch
-from skyrl_train.workers.scoring import policy_logprobs, score_logprobs, token_budget
+from skyrl_train.workers.scoring import policy_logprobs, score_logprobs, micro_batch_rows
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class PolicyWorker:
         """
         weights = _Weights.of(batch.loss_mask, self._cfg.algorithm)
         sums: dict[str, torch.Tensor] = {}
-        for rows in token_budget(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu):
+        for rows in micro_batch_rows(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu):
             part = batch.select(rows).to(self.model.device)
             with _checkpointed_layers(self.model):
                 terms = self._loss_terms(part, weights.select(rows).to(self.model.device))

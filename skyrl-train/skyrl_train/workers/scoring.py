@@ -16,7 +16,7 @@ from skyrl_train.types import TrainingBatch
 def score_logprobs(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig) -> torch.Tensor:
     """Log-probs (B, R) of the batch's sampled tokens under `model`, 0 elsewhere, on the CPU."""
     logprobs = torch.zeros_like(batch.loss_mask)
-    for rows in token_budget(batch, cfg, cfg.micro_forward_batch_size_per_gpu):
+    for rows in micro_batch_rows(batch, cfg, cfg.micro_forward_batch_size_per_gpu):
         part = batch.select(rows).to(model.device)
         logprobs[rows] = policy_logprobs(model, part, cfg)[0].cpu()
     return logprobs
@@ -32,7 +32,7 @@ def policy_logprobs(
         )
 
 
-def token_budget(batch: TrainingBatch, cfg: TrainerConfig, max_rows: int | None) -> list[list[int]]:
+def micro_batch_rows(batch: TrainingBatch, cfg: TrainerConfig, max_rows: int | None) -> list[list[int]]:
     """The rows of each micro-batch; rows without a trained token need no pass and are left out."""
     trained = [row for row, n_tokens in enumerate(batch.loss_mask.sum(dim=1).tolist()) if n_tokens > 0]
     lengths = batch.attention_mask.sum(dim=1).tolist()

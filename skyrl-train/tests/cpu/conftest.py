@@ -40,7 +40,7 @@ SMALL = {
 }
 OTHER_ARCHITECTURES = {
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0, sliding_window=64),
+    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0, attn_logit_softcapping=None, sliding_window=64),
     "granite": GraniteConfig(**SMALL, logits_scaling=3.0, embedding_multiplier=2.0),
     "cohere": CohereConfig(**SMALL, logit_scale=0.25),
     "mistral": MistralConfig(**SMALL, sliding_window=64),

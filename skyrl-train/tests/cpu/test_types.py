@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trajectories import make_trajectory
 
 from skyrl_train.types import TENSOR_FIELDS, PromptRow, TrainingBatch, TrajectoryID
-from trajectories import make_trajectory
 
 TRAJECTORY = make_trajectory("17", [0.25, 0.0, 1.0], repetition=3)
 

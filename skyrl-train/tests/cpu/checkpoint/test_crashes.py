@@ -147,8 +147,11 @@ def save_with(saboteur: Saboteur, store: CheckpointStore) -> bool:
 
 
 def latest_name(folder: Path) -> str | None:
-    """What a new process would resume from."""
-    latest = CheckpointStore(folder).latest()
+    """What a new process would resume from; everything else that has a name is complete as well."""
+    store = CheckpointStore(folder)
+    latest = store.latest()
+    for step in store.steps():
+        read(folder / f"global_step_{step}")
     return None if latest is None else read(latest)
 
 

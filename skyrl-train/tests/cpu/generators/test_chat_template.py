@@ -30,9 +30,8 @@ TEMPLATES = {
         "<|eot_id|>",
     ),
     "mistral": (
-        "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}"
-        "{% if loop.previtem is defined and loop.previtem['role'] == 'user' %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ '<s>' }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
         "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}",
         EOS,
     ),

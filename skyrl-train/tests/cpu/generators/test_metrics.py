@@ -26,10 +26,10 @@ def guess() -> Iterator[None]:
 
 @pytest.fixture
 def rollouts() -> list[Trajectory]:
-    """Prompt a passes with its second sample, b never, c only in an invalid trajectory."""
+    """Prompt a passes with one of its samples, b never, c only in an invalid trajectory."""
     return [
-        make_trajectory("a", [0.0, 0.0], turns=(TURN,), env_metrics={"won": 0}),
-        make_trajectory("a", [0.5, -0.25, 1.0], repetition=1, turns=(TURN, TURN), env_metrics={"won": 1}),
+        make_trajectory("a", [0.5, -0.25, 1.0], turns=(TURN, TURN), env_metrics={"won": 1}),
+        make_trajectory("a", [0.0, 0.0], repetition=1, turns=(TURN,), env_metrics={"won": 0}),
         make_trajectory("b", [-1.0, 0.5, 0.0, 0.0], turns=(TURN,), env_metrics={"won": 0}),
         make_trajectory("c", None, response_ids=[1], stop_reason="env_error", env_metrics={"won": 1}),
     ]

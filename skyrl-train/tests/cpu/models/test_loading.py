@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_model, load_tokenizer
@@ -103,3 +103,11 @@ def test_logits_changed_in_an_unknown_way_are_refused(tiny_model_path: Path, mon
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", doubled)
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM changes its logits .* use another architecture"):
         load_model(str(tiny_model_path), dtype=torch.float32, device=CPU)
+
+
+def test_a_model_whose_attention_is_softcapped_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Gemma2Config(vocab_size=32, num_hidden_layers=1, head_dim=8, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attn_logit_softcapping"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)

@@ -1,0 +1,37 @@
+"""`make catch` from end to end, with a budget too small to learn anything: it must say so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyrl_gym
+from examples.catch import learn, warm_start
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(warm_start, "N_CONVERSATIONS", 64)
+    monkeypatch.setattr(warm_start, "N_STEPS", 2)
+    yield tmp_path
+    skyrl_gym.envs.deregister("catch")
+
+
+def test_a_model_that_has_not_learned_is_a_failure(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        learn.main(["--steps", "1", "--output_dir", str(output_dir), "--seed", "3"])
+    assert status.value.code == 1
+    said = capsys.readouterr().out
+    for words in (
+        r"random play +13\.9%",
+        "before training",
+        "after training",
+        r"optimal player +95\.8%",
+        "NOT learned",
+    ):
+        assert re.search(words, said)
+    for name in ("learning_curve.png", "report.html", "metrics.jsonl"):
+        assert (output_dir / "catch/shaped-seed3" / name).stat().st_size > 0

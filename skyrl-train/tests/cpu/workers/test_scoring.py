@@ -1,0 +1,46 @@
+"""Scoring a batch in parts gives what scoring it whole gives, and skips what nobody trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from trajectories import make_trajectory
+from transformers import PreTrainedModel
+
+from skyrl_train.config import load_config
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.workers.scoring import score_logprobs
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows_of_each_pass"),
+    [
+        ({}, [4]),
+        ({"micro_forward_batch_size_per_gpu": 1}, [1, 1, 1, 1]),
+        ({"micro_forward_batch_size_per_gpu": 3}, [3, 1]),
+        ({"max_tokens_per_microbatch": 14}, [3, 1]),  # 3, 4, 4 and 9 tokens
+    ],
+)
+def test_log_probs_do_not_depend_on_the_budget(
+    tiny_model: PreTrainedModel, budget: dict[str, Any], rows_of_each_pass: list[int]
+) -> None:
+    rewards = [[0.0] * n_tokens for n_tokens in (7, 1, 5, 2, 2)]
+    trajectories = [make_trajectory(str(uid), values) for uid, values in enumerate(rewards)]
+    trajectories[2] = make_trajectory("2", rewards[2], loss_mask=[0] * 5)
+    batch = build_training_batch(trajectories, pad_token_id=0)
+    cfg = load_config({"trainer": budget, "generator": {"sampling_params": {"temperature": 0.7}}}).trainer
+    with torch.no_grad():
+        expected, _ = response_logprobs(tiny_model, batch.sequences, batch.attention_mask, batch.loss_mask, 0.7)
+    n_rows: list[int] = []
+    hook = tiny_model.base_model.register_forward_pre_hook(
+        lambda _, __, inputs: n_rows.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    logprobs = score_logprobs(tiny_model, batch, cfg)
+    hook.remove()
+    torch.testing.assert_close(logprobs, expected)
+    assert not logprobs.requires_grad
+    assert not logprobs[2].any()
+    assert n_rows == rows_of_each_pass
