@@ -7,7 +7,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
-SEED ?= 0
+SEED ?= 42
 ARGS ?=
 
 BIN := .venv/bin
@@ -32,6 +32,10 @@ catch: .venv/.runtime ## teach a small model to play Catch on this machine, and 
 .PHONY: catch-compare
 catch-compare: .venv/.runtime ## the same with shaped and with episodic rewards, curves side by side
 	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) $(ARGS)
+
+.PHONY: bench-catch
+bench-catch: .venv/.runtime ## the same over three seeds and both kinds of reward; writes benchmarks/catch/results.md
+	@cd skyrl-train && PYTHONPATH=. ../$(BIN)/python ../benchmarks/catch/seeds.py $(ARGS)
 
 .PHONY: test
 test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'

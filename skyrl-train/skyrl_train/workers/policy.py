@@ -21,7 +21,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.types import TrainingBatch
-from skyrl_train.workers.scoring import policy_logprobs, score_logprobs, micro_batch_rows
+from skyrl_train.workers.scoring import micro_batch_rows, policy_logprobs, score_logprobs
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,82 @@
+"""How far the tiny model gets on Catch, over seeds and reward modes: `make bench-catch`.
+
+Trains every combination with the recipe of `make catch`, one after the other, and writes `results.md` and
+`results.png` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import get_args
+
+from examples.catch.env import RewardMode
+from examples.catch.main_catch import register_catch
+from examples.catch.recipe import METRIC, CatchRun
+from skyrl_train.entrypoints.main_base import run_command
+from skyrl_train.report import compare_curves
+
+HERE = Path(__file__).parent
+
+
+def measure(run: CatchRun) -> str:
+    """Train, and describe the result as a row of the table."""
+    started = time.monotonic()
+    run.prepare()
+    prepared = time.monotonic()
+    run.train()
+    finished = time.monotonic()
+    before, after = run.catch_rates()
+    optimal = run.baselines().optimal
+    first_good = next((row["step"] for row in run.metrics() if row.get(METRIC, 0.0) >= 0.9 * optimal), None)
+    return (
+        f"| {run.reward_mode} | {run.seed} | {before:.1%} | {after:.1%} | {after / optimal:.1%} | {first_good} "
+        f"| {prepared - started:.0f} s | {finished - prepared:.0f} s |"
+    )
+
+
+def main() -> None:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    options.add_argument("--output_dir", type=Path, default=Path("outputs/bench-catch"))
+    args = options.parse_args()
+    register_catch()
+    output_dir = args.output_dir.resolve()
+    runs = [CatchRun(output_dir, mode, seed) for mode in get_args(RewardMode) for seed in args.seeds]
+    run_command(lambda: write(runs, [measure(run) for run in runs]))
+
+
+def write(runs: list[CatchRun], rows: list[str]) -> None:
+    """The table and the picture."""
+    baselines = runs[0].baselines()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    table = [
+        "# Catch with the tiny model",
+        "",
+        f"`make bench-catch`, {time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip()}, {platform.machine()} CPU. "
+        f"{runs[0].n_steps} steps; the optimal player catches {baselines.optimal:.1%} of the validation set, random "
+        f"play {baselines.chance:.1%}.",
+        "",
+        "| rewards | seed | before | after | of optimal | 90% of optimal at step | data and warm start | GRPO |",
+        "|---|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "![Catch rates over training](results.png)",
+    ]
+    (HERE / "results.md").write_text("\n".join(table) + "\n", encoding="utf-8")
+    compare_curves(
+        {f"{run.reward_mode}, seed {run.seed}": run.metrics() for run in runs},
+        HERE / "results.png",
+        metric=METRIC,
+        title="Catch with the tiny model",
+        baselines=baselines.as_lines(),
+    )
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
