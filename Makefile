@@ -27,15 +27,15 @@ help: ## show this list
 
 .PHONY: catch
 catch: .venv/.runtime ## teach a small model to play Catch on this machine, and write its report
-	@$(IN_TRAIN) -m examples.catch.learn --seed $(SEED) $(ARGS)
+	@$(IN_TRAIN) -m examples.catch.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
 
 .PHONY: catch-compare
 catch-compare: .venv/.runtime ## the same with shaped and with episodic rewards, curves side by side
-	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) $(ARGS)
+	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) --output_dir ../outputs $(ARGS)
 
 .PHONY: bench-catch
 bench-catch: .venv/.runtime ## the same over three seeds and both kinds of reward; writes benchmarks/catch/results.md
-	@cd skyrl-train && PYTHONPATH=. ../$(BIN)/python ../benchmarks/catch/seeds.py $(ARGS)
+	@cd skyrl-train && PYTHONPATH=. ../$(BIN)/python ../benchmarks/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)
 
 .PHONY: test
 test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CURVES = ("eval/all/avg_score", "reward/avg_raw_reward")  # the learning curve shows the first that was measured
 
+SHOWN = ("eval/all/avg_score", "eval/environment/")  # on the progress line
+
 
 @dataclass(slots=True)
 class StepReport:
@@ -98,7 +100,7 @@ class Logging(Callback):
             self._progress.update(
                 report.global_step,
                 reward=report.metrics.get("reward/avg_raw_reward"),
-                eval_metrics={name: value for name, value in report.metrics.items() if name.startswith("eval/")},
+                eval_metrics={name: value for name, value in report.metrics.items() if name.startswith(SHOWN)},
                 tokens_per_second=report.metrics.get("trainer/tokens_per_second"),
             )
 

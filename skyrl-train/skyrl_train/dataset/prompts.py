@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from skyrl_train.errors import DataError
 from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
+
+EPOCHS_PER_SEED = 1_000_003  # the second epoch of one seed is not the first of the next
 
 
 class PromptDataset:
@@ -52,6 +56,14 @@ class PromptDataset:
                 f"{max_prompt_length} tokens (the shortest has {min(lengths)}); raise it"
             )
         self._rows = [_prompt_row(str(i), row, prompt_key, env_class_key) for i, row in enumerate(kept)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of every row, the same for the same data in the same order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self._rows:
+            digest.update(repr(row).encode())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,28 +104,32 @@ class ShuffledPrompts:
         """The next batch; starts the next epoch when this one is over."""
         if self._row + self._batch_size > len(self._dataset):
             self._epoch, self._row = self._epoch + 1, 0
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        generator = torch.Generator().manual_seed(self._seed * EPOCHS_PER_SEED + self._epoch)
         order = torch.randperm(len(self._dataset), generator=generator)
         start, self._row = self._row, self._row + self._batch_size
         return [self._dataset[i] for i in order[start : self._row].tolist()]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""
-        return {"epoch": self._epoch, "row": self._row, "n_rows": len(self._dataset), "seed": self._seed}
+        return {"epoch": self._epoch, "row": self._row} | self._identity()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, with batches of any size.
 
         Raises:
-            DataError: the number of rows or the seed is another one, so the position means nothing here.
+            DataError: the data or the seed is another one, so the position means nothing here.
         """
-        for name, value in (("n_rows", len(self._dataset)), ("seed", self._seed)):
+        for name, value in self._identity().items():
             if state[name] != value:
                 raise DataError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={value}; resume with "
                     "the same data and seed, or start anew with trainer.resume_mode=none and another trainer.run_name"
                 )
         self._epoch, self._row = state["epoch"], state["row"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What a position is a position in."""
+        return {"n_rows": len(self._dataset), "fingerprint": self._dataset.fingerprint, "seed": self._seed}
 
 
 def is_conversation(value: Any) -> bool:

@@ -16,19 +16,22 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.errors import ConfigError
 
 ASSISTANT_TURN = "ASSISTANT_TURN"  # stands for a sampled turn while its surroundings are rendered
-CACHED_OBSERVATIONS = 4096
+CACHED_TEXTS = 4096  # the samples of a group share their prompt, and many environments repeat their observations
 
 
 class ChatEncoder:
     """Encodes prompts and observations for one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError if the tokenizer's chat template cannot join turns."""
         self._tokenizer = tokenizer
-        self._after_turn = lru_cache(maxsize=CACHED_OBSERVATIONS)(self._render_after_turn)
+        self._prompt = lru_cache(maxsize=CACHED_TEXTS)(self._render_prompt)
+        self._after_turn = lru_cache(maxsize=CACHED_TEXTS)(self._render_after_turn)
+        self._after_turn("[]")  # a template that cannot is refused now, not in the first rollout
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The conversation so far and the header of the assistant's turn."""
-        return self._encode(self._render(messages))
+        return list(self._prompt(json.dumps(list(messages))))
 
     def observation_ids(self, observations: Sequence[Mapping[str, Any]], last_token_id: int) -> list[int]:
         """What stands between a sampled turn and the next: its end, the observations, the assistant's header.
@@ -48,6 +51,10 @@ class ChatEncoder:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text for people: with special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _render_prompt(self, messages: str) -> tuple[int, ...]:
+        """Token ids of a prompt; `messages` are JSON, as the key of a cache."""
+        return tuple(self._encode(self._render(json.loads(messages))))
 
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
         """Token ids of everything after a sampled turn; `observations` are JSON, as the key of a cache."""

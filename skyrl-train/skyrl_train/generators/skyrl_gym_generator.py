@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, cast
 
+from omegaconf import OmegaConf
+
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
@@ -144,14 +146,14 @@ class SkyRLGymGenerator(GeneratorInterface):
     async def _play(self, rollouts: Sequence[_Rollout], sampling: SamplingParams) -> None:
         """Play rollouts turn by turn, all of them in step."""
         try:
-            await _each(self._start(rollout) for rollout in rollouts)
+            await self._each(self._start(rollout) for rollout in rollouts)
             while active := self._still_playing(rollouts):
                 started = time.perf_counter()
                 results = await self._engine.generate([_engine_request(rollout, sampling) for rollout in active])
                 seconds = time.perf_counter() - started
-                await _each(self._take_turn(*pair, seconds) for pair in zip(active, results, strict=True))
+                await self._each(self._take_turn(*pair, seconds) for pair in zip(active, results, strict=True))
         finally:
-            await _each(self._finish(rollout) for rollout in rollouts)
+            await self._each(self._finish(rollout) for rollout in rollouts)
 
     def _still_playing(self, rollouts: Sequence[_Rollout]) -> list[_Rollout]:
         """Rollouts that take another turn; those whose conversation has grown too long end here."""
@@ -167,6 +169,16 @@ class SkyRLGymGenerator(GeneratorInterface):
                     rollout.fail("prompt_too_long", f"the prompt has {n_tokens} tokens and the limit is {limit}")
         return [rollout for rollout in active if rollout.stop_reason is None]
 
+    async def _each(self, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run coroutines concurrently, the first error cancels the rest; one by one where calls are inline anyway."""
+        if self._pool is None:
+            for coroutine in coroutines:
+                await coroutine
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for coroutine in coroutines:
+                tasks.create_task(coroutine)
+
     async def _start(self, rollout: _Rollout) -> None:
         """Make the environment and encode its first prompt."""
         row = rollout.request.row
@@ -174,7 +186,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         extras["max_turns"] = self._cfg.generator.max_turns
 
         def start() -> list[Any]:
-            env_config = copy.deepcopy(self._cfg.environment.skyrl_gym.env_config(rollout.env_class))
+            env_config = OmegaConf.create(self._cfg.environment.skyrl_gym.env_config(rollout.env_class))
             env = skyrl_gym.make(rollout.env_class, env_config=env_config, extras=extras)
             rollout.env = cast(BaseTextEnv, env)
             prompt, _ = env.init(copy.deepcopy(row.prompt))
@@ -252,13 +264,6 @@ def _boundary(rollout: _Rollout, method: str) -> Iterator[None]:
         rollout.fail("env_error", f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}")
 
 
-async def _each(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently; the first error cancels the rest."""
-    async with asyncio.TaskGroup() as tasks:
-        for coroutine in coroutines:
-            tasks.create_task(coroutine)
-
-
 def _engine_request(rollout: _Rollout, sampling: SamplingParams) -> EngineRequest:
     return EngineRequest(rollout.token_ids, sampling, rollout.seed, rollout.request.id.to_string())
 
@@ -276,6 +281,11 @@ def _checked(output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
     for name in ("observations", "reward", "done"):
         if name not in output:
             raise EnvError(f"step() returned no {name!r}; return BaseTextEnvStepOutput(observations, reward, done)")
+    if output.get("postprocessed_action") is not None:
+        raise EnvError(
+            "step() returned a postprocessed_action: replacing what was sampled is not supported; leave it out, and "
+            "interpret the action inside step()"
+        )
     reward = output["reward"]
     if not isinstance(reward, Real) or not math.isfinite(reward):
         raise EnvError(f"step() returned reward={reward!r}; it must be a finite number")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def file_of(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") 
 class Numbers:
     """As much of a dataset as shuffling needs: rows 0 to n - 1."""
 
-    def __init__(self, n_rows: int) -> None:
+    def __init__(self, n_rows: int, fingerprint: str = "numbers") -> None:
         self._n_rows = n_rows
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return self._n_rows
@@ -174,6 +176,21 @@ def test_a_position_in_other_data_is_refused(n_rows: int, seed: int, difference:
     state = shuffled(10, 2).state_dict()
     with pytest.raises(DataError, match=f"{difference}; .*trainer.resume_mode=none"):
         shuffled(n_rows, 2, seed).load_state_dict(state)
+
+
+def test_the_same_number_of_other_rows_is_refused() -> None:
+    other = ShuffledPrompts(Numbers(10, fingerprint="letters"), 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"fingerprint=numbers .* fingerprint=letters"):
+        other.load_state_dict(shuffled(10, 2).state_dict())
+
+
+def test_a_fingerprint_tells_rows_apart(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    fingerprints = []
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"prompt": [{"role": "user", "content": content}]}))
+        fingerprints.append(PromptDataset(str(path), tiny_tokenizer, max_prompt_length=100).fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 def test_the_state_survives_a_checkpoint_file(tmp_path: Path) -> None:
