@@ -15,7 +15,8 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml constraints.txt
 IN_TRAIN := cd skyrl-train && ../$(BIN)/python
 
-export OMP_NUM_THREADS ?= 2 # a tiny model gains nothing from more
+# A tiny model gains nothing from more threads.
+export OMP_NUM_THREADS ?= 2
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help
@@ -34,7 +35,7 @@ catch-compare: .venv/.runtime ## the same with shaped and with episodic rewards,
 	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) --output_dir ../outputs $(ARGS)
 
 .PHONY: bench-catch
-bench-catch: .venv/.runtime ## the same over three seeds and both kinds of reward; writes benchmarks/catch/results.md
+bench-catch: .venv/.runtime ## catch over three seeds and both kinds of reward; writes benchmarks/catch/results.md
 	@cd skyrl-train && PYTHONPATH=. ../$(BIN)/python ../benchmarks/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)
 
 .PHONY: test
