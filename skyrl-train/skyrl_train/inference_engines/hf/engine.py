@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
 from skyrl_train.inference_engines.hf.sampling import sample_tokens, uniforms
+from skyrl_train.inference_engines.hf.slot_table import SlotTable
 from skyrl_train.inference_engines.hf.slots import KVSlots, StepCache, rounded_length
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.logprobs import lm_head_logits
@@ -69,14 +70,6 @@ class _Sequence:
         return self.stop_reason is not None or self.call.done.done()
 
 
-@dataclass(slots=True)
-class _Session:
-    """A slot that outlives its request: the next turn of the session finds `token_ids` cached."""
-
-    slot: int
-    token_ids: list[int]
-
-
 class HFEngine:
     """Generates with the tensors of `model` itself: a weight update needs no copy, only a new version number."""
 
@@ -93,15 +86,11 @@ class HFEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._max_num_seqs = max_num_seqs
-        self._max_cache_bytes = max_cache_bytes
         self._bf16 = bf16
         self.context_length = _context_length(model)
         self._eos_ids = _eos_ids(model, tokenizer)
-        self._bytes_per_token = _cache_bytes_per_token(model)
         self._slots = KVSlots()
-        self._n_slots = 0  # handed out so far
-        self._free: list[int] = []  # slots, best first at the end
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # idle ones, least recently used first
+        self._table = SlotTable(max_cache_bytes, _cache_bytes_per_token(model))
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._weight_version = 0
@@ -121,8 +110,7 @@ class HFEngine:
 
     def end_session(self, session_id: str) -> None:
         """See `InferenceEngine.end_session`."""
-        if session := self._sessions.pop(session_id, None):
-            self._free.append(session.slot)
+        self._table.end_session(session_id)
 
     async def sync_weights(self, weight_version: int) -> None:
         """See `InferenceEngine.sync_weights`. The tensors are the policy's own: only caches are dropped."""
@@ -134,8 +122,7 @@ class HFEngine:
             )
         if self._loop_task is not None and not self._loop_task.done():
             await asyncio.wait([self._loop_task])  # the last step of calls that were cancelled
-        for session_id in list(self._sessions):
-            self.end_session(session_id)
+        self._table.end_sessions()
         self._weight_version = weight_version
 
     async def close(self) -> None:
@@ -164,7 +151,8 @@ class HFEngine:
         self._running = [sequence for sequence in self._running if not sequence.is_over]
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.is_over)
         for sequence in over:
-            self._release_slot(sequence)
+            cached_ids = sequence.token_ids[: sequence.n_cached]
+            self._table.give_back(sequence.slot, sequence.request.session_id, cached_ids)
             if sequence.stop_reason is not None:
                 self._deliver(sequence)
         return bool(self._running or self._waiting)
@@ -172,7 +160,7 @@ class HFEngine:
     @torch.inference_mode()
     def _step(self, slot_length: int) -> None:
         """One forward pass, and one sampled token for each sequence in it."""
-        self._slots.reserve(self._n_slots, slot_length)
+        self._slots.reserve(self._table.n_slots, slot_length)
         batch = self._prompts_to_read() or self._running
         with autocast(self._model.device, self._bf16):
             logits = self._next_logits(batch)  # (b, V)
@@ -262,7 +250,7 @@ class HFEngine:
                 return "stop"
         return "length" if len(sequence.logprobs) >= sequence.max_new_tokens else None
 
-    # -- slots and sessions
+    # -- requests and results
 
     def _sequence(self, request: EngineRequest, call: _Call, index: int) -> _Sequence:
         n_prompt = len(request.prompt_ids)
@@ -273,10 +261,11 @@ class HFEngine:
                 "lower generator.max_input_length"
             )
         sequence = _Sequence(request, call, index, min(request.sampling.max_new_tokens, room))
-        if not self._fits(1, rounded_length(sequence.max_tokens)):
+        if not self._table.fits(1, rounded_length(sequence.max_tokens)):
+            n_bytes = sequence.max_tokens * self._table.bytes_per_token
             raise EngineError(
-                f"a sequence of {sequence.max_tokens} tokens needs {sequence.max_tokens * self._bytes_per_token:,} "
-                f"bytes of key-value cache, {self._max_cache_bytes:,} are allowed; raise "
+                f"a sequence of {sequence.max_tokens} tokens needs {n_bytes:,} "
+                f"bytes of key-value cache, {self._table.max_bytes:,} are allowed; raise "
                 "generator.gpu_memory_utilization or lower generator.max_input_length or "
                 "sampling_params.max_generate_length"
             )
@@ -292,47 +281,18 @@ class HFEngine:
         while self._waiting and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
             longer = max(length, rounded_length(sequence.max_tokens))
-            if not self._take_slot(sequence, longer):
+            taken = self._table.take(sequence.request.session_id, sequence.token_ids, longer)
+            if taken is None:
                 if self._running:
                     break
                 self._forget_slots()  # a longer sequence than before may fit in fewer slots
                 longer = rounded_length(sequence.max_tokens)
-                taken = self._take_slot(sequence, longer)
-                assert taken, "whether it fits alone was checked when the request came in"
+                taken = self._table.take(None, sequence.token_ids, longer)
+                assert taken is not None, "whether it fits alone was checked when the request came in"
+            sequence.slot, sequence.n_cached = taken
             length = longer
             self._running.append(self._waiting.popleft())
         return length
-
-    def _take_slot(self, sequence: _Sequence, length: int) -> bool:
-        """The slot of its session, a free one, a new one, or that of the session idle for longest."""
-        if not self._fits(max(self._n_slots, 1), length):
-            return False
-        session_id = sequence.request.session_id
-        if session_id is not None and session_id in self._sessions:
-            session = self._sessions.pop(session_id)
-            sequence.slot = session.slot
-            sequence.n_cached = _common_prefix(session.token_ids, sequence.token_ids)
-        elif self._free:
-            sequence.slot = self._free.pop()
-        elif self._fits(self._n_slots + 1, length):
-            sequence.slot = self._n_slots
-            self._n_slots += 1
-        elif self._sessions:
-            sequence.slot = self._sessions.popitem(last=False)[1].slot
-        else:
-            return False
-        return True
-
-    def _fits(self, n_slots: int, length: int) -> bool:
-        return n_slots * length * self._bytes_per_token <= self._max_cache_bytes
-
-    def _release_slot(self, sequence: _Sequence) -> None:
-        """Keep the slot for the session, if there is one."""
-        session_id = sequence.request.session_id
-        if session_id is not None and session_id not in self._sessions:
-            self._sessions[session_id] = _Session(sequence.slot, sequence.token_ids[: sequence.n_cached])
-        else:
-            self._free.append(sequence.slot)
 
     def _deliver(self, sequence: _Sequence) -> None:
         """Hand the result to its caller."""
@@ -357,18 +317,8 @@ class HFEngine:
         self._forget_slots()
 
     def _forget_slots(self) -> None:
-        self._sessions.clear()
-        self._free = []
-        self._n_slots = 0
+        self._table.clear()
         self._slots.release()
-
-
-def _common_prefix(cached: list[int], token_ids: list[int]) -> int:
-    """How many cached tokens the sequence can use; at least its last token is left to read."""
-    n = min(len(cached), len(token_ids) - 1)
-    if cached[:n] == token_ids[:n]:
-        return n
-    return next(i for i in range(n) if cached[i] != token_ids[i])
 
 
 def _cache_bytes_per_token(model: PreTrainedModel) -> int:
