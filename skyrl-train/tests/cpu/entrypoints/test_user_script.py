@@ -1,0 +1,82 @@
+"""A script in the form SkyRL users have: `@hydra.main`, `validate_cfg`, an experiment class of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import hydra
+from omegaconf import DictConfig
+from skyrl_gym.envs import register
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, validate_cfg
+from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+
+
+class GuessEnv(BaseTextEnv):
+    def __init__(self, env_config: DictConfig, extras={}):
+        super().__init__()
+        self.bonus = env_config.bonus
+        self.max_turns = extras["max_turns"]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        done = self.turns >= self.max_turns
+        again = [] if done else [{"role": "user", "content": "again"}]
+        return BaseTextEnvStepOutput(observations=again, reward=self.bonus * len(action), done=done, metadata={})
+
+
+class CountingGenerator(SkyRLGymGenerator):
+    async def rollout(self, requests, sampling, metadata):
+        print(f"{metadata.training_phase} {metadata.global_step}: {len(requests)} rollouts")
+        return await super().rollout(requests, sampling, metadata)
+
+
+class Experiment(BasePPOExp):
+    def get_generator(self, cfg, tokenizer, inference_engine_client):
+        from skyrl_train.generators.chat_template import ChatEncoder
+        return CountingGenerator(cfg, inference_engine_client, ChatEncoder(tokenizer))
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    validate_cfg(cfg)
+    register(id="guess", entry_point="__main__:GuessEnv")
+    Experiment(cfg).run()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_it_runs_unchanged(tiny_model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "main_guess.py").write_text(SCRIPT)
+    row = {"prompt": [{"role": "user", "content": "guess"}], "env_class": "guess", "reward_spec": {"ground_truth": "1"}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    finished = subprocess.run(
+        [
+            *(sys.executable, "main_guess.py"),
+            "data.train_data=['rows.jsonl']",
+            "data.val_data=['rows.jsonl']",
+            f"trainer.policy.model.path={tiny_model_path}",
+            "trainer.train_batch_size=4",
+            "trainer.policy_mini_batch_size=4",
+            "generator.n_samples_per_prompt=2",
+            "generator.max_turns=2",
+            "generator.sampling_params.max_generate_length=3",
+            "+environment.skyrl_gym.guess.bonus=0.5",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "train 1: 8 rollouts" in finished.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["main_guess.py", "outputs", "rows.jsonl"]
+    last = json.loads((tmp_path / "outputs/skyrl/test_run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["generate/avg_turns"] == 2

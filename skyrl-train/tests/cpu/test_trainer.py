@@ -1,0 +1,130 @@
+"""The training loop as a whole: what it does with failing rollouts, when it scores, and what it hands to callbacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.callbacks import StepReport, is_due
+from skyrl_train.entrypoints.main_base import main
+from skyrl_train.workers.policy import PolicyWorker
+
+
+class FlakyEnv(BaseTextEnv):
+    """Raises in the rollouts whose reply is short, rewards length in the others."""
+
+    fails_below = 0
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        if len(action) < self.fails_below:
+            raise RuntimeError(f"reply {action!r} is too short")
+        return BaseTextEnvStepOutput(observations=[], reward=len(action) / 10, done=True, metadata={})
+
+
+@pytest.fixture(autouse=True)
+def _flaky() -> Iterator[None]:
+    skyrl_gym.register(id="flaky", entry_point=FlakyEnv)
+    yield
+    skyrl_gym.envs.deregister("flaky")
+
+
+@pytest.fixture
+def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Train for a few steps and return the logged metrics."""
+    row = {"prompt": [{"role": "user", "content": "say something"}], "env_class": "flaky"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+
+    def run(*overrides: str) -> list[dict[str, Any]]:
+        main(
+            [
+                f"data.train_data=['{tmp_path}/rows.jsonl']",
+                f"data.val_data=['{tmp_path}/rows.jsonl']",
+                f"trainer.policy.model.path='{tiny_model_path}'",
+                f"trainer.output_dir='{tmp_path}/outputs'",
+                "trainer.train_batch_size=4",
+                "trainer.policy_mini_batch_size=4",
+                "trainer.ckpt_interval=-1",
+                "trainer.eval_interval=-1",
+                "trainer.logger=jsonl",
+                "generator.n_samples_per_prompt=4",
+                "generator.sampling_params.max_generate_length=4",
+                *overrides,
+            ]
+        )
+        lines = (tmp_path / "outputs/skyrl/test_run/metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return run
+
+
+def test_failed_rollouts_are_counted_and_left_out(
+    train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlakyEnv, "fails_below", 12)
+    step = train()[-1]
+    n_failed = step["generate/n_invalid"]
+    assert 0 < n_failed < 16, "the tiny model's replies vary in length; choose another limit"
+    assert step["reward/avg_raw_reward"] >= 1.2, "a failed rollout was read as reward 0"
+
+
+def test_a_step_of_failures_stops_with_the_first_reason(
+    train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FlakyEnv, "fails_below", 10_000)
+    with pytest.raises(SystemExit):
+        train()
+    message = capsys.readouterr().err
+    assert "error: all 16 rollouts of step 1 failed" in message
+    assert "is too short" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "n_passes"),
+    [
+        (["trainer.algorithm.use_kl_loss=false"], 0),
+        (["trainer.algorithm.use_kl_loss=false", "trainer.policy_mini_batch_size=2"], 1),
+        (["trainer.algorithm.use_kl_loss=false", "trainer.update_epochs_per_batch=2"], 1),
+    ],
+    ids=["one mini-batch, one epoch", "two mini-batches", "two epochs"],
+)
+def test_old_logprobs_are_scored_only_when_the_update_needs_them(
+    train: Callable[..., list[dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    n_passes: int,
+) -> None:
+    score, calls = PolicyWorker.score, []
+
+    def counted(self: PolicyWorker, batch: Any) -> Any:
+        calls.append(batch)
+        return score(self, batch)
+
+    monkeypatch.setattr(PolicyWorker, "score", counted)
+    assert train(*overrides)[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+    assert len(calls) == n_passes
+
+
+def test_the_kl_loss_starts_at_zero_and_then_holds_the_policy_back(
+    train: Callable[..., list[dict[str, Any]]],
+) -> None:
+    rows = train("trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.algorithm.kl_loss_coef=1")
+    kl = [row["policy/policy_kl"] for row in rows if "policy/policy_kl" in row]
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert min(kl[1:]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("interval", "step", "is_last", "due"),
+    [(5, 0, False, False), (5, 4, False, False), (5, 5, False, True), (5, 7, True, True), (-1, 5, True, False)],
+)
+def test_what_is_due(interval: int, step: int, is_last: bool, due: bool) -> None:
+    assert is_due(interval, StepReport(step, is_last, {})) == due
