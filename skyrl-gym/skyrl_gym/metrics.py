@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_gym.envs.registration import spec
+from skyrl_gym.envs.registration import registry, spec
 
 EpisodeMetrics = Mapping[str, Any]
 """What one episode's `get_metrics` returned."""
@@ -46,8 +46,9 @@ def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[Episo
     other. When the whole batch is of one environment, ``environment/{key}`` is logged as well: two episodes of catch,
     one of them won, give ``{"environment/catch/catch_rate": 0.5, "environment/catch_rate": 0.5}``.
 
+    An environment that is not registered in this process, one of another program say, is averaged by the default rule.
+
     Raises:
-        UnregisteredEnv: an environment of the batch is not registered in this process.
         ValueError: the two lists differ in length.
     """
     if len(env_classes) != len(metrics):
@@ -57,7 +58,10 @@ def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[Episo
     episodes: defaultdict[str, list[EpisodeMetrics]] = defaultdict(list)
     for env_class, episode in zip(env_classes, metrics, strict=True):
         episodes[env_class].append(episode)
-    aggregates = {env_class: aggregate_for_environment(env_class, group) for env_class, group in episodes.items()}
+    aggregates = {
+        name: aggregate_for_environment(name, group) if name in registry else default_aggregate_metrics(group)
+        for name, group in episodes.items()
+    }
 
     logged = {f"environment/{env}/{key}": value for env, group in aggregates.items() for key, value in group.items()}
     if len(aggregates) == 1:

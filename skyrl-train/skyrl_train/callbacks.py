@@ -133,8 +133,7 @@ class Checkpointing(Callback):
         interval = trainer.cfg.trainer.ckpt_interval
         is_stopping = trainer.is_stopping and interval > 0 and report.global_step > 0
         if is_stopping or is_due(interval, report):
-            with trainer.timer("save_checkpoints"):
-                trainer.save_checkpoint()
+            trainer.save_checkpoint()
 
 
 class Reporting(Callback):
@@ -159,6 +158,5 @@ class Export(Callback):
 
     async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
         if is_due(trainer.cfg.trainer.hf_save_interval, report):
-            with trainer.timer("save_hf_model"):
-                folder = Path(trainer.cfg.trainer.export_path) / f"global_step_{report.global_step}"
-                trainer.policy.export(folder / "policy")
+            folder = Path(trainer.cfg.trainer.export_path) / f"global_step_{report.global_step}"
+            trainer.policy.export(folder / "policy")

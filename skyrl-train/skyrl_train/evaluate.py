@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.generator import SamplingParams as SamplingConfig
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
+from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, with_prefix
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import PromptRow, Trajectory, TrajectoryID
+from skyrl_train.types import Trajectory
 
 
 async def evaluate(
@@ -28,22 +27,23 @@ async def evaluate(
 
     `eval/all/*` over everything, `eval/<data source>/*` per source, `eval/environment/*` from the environments.
     """
-    sampling = sampling_params(cfg.generator.eval_sampling_params)
+    sampling = SamplingParams.from_config(cfg.generator.eval_sampling_params)
+    metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)
     n_samples = cfg.generator.eval_n_samples_per_prompt
     rows = list(dataset)
     trajectories: list[Trajectory] = []
     for start in range(0, len(rows), cfg.trainer.eval_batch_size):
         batch = rows[start : start + cfg.trainer.eval_batch_size]
         requests = rollout_requests(batch, n_samples, cfg.environment.env_class)
-        trajectories += await generator.rollout(requests, sampling, BatchMetadata(global_step, "eval"))
+        trajectories += await generator.rollout(requests, sampling, metadata)
     return eval_metrics(trajectories, n_samples), trajectories
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
     """The metrics of `evaluate` from trajectories."""
-    metrics = with_prefix("eval/all", reward_metrics(trajectories, n_samples, "avg_score"))
+    metrics = with_prefix("eval/all", reward_metrics(trajectories, n_samples))
     for name, some in _by_source(trajectories).items():
-        metrics |= with_prefix(f"eval/{name}", reward_metrics(some, n_samples, "avg_score"))
+        metrics |= with_prefix(f"eval/{name}", reward_metrics(some, n_samples))
     return metrics | with_prefix("eval", rollout_metrics(trajectories))
 
 
@@ -68,6 +68,9 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
         "env_metrics": trajectory.env_metrics,
         "data_source": trajectory.data_source,
         "uid": trajectory.id.to_string(),
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "weight_versions": trajectory.weight_versions,
+        "timing": trajectory.timing,
         "error": trajectory.error,
     }
 
@@ -78,22 +81,3 @@ def _by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]
     for t in sorted(trajectories, key=lambda t: t.data_source):
         groups.setdefault(t.data_source.replace("/", "_"), []).append(t)
     return groups
-
-
-def rollout_requests(rows: Sequence[PromptRow], n_samples: int, env_class: str) -> list[RolloutRequest]:
-    """Each prompt `n_samples` times, samples of one prompt side by side. `env_class` is of rows that name none."""
-    named = [replace(row, env_class=row.env_class or env_class) for row in rows]
-    return [RolloutRequest(TrajectoryID(row.uid, i), row) for row in named for i in range(n_samples)]
-
-
-def sampling_params(section: SamplingConfig) -> SamplingParams:
-    """The engine's view of `generator.sampling_params` or `generator.eval_sampling_params`."""
-    stop = (section.stop,) if isinstance(section.stop, str) else tuple(section.stop or ())
-    return SamplingParams(
-        max_new_tokens=section.max_generate_length,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_p=section.min_p,
-        stop=stop,
-    )

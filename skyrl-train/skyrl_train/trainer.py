@@ -6,23 +6,24 @@ P prompts a step, G samples of each, B = P·G trajectories of L tokens, the last
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+import yaml
 
 from skyrl_train.algorithms.registry import AdvantageEstimator
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore
-from skyrl_train.checkpoint.store import step_of
-from skyrl_train.config import SkyRLConfig, to_yaml
+from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.prompts import ShuffledPrompts
 from skyrl_train.errors import CheckpointError, EnvError
-from skyrl_train.evaluate import rollout_requests, sampling_params
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface
-from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, with_prefix
-from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, rollout_requests
+from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
+from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import PromptRow, TrainingBatch, Trajectory
 from skyrl_train.workers.policy import PolicyWorker
@@ -81,7 +82,10 @@ class Trainer:
                 await self.finish_step()  # callbacks: evaluate, log, checkpoint
         finally:
             for callback in self._callbacks:
-                await callback.on_train_end(self)
+                try:
+                    await callback.on_train_end(self)
+                except Exception:  # the boundary of a report: it must not hide why the run ended
+                    logger.exception("%s failed at the end of the run", type(callback).__name__)
 
     def request_stop(self) -> None:
         """Stop after the current step, with a checkpoint of it."""
@@ -104,24 +108,31 @@ class Trainer:
             yield self._prompts.next_batch()
 
     async def rollout(self, prompts: Sequence[PromptRow]) -> list[Trajectory]:
-        """G trajectories of each prompt; the invalid ones are counted and left out."""
+        """G trajectories of each prompt; the invalid ones are counted and left out.
+
+        A trajectory whose whole group failed has nothing to be compared with: it is left out too.
+        """
         n_samples = self.cfg.generator.n_samples_per_prompt
+        metadata = BatchMetadata(self.global_step, "train", self.cfg.trainer.seed)
         with self.timer("generate"):
             trajectories = await self.generator.rollout(
                 rollout_requests(prompts, n_samples, self.cfg.environment.env_class),
-                sampling_params(self.cfg.generator.sampling_params),
-                BatchMetadata(self.global_step, "train"),
+                SamplingParams.from_config(self.cfg.generator.sampling_params),
+                metadata,
             )
         self._trajectories = trajectories
         self._metrics |= rollout_metrics(trajectories)
-        self._metrics |= with_prefix("reward", reward_metrics(trajectories, n_samples, "avg_raw_reward"))
+        self._metrics |= training_reward_metrics(trajectories, n_samples)
         valid = [trajectory for trajectory in trajectories if trajectory.is_valid]
         if not valid:
             raise EnvError(
                 f"all {len(trajectories)} rollouts of step {self.global_step} failed; the first: "
                 f"{trajectories[0].error}. Nothing can be learned from this step; fix the environment and resume"
             )
-        return valid
+        n_valid = Counter(trajectory.id.instance_id for trajectory in valid)
+        compared = [t for t in valid if n_samples == 1 or n_valid[t.id.instance_id] > 1]
+        self._metrics["generate/n_left_alone"] = float(len(valid) - len(compared))
+        return compared or valid
 
     def build_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """Pad the trajectories into tensors (B, L)."""
@@ -164,7 +175,7 @@ class Trainer:
                 for _ in range(self.cfg.trainer.update_epochs_per_batch)
                 for mini_batch in self._mini_batches(batch)
             ]
-        for name in metrics[0]:
+        for name in {name: None for m in metrics for name in m}:  # an update may have been skipped
             values = [m[name] for m in metrics if name in m]
             self._metrics[name] = sum(values) if name == "policy/skipped_updates" else sum(values) / len(values)
 
@@ -193,20 +204,20 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the checkpoint that `trainer.resume_mode` asks for, if there is one."""
-        mode = self.cfg.trainer.resume_mode
-        folder = self.checkpoints.latest() if mode == "latest" else None
-        if mode == "from_path":
-            folder = Path(self.cfg.trainer.resume_path or "").expanduser()
+        folder = self.checkpoints.find(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path)
         if folder is None:
             return
-        step = step_of(folder)
         try:
-            self._prompts.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
-        except OSError as error:
-            raise CheckpointError(f"cannot resume from {folder}: {error}") from error
+            state = torch.load(folder / "trainer_state.pt", weights_only=True)
+            position = torch.load(folder / "data.pt", weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(f"cannot resume from {folder}: {error}; remove it and resume from another") from error
+        self._prompts.load_state_dict(position)
         self.policy.load(folder / "policy")
-        self.global_step = step
+        self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
+        for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
+            logger.warning("Not as when the checkpoint was made: %s", line)
 
     def _mini_batches(self, batch: TrainingBatch) -> list[TrainingBatch]:
         return batch.chunk(self.cfg.trainer.policy_mini_batch_size)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Message(TypedDict):
@@ -73,7 +75,7 @@ class Trajectory:
     prompt_ids: list[int]
     response_ids: list[int]
     loss_mask: list[int]
-    logprobs: list[float]
+    logprobs: list[float] | None  # None: the engine did not report them
     rewards: list[float] | None
     stop_reason: str  # of the last turn: "stop", "length", or why there is none, e.g. "env_error"
     turns: tuple[Turn, ...] = ()
@@ -95,10 +97,15 @@ class Trajectory:
         return self.rewards is not None
 
     @property
+    def valid_rewards(self) -> list[float]:
+        """The rewards of a valid trajectory [r]."""
+        assert self.rewards is not None, f"trajectory {self.id} is invalid: {self.error}"
+        return self.rewards
+
+    @property
     def total_reward(self) -> float:
         """Sum of all rewards; only valid trajectories have one."""
-        assert self.rewards is not None, f"trajectory {self.id} is invalid: {self.error}"
-        return sum(self.rewards)
+        return sum(self.valid_rewards)
 
 
 @dataclass(slots=True)
@@ -112,8 +119,8 @@ class TrainingBatch:
     attention_mask: torch.Tensor  # (B, L) int64, 1 on tokens, 0 on padding
     loss_mask: torch.Tensor  # (B, R) float, 1 on sampled tokens
     rewards: torch.Tensor  # (B, R) float
-    rollout_logprobs: torch.Tensor  # (B, R) float, of the engine
     uids: list[str]  # [B] the prompt each row answers
+    rollout_logprobs: torch.Tensor | None = None  # (B, R) float, of the engine
     old_logprobs: torch.Tensor | None = None  # (B, R) of the policy at the start of the update
     ref_logprobs: torch.Tensor | None = None  # (B, R)
     values: torch.Tensor | None = None  # (B, R)
@@ -171,6 +178,12 @@ class TrainingBatch:
             tensor = getattr(self, name)
             mapped[name] = None if tensor is None else function(tensor)
         return replace(self, **mapped)
+
+
+def all_or_none(values: Sequence[T | None]) -> list[T] | None:
+    """The values as a list, or None when one of them is missing."""
+    there = [value for value in values if value is not None]
+    return there if len(there) == len(values) else None
 
 
 TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "uids")

@@ -17,8 +17,8 @@ ConversationType = list[MessageType]
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType], total=False):
     """`EnvStepOutput` over chat messages: `observations` are appended to the conversation after the model's reply.
 
-    postprocessed_action: text to keep in the conversation in place of the model's reply. Leave it out, or None,
-        to keep the reply as it was sampled.
+    postprocessed_action: the reply as the environment understood it. A trainer that learns from the tokens it sampled
+        accepts it only where it is the reply itself; leave it out.
     """
 
     postprocessed_action: str | None

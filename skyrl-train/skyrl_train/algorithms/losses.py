@@ -15,7 +15,7 @@ def clipped_surrogate(
     advantages: torch.Tensor,
     config: AlgorithmConfig,
     loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped surrogate: -min(ρA, clip(ρ, 1 - eps_clip_low, 1 + eps_clip_high) A) with ρ = π / π_old.
 

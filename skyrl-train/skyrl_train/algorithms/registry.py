@@ -37,7 +37,7 @@ class PolicyLoss(Protocol):
         advantages: torch.Tensor,  # (B, R)
         config: AlgorithmConfig,
         loss_mask: torch.Tensor,  # (B, R)
-        rollout_logprobs: torch.Tensor,  # (B, R) of the engine
+        rollout_logprobs: torch.Tensor | None,  # (B, R) of the engine, if it reports them
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each token (B, R), and metrics (B, R) that are averaged over trained tokens."""
         ...

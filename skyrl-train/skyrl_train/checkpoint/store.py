@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from skyrl_train.errors import CheckpointError
 
@@ -27,7 +28,7 @@ class CheckpointStore:
     """Saves, finds and removes the checkpoints under `path`."""
 
     def __init__(self, path: Path, max_to_keep: int = -1) -> None:
-        """Keep the newest `max_to_keep` checkpoints; -1 keeps all."""
+        """Keep the newest `max_to_keep` checkpoints; -1 keeps all that the disk has room for."""
         self.path = path
         self._max_to_keep = max_to_keep
 
@@ -68,6 +69,20 @@ class CheckpointStore:
         partial.rename(target)
         _sync(self.path)
         return target
+
+    def find(self, mode: Literal["none", "latest", "from_path"], path: str | None = None) -> Path | None:
+        """The checkpoint that `trainer.resume_mode` asks for; None to start anew.
+
+        Raises:
+            CheckpointError: it is not there, or its name does not say its step.
+        """
+        if mode == "none":
+            return None
+        if mode == "latest":
+            return self.latest()
+        folder = Path(path or "")
+        step_of(folder)
+        return folder
 
     def latest(self) -> Path | None:
         """The checkpoint to resume from, or None when there is none.

@@ -6,8 +6,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.cli import compose_config, config_dir, get_default_config, parse_cli, rewrite_overrides
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.environment import EnvironmentConfig, SkyRLGymConfig
-from skyrl_train.config.generator import EvalSamplingParams, GeneratorConfig, SamplingParams
-from skyrl_train.config.loading import load_config, to_yaml, validate_cfg
+from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig
+from skyrl_train.config.loading import changed_settings, load_config, to_yaml, validate_cfg
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.policy import OptimizerConfig, PolicyConfig, PolicyModelConfig, RefConfig, RefModelConfig
 from skyrl_train.config.root import SkyRLConfig
@@ -19,7 +19,7 @@ __all__ = [
     "AlgorithmConfig",
     "DataConfig",
     "EnvironmentConfig",
-    "EvalSamplingParams",
+    "EvalSamplingConfig",
     "GeneratorConfig",
     "OptimizerConfig",
     "PlacementConfig",
@@ -27,10 +27,11 @@ __all__ = [
     "PolicyModelConfig",
     "RefConfig",
     "RefModelConfig",
-    "SamplingParams",
+    "SamplingConfig",
     "SkyRLConfig",
     "SkyRLGymConfig",
     "TrainerConfig",
+    "changed_settings",
     "compose_config",
     "config_dir",
     "get_default_config",

@@ -20,7 +20,7 @@ from skyrl_train.config.base import (
 Temperature = Annotated[float, Ge(0)]
 
 
-class SamplingParams(Section):
+class SamplingConfig(Section):
     """How training rollouts are sampled."""
 
     max_generate_length: Count = 1024
@@ -39,13 +39,13 @@ class SamplingParams(Section):
     """Leave out tokens less likely than this fraction of the most likely one."""
 
     logprobs: Annotated[int, Ge(0), Le(0), Allowed("0")] | None = 0
-    """0 returns the log-prob of each sampled token, null returns none."""
+    """The engine always returns the log-prob of each sampled token; 0 says the same."""
 
     stop: OptionalStringList = None
     """Strings that end a turn. One string stands for a list of one."""
 
 
-class EvalSamplingParams(SamplingParams):
+class EvalSamplingConfig(SamplingConfig):
     """How evaluation rollouts are sampled."""
 
     max_generate_length: Resolved[Count] = resolved_later()
@@ -87,14 +87,15 @@ class GeneratorConfig(Section):
     """Trajectories per evaluation prompt."""
 
     max_turns: Count = 1
-    """Most turns of a trajectory."""
+    """Told to every environment as `extras["max_turns"]`; the environment says when it is done."""
 
     max_input_length: OptionalCount = None
     """A trajectory whose input for the next turn is longer, in tokens, ends with stop reason `length`. null takes
     `trainer.max_prompt_length` when `max_turns=1`, else the model's context length."""
 
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
-    """Fraction of the GPU's memory up to which the KV cache may grow."""
+    """Fraction of the memory that weights, gradients and optimizer state leave free, up to which the KV cache may
+    grow."""
 
     max_num_seqs: Count = 1024
     """Most sequences that the engine decodes at once."""
@@ -102,8 +103,8 @@ class GeneratorConfig(Section):
     enforce_eager: bool = True
     """Run the model without CUDA graphs."""
 
-    sampling_params: SamplingParams = SamplingParams()
+    sampling_params: SamplingConfig = SamplingConfig()
     """How training rollouts are sampled."""
 
-    eval_sampling_params: EvalSamplingParams = EvalSamplingParams()
+    eval_sampling_params: EvalSamplingConfig = EvalSamplingConfig()
     """How evaluation rollouts are sampled."""

@@ -49,6 +49,18 @@ def to_yaml(cfg: SkyRLConfig) -> str:
     return str(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000))
 
 
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """One line for each key whose value differs between two dumped configurations: "trainer.epochs: 1 -> 2"."""
+    lines = []
+    for name in [*before, *(name for name in after if name not in before)]:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += changed_settings(old, new, f"{prefix}{name}.")
+        elif old != new:
+            lines.append(f"{prefix}{name}: {show(old)} -> {show(new)}")
+    return lines
+
+
 def _load(source: ConfigSource, rules: tuple[Rule, ...]) -> SkyRLConfig:
     tree = _as_tree(source)
     problems = apply_aliases(tree)

@@ -5,6 +5,7 @@ The filled-in values stay visible in the saved YAML. The order matters: a row ma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from skyrl_train.config.base import value_at, with_value
@@ -36,8 +37,23 @@ SOURCES: tuple[tuple[str, Callable[[SkyRLConfig], object]], ...] = (
 )
 
 
+PATHS = (
+    "trainer.output_dir",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "trainer.resume_path",
+    "trainer.policy.model.path",
+    "trainer.ref.model.path",
+)
+"""Keys whose `~` and `$VARIABLES` are expanded; a Hub name has neither."""
+
+
 def resolve(cfg: SkyRLConfig) -> SkyRLConfig:
-    """A copy in which every null of `SOURCES` whose source is known is filled in."""
+    """A copy in which paths are expanded and every null of `SOURCES` whose source is known is filled in."""
+    for key in PATHS:
+        path = value_at(cfg, key)
+        if path is not None:
+            cfg = with_value(cfg, key, os.path.expandvars(os.path.expanduser(path)))
     for key, source in SOURCES:
         if value_at(cfg, key) is None:
             cfg = with_value(cfg, key, source(cfg))

@@ -89,7 +89,7 @@ class TrainerConfig(Section):
     weights."""
 
     flash_attn: bool = True
-    """Use flash-attention where it is installed, else PyTorch's SDPA."""
+    """Attention is PyTorch's SDPA either way; on a GPU it picks a flash kernel where one fits."""
 
     max_prompt_length: Count = 512
     """Longer prompts, in tokens, are left out of the dataset."""
@@ -110,7 +110,7 @@ class TrainerConfig(Section):
     """Folder of the checkpoints; null takes `<output_dir>/<project_name>/<run_name>/ckpts`."""
 
     max_ckpts_to_keep: CountOrMinusOne = -1
-    """Older checkpoints than these are removed; -1 keeps all."""
+    """Older checkpoints than these are removed; -1 keeps all that the disk has room for."""
 
     hf_save_interval: CountOrMinusOne = -1
     """Export the policy as a Hugging Face folder every so many steps; -1 exports none."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from skyrl_train.config.problems import raise_problems, show
 from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.wandb_login import wandb_login_problem
 
 Rule = Callable[[SkyRLConfig], Iterator[str]]
 
@@ -150,13 +151,10 @@ def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def wandb_has_a_key(cfg: SkyRLConfig) -> Iterator[str]:
-    """Weights & Biases refuses runs without a key, which would otherwise be seen only after the models have loaded."""
-    offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
-    if "wandb" in cfg.trainer.logger and not offline and not os.environ.get("WANDB_API_KEY"):
-        yield (
-            f"trainer.logger={show(cfg.trainer.logger)} needs the environment variable WANDB_API_KEY, which is not "
-            "set; export WANDB_API_KEY, or export WANDB_MODE=offline, or try trainer.logger=tensorboard"
-        )
+    """Weights & Biases refuses runs without a login, which would otherwise be seen only once the models have loaded."""
+    problem = wandb_login_problem(os.environ) if "wandb" in cfg.trainer.logger else None
+    if problem:
+        yield problem
 
 
 RULES: tuple[Rule, ...] = (

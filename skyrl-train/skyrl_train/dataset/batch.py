@@ -6,29 +6,29 @@ from collections.abc import Sequence
 
 import torch
 
-from skyrl_train.types import TrainingBatch, Trajectory
+from skyrl_train.types import TrainingBatch, Trajectory, all_or_none
 
 
 def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) -> TrainingBatch:
     """A batch (B, L) of valid trajectories, prompts padded left and responses right. Rows keep their order."""
-    n_prompt = max(len(t.prompt_ids) for t in trajectories)
-    n_response = max(len(t.response_ids) for t in trajectories)
+    prompt_length = max(len(t.prompt_ids) for t in trajectories)
+    response_length = max(len(t.response_ids) for t in trajectories)
 
-    def responses(name: str) -> torch.Tensor:
-        values = [getattr(t, name) + [0] * (n_response - len(t.response_ids)) for t in trajectories]
-        return torch.tensor(values, dtype=torch.float32)  # (B, R)
+    def padded(values: Sequence[Sequence[float]]) -> torch.Tensor:
+        return torch.tensor([[*row, *[0] * (response_length - len(row))] for row in values], dtype=torch.float32)
 
     sequences, attention_mask = [], []
     for t in trajectories:
-        left, right = n_prompt - len(t.prompt_ids), n_response - len(t.response_ids)
+        left, right = prompt_length - len(t.prompt_ids), response_length - len(t.response_ids)
         sequences.append([pad_token_id] * left + t.prompt_ids + t.response_ids + [pad_token_id] * right)
         attention_mask.append([0] * left + [1] * (len(t.prompt_ids) + len(t.response_ids)) + [0] * right)
+    logprobs = all_or_none([t.logprobs for t in trajectories])
     return TrainingBatch(
         sequences=torch.tensor(sequences),
         attention_mask=torch.tensor(attention_mask),
-        loss_mask=responses("loss_mask"),
-        rewards=responses("rewards"),
-        rollout_logprobs=responses("logprobs"),
+        loss_mask=padded([t.loss_mask for t in trajectories]),
+        rewards=padded([t.valid_rewards for t in trajectories]),
+        rollout_logprobs=None if logprobs is None else padded(logprobs),
         uids=[t.id.instance_id for t in trajectories],
     )
 

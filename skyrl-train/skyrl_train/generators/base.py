@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
+from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID, all_or_none
 
 TrainingPhase = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Which step a batch of rollouts belongs to, e.g. `BatchMetadata(12, "train")`."""
+    """Which step a batch of rollouts belongs to, e.g. `BatchMetadata(12, "train", seed=42)`."""
 
     global_step: int
     training_phase: TrainingPhase
+    seed: int = 0  # of the run
+
+    def rollout_seed(self, id: TrajectoryID) -> int:
+        """The randomness of one rollout: a function of what it is, not of when or beside what it runs."""
+        identity = f"{self.seed}/{self.training_phase}/{self.global_step}/{id.to_string()}"
+        return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,12 @@ class RolloutRequest:
 
     id: TrajectoryID
     row: PromptRow
+
+
+def rollout_requests(rows: Sequence[PromptRow], n_samples: int, env_class: str) -> list[RolloutRequest]:
+    """Each prompt `n_samples` times, samples of one prompt side by side. `env_class` is of rows that name none."""
+    named = [replace(row, env_class=row.env_class or env_class) for row in rows]
+    return [RolloutRequest(TrajectoryID(row.uid, i), row) for row in named for i in range(n_samples)]
 
 
 class GeneratorInput(TypedDict):
@@ -42,20 +55,19 @@ class GeneratorInput(TypedDict):
 
 
 class GeneratorOutput(TypedDict):
-    """SkyRL's output: n trajectories as parallel lists of length n, in the order of the input."""
+    """SkyRL's output: n trajectories as parallel lists of length n, in input order. Other keys are ignored."""
 
     prompt_token_ids: list[list[int]]
     response_ids: list[list[int]]
     rewards: list[list[float] | float | None]  # per token, or one for the response; None marks an invalid trajectory
     loss_masks: list[list[int]]
     stop_reasons: list[str]
-    rollout_logprobs: list[list[float]]
-    rollout_metrics: NotRequired[dict[str, float]]
+    rollout_logprobs: list[list[float]] | None  # None when the engine does not report them
     env_metrics: NotRequired[list[dict[str, Any]]]
 
 
 class GeneratorInterface(ABC):
-    """Plays rollouts. Implement `generate` and the trainer does the rest."""
+    """Plays rollouts. Implement `generate`, or override `rollout`, which the trainer calls."""
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -101,7 +113,7 @@ def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
         rewards=[t.rewards for t in trajectories],
         loss_masks=[t.loss_mask for t in trajectories],
         stop_reasons=[t.stop_reason for t in trajectories],
-        rollout_logprobs=[t.logprobs for t in trajectories],
+        rollout_logprobs=all_or_none([t.logprobs for t in trajectories]),
         env_metrics=[t.env_metrics for t in trajectories],
     )
 
@@ -113,9 +125,11 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
         DataError: lists of different lengths, named with both.
     """
     n_rollouts = len(input_batch["prompts"])
-    for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs"):
-        n_values = len(output.get(name) or ())  # type: ignore[arg-type]
-        if n_values != n_rollouts:
+    required = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
+    for name in (*required, "rollout_logprobs"):
+        values = output.get(name)
+        n_values = len(values or ())  # type: ignore[arg-type]
+        if n_values != n_rollouts and (values is not None or name in required):
             raise DataError(f"the generator returned {n_values} {name} for {n_rollouts} prompts; return one for each")
     return [_trajectory(output, request, i) for i, request in enumerate(to_requests(input_batch))]
 
@@ -123,9 +137,11 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
 def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Trajectory:
     response_ids = output["response_ids"][i]
     rewards = _per_token(output["rewards"][i], len(response_ids))
+    all_logprobs = output.get("rollout_logprobs")
+    logprobs = None if all_logprobs is None else all_logprobs[i]
     columns: dict[str, Sequence[float] | None] = {
         "loss_masks": output["loss_masks"][i],
-        "rollout_logprobs": output["rollout_logprobs"][i],
+        "rollout_logprobs": logprobs,
         "rewards": rewards,
     }
     for name, values in columns.items():
@@ -138,7 +154,7 @@ def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Tra
         prompt_ids=output["prompt_token_ids"][i],
         response_ids=response_ids,
         loss_mask=output["loss_masks"][i],
-        logprobs=output["rollout_logprobs"][i],
+        logprobs=logprobs,
         rewards=rewards,
         stop_reason=output["stop_reasons"][i],
         env_metrics=output["env_metrics"][i] if "env_metrics" in output else {},
@@ -151,4 +167,4 @@ def _per_token(rewards: list[float] | float | None, n_tokens: int) -> list[float
     """A reward of the whole response stands on its last token."""
     if rewards is None or isinstance(rewards, list):
         return rewards
-    return [0.0] * (n_tokens - 1) + [float(rewards)]
+    return ([0.0] * (n_tokens - 1) + [float(rewards)])[:n_tokens]

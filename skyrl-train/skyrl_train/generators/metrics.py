@@ -21,16 +21,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "generate/max_num_tokens": max(lengths),
         "generate/avg_num_tokens": statistics.fmean(lengths),
         "generate/std_num_tokens": statistics.pstdev(lengths),
-        "generate/avg_turns": statistics.fmean(len(t.turns) for t in valid),
     }
-    for name, keep in (("non_zero", lambda t: t.total_reward > 0), ("zero", lambda t: t.total_reward == 0)):
+    if any(t.turns for t in valid):  # a generator of one's own may not say
+        metrics["generate/avg_turns"] = statistics.fmean(len(t.turns) for t in valid)
+    for name, keep in (("non_zero", lambda t: t.total_reward != 0), ("zero", lambda t: t.total_reward == 0)):
         if some := [len(t.response_ids) for t in valid if keep(t)]:
             metrics[f"generate/avg_tokens_{name}_rewards"] = statistics.fmean(some)
     return metrics | aggregate_by_environment([t.env_class for t in valid], [t.env_metrics for t in valid])
 
 
-def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int, mean_name: str) -> dict[str, float]:
-    """Mean reward under `mean_name`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
+def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
+    """`avg_score`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
 
     A prompt passes when one of its trajectories has a positive total reward. `mean_positive_reward` averages the sum
     of each trajectory's positive rewards.
@@ -42,10 +43,17 @@ def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int, mean_name
     for t in valid:
         passed[t.id.instance_id] = passed.get(t.id.instance_id, False) or t.total_reward > 0
     return {
-        mean_name: statistics.fmean(t.total_reward for t in valid),
-        f"{'avg_' if mean_name == 'avg_raw_reward' else ''}pass_at_{n_samples}": statistics.fmean(passed.values()),
-        "mean_positive_reward": statistics.fmean(sum(r for r in t.rewards or () if r > 0) for t in valid),
+        "avg_score": statistics.fmean(t.total_reward for t in valid),
+        f"pass_at_{n_samples}": statistics.fmean(passed.values()),
+        "mean_positive_reward": statistics.fmean(sum(r for r in t.valid_rewards if r > 0) for t in valid),
     }
+
+
+def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
+    """The same under the names that training rewards have: `reward/avg_raw_reward`, `reward/avg_pass_at_n`, …"""
+    names = {"avg_score": "avg_raw_reward", f"pass_at_{n_samples}": f"avg_pass_at_{n_samples}"}
+    metrics = reward_metrics(trajectories, n_samples)
+    return with_prefix("reward", {names.get(name, name): value for name, value in metrics.items()})
 
 
 def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import logging
 import math
 import time
@@ -21,10 +20,12 @@ from numbers import Real
 from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.environment import SkyRLGymConfig
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.dataset.prompts import is_conversation
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.base import (
@@ -49,7 +50,6 @@ class _Rollout:
     """A trajectory in the making. `token_ids` is the whole conversation, `n_prompt` of them before the first turn."""
 
     request: RolloutRequest
-    env_class: str
     seed: int
     env: BaseTextEnv | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -62,6 +62,10 @@ class _Rollout:
     timing: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "env": 0.0})
     stop_reason: str | None = None  # set when the rollout is over
     error: str | None = None
+
+    @property
+    def env_class(self) -> str:
+        return self.request.row.env_class or "unknown"
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         """Add sampled tokens, or observation tokens when there are no log-probs."""
@@ -110,11 +114,20 @@ class SkyRLGymGenerator(GeneratorInterface):
     pace and the engine batches whatever is waiting. The rollouts themselves are the same.
     """
 
-    def __init__(self, cfg: SkyRLConfig, engine: InferenceEngine, chat: ChatEncoder) -> None:
-        self._cfg = cfg
-        self._engine = engine
-        self._chat = chat
-        n_workers = cfg.environment.skyrl_gym.max_env_workers
+    def __init__(
+        self,
+        generator_cfg: GeneratorConfig,
+        skyrl_gym_cfg: SkyRLGymConfig,
+        inference_engine_client: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        model_name: str | None = None,
+    ) -> None:
+        """`model_name` is for callers that know the engine by name; one engine needs none."""
+        self._cfg = generator_cfg
+        self._gym_cfg = skyrl_gym_cfg
+        self._engine = inference_engine_client
+        self._chat = ChatEncoder(tokenizer)
+        n_workers = skyrl_gym_cfg.max_env_workers
         self._pool = ThreadPoolExecutor(n_workers, thread_name_prefix="skyrl-gym-env") if n_workers else None
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -127,8 +140,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """See `GeneratorInterface.rollout`. A rollout whose environment fails comes back invalid, never as reward 0."""
-        rollouts = [self._new_rollout(request, metadata) for request in requests]
-        groups = [rollouts] if self._cfg.generator.batched else [[rollout] for rollout in rollouts]
+        rollouts = [_Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
+        groups = [rollouts] if self._cfg.batched else [[rollout] for rollout in rollouts]
         async with asyncio.TaskGroup() as tasks:
             for group in groups:
                 tasks.create_task(self._play(group, sampling))
@@ -138,10 +151,6 @@ class SkyRLGymGenerator(GeneratorInterface):
         """End the environment threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _new_rollout(self, request: RolloutRequest, metadata: BatchMetadata) -> _Rollout:
-        env_class = request.row.env_class or self._cfg.environment.env_class
-        return _Rollout(request, env_class, _seed(self._cfg.trainer.seed, metadata, request))
 
     async def _play(self, rollouts: Sequence[_Rollout], sampling: SamplingParams) -> None:
         """Play rollouts turn by turn, all of them in step."""
@@ -158,7 +167,7 @@ class SkyRLGymGenerator(GeneratorInterface):
     def _still_playing(self, rollouts: Sequence[_Rollout]) -> list[_Rollout]:
         """Rollouts that take another turn; those whose conversation has grown too long end here."""
         longest = self._engine.context_length - 1  # leaves room for a token
-        limit = min(self._cfg.generator.max_input_length or longest, longest)
+        limit = min(self._cfg.max_input_length or longest, longest)
         active = [rollout for rollout in rollouts if rollout.stop_reason is None]
         for rollout in active:
             if len(rollout.token_ids) > limit:
@@ -183,10 +192,10 @@ class SkyRLGymGenerator(GeneratorInterface):
         """Make the environment and encode its first prompt."""
         row = rollout.request.row
         extras = copy.deepcopy(row.env_extras)
-        extras["max_turns"] = self._cfg.generator.max_turns
+        extras["max_turns"] = self._cfg.max_turns
 
         def start() -> list[Any]:
-            env_config = OmegaConf.create(self._cfg.environment.skyrl_gym.env_config(rollout.env_class))
+            env_config = OmegaConf.create(self._gym_cfg.env_config(rollout.env_class))
             env = skyrl_gym.make(rollout.env_class, env_config=env_config, extras=extras)
             rollout.env = cast(BaseTextEnv, env)
             prompt, _ = env.init(copy.deepcopy(row.prompt))
@@ -207,7 +216,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         env, action = rollout.env, self._chat.decode(result.token_ids)
         assert env is not None
         with _boundary(rollout, "step"):
-            output = _checked(await self._in_thread(rollout, lambda: env.step(action)))
+            output = _checked(await self._in_thread(rollout, lambda: env.step(action)), action)
             start = n_prompt - rollout.n_prompt
             end = start + len(result.token_ids)
             rollout.turns.append(Turn(start, end, n_prompt, float(output["reward"]), result.stop_reason))
@@ -229,8 +238,10 @@ class SkyRLGymGenerator(GeneratorInterface):
                 if not isinstance(env_metrics, dict):
                     raise EnvError(f"get_metrics() returned {env_metrics!r}; it must be a dict")
                 rollout.env_metrics = env_metrics
-        with _boundary(rollout, "close"):
+        try:
             await self._in_thread(rollout, env.close)
+        except Exception:  # what it was good for is over: the rollout stays what it is
+            logger.warning("%s.close failed after rollout %s", rollout.env_class, rollout.request.id, exc_info=True)
 
     async def _in_thread(self, rollout: _Rollout, call: Callable[[], T]) -> T:
         """Call into an environment without holding up the others.
@@ -268,20 +279,14 @@ def _engine_request(rollout: _Rollout, sampling: SamplingParams) -> EngineReques
     return EngineRequest(rollout.token_ids, sampling, rollout.seed, rollout.request.id.to_string())
 
 
-def _seed(seed: int, metadata: BatchMetadata, request: RolloutRequest) -> int:
-    """The randomness of one rollout: a function of what it is, not of when or beside what it runs."""
-    identity = f"{seed}/{metadata.training_phase}/{metadata.global_step}/{request.id.to_string()}"
-    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
-
-
-def _checked(output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
+def _checked(output: BaseTextEnvStepOutput, action: str) -> BaseTextEnvStepOutput:
     """An environment's answer, or EnvError naming what is wrong with it."""
     if not isinstance(output, dict):
         raise EnvError(f"step() returned {output!r}; return BaseTextEnvStepOutput(observations, reward, done)")
     for name in ("observations", "reward", "done"):
         if name not in output:
             raise EnvError(f"step() returned no {name!r}; return BaseTextEnvStepOutput(observations, reward, done)")
-    if output.get("postprocessed_action") is not None:
+    if output.get("postprocessed_action") not in (None, action):
         raise EnvError(
             "step() returned a postprocessed_action: replacing what was sampled is not supported; leave it out, and "
             "interpret the action inside step()"

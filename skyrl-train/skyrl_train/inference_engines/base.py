@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from skyrl_train.config.generator import SamplingConfig
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -17,6 +19,18 @@ class SamplingParams:
     top_k: int = -1  # -1: off
     min_p: float = 0.0  # 0: off
     stop: tuple[str, ...] = ()  # stop after the token that completes one of these; the text keeps it
+
+    @staticmethod
+    def from_config(section: SamplingConfig) -> SamplingParams:
+        """The engine's view of `generator.sampling_params` or `generator.eval_sampling_params`."""
+        return SamplingParams(
+            max_new_tokens=section.max_generate_length,
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            min_p=section.min_p,
+            stop=tuple(section.stop or ()),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -14,27 +13,31 @@ from skyrl_train.models.logprobs import lm_head_logits
 
 logger = logging.getLogger(__name__)
 
+POLICY_PATH = "trainer.policy.model.path"
+
 
 def default_device() -> torch.device:
     """The first GPU where there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, key: str = POLICY_PATH) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, padding on the left, with a pad token (the end-of-sequence token if it has none).
+
+    `key` is the configuration key that `path` came from, for error messages.
 
     Raises:
         ConfigError: nothing usable at `path`, no end-of-sequence token, or no chat template.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_expand(path), padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     except (OSError, ValueError) as error:
-        raise ConfigError(_cannot_load("tokenizer", path, error)) from error
+        raise ConfigError(_cannot_load("tokenizer", key, path, error)) from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of trainer.policy.model.path={path} has no eos_token; set one and save it")
+        raise ConfigError(f"the tokenizer of {key}={path} has no eos_token; set one and save it")
     if tokenizer.chat_template is None:
         raise ConfigError(
-            f"the tokenizer of trainer.policy.model.path={path} has no chat template; use an instruct model, "
+            f"the tokenizer of {key}={path} has no chat template; use an instruct model, "
             "or set tokenizer.chat_template and save it with save_pretrained"
         )
     if tokenizer.pad_token_id is None:
@@ -48,54 +51,51 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     gradient_checkpointing: bool = False,
+    key: str = POLICY_PATH,
 ) -> PreTrainedModel:
     """The causal language model at `path`, in evaluation mode: dropout would make log-probs random.
+
+    `key` is the configuration key that `path` came from, for error messages.
 
     Raises:
         ConfigError: nothing usable at `path`, or an architecture whose log-probs would come out wrong.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(_expand(path), dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(_cannot_load("model", path, error)) from error
+        raise ConfigError(_cannot_load("model", key, path, error)) from error
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         raise ConfigError(
-            f"trainer.policy.model.path={path}: PyTorch's attention leaves out the softcapping of a "
+            f"{key}={path}: PyTorch's attention leaves out the softcapping of a "
             f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
             "another model"
         )
     model.eval().to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _check_head(model, path)
+    _check_head(model, f"{key}={path}")
     n_params = sum(parameter.numel() for parameter in model.parameters())
     logger.info("Loaded %s: %s parameters, %s on %s", path, f"{n_params:,}", dtype, device)
     return model
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, path: str) -> None:
+def _check_head(model: PreTrainedModel, source: str) -> None:
     """Refuse a model that does something to its logits that `lm_head_logits` does not know."""
     input_ids = torch.arange(1, 5, device=model.device)[None]  # (1, 4)
     expected = model(input_ids=input_ids, use_cache=False).logits
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     if not torch.allclose(lm_head_logits(model, hidden), expected.float(), atol=1e-3, rtol=1e-3):
         raise ConfigError(
-            f"trainer.policy.model.path={path}: a {type(model).__name__} changes its logits after the language-model "
+            f"{source}: a {type(model).__name__} changes its logits after the language-model "
             "head in a way that is not supported; use another architecture"
         )
 
 
-def _expand(path: str) -> str:
-    """`~` expanded when it names a local folder; Hub names pass through."""
-    expanded = Path(path).expanduser()
-    return str(expanded) if expanded.exists() else path
-
-
-def _cannot_load(what: str, path: str, error: Exception) -> str:
+def _cannot_load(what: str, key: str, path: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0]
     return (
-        f"cannot load the {what} from trainer.policy.model.path={path}: {reason}; give a folder that holds "
+        f"cannot load the {what} from {key}={path}: {reason}; give a folder that holds "
         "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows"
     )
 

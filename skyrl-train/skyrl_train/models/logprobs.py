@@ -15,6 +15,7 @@ def response_logprobs(
     attention_mask: torch.Tensor,
     loss_mask: torch.Tensor,
     temperature: float,
+    entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies (B, R) of the tokens with `loss_mask` 1, exactly 0 elsewhere.
 
@@ -24,13 +25,14 @@ def response_logprobs(
         attention_mask: (B, L) 1 on tokens.
         loss_mask: (B, R) for the last R columns of `sequences`.
         temperature: divides the logits, as it did when the tokens were sampled.
+        entropy_grad: whether entropies have a gradient, which holds two more values per logit.
     """
     rows, columns = loss_mask.nonzero(as_tuple=True)  # (N,) each
     columns = columns + sequences.shape[1] - loss_mask.shape[1]
     hidden = hidden_states(model, sequences, attention_mask)  # (B, L, H), tokens moved to the left
     n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
     predicted_from = hidden[rows, columns - n_left_padding[rows] - 1]  # (N, H)
-    chosen = chosen_logprobs(model, predicted_from, sequences[rows, columns], temperature)
+    chosen = chosen_logprobs(model, predicted_from, sequences[rows, columns], temperature, entropy_grad)
     on_mask = loss_mask.bool()
     logprobs, entropy = (torch.zeros_like(loss_mask, dtype=torch.float32).masked_scatter(on_mask, x) for x in chosen)
     return logprobs, entropy
@@ -49,7 +51,11 @@ def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mas
 
 
 def chosen_logprobs(
-    model: PreTrainedModel, hidden: torch.Tensor, token_ids: torch.Tensor, temperature: float
+    model: PreTrainedModel,
+    hidden: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: float,
+    entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each token and entropy of the distribution it came from, both (N,), from hidden states (N, H).
 
@@ -59,7 +65,8 @@ def chosen_logprobs(
 
     def score(hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = (lm_head_logits(model, hidden) / temperature).log_softmax(dim=-1)  # (n, V)
-        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        scored = logprobs if entropy_grad else logprobs.detach()
+        entropy = -(scored.exp() * scored).sum(dim=-1)
         return logprobs.gather(-1, token_ids[:, None])[:, 0], entropy
 
     chunk_size = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])

@@ -59,11 +59,12 @@ def write_report(
     """
     rows = read_metrics(run_folder.metrics)
     config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
-    evaluations = _Evaluations.read(run_folder)
+    last_step = max((row["step"] for row in rows), default=None)
+    evaluations = _Evaluations.read(run_folder, last_step)
     page = _template().render(
         project=run_folder.path.resolve().parent.name,
         run=run_folder.path.resolve().name,
-        last_step=max((row["step"] for row in rows), default=None),
+        last_step=last_step,
         headlines=headlines(rows),
         eval_charts=_eval_charts(rows, baselines or {}),
         charts=_training_charts(rows),
@@ -90,8 +91,9 @@ class _Evaluations:
     newest: list[EvaluatedTrajectory]
 
     @classmethod
-    def read(cls, run_folder: RunFolder) -> _Evaluations:
-        steps = run_folder.eval_steps()
+    def read(cls, run_folder: RunFolder, last_step: int | None) -> _Evaluations:
+        """Folders of later steps are left from before the run was rewound."""
+        steps = [step for step in run_folder.eval_steps() if last_step is None or step <= last_step]
         if not steps:
             return cls(None, None, [], [])
         first = read_evaluation(run_folder, steps[0]) if len(steps) > 1 else []

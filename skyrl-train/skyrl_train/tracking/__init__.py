@@ -6,7 +6,6 @@ from skyrl_train.tracking.jsonl import MetricsFile, read_metrics
 from skyrl_train.tracking.progress import Progress
 from skyrl_train.tracking.run_folder import RunFolder, log_to_file
 from skyrl_train.tracking.tracker import BACKENDS, Tracker, Tracking
-from skyrl_train.tracking.wandb import require_wandb_login
 
 __all__ = [
     "BACKENDS",
@@ -17,5 +16,4 @@ __all__ = [
     "Tracking",
     "log_to_file",
     "read_metrics",
-    "require_wandb_login",
 ]

@@ -54,10 +54,6 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
-    @property
-    def ckpts(self) -> Path:
-        return _folder(self.path / "ckpts")
-
     def evals(self, step: int) -> Path:
         """The folder of one evaluation: a `<data_source>.jsonl` per source and `aggregated_results.jsonl`."""
         return _folder(self.path / "evals" / f"global_step_{step}")
@@ -70,10 +66,6 @@ class RunFolder:
     def trajectories(self, step: int) -> Path:
         """The file of one training step's trajectories; its folder exists."""
         return _folder(self.path / "trajectories") / f"global_step_{step}.jsonl"
-
-    def export(self, step: int) -> Path:
-        """The folder of one export; `policy/` in it is a plain Hugging Face folder."""
-        return _folder(self.path / "export" / f"global_step_{step}")
 
 
 @contextmanager

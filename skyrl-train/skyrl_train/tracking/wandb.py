@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from skyrl_train.config.wandb_login import wandb_login_problem
 from skyrl_train.errors import ConfigError
-
-_MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
 
 class WandbTracker:
@@ -21,7 +18,8 @@ class WandbTracker:
     """
 
     def __init__(self, project_name: str, run_name: str, config: Mapping[str, Any], run_dir: Path) -> None:
-        require_wandb_login(os.environ)
+        if problem := wandb_login_problem(os.environ):
+            raise ConfigError(problem)
         try:
             import wandb
         except ImportError as error:
@@ -46,26 +44,3 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def require_wandb_login(environ: Mapping[str, str]) -> None:
-    """Raise `ConfigError` unless wandb could start: a key, a `wandb login` in the netrc file, or a mode without login.
-
-    Reads only `environ` and the netrc file; does not import wandb, so it is cheap enough for a start-up check.
-    """
-    if environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN or environ.get("WANDB_API_KEY") or _netrc_login(environ):
-        return
-    raise ConfigError(
-        "trainer.logger=wandb needs a login, and the variable WANDB_API_KEY is not set; do one of: "
-        "export WANDB_API_KEY=<your key>, run `wandb login`, export WANDB_MODE=offline (no upload), "
-        "or choose trainer.logger=tensorboard"
-    )
-
-
-def _netrc_login(environ: Mapping[str, str]) -> bool:
-    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "")) / ".netrc")
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    try:
-        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
-    except netrc.NetrcParseError:
-        return False

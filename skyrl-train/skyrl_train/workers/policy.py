@@ -16,12 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skyrl_train.algorithms.kl import approximate_kl
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.algorithms.registry import PolicyLoss
-from skyrl_train.checkpoint.random_state import random_state, set_random_state
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.types import TrainingBatch
-from skyrl_train.workers.scoring import micro_batch_rows, policy_logprobs, score_logprobs
+from skyrl_train.workers.random_state import random_state, set_random_state
+from skyrl_train.workers.scoring import micro_batch_logprobs, micro_batch_rows, score_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +74,16 @@ class PolicyWorker:
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self._cfg.policy.optimizer_config.max_grad_norm
         )
-        is_finite = bool(grad_norm.isfinite())
-        if is_finite:
+        metrics = {"policy/policy_lr": self._scheduler.get_last_lr()[0], "policy/skipped_updates": 0.0}
+        if grad_norm.isfinite():
+            metrics["policy/grad_norm"] = grad_norm.item()
             self._optimizer.step()
             self._scheduler.step()
         else:
+            metrics["policy/skipped_updates"] = 1.0
             logger.warning("The gradient norm is %s: this update is skipped", grad_norm.item())
         self._optimizer.zero_grad(set_to_none=True)
-        return {
-            "policy/grad_norm": grad_norm.item() if is_finite else 0.0,
-            "policy/policy_lr": self._scheduler.get_last_lr()[0],
-            "policy/skipped_updates": 0.0 if is_finite else 1.0,
-        }
+        return metrics
 
     def forward_backward(self, batch: TrainingBatch) -> dict[str, float]:
         """Add the gradient of a mini-batch's loss to the parameters; returns its metrics.
@@ -107,15 +105,22 @@ class PolicyWorker:
     def _loss_terms(self, part: TrainingBatch, weights: _Weights) -> dict[str, torch.Tensor]:
         """A micro-batch's share of each scalar of its mini-batch: `final_loss`, what it is made of, and metrics."""
         algorithm = self._cfg.algorithm
-        log_probs, entropy = policy_logprobs(self.model, part, self._cfg)  # (b, R)
+        log_probs, entropy = micro_batch_logprobs(self.model, part, self._cfg)  # (b, R)
         old_logprobs = log_probs.detach() if part.old_logprobs is None else part.old_logprobs
         assert part.advantages is not None, "the trainer computes advantages before it updates"
         token_loss, token_metrics = self._policy_loss(
             log_probs, old_logprobs, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs
         )
-        gap = (old_logprobs - part.rollout_logprobs).abs()
+        if token_loss.shape != part.loss_mask.shape:
+            raise ConfigError(
+                f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} returned a loss of shape "
+                f"{tuple(token_loss.shape)} for log-probs of shape {tuple(part.loss_mask.shape)}; return the loss of "
+                "each token: trainer.algorithm.loss_reduction makes one number of them"
+            )
         terms = {name: weighted_sum(values, weights.per_token) for name, values in token_metrics.items()}
-        terms["rollout_train_logprobs_abs_diff_mean"] = weighted_sum(gap, weights.per_token)
+        if part.rollout_logprobs is not None:
+            gap = (old_logprobs - part.rollout_logprobs).abs()
+            terms["rollout_train_logprobs_abs_diff_mean"] = weighted_sum(gap, weights.per_token)
         terms["policy_entropy"] = weighted_sum(entropy, weights.per_sequence)
         terms["policy_loss"] = weighted_sum(token_loss, weights.loss)
         terms["final_loss"] = terms["policy_loss"]

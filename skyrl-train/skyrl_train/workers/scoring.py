@@ -18,17 +18,22 @@ def score_logprobs(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerCon
     logprobs = torch.zeros_like(batch.loss_mask)
     for rows in micro_batch_rows(batch, cfg, cfg.micro_forward_batch_size_per_gpu):
         part = batch.select(rows).to(model.device)
-        logprobs[rows] = policy_logprobs(model, part, cfg)[0].cpu()
+        logprobs[rows] = micro_batch_logprobs(model, part, cfg)[0].cpu()
     return logprobs
 
 
-def policy_logprobs(
+def micro_batch_logprobs(
     model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies (B, R) of one micro-batch, with gradient where it is enabled."""
     with autocast(model.device, cfg.bf16):
         return response_logprobs(
-            model, batch.sequences, batch.attention_mask, batch.loss_mask, cfg.algorithm.temperature
+            model,
+            batch.sequences,
+            batch.attention_mask,
+            batch.loss_mask,
+            cfg.algorithm.temperature,
+            entropy_grad=cfg.algorithm.use_entropy_loss,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from trajectories import make_trajectory
@@ -17,11 +16,11 @@ from skyrl_gym.envs.registration import deregister
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.files import read_rows, write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate, rollout_requests, sampling_params
+from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
+from skyrl_train.types import Message, Trajectory, TrajectoryID
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
 
@@ -83,7 +82,7 @@ async def test_every_prompt_is_played_in_batches_with_the_evaluations_sampling(
     assert played == [TrajectoryID(str(uid), repetition) for uid in range(5) for repetition in range(2)]
     assert [t.id for t in trajectories] == played
     for asked in judge.asked:
-        assert asked["batch_metadata"] == BatchMetadata(12, "eval")
+        assert asked["batch_metadata"] == BatchMetadata(12, "eval", cfg.trainer.seed)
         expected = SamplingParams(max_new_tokens=9, temperature=0.3, top_p=0.8, stop=("END",))
         assert SamplingParams(**asked["sampling_params"]) == expected
         assert set(asked["env_classes"]) == {"guess"}
@@ -152,6 +151,9 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
             "env_metrics": {"steps": 1},
             "data_source": "games/catch",
             "uid": "7_2",
+            "turns": [],
+            "weight_versions": [],
+            "timing": {},
             "error": None,
         }
     ]
@@ -167,21 +169,6 @@ def test_sources_whose_names_become_one_share_their_file_and_their_metrics(
     dump_evaluation(tmp_path, both, {}, ChatEncoder(tiny_tokenizer))
     assert [row["data_source"] for row in read_rows(str(tmp_path / "x_y.jsonl"))] == ["x/y", "x_y"]
     assert eval_metrics(both, 1)["eval/x_y/avg_score"] == 0.5
-
-
-def test_requests_name_an_environment_and_repeat_prompts_side_by_side() -> None:
-    rows = [PromptRow("0", [], None, {}), PromptRow("1", [], "catch", {})]
-    requests = rollout_requests(rows, 2, "gsm8k")
-    assert [request.id.to_string() for request in requests] == ["0_0", "0_1", "1_0", "1_1"]
-    assert [request.row.env_class for request in requests] == ["gsm8k", "gsm8k", "catch", "catch"]
-    assert rows[0].env_class is None
-
-
-@pytest.mark.parametrize(("stop", "expected"), [(None, ()), ("END", ("END",)), (["a", "b"], ("a", "b"))])
-def test_sampling_parameters_are_passed_on(stop: Any, expected: tuple[str, ...]) -> None:
-    section = {"max_generate_length": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": stop}
-    cfg = load_config({"generator": {"sampling_params": section}})
-    assert sampling_params(cfg.generator.sampling_params) == SamplingParams(5, 0.5, 0.9, 3, 0.1, expected)
 
 
 def test_equal_trajectories_give_equal_metrics_in_any_order() -> None:

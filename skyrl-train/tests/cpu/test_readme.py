@@ -20,7 +20,8 @@ def test_the_environment_of_the_readme_trains(tiny_model_path: Path, tmp_path: P
     row = blocks("json")[0].strip()
     for name in ("train.jsonl", "validation.jsonl"):
         (tmp_path / name).write_text(f"{row}\n" * 4)
-    command = next(block for block in blocks("bash") if "my_env.py" in block).replace("\\\n", " ").split()
+    lines = next(block for block in blocks("bash") if "my_env.py" in block).replace("\\\n", " ").splitlines()
+    command = next(line for line in lines if line.startswith("python my_env.py")).split()
     command[0] = sys.executable
     command = [a if "model.path" not in a else f"trainer.policy.model.path={tiny_model_path}" for a in command]
     small = ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"]

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
+from skyrl_train.inference_engines.hf.kv_memory import KVMemory, StepCache, rounded_length
 from skyrl_train.inference_engines.hf.sampling import sample_tokens, uniforms
 from skyrl_train.inference_engines.hf.slot_table import SlotTable
-from skyrl_train.inference_engines.hf.slots import KVSlots, StepCache, rounded_length
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.logprobs import lm_head_logits
 
@@ -89,7 +89,7 @@ class HFEngine:
         self._bf16 = bf16
         self.context_length = _context_length(model)
         self._eos_ids = _eos_ids(model, tokenizer)
-        self._slots = KVSlots()
+        self._slots = KVMemory()
         self._table = SlotTable(max_cache_bytes, _cache_bytes_per_token(model))
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -122,7 +122,7 @@ class HFEngine:
             )
         if self._loop_task is not None and not self._loop_task.done():
             await asyncio.wait([self._loop_task])  # the last step of calls that were cancelled
-        self._table.end_sessions()
+        self._forget_slots()  # computed with other weights; while the policy trains, their memory is its to use
         self._weight_version = weight_version
 
     async def close(self) -> None:

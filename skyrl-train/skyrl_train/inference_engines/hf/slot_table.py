@@ -59,11 +59,6 @@ class SlotTable:
         if session := self._sessions.pop(session_id, None):
             self._free.append(session.slot)
 
-    def end_sessions(self) -> None:
-        """Free the slots of all idle sessions: what they hold was computed with other weights."""
-        for session_id in list(self._sessions):
-            self.end_session(session_id)
-
     def clear(self) -> None:
         """Forget every slot."""
         self._sessions.clear()

@@ -110,3 +110,16 @@ def test_a_group_of_several_sums_to_zero_and_normalised_has_unit_variance(rows: 
             assert advantages[of_group].sum().item() == pytest.approx(0, abs=1e-3)
             if scores[of_group].double().std() > 0.01:
                 assert advantages[of_group].std().item() == pytest.approx(1, rel=1e-3)
+
+
+def test_rewards_that_differ_only_in_the_rounding_of_their_sums_are_equal() -> None:
+    """Games of Catch won by different paths: the same rewards in another order."""
+    steps = torch.tensor([0.1567, -0.1767, -0.01, 0.1567, 0.82])
+    orders = [torch.randperm(5, generator=torch.Generator().manual_seed(seed)) for seed in range(16)]
+    rewards = torch.stack([steps[order] for order in orders])  # (16, 5)
+    assert len(set(rewards.sum(dim=-1).tolist())) > 1, "all sums round alike; choose other rewards"
+    for config in (NORMALISED, CENTRED):
+        advantages, _ = grpo(
+            token_level_rewards=rewards, response_mask=torch.ones(16, 5), index=["a"] * 16, values=None, config=config
+        )
+        assert not advantages.any()

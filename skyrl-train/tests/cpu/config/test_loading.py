@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def test_nothing_is_the_default_configuration() -> None:
         ([("trainer.policy.model.path", "a"), ("trainer.ref.model.path", "b")], "trainer.ref.model.path", "b"),
         ([("trainer.run_name", "r")], "trainer.ckpt_path", "outputs/skyrl/r/ckpts"),
         ([("trainer.run_name", "r")], "trainer.export_path", "outputs/skyrl/r/export"),
-        ([("trainer.ckpt_path", "$HOME/ckpts")], "trainer.ckpt_path", "$HOME/ckpts"),
+        ([("trainer.ckpt_path", "$HOME/ckpts")], "trainer.ckpt_path", os.path.expanduser("~/ckpts")),
+        ([("trainer.output_dir", "~/runs")], "trainer.export_path", os.path.expanduser("~/runs/skyrl/test_run/export")),
+        ([("trainer.policy.model.path", "~/model")], "trainer.ref.model.path", os.path.expanduser("~/model")),
         ([("generator.sampling_params.temperature", 0.7)], "trainer.algorithm.temperature", 0.7),
         (
             [("generator.sampling_params.max_generate_length", 7)],

@@ -8,8 +8,8 @@ from skyrl_train.config import parse_cli, what_runs_here
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.config.runtime import TABLE
 
-ALWAYS = {"trainer.strategy", "generator.weight_sync_backend"}
-ON_CPU = {"trainer.bf16", "trainer.flash_attn"}
+ALWAYS = {"trainer.strategy", "trainer.flash_attn", "generator.weight_sync_backend"}
+ON_CPU = {"trainer.bf16"}
 
 
 def keys(overrides: list[str], has_gpu: bool = True, has_vllm: bool = False) -> set[str]:
@@ -20,13 +20,15 @@ def keys(overrides: list[str], has_gpu: bool = True, has_vllm: bool = False) -> 
 def test_defaults_need_few_words() -> None:
     assert keys([]) == ALWAYS
     assert keys([], has_gpu=False) == ALWAYS | ON_CPU
-    assert keys(["trainer.bf16=false", "trainer.flash_attn=false"], has_gpu=False) == ALWAYS
+    assert keys(["trainer.bf16=false"], has_gpu=False) == ALWAYS
+    assert keys(["trainer.flash_attn=false"]) == ALWAYS - {"trainer.flash_attn"}
 
 
 @pytest.mark.parametrize(
     "override",
     [
         "trainer.placement.colocate_all=false",
+        "trainer.critic_mini_batch_size=16",
         "trainer.placement.policy_num_nodes=2",
         "trainer.placement.policy_num_gpus_per_node=4",
         "trainer.placement.ref_num_nodes=2",
@@ -56,7 +58,7 @@ def test_a_line_names_key_value_and_what_runs() -> None:
     assert lines == [
         "trainer.strategy=fsdp2: one process holds the whole model; nothing is sharded",
         "trainer.bf16=true: a CPU computes in float32",
-        "trainer.flash_attn=true: a CPU uses PyTorch's SDPA",
+        "trainer.flash_attn=true: PyTorch's SDPA, which has a flash kernel of its own on a GPU",
         "generator.weight_sync_backend=nccl: the engine generates with the policy's tensors; nothing is copied",
     ]
 

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from skyrl_train.config import load_config, parse_cli, validate_batch_sizes, validate_cfg
 from skyrl_train.config.validation import MACHINE_RULES, RULES
+from skyrl_train.config.wandb_login import wandb_login_problem
 from skyrl_train.errors import ConfigError
 
 
@@ -203,16 +204,11 @@ def test_the_advice_for_workers_is_good_advice() -> None:
         validate_batch_sizes(cfg, policy_dp=4, ref_dp=4)
 
 
-WANDB = (
-    "trainer.logger=[console,wandb] needs the environment variable WANDB_API_KEY, which is not set; "
-    "export WANDB_API_KEY, or export WANDB_MODE=offline, or try trainer.logger=tensorboard"
-)
-
-
 @pytest.fixture
 def no_wandb(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", "/no/such/netrc")
     return monkeypatch
 
 
@@ -224,7 +220,7 @@ def test_wandb_without_a_key_stops_a_run_before_it_starts(no_wandb: pytest.Monke
     ):
         with pytest.raises(ConfigError) as caught:
             start()
-        assert str(caught.value) == WANDB
+        assert str(caught.value) == wandb_login_problem({})
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def test_wandb_without_a_key_is_refused(
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", "/no/such/netrc")
     message = refusal([*arguments, "trainer.logger=wandb"], capsys)
     assert "WANDB_API_KEY" in message
     assert "WANDB_MODE=offline" in message

@@ -37,8 +37,13 @@ class CountingGenerator(SkyRLGymGenerator):
 
 class Experiment(BasePPOExp):
     def get_generator(self, cfg, tokenizer, inference_engine_client):
-        from skyrl_train.generators.chat_template import ChatEncoder
-        return CountingGenerator(cfg, inference_engine_client, ChatEncoder(tokenizer))
+        return CountingGenerator(
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            model_name=cfg.trainer.policy.model.path,
+        )
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)

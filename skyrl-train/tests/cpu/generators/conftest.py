@@ -65,7 +65,7 @@ MakeStage = Callable[..., Stage]
 def story(uid: str, repetition: int = 0, *, env_class: str | None = "story", **extras: Any) -> RolloutRequest:
     """A rollout of the story environment; `extras` are the row's other columns."""
     prompt = [Message(role="system", content="Go on."), Message(role="user", content=f"Story {uid}")]
-    return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, prompt, env_class, extras))
+    return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, prompt, env_class or "story", extras))
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ async def make_stage(
         generator = {"max_turns": 3} | generator
         cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": generator, "environment": environment})
         engine = RecordedEngine(talker, tiny_tokenizer, max_num_seqs=16, max_cache_bytes=2**24)
-        chat = ChatEncoder(tiny_tokenizer)
-        stages.append(Stage(SkyRLGymGenerator(cfg, engine, chat), engine, chat))
+        played_by = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tiny_tokenizer)
+        stages.append(Stage(played_by, engine, ChatEncoder(tiny_tokenizer)))
         return stages[-1]
 
     yield make

@@ -16,6 +16,7 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     RolloutRequest,
+    rollout_requests,
     to_generator_input,
     to_generator_output,
     to_requests,
@@ -104,13 +105,11 @@ def test_one_reward_for_the_response_stands_on_its_last_token(reward: float) -> 
     ("changes", "message"),
     [
         ({"rewards": [[0, 1]]}, "returned 1 rewards for 2 prompts"),
-        ({"rollout_logprobs": None}, "returned 0 rollout_logprobs for 2 prompts"),
+        ({"rollout_logprobs": []}, "returned 0 rollout_logprobs for 2 prompts"),
         ({"stop_reasons": ["stop"] * 3}, "returned 3 stop_reasons for 2 prompts"),
         ({"loss_masks": [[1, 1], [1, 1]]}, r"loss_masks\[1\] has 2 values for 1 response tokens"),
         ({"rollout_logprobs": [[], [-1.0]]}, r"rollout_logprobs\[0\] has 0 values for 2 response tokens"),
         ({"rewards": [[1.0], 0.5]}, r"rewards\[0\] has 1 values for 2 response tokens"),
-        ({"response_ids": [[], [3]], "loss_masks": [[], [1]], "rollout_logprobs": [[], [-1.0]], "rewards": [0.0, 0.0]},
-         r"rewards\[0\] has 1 values for 0 response tokens"),
     ],
 )  # fmt: skip
 def test_lists_of_different_lengths_are_named_with_both(changes: dict[str, Any], message: str) -> None:
@@ -130,3 +129,30 @@ async def test_a_generator_only_has_to_implement_generate() -> None:
     first, second = await Parrot().rollout(requests, SAMPLING, BatchMetadata(7, "eval"))
     assert (first.id, first.env_class, first.rewards) == (TrajectoryID("a", 0), "guess", [0.0])
     assert (second.id, second.env_class, second.data_source) == (TrajectoryID("a", 1), "unknown", "birds")
+
+
+def test_requests_name_an_environment_and_repeat_prompts_side_by_side() -> None:
+    rows = [PromptRow("0", [], None, {}), PromptRow("1", [], "catch", {})]
+    requests = rollout_requests(rows, 2, "gsm8k")
+    assert [request.id.to_string() for request in requests] == ["0_0", "0_1", "1_0", "1_1"]
+    assert [request.row.env_class for request in requests] == ["gsm8k", "gsm8k", "catch", "catch"]
+    assert rows[0].env_class is None
+
+
+def test_a_rollouts_randomness_follows_from_what_it_is() -> None:
+    first = BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("0", 0))
+    others = [
+        BatchMetadata(1, "train", seed=2).rollout_seed(TrajectoryID("0", 0)),
+        BatchMetadata(2, "train", seed=1).rollout_seed(TrajectoryID("0", 0)),
+        BatchMetadata(1, "eval", seed=1).rollout_seed(TrajectoryID("0", 0)),
+        BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("1", 0)),
+        BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("0", 1)),
+    ]
+    assert len({first, *others}) == 6
+    assert BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("0", 0)) == first
+
+
+def test_log_probs_may_be_missing() -> None:
+    first, _ = to_trajectories(two_answers(rollout_logprobs=None), two_prompts())
+    assert first.logprobs is None
+    assert to_generator_output([first])["rollout_logprobs"] is None

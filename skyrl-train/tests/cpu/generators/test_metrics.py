@@ -10,7 +10,7 @@ from trajectories import make_trajectory
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import deregister
-from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, with_prefix
+from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, training_reward_metrics, with_prefix
 from skyrl_train.types import Trajectory, Turn
 
 TURN = Turn(0, 1, 2, 0.0, "stop")
@@ -36,15 +36,15 @@ def rollouts() -> list[Trajectory]:
 
 
 def test_rewards_by_hand(rollouts: list[Trajectory]) -> None:
-    assert reward_metrics(rollouts, 2, "avg_score") == {
+    assert reward_metrics(rollouts, 2) == {
         "avg_score": pytest.approx((0 + 1.25 - 0.5) / 3),
         "pass_at_2": 0.5,
         "mean_positive_reward": pytest.approx((0 + 1.5 + 0.5) / 3),
     }
-    assert set(reward_metrics(rollouts, 5, "avg_raw_reward")) == {
-        "avg_raw_reward",
-        "avg_pass_at_5",
-        "mean_positive_reward",
+    assert set(training_reward_metrics(rollouts, 5)) == {
+        "reward/avg_raw_reward",
+        "reward/avg_pass_at_5",
+        "reward/mean_positive_reward",
     }
 
 
@@ -56,7 +56,7 @@ def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:
         "generate/avg_num_tokens": 3,
         "generate/std_num_tokens": pytest.approx((2 / 3) ** 0.5),
         "generate/avg_turns": pytest.approx(4 / 3),
-        "generate/avg_tokens_non_zero_rewards": 3,
+        "generate/avg_tokens_non_zero_rewards": 3.5,
         "generate/avg_tokens_zero_rewards": 2,
         "environment/guess/won": pytest.approx(1 / 3),
         "environment/won": pytest.approx(1 / 3),
@@ -65,19 +65,19 @@ def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:
 
 def test_invalid_trajectories_change_nothing_but_their_count(rollouts: list[Trajectory]) -> None:
     valid = rollouts[:3]
-    assert reward_metrics(rollouts, 2, "avg_score") == reward_metrics(valid, 2, "avg_score")
+    assert reward_metrics(rollouts, 2) == reward_metrics(valid, 2)
     assert rollout_metrics(rollouts) == rollout_metrics(valid) | {"generate/n_invalid": 1}
 
 
 def test_without_a_valid_trajectory_there_is_only_the_count(rollouts: list[Trajectory]) -> None:
     assert rollout_metrics(rollouts[3:]) == {"generate/n_invalid": 1}
-    assert reward_metrics(rollouts[3:], 2, "avg_score") == {}
+    assert reward_metrics(rollouts[3:], 2) == {}
     assert rollout_metrics([]) == {"generate/n_invalid": 0}
 
 
 def test_lengths_by_reward_are_left_out_where_there_are_none() -> None:
     metrics = rollout_metrics([make_trajectory("a", [-1.0])])
-    assert not [name for name in metrics if name.endswith("_rewards")]
+    assert [name for name in metrics if name.endswith("_rewards")] == ["generate/avg_tokens_non_zero_rewards"]
 
 
 def test_prefix() -> None:

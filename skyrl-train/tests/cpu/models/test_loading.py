@@ -71,11 +71,6 @@ def test_a_damaged_weights_file_is_a_config_error(tiny_model_path: Path, tmp_pat
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
-def test_a_tilde_is_the_home_folder(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tiny_model_path.parent))
-    assert load_tokenizer(f"~/{tiny_model_path.name}").eos_token == "<|im_end|>"
-
-
 def test_the_model_comes_in_the_dtype_asked_for_and_without_dropout(tiny_model_path: Path) -> None:
     model = load_model(str(tiny_model_path), dtype=torch.bfloat16, device=CPU, gradient_checkpointing=True)
     assert isinstance(model, Qwen3ForCausalLM)

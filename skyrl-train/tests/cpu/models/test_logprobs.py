@@ -80,7 +80,10 @@ def test_gradients_are_those_of_a_naive_loop(
     tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
     gradients = []
-    for score in (lambda model: response_logprobs(model, *batch, 0.6), lambda model: naive(model, batch, 0.6)):
+    for score in (
+        lambda model: response_logprobs(model, *batch, 0.6, entropy_grad=True),
+        lambda model: naive(model, batch, 0.6),
+    ):
         model = copy.deepcopy(tiny_model)
         logprobs, entropy = score(model)
         weights = torch.linspace(-1, 1, logprobs.numel()).reshape(logprobs.shape)
@@ -138,3 +141,10 @@ def test_a_batch_that_trains_nothing_is_all_zeros(
     assert logprobs.shape == entropy.shape == loss_mask.shape
     assert not logprobs.any()
     assert not entropy.any()
+
+
+def test_entropies_have_a_gradient_only_when_asked_to(
+    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    assert not response_logprobs(tiny_model, *batch, 1.0)[1].requires_grad
+    assert response_logprobs(tiny_model, *batch, 1.0, entropy_grad=True)[1].requires_grad

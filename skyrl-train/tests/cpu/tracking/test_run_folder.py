@@ -18,10 +18,7 @@ def test_the_layout_of_a_run(tmp_path: Path) -> None:
     assert folder.train_log == root / "train.log"
     assert folder.evals(5) == root / "evals" / "global_step_5"
     assert folder.trajectories(5) == root / "trajectories" / "global_step_5.jsonl"
-    assert folder.export(5) == root / "export" / "global_step_5"
-    assert all(
-        path.is_dir() for path in (folder.evals(5), folder.trajectories(5).parent, folder.export(5), folder.ckpts)
-    )
+    assert all(path.is_dir() for path in (folder.evals(5), folder.trajectories(5).parent))
     assert RunFolder.create(tmp_path / "outputs", "catch", "shaped") == folder
 
 

@@ -252,3 +252,15 @@ async def test_prompts_larger_than_a_pass_are_read_in_several(
     for actual, result in zip(await new_engine().generate(requests), expected, strict=True):
         assert_same(actual, result)
     assert all(rows * tokens <= 30 or rows == 1 for rows, tokens in forward_passes)
+
+
+async def test_bfloat16_autocast_runs_on_float32_weights(
+    tiny_model: PreTrainedModel, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: keys leave the rotary embedding in float32 and values in bfloat16."""
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    monkeypatch.setattr("skyrl_train.inference_engines.hf.engine.autocast", lambda device, bf16: autocast)
+    engine = new_engine(tiny_model, bf16=True)
+    (first,) = await engine.generate([request(prompt(9), session="s")])
+    (second,) = await engine.generate([request(prompt(9) + first.token_ids + prompt(4), session="s")])
+    assert len(first.token_ids) == len(second.token_ids) == 8

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.inference_engines.hf.slots import KVSlots
+from skyrl_train.inference_engines.hf.kv_memory import KVMemory
 
 NewEngine = Callable[..., HFEngine]
 Shapes = list[tuple[int, ...]]
@@ -33,14 +33,14 @@ def request(n_prompt: int, n_new: int, session: str | None = None, token: int = 
 def largest_cache(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of key-value cache each time that it may have grown."""
     sizes: list[int] = []
-    layer = KVSlots.layer
+    layer = KVMemory.layer
 
-    def measured(self: KVSlots, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def measured(self: KVMemory, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         memory = layer(self, *args)
         sizes.append(sum(tensor.nbytes for pair in self._layers.values() for tensor in pair))
         return memory
 
-    monkeypatch.setattr(KVSlots, "layer", measured)
+    monkeypatch.setattr(KVMemory, "layer", measured)
     return sizes
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_train.inference_engines.hf.slots import KVSlots, StepCache, rounded_length
+from skyrl_train.inference_engines.hf.kv_memory import KVMemory, StepCache, rounded_length
 
 
-def stored(n_slots: int, length: int, step: list[tuple[int, int, int]]) -> tuple[KVSlots, torch.Tensor, torch.Tensor]:
+def stored(n_slots: int, length: int, step: list[tuple[int, int, int]]) -> tuple[KVMemory, torch.Tensor, torch.Tensor]:
     """Slots after one pass over rows of (slot, cached tokens, new tokens), and the keys it was given and got back."""
-    slots = KVSlots()
+    slots = KVMemory()
     slots.reserve(n_slots, length)
     width = max(n_new for _, _, n_new in step)
     positions = torch.tensor([start for _, start, _ in step])[:, None] + torch.arange(width)
@@ -39,7 +39,7 @@ def test_growing_keeps_what_is_stored_and_copying_takes_a_prefix() -> None:
     slots, keys, _ = stored(2, 64, [(1, 0, 5)])
     slots.reserve(4, 128)
     slots.copy([1, 1], [3, 0], 3)
-    memory, _ = slots.layer(0, keys)
+    memory, _ = slots.layer(0, keys, keys)
     assert memory.shape == (4, 2, 128, 3)
     torch.testing.assert_close(memory[1, :, :5], keys[0])
     for slot in (3, 0):
@@ -61,4 +61,4 @@ def test_released_memory_is_gone() -> None:
     slots, keys, _ = stored(2, 64, [(1, 0, 3)])
     slots.release()
     assert (slots.n_slots, slots.length) == (0, 0)
-    assert slots.layer(0, keys)[0].numel() == 0
+    assert slots.layer(0, keys, keys)[0].numel() == 0

@@ -14,7 +14,7 @@ def rounded_length(n_tokens: int) -> int:
     return -(-n_tokens // GROW_TO_MULTIPLE_OF) * GROW_TO_MULTIPLE_OF
 
 
-class KVSlots:
+class KVMemory:
     """Keys and values of `n_slots` sequences, per layer two tensors (n_slots, heads, length, head_dim).
 
     Layers are allocated when the model first writes to them, so that no model configuration is read here.
@@ -45,15 +45,20 @@ class KVSlots:
         self._layers.clear()
         self.n_slots = self.length = 0
 
-    def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, shaped for heads like those of `like` (b, heads, T, head_dim)."""
+    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored keys and values of one layer, with heads and types like those given (b, heads, T, head_dim).
+
+        Under autocast the two have different types: rotary embeddings leave keys in float32.
+        """
         if index not in self._layers:
-            shape = (self.n_slots, like.shape[1], self.length, like.shape[3])
-            self._layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
+            self._layers[index] = (self._empty(keys), self._empty(values))
         return self._layers[index]
 
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self.n_slots, like.shape[1], self.length, like.shape[3])
+
     def _grown(self, tensor: torch.Tensor) -> torch.Tensor:
-        grown = tensor.new_zeros(self.n_slots, tensor.shape[1], self.length, tensor.shape[3])
+        grown = self._empty(tensor)
         grown[: tensor.shape[0], :, : tensor.shape[2]] = tensor
         return grown
 
@@ -66,7 +71,7 @@ class StepCache:
 
     is_compileable = False
 
-    def __init__(self, slots: KVSlots, rows: Sequence[int], positions: torch.Tensor, n_new: torch.Tensor) -> None:
+    def __init__(self, slots: KVMemory, rows: Sequence[int], positions: torch.Tensor, n_new: torch.Tensor) -> None:
         self._slots = slots
         self._rows = torch.as_tensor(rows, device=positions.device)  # (b,)
         is_token = torch.arange(positions.shape[1], device=positions.device) < n_new[:, None]  # (b, T)
@@ -81,7 +86,7 @@ class StepCache:
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values (b, heads, T, head_dim); return all stored ones (b, heads, length, head_dim)."""
-        stored = self._slots.layer(layer_idx, keys)
+        stored = self._slots.layer(layer_idx, keys, values)
         rows, columns = self._source
         slots, positions = self._target
         for memory, new in zip(stored, (keys, values), strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.checkpoint.random_state import random_state, set_random_state
+from skyrl_train.workers.random_state import random_state, set_random_state
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,71 @@
+"""What every command does around its work: logging, errors without a traceback, gentle stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_train.errors import SkyRLError
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run a command; a mistake of the user's ends with its message alone and exit status 1, an interrupt with 130."""
+    log_to_console()
+    try:
+        command()
+    except* SkyRLError as group:
+        for error in _leaves(group):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except* KeyboardInterrupt:
+        print("Stopped. Given again, the same command goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
+
+
+def log_to_console() -> None:
+    """Show what the project says, and other packages' warnings, on standard error."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for name in ("skyrl_train", "skyrl_gym"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    disable_progress_bar()  # transformers draws one for each file it reads or writes
+
+
+@contextmanager
+def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the program at once.
+
+    Needs a running event loop. Outside the main thread, signals are none of ours.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def remove() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    def first() -> None:
+        remove()
+        stop()
+
+    for number in numbers:
+        loop.add_signal_handler(number, first)
+    try:
+        yield
+    finally:
+        remove()
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
