@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_train.config import to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
@@ -56,6 +57,17 @@ class Callback:
 def is_due(interval: int, report: StepReport) -> bool:
     """Every `interval` steps and at the last one; -1 is never."""
     return interval > 0 and report.global_step > 0 and (report.is_last or report.global_step % interval == 0)
+
+
+class SavedConfig(Callback):
+    """Writes the resolved configuration, once it is the one that trains."""
+
+    def __init__(self, run_folder: RunFolder) -> None:
+        self._run_folder = run_folder
+
+    async def on_train_start(self, trainer: Trainer) -> None:
+        if trainer.global_step < trainer.total_steps:
+            self._run_folder.config_yaml.write_text(to_yaml(trainer.cfg), encoding="utf-8")
 
 
 class Evaluation(Callback):

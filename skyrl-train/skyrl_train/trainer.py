@@ -95,6 +95,12 @@ class Trainer:
     async def start(self) -> None:
         """Resume, give the engine its weights, and look at the policy before training."""
         self.resume()
+        if self.global_step >= self.total_steps:
+            logger.warning(
+                "This run is finished: it has its %d steps. For another one set trainer.run_name; to go on, raise "
+                "trainer.epochs or trainer.max_training_steps",
+                self.total_steps,
+            )
         await self.sync_weights()
         for callback in self._callbacks:
             await callback.on_train_start(self)
@@ -217,7 +223,7 @@ class Trainer:
         self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
-            logger.warning("Not as when the checkpoint was made: %s", line)
+            logger.warning("Changed since the checkpoint, whose optimizer and schedule go on as they were: %s", line)
 
     def _mini_batches(self, batch: TrainingBatch) -> list[TrainingBatch]:
         return batch.chunk(self.cfg.trainer.policy_mini_batch_size)

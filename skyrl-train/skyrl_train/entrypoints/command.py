@@ -16,7 +16,7 @@ from skyrl_train.errors import SkyRLError
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command; a mistake of the user's ends with its message alone and exit status 1, an interrupt with 130."""
+    """Run a command. A mistake of the user's ends with its message and exit status 1, an interrupt with 130."""
     log_to_console()
     try:
         command()
@@ -25,7 +25,9 @@ def run_command(command: Callable[[], None]) -> None:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except* KeyboardInterrupt:
-        print("Stopped. Given again, the same command goes on from the last checkpoint.", file=sys.stderr)
+        print(
+            "Stopped. Given again, the same command goes on from its last checkpoint, if it has one.", file=sys.stderr
+        )
         sys.exit(130)
 
 

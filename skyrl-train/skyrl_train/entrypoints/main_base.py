@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -23,8 +24,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_gym.envs.registration import spec as env_spec
 from skyrl_gym.error import UnregisteredEnv
 from skyrl_train.algorithms import advantage_estimator, policy_loss
-from skyrl_train.callbacks import Callback, Checkpointing, Evaluation, Export, Logging, Reporting, TrajectoryDump
-from skyrl_train.config import SkyRLConfig, config_dir, parse_cli, to_yaml, validate_cfg, what_runs_here
+from skyrl_train.callbacks import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Export,
+    Logging,
+    Reporting,
+    SavedConfig,
+    TrajectoryDump,
+)
+from skyrl_train.config import SkyRLConfig, config_dir, parse_cli, validate_cfg, what_runs_here
 from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
 from skyrl_train.entrypoints.command import log_to_console, on_first_interrupt, run_command
 from skyrl_train.errors import ConfigError
@@ -65,19 +75,15 @@ class BasePPOExp:
         """
         log_to_console()
         with log_to_file(self.run_folder.train_log):
-            try:
-                for line in what_runs_here(
-                    self.cfg,
-                    has_gpu=torch.cuda.is_available(),
-                    has_vllm=importlib.util.find_spec("vllm") is not None,
-                ):
-                    logger.info(line)
-                self.run_folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
-                _seed_everything(self.cfg.trainer.seed)
-                asyncio.run(self._run())
-            except Exception:
-                logger.debug("The run ended with an error", exc_info=True)
-                raise
+            for line in what_runs_here(
+                self.cfg,
+                has_gpu=torch.cuda.is_available(),
+                has_vllm=importlib.util.find_spec("vllm") is not None,
+            ):
+                logger.info(line)
+            _seed_everything(self.cfg.trainer.seed)
+            asyncio.run(self._run())
+            logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -140,7 +146,7 @@ class BasePPOExp:
         callbacks.append(Logging(tracker))
         if self.cfg.trainer.dump_trajectories:
             callbacks.append(TrajectoryDump(self.run_folder, chat))
-        return [*callbacks, Checkpointing(), Export(), Reporting(self.run_folder)]
+        return [SavedConfig(self.run_folder), *callbacks, Checkpointing(), Export(), Reporting(self.run_folder)]
 
     async def _run(self) -> None:
         cfg = self.cfg.trainer
@@ -191,12 +197,20 @@ class BasePPOExp:
             try:
                 env_spec(name)
             except UnregisteredEnv as error:
-                raise ConfigError(f"environment.env_class={name}: {error}") from error
+                raise ConfigError(
+                    f"environment.env_class={name}: {error} (environment.env_class is the environment of rows that "
+                    "have no env_class)"
+                ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: `key=value` overrides of the configuration."""
-    run_command(lambda: BasePPOExp(parse_cli(sys.argv[1:] if argv is None else argv)).run())
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        keys = Path(config_dir, "ppo_base_config.yaml").read_text(encoding="utf-8")
+        print(__doc__, "Every key, its meaning and its default:", keys, sep="\n")
+        return
+    run_command(lambda: BasePPOExp(parse_cli(argv)).run())
 
 
 def _seed_everything(seed: int) -> None:

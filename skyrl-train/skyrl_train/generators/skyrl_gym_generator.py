@@ -62,6 +62,7 @@ class _Rollout:
     timing: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "env": 0.0})
     stop_reason: str | None = None  # set when the rollout is over
     error: str | None = None
+    cause: Exception | None = None  # of the error, when an environment raised it
 
     @property
     def env_class(self) -> str:
@@ -73,11 +74,10 @@ class _Rollout:
         self.loss_mask.extend([0 if logprobs is None else 1] * len(token_ids))
         self.logprobs.extend([0.0] * len(token_ids) if logprobs is None else logprobs)
 
-    def fail(self, stop_reason: str, error: str) -> None:
+    def fail(self, stop_reason: str, error: str, cause: Exception | None = None) -> None:
         """End as an invalid trajectory; what went wrong first is the reason."""
         if self.error is None:
-            self.stop_reason = stop_reason
-            self.error = error
+            self.stop_reason, self.error, self.cause = stop_reason, error, cause
 
     def trajectory(self) -> Trajectory:
         """What the trainer sees: the response ends with the last sampled token."""
@@ -145,6 +145,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         async with asyncio.TaskGroup() as tasks:
             for group in groups:
                 tasks.create_task(self._play(group, sampling))
+        _report_failures(rollouts)
         return [rollout.trajectory() for rollout in rollouts]
 
     def close(self) -> None:
@@ -270,9 +271,23 @@ def _boundary(rollout: _Rollout, method: str) -> Iterator[None]:
     """What an environment raises, or what its answer makes us raise, ends its rollout as invalid, and no other."""
     try:
         yield
-    except Exception as error:  # the boundary of a rollout
-        logger.warning("%s.%s failed in rollout %s", rollout.env_class, method, rollout.request.id, exc_info=True)
-        rollout.fail("env_error", f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001, the boundary of a rollout
+        rollout.fail("env_error", f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}", error)
+
+
+def _report_failures(rollouts: Sequence[_Rollout]) -> None:
+    """One warning for each kind of failure, with the traceback of the first."""
+    kinds: dict[tuple[str | None, str], list[_Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.error is not None:
+            kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
+    for failed in kinds.values():
+        first = failed[0]
+        logger.warning(
+            "%d of %d rollouts are invalid; the first, %s: %s",
+            *(len(failed), len(rollouts), first.request.id.to_string(), first.error),
+            exc_info=first.cause,
+        )
 
 
 def _engine_request(rollout: _Rollout, sampling: SamplingParams) -> EngineRequest:

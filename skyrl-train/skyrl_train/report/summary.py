@@ -9,23 +9,14 @@ from typing import Any
 
 from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
 
-# Timers that run inside another one, and would be counted twice.
-_OUTER_TIMER = {
-    "policy_train": "train_critic_and_policy",
-    "critic_train": "train_critic_and_policy",
-    "cleanup_old_checkpoints": "save_checkpoints",
-}
-_OUTSIDE_STEP = {"eval", "save_checkpoints", "save_hf_model"}
+_OUTSIDE_STEP = {"eval"}
 _TIMER_NAMES = {
     "generate": "rollouts",
     "fwd_logprobs_values_reward": "log-probs",
     "compute_advantages_and_returns": "advantages",
     "policy_train": "update",
-    "train_critic_and_policy": "update",
     "sync_weights": "weight sync",
     "eval": "evaluation",
-    "save_checkpoints": "checkpoints",
-    "save_hf_model": "export",
 }
 _SMALLEST_SHARE = 0.005
 _N_AVERAGED = 5  # training metrics are noisy: their first and last few steps are averaged
@@ -100,12 +91,11 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
         if name.startswith(prefix)
     }
     step_seconds = totals.pop("step", 0.0)
-    parts = {name: seconds for name, seconds in totals.items() if _OUTER_TIMER.get(name) not in totals}
-    covered = sum(seconds for name, seconds in parts.items() if name not in _OUTSIDE_STEP)
+    covered = sum(seconds for name, seconds in totals.items() if name not in _OUTSIDE_STEP)
     other = max(0.0, step_seconds - covered)
-    total = sum(parts.values()) + other
-    large = {name: seconds for name, seconds in parts.items() if seconds > _SMALLEST_SHARE * total}
-    other += sum(seconds for name, seconds in parts.items() if name not in large)
+    total = sum(totals.values()) + other
+    large = {name: seconds for name, seconds in totals.items() if seconds > _SMALLEST_SHARE * total}
+    other += sum(seconds for name, seconds in totals.items() if name not in large)
     ordered = sorted(large.items(), key=lambda part: -part[1])
     if other > 0:
         ordered.append(("other", other))

@@ -159,3 +159,20 @@ def test_a_dataset_without_prompts_is_refused(
     assert "row 0" in message
     assert "'prompt'" in message
     assert "question" in message
+
+
+def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    said = capsys.readouterr().out
+    assert "train_batch_size: 1024" in said
+    assert "data.train_data=" in said
+
+
+def test_a_finished_run_says_so_and_keeps_its_configuration(
+    arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    main(arguments)
+    config = (tmp_path / "skyrl/test_run/config.yaml").read_text()
+    main([*arguments, "trainer.policy.optimizer_config.lr=0.5"])
+    assert "This run is finished" in caplog.text
+    assert (tmp_path / "skyrl/test_run/config.yaml").read_text() == config
