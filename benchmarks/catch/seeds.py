@@ -7,11 +7,15 @@ Trains every combination with the recipe of `make catch`, one after the other, a
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
 from typing import get_args
+
+import torch
 
 from examples.catch.env import RewardMode
 from examples.catch.main_catch import register_catch
@@ -47,19 +51,35 @@ def main() -> None:
     register_catch()
     output_dir = args.output_dir.resolve()
     runs = [CatchRun(output_dir, mode, seed) for mode in get_args(RewardMode) for seed in args.seeds]
-    run_command(lambda: write(runs, [measure(run) for run in runs]))
+    run_command(lambda: measure_all(runs, conditions()))
 
 
-def write(runs: list[CatchRun], rows: list[str]) -> None:
+def measure_all(runs: list[CatchRun], where: str) -> None:
+    """Write the table and the picture anew after every run."""
+    rows = []
+    for n_done, run in enumerate(runs, start=1):
+        rows.append(measure(run))
+        write(runs[:n_done], rows, where)
+
+
+def conditions() -> str:
+    """When, with which code and on what, e.g. "2026-01-31, commit 1a2b3c4, AMD EPYC, 2 cores, 2 threads"."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    cpu = names[0] if names else platform.processor()
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip()}, {cpu}, {threads}"
+
+
+def write(runs: list[CatchRun], rows: list[str], where: str) -> None:
     """The table and the picture."""
     baselines = runs[0].baselines()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     table = [
         "# Catch with the tiny model",
         "",
-        f"`make bench-catch`, {time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip()}, {platform.machine()} CPU. "
-        f"{runs[0].n_steps} steps; the optimal player catches {baselines.optimal:.1%} of the validation set, random "
-        f"play {baselines.chance:.1%}.",
+        f"`make bench-catch`, {where}. {runs[0].n_steps} steps; the optimal player catches {baselines.optimal:.1%} of "
+        f"the validation set, random play {baselines.chance:.1%}. Runs of one seed share a warm start.",
         "",
         "| rewards | seed | before | after | of optimal | 90% of optimal at step | data and warm start | GRPO |",
         "|---|---|---|---|---|---|---|---|",
