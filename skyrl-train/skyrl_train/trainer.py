@@ -129,16 +129,16 @@ class Trainer:
         self._trajectories = trajectories
         self._metrics |= rollout_metrics(trajectories)
         self._metrics |= training_reward_metrics(trajectories, n_samples)
-        valid = [trajectory for trajectory in trajectories if trajectory.is_valid]
-        if not valid:
+        n_valid = Counter(t.id.instance_id for t in trajectories if t.is_valid)
+        usable = [t for t in trajectories if t.is_valid and (n_samples == 1 or n_valid[t.id.instance_id] > 1)]
+        if not usable:
+            failures = [t.error for t in trajectories if not t.is_valid]
             raise EnvError(
-                f"all {len(trajectories)} rollouts of step {self.global_step} failed; the first: "
-                f"{trajectories[0].error}. Nothing can be learned from this step; fix the environment and resume"
+                f"{len(failures)} of {len(trajectories)} rollouts of step {self.global_step} failed and none is left "
+                f"to learn from; the first: {failures[0]}. Fix the environment and resume"
             )
-        n_valid = Counter(trajectory.id.instance_id for trajectory in valid)
-        compared = [t for t in valid if n_samples == 1 or n_valid[t.id.instance_id] > 1]
-        self._metrics["generate/n_left_alone"] = float(len(valid) - len(compared))
-        return compared or valid
+        self._metrics["generate/n_left_alone"] = float(n_valid.total() - len(usable))
+        return usable
 
     def build_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """Pad the trajectories into tensors (B, L)."""

@@ -20,18 +20,23 @@ class FlakyEnv(BaseTextEnv):
     """Raises in the rollouts whose reply is short, rewards length in the others."""
 
     fails_below = 0
+    failing: frozenset[int] = frozenset()  # and in these, counted in the order they were made
+    n_made = 0
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
+        self.number = FlakyEnv.n_made
+        FlakyEnv.n_made += 1
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        if len(action) < self.fails_below:
+        if len(action) < self.fails_below or self.number in self.failing:
             raise RuntimeError(f"reply {action!r} is too short")
         return BaseTextEnvStepOutput(observations=[], reward=len(action) / 10, done=True, metadata={})
 
 
 @pytest.fixture(autouse=True)
 def _flaky() -> Iterator[None]:
+    FlakyEnv.n_made = 0
     skyrl_gym.register(id="flaky", entry_point=FlakyEnv)
     yield
     skyrl_gym.envs.deregister("flaky")
@@ -83,7 +88,7 @@ def test_a_step_of_failures_stops_with_the_first_reason(
     with pytest.raises(SystemExit):
         train()
     message = capsys.readouterr().err
-    assert "error: all 16 rollouts of step 1 failed" in message
+    assert "error: 16 of 16 rollouts of step 1 failed" in message
     assert "is too short" in message
 
 
@@ -128,3 +133,12 @@ def test_the_kl_loss_starts_at_zero_and_then_holds_the_policy_back(
 )
 def test_what_is_due(interval: int, step: int, is_last: bool, due: bool) -> None:
     assert is_due(interval, StepReport(step, is_last, {})) == due
+
+
+def test_a_trajectory_whose_group_failed_is_left_out(
+    train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlakyEnv, "failing", frozenset({1, 2, 3, 5}))  # of groups of four
+    step = train("environment.skyrl_gym.max_env_workers=0")[-1]
+    assert step["generate/n_invalid"] == 4
+    assert step["generate/n_left_alone"] == 1
