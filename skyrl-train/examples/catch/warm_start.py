@@ -56,7 +56,7 @@ def play_at_random(rows: Sequence[dict[str, Any]], n_games: int, seed: int) -> l
 
 def encode(conversations: Sequence[ConversationType], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Token ids (n, L), padded on the right with -100."""
-    texts = tokenizer.apply_chat_template(conversations, tokenize=False)
+    texts = tokenizer.apply_chat_template(list(conversations), tokenize=False)
     token_ids = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     return torch.nn.utils.rnn.pad_sequence(token_ids, batch_first=True, padding_value=-100)
 

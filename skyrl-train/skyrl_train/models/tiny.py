@@ -6,13 +6,12 @@ For first runs, examples and tests: nothing is downloaded, and what comes out is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from skyrl_train.types import Message
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -24,7 +23,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(conversations: Iterable[Sequence[Message]], vocab_size: int = 512) -> PreTrainedTokenizerBase:
+def train_tokenizer(
+    conversations: Iterable[Sequence[Mapping[str, Any]]], vocab_size: int = 512
+) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer with ChatML turns, trained on the task's own conversations.
 
     A digit is always a token of its own, so that numbers look alike wherever they stand. Text between digits may
@@ -81,7 +82,7 @@ def tiny_qwen3(
         return Qwen3ForCausalLM(config)
 
 
-def _between_special_tokens(conversations: Iterable[Sequence[Message]]) -> Iterable[str]:
+def _between_special_tokens(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Iterable[str]:
     """The pieces the tokenizer will see: it cuts special tokens out before anything merges."""
     for messages in conversations:
         text = "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
