@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from trajectories import make_trajectory
 from transformers import PreTrainedTokenizerBase
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv
-from skyrl_gym.envs.registration import deregister
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.files import read_rows, write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
@@ -23,14 +19,6 @@ from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import Message, Trajectory, TrajectoryID
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
-
-
-@pytest.fixture(autouse=True)
-def guess() -> Iterator[None]:
-    """The environment of the trajectories here."""
-    skyrl_gym.register("guess", BaseTextEnv)
-    yield
-    deregister("guess")
 
 
 @pytest.fixture

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from trajectories import make_trajectory
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv
-from skyrl_gym.envs.registration import deregister
 from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, training_reward_metrics, with_prefix
 from skyrl_train.types import Trajectory, Turn
 
 TURN = Turn(0, 1, 2, 0.0, "stop")
-
-
-@pytest.fixture(autouse=True)
-def guess() -> Iterator[None]:
-    """The environment of the trajectories here."""
-    skyrl_gym.register("guess", BaseTextEnv)
-    yield
-    deregister("guess")
 
 
 @pytest.fixture
