@@ -176,3 +176,25 @@ def test_a_finished_run_says_so_and_keeps_its_configuration(
     main([*arguments, "trainer.policy.optimizer_config.lr=0.5"])
     assert "This run is finished" in caplog.text
     assert (tmp_path / "skyrl/test_run/config.yaml").read_text() == config
+
+
+def test_a_run_goes_on_from_the_path_it_is_given(arguments: list[str], tmp_path: Path) -> None:
+    main([*arguments, "trainer.ckpt_interval=1"])
+    first_step = tmp_path / "skyrl/test_run/ckpts/global_step_1"
+    again = [*arguments, "trainer.run_name=again", "trainer.resume_mode=from_path"]
+    main([*again, f"trainer.resume_path='{first_step}'"])
+    rows, expected = (
+        [json.loads(line) for line in (tmp_path / f"skyrl/{run}/metrics.jsonl").read_text().splitlines()]
+        for run in ("again", "test_run")
+    )
+    assert [row["step"] for row in rows] == [2]
+    for name in ("reward/avg_raw_reward", "policy/final_loss", "eval/all/avg_score"):
+        assert rows[0][name] == expected[2][name]
+
+
+def test_resuming_from_a_path_that_is_not_there_is_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "ckpts/global_step_7"
+    message = refusal([*arguments, "trainer.resume_mode=from_path", f"trainer.resume_path='{missing}'"], capsys)
+    assert f"trainer.resume_path={missing} does not exist" in message
