@@ -35,7 +35,7 @@ def learn(run: CatchRun) -> bool:
         run.metrics(),
         run.folder.learning_curve,
         metric=METRIC,
-        title=f"A {run.reward_mode}-reward run of Catch",
+        title=f"A tiny language model learns Catch ({run.reward_mode} rewards)",
         baselines=baselines.as_lines(),
         train_metric=TRAIN_METRIC,
     )
