@@ -130,10 +130,17 @@ class SkyRLGymGenerator(GeneratorInterface):
         n_workers = skyrl_gym_cfg.max_env_workers
         self._pool = ThreadPoolExecutor(n_workers, thread_name_prefix="skyrl-gym-env") if n_workers else None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass that overrides `generate` alone, as SkyRL's do, is asked through it."""
+        super().__init_subclass__(**kwargs)
+        if "generate" in vars(cls) and "rollout" not in vars(cls):
+            cls.rollout = GeneratorInterface.rollout  # type: ignore[method-assign]
+
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """See `GeneratorInterface.generate`."""
         sampling = SamplingParams(**input_batch["sampling_params"])
-        trajectories = await self.rollout(to_requests(input_batch), sampling, input_batch["batch_metadata"])
+        metadata = input_batch["batch_metadata"]
+        trajectories = await SkyRLGymGenerator.rollout(self, to_requests(input_batch), sampling, metadata)
         return to_generator_output(trajectories)
 
     async def rollout(

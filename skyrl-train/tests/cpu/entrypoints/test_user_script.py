@@ -30,9 +30,12 @@ class GuessEnv(BaseTextEnv):
 
 
 class CountingGenerator(SkyRLGymGenerator):
-    async def rollout(self, requests, sampling, metadata):
-        print(f"{metadata.training_phase} {metadata.global_step}: {len(requests)} rollouts")
-        return await super().rollout(requests, sampling, metadata)
+    async def generate(self, input_batch):
+        metadata = input_batch["batch_metadata"]
+        print(f"{metadata.training_phase} {metadata.global_step}: {len(input_batch['prompts'])} rollouts")
+        output = await super().generate(input_batch)
+        output["rewards"] = [[2 * reward for reward in rewards] for rewards in output["rewards"]]
+        return output
 
 
 class Experiment(BasePPOExp):
@@ -84,4 +87,4 @@ def test_it_runs_unchanged(tiny_model_path: Path, tmp_path: Path) -> None:
     assert "train 1: 8 rollouts" in finished.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["main_guess.py", "outputs", "rows.jsonl"]
     last = json.loads((tmp_path / "outputs/skyrl/test_run/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["generate/avg_turns"] == 2
+    assert last["reward/avg_raw_reward"] > 0
