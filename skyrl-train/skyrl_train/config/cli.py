@@ -107,9 +107,10 @@ def _is_override(text: str) -> bool:
 def _not_one_override(text: str) -> list[str]:
     """The sentence for an argument that is a flag, a bare word or several runs at once."""
     if not _is_override(text):
-        word = text.lstrip("-")
-        fix = word if "=" in word else f"{word or '<key>'}=<value>, without spaces around ="
-        return [f"{text} is not an override; write {fix}"]
+        word, equals, value = text.lstrip("-").partition("=")
+        keys = [key for key in FIELDS if key.rpartition(".")[2] == word] or [word or "<key>"]
+        fix = " or ".join(f"{key}={value or '<value>'}" for key in keys)
+        return [f"{text} is not an override; write {fix}{'' if equals else ', without spaces around ='}"]
     try:
         override = _parse(text)
     except ConfigError:

@@ -78,6 +78,8 @@ def test_a_published_command_is_accepted(command: str, monkeypatch: pytest.Monke
             ["trainer.epochs"],
             "trainer.epochs is not an override; write trainer.epochs=<value>, without spaces around =",
         ),
+        (["--epochs"], "--epochs is not an override; write trainer.epochs=<value>, without spaces around ="),
+        (["--batched=true"], "--batched=true is not an override; write generator.batched=true"),
         (["--trainer.epochs=3"], "--trainer.epochs=3 is not an override; write trainer.epochs=3"),
         (["--multirun"], "--multirun is not an override; write multirun=<value>, without spaces around ="),
         (
