@@ -35,3 +35,16 @@ def test_a_model_that_has_not_learned_is_a_failure(output_dir: Path, capsys: pyt
         assert re.search(words, said)
     for name in ("learning_curve.png", "report.html", "metrics.jsonl"):
         assert (output_dir / "catch/shaped-seed3" / name).stat().st_size > 0
+
+
+def test_a_finished_run_is_moved_aside_and_not_lost(output_dir: Path) -> None:
+    run = ["--steps", "1", "--output_dir", str(output_dir)]
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            learn.main(run)
+        skyrl_gym.envs.deregister("catch")
+    learn.register_catch()
+    (before,) = (output_dir / "catch").glob("shaped-seed42-before-*")
+    for folder in (before, output_dir / "catch/shaped-seed42"):
+        assert (folder / "metrics.jsonl").read_text().count("\n") == 2
+        assert (folder / "report.html").exists()
