@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from examples.catch.players import conversation, random_player
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_train.dataset.files import read_rows
+from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.errors import SkyRLError
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
 
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="where the Hugging Face folder goes")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
+    log_to_console()
     output_dir = args.output_dir.expanduser()
     try:
         loss = make_model(args.data_dir.expanduser() / "train.parquet", output_dir, args.seed)
