@@ -150,10 +150,11 @@ class Trainer:
         With one mini-batch and one epoch the policy at the start of the update is the policy in the update: its
         log-probs are computed there anyway, and a pass of their own would be redundant.
         """
+        is_one_mini_batch = len(set(batch.uids)) <= self.cfg.trainer.policy_mini_batch_size
         with self.timer("fwd_logprobs_values_reward"):
             if self._ref is not None:
                 batch.ref_logprobs = self._ref.score(batch)
-            if self.cfg.trainer.update_epochs_per_batch > 1 or len(self._mini_batches(batch)) > 1:
+            if self.cfg.trainer.update_epochs_per_batch > 1 or not is_one_mini_batch:
                 batch.old_logprobs = self.policy.score(batch)
         return batch
 
@@ -175,11 +176,12 @@ class Trainer:
 
     def update(self, batch: TrainingBatch) -> None:
         """One optimizer step for each mini-batch, `update_epochs_per_batch` times over."""
+        mini_batches = batch.chunk(self.cfg.trainer.policy_mini_batch_size)
         with self.timer("policy_train"):
             metrics = [
                 self.policy.update(mini_batch)
                 for _ in range(self.cfg.trainer.update_epochs_per_batch)
-                for mini_batch in self._mini_batches(batch)
+                for mini_batch in mini_batches
             ]
         for name in {name: None for m in metrics for name in m}:  # an update may have been skipped
             values = [m[name] for m in metrics if name in m]
@@ -224,6 +226,3 @@ class Trainer:
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
             logger.warning("Changed since the checkpoint, whose optimizer and schedule go on as they were: %s", line)
-
-    def _mini_batches(self, batch: TrainingBatch) -> list[TrainingBatch]:
-        return batch.chunk(self.cfg.trainer.policy_mini_batch_size)

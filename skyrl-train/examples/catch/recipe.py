@@ -93,7 +93,7 @@ class CatchRun:
 
     def prepare(self) -> None:
         """Dataset and warm-started model; a run that was finished earlier is moved out of the way."""
-        if not self.data_dir.is_dir():
+        if not (self.data_dir / "validation.parquet").is_file():  # the file written last
             dataset = CatchDataset(reward=CatchReward(mode=self.reward_mode))
             print(write_dataset(dataset, self.data_dir))
         if not self.model_dir.is_dir():

@@ -45,8 +45,11 @@ def validate_cfg(cfg: SkyRLConfig | ConfigSource) -> SkyRLConfig:
 
 
 def to_yaml(cfg: SkyRLConfig) -> str:
-    """The configuration as YAML, filled-in values included; `load_config(yaml.safe_load(text))` gives it back."""
-    return str(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000))
+    """The configuration as YAML, filled-in values included; `load_config(yaml.safe_load(text))` gives it back.
+
+    Characters beyond ASCII are escaped: PyYAML does not read all of them back as it writes them.
+    """
+    return str(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, width=1000))
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:

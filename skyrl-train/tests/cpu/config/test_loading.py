@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -340,6 +340,8 @@ def test_yaml_and_back_is_equal_and_shows_what_was_filled_in() -> None:
     name=st.text(min_size=1, max_size=20),
     path=st.none() | st.text(min_size=1, max_size=20),
 )
+@example(n_mini=1, mini=1, lr=0.0, turns=1, name="\x85", path=None)  # a line break to PyYAML
+@example(n_mini=1, mini=1, lr=0.0, turns=1, name="Läufe", path="~/$HOME/Läufe")
 def test_any_configuration_survives_yaml(
     n_mini: int, mini: int, lr: float, turns: int, name: str, path: str | None
 ) -> None:
