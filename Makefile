@@ -13,7 +13,10 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml constraints.txt
+DIFFERENTIAL := .venv-differential
+DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 IN_TRAIN := cd skyrl-train && ../$(BIN)/python
+BENCH := cd skyrl-train && PYTHONPATH=.:../benchmarks ../$(BIN)/python ../benchmarks
 
 # Two threads train the tiny model 1.2 times as fast as one.
 export OMP_NUM_THREADS ?= 2
@@ -21,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) (makes .venv)  SEED=$(SEED) (catch)  ARGS= (passed on by catch and test)"
 
 # --- what you came for ---------------------------------------------------------------------------------------
@@ -36,11 +39,20 @@ catch-compare: .venv/.runtime ## the same with shaped and with episodic rewards,
 
 .PHONY: bench-catch
 bench-catch: .venv/.runtime ## catch over three seeds and both kinds of reward; writes benchmarks/catch/results.md
-	@cd skyrl-train && PYTHONPATH=. ../$(BIN)/python ../benchmarks/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)
+	@$(BENCH)/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)
+
+.PHONY: bench-algorithms
+bench-algorithms: .venv/.runtime ## every algorithm on catch; writes benchmarks/algorithms/results.md (ARGS='--only rloo')
+	@$(BENCH)/algorithms/compare.py --output_dir ../outputs/bench-algorithms $(ARGS)
 
 .PHONY: test
 test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+.PHONY: test-differential
+test-differential: $(DIFFERENTIAL)/.ready ## compare algorithms with TRL, verl and TorchRL, in an environment of its own
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
+	  $(DIFFERENTIAL)/bin/python -m pytest -q skyrl-train/tests/differential $(ARGS)
 
 # --- for a change --------------------------------------------------------------------------------------------
 
@@ -95,11 +107,11 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 
 # --- set-up --------------------------------------------------------------------------------------------------
 
-.venv/bin/python:
+.venv/bin/python $(DIFFERENTIAL)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …"; exit 1; }
-	@echo "setup: creating .venv"
-	@$(PYTHON) -m venv .venv
+	@echo "setup: creating $(@:/bin/python=)"
+	@$(PYTHON) -m venv $(@:/bin/python=)
 
 .venv/.runtime: $(MANIFESTS) | .venv/bin/python
 	@echo "setup: installing skyrl-gym and skyrl-train into .venv (the first time takes minutes)"
@@ -112,8 +124,16 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 	@$(PIP) -c constraints.txt -e skyrl-gym -e 'skyrl-train[dev]'
 	@touch $@
 
+# First what the lock knows, then the other packages, which may not choose versions: each would want its own torch.
+$(DIFFERENTIAL)/.ready: $(MANIFESTS) $(DIFFERENTIAL_REQUIREMENTS) | $(DIFFERENTIAL)/bin/python
+	@echo "setup: installing what the differential tests compare with into $(DIFFERENTIAL) (the first time takes minutes)"
+	@$(DIFFERENTIAL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	  -e skyrl-gym -e skyrl-train hypothesis pytest pytest-asyncio pytest-timeout requests
+	@$(DIFFERENTIAL)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(DIFFERENTIAL_REQUIREMENTS)
+	@touch $@
+
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; outputs/ stays
-	@rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

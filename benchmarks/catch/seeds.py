@@ -7,15 +7,11 @@ Trains every combination with the recipe of `make catch`, one after the other, a
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import re
-import subprocess
 import time
 from pathlib import Path
 from typing import get_args
 
-import torch
+from conditions import conditions
 
 from examples.catch.env import RewardMode
 from examples.catch.main_catch import register_catch
@@ -60,16 +56,6 @@ def measure_all(runs: list[CatchRun], where: str) -> None:
     for n_done, run in enumerate(runs, start=1):
         rows.append(measure(run))
         write(runs[:n_done], rows, where)
-
-
-def conditions() -> str:
-    """When, with which code and on what, e.g. "2026-01-31, commit 1a2b3c4, AMD EPYC, 2 cores, 2 threads"."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    cpu = names[0] if names else platform.processor()
-    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip()}, {cpu}, {threads}"
 
 
 def write(runs: list[CatchRun], rows: list[str], where: str) -> None:

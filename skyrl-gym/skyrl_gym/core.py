@@ -18,7 +18,8 @@ class EnvStepOutput(TypedDict, Generic[ObsType]):
     observations: what the policy reads next, e.g. ``[{"role": "user", "content": "Try again."}]``.
     reward: the reward of this step alone, not the running total.
     done: whether the episode ended with this step.
-    metadata: facts for logs and analysis; nothing in training reads them.
+    metadata: facts for logs and analysis. Training reads one of them, `reward_components`: the named parts of the
+        reward of this step, e.g. ``{"correct": 1.0, "format": 0.2}``.
     """
 
     observations: ObsType

@@ -139,7 +139,7 @@ class Checkpointing(Callback):
 
     async def on_train_start(self, trainer: Trainer) -> None:
         if trainer.cfg.trainer.ckpt_interval > 0 and trainer.global_step < trainer.total_steps:
-            trainer.checkpoints.check_space(trainer.policy.checkpoint_bytes())
+            trainer.checkpoints.check_space(trainer.checkpoint_bytes())
 
     async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
         interval = trainer.cfg.trainer.ckpt_interval
@@ -166,9 +166,11 @@ class Reporting(Callback):
 
 
 class Export(Callback):
-    """Writes the policy as a plain Hugging Face folder every `trainer.hf_save_interval` steps and at the last one."""
+    """Writes policy and critic as plain Hugging Face folders every `trainer.hf_save_interval` steps and at the last."""
 
     async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
         if is_due(trainer.cfg.trainer.hf_save_interval, report):
             folder = Path(trainer.cfg.trainer.export_path) / f"global_step_{report.global_step}"
             trainer.policy.export(folder / "policy")
+            if trainer.critic is not None:
+                trainer.critic.export(folder / "critic")

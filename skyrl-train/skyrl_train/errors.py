@@ -7,7 +7,7 @@ class SkyRLError(Exception):
     """The root of every error that this project raises on purpose: catch it to catch them all."""
 
 
-class ConfigError(SkyRLError):
+class ConfigError(SkyRLError, ValueError):
     """The configuration is wrong: an unknown key, a wrong type, or values that cannot go together."""
 
 

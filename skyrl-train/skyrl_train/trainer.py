@@ -6,30 +6,40 @@ P prompts a step, G samples of each, B = P·G trajectories of L tokens, the last
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 import yaml
 
-from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.algorithms.advantages import normalize_over_batch
+from skyrl_train.algorithms.contract import FROM_ENVIRONMENT, hyperparameters
+from skyrl_train.algorithms.filters import informative_groups, punish_overlong
+from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
+from skyrl_train.algorithms.masked import masked_mean
+from skyrl_train.algorithms.registry import AdvantageEstimator, named_inputs, required_inputs
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.prompts import ShuffledPrompts
 from skyrl_train.errors import CheckpointError, EnvError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, rollout_requests
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
-from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
+from skyrl_train.generators.sampling import RolloutSampler
+from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import PromptRow, TrainingBatch, Trajectory
+from skyrl_train.workers.critic import CriticWorker
 from skyrl_train.workers.policy import PolicyWorker
 from skyrl_train.workers.ref import RefWorker
 
 logger = logging.getLogger(__name__)
+
+FROM_POLICY = frozenset({"old_log_probs", "entropies", "sum_pi_squared"})
+"""What an estimator may require that takes a pass of the policy."""
 
 
 class Trainer:
@@ -44,15 +54,17 @@ class Trainer:
         generator: GeneratorInterface,
         engine: InferenceEngine,
         policy: PolicyWorker,
+        critic: CriticWorker | None,
         ref: RefWorker | None,
         estimator: AdvantageEstimator,
         pad_token_id: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        """`ref` is needed when `trainer.algorithm.use_kl_loss` is set."""
+        """`ref` and `critic` are there when the configuration, or the estimator, reads their log-probs and values."""
         self.cfg = cfg
         self.generator = generator
         self.policy = policy
+        self.critic = critic
         self.total_steps = total_steps
         self.global_step = 0
         self.checkpoints = CheckpointStore(Path(cfg.trainer.ckpt_path), cfg.trainer.max_ckpts_to_keep)
@@ -62,6 +74,9 @@ class Trainer:
         self._engine = engine
         self._ref = ref
         self._estimator = estimator
+        self._required = required_inputs(estimator)
+        self._kl_controller = kl_controller(cfg.trainer.algorithm)
+        self._sampler = RolloutSampler(cfg, generator, prompts, with_greedy_rewards="greedy_rewards" in self._required)
         self._pad_token_id = pad_token_id
         self._callbacks = list(callbacks)
         self._metrics: dict[str, float] = {}
@@ -75,9 +90,9 @@ class Trainer:
                 with self.timer("step"):
                     rollouts = await self.rollout(prompts)  # B trajectories
                     batch = self.build_batch(rollouts)  # sequences (B, L)
-                    batch = self.score(batch)  # old and reference log-probs (B, R)
+                    batch = self.score(batch)  # values, old and reference log-probs (B, R)
                     batch = self.advantages(batch)  # (B, R)
-                    self.update(batch)  # epochs × mini-batches of the policy loss
+                    self.update(batch)  # epochs × mini-batches of the value and the policy loss
                     await self.sync_weights()  # the engine holds version global_step
                 await self.finish_step()  # callbacks: evaluate, log, checkpoint
         finally:
@@ -114,78 +129,125 @@ class Trainer:
             yield self._prompts.next_batch()
 
     async def rollout(self, prompts: Sequence[PromptRow]) -> list[Trajectory]:
-        """G trajectories of each prompt; the invalid ones are counted and left out.
-
-        A trajectory whose whole group failed has nothing to be compared with: it is left out too.
-        """
-        n_samples = self.cfg.generator.n_samples_per_prompt
-        metadata = BatchMetadata(self.global_step, "train", self.cfg.trainer.seed)
+        """G trajectories of each prompt, those that failed left out; dynamic sampling may take more prompts."""
         with self.timer("generate"):
-            trajectories = await self.generator.rollout(
-                rollout_requests(prompts, n_samples, self.cfg.environment.env_class),
-                SamplingParams.from_config(self.cfg.generator.sampling_params),
-                metadata,
-            )
-        self._trajectories = trajectories
-        self._metrics |= rollout_metrics(trajectories)
-        self._metrics |= training_reward_metrics(trajectories, n_samples)
-        n_valid = Counter(t.id.instance_id for t in trajectories if t.is_valid)
-        usable = [t for t in trajectories if t.is_valid and (n_samples == 1 or n_valid[t.id.instance_id] > 1)]
-        if not usable:
-            failures = [t.error for t in trajectories if not t.is_valid]
-            raise EnvError(
-                f"{len(failures)} of {len(trajectories)} rollouts of step {self.global_step} failed and none is left "
-                f"to learn from; the first: {failures[0]}. Fix the environment and resume"
-            )
-        self._metrics["generate/n_left_alone"] = float(n_valid.total() - len(usable))
-        return usable
+            sample = await self._sampler.sample(prompts, self.global_step)
+        self._trajectories = sample.played
+        self._metrics |= rollout_metrics(sample.played)
+        self._metrics |= training_reward_metrics(sample.played, self.cfg.generator.n_samples_per_prompt)
+        self._metrics |= sample.metrics
+        return sample.rollouts
 
     def build_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Pad the trajectories into tensors (B, L)."""
-        return build_training_batch(trajectories, self._pad_token_id)
+        """Shape the rewards and the masks, and pad the trajectories into tensors (B, L)."""
+        algorithm = self.cfg.trainer.algorithm
+        if algorithm.overlong_buffer_len is not None:
+            trajectories = punish_overlong(
+                trajectories,
+                self.cfg.generator.sampling_params.max_generate_length,
+                algorithm.overlong_buffer_len,
+                algorithm.overlong_buffer_penalty_factor,
+            )
+        batch = build_training_batch(trajectories, self._pad_token_id)
+        if algorithm.zero_variance_filter:
+            kept = informative_groups(
+                batch.rewards.double().sum(dim=-1).tolist(), batch.uids, algorithm.zero_variance_filter_tol
+            )
+            is_kept = torch.tensor([uid in kept for uid in batch.uids])  # (B,)
+            batch.loss_mask = torch.where(is_kept[:, None], batch.loss_mask, 0.0)
+            self._metrics["reward/num_zero_variance_filtered"] = float((~is_kept).sum())
+        return batch
 
     def score(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill in `ref_logprobs` for the KL loss, and `old_logprobs` unless the update sees only current ones.
+        """Fill in what the advantages and the update read: values, and log-probs of the reference and the policy.
 
         With one mini-batch and one epoch the policy at the start of the update is the policy in the update: its
-        log-probs are computed there anyway, and a pass of their own would be redundant.
+        log-probs are computed there anyway, and `old_logprobs` are left out unless something else reads them.
         """
-        is_one_mini_batch = len(set(batch.uids)) <= self.cfg.trainer.policy_mini_batch_size
         with self.timer("fwd_logprobs_values_reward"):
+            if self.critic is not None:
+                batch.values = self.critic.score(batch)
             if self._ref is not None:
                 batch.ref_logprobs = self._ref.score(batch)
-            if self.cfg.trainer.update_epochs_per_batch > 1 or not is_one_mini_batch:
-                batch.old_logprobs = self.policy.score(batch)
+            if self._needs_old_logprobs(batch):
+                batch.old_logprobs, batch.entropies, batch.sum_pi_squared = self.policy.score(batch)
         return batch
+
+    def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:
+        cfg, algorithm = self.cfg.trainer, self.cfg.trainer.algorithm
+        n_mini_batches = len(batch.chunk(cfg.policy_mini_batch_size))
+        is_updated_once = cfg.update_epochs_per_batch == 1 and n_mini_batches == 1
+        is_read_before = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
+        return not is_updated_once or is_read_before or bool(self._required & FROM_POLICY)
 
     def advantages(self, batch: TrainingBatch) -> TrainingBatch:
         """Fill in `advantages` and `returns` (B, R)."""
+        algorithm = self.cfg.trainer.algorithm
         with self.timer("compute_advantages_and_returns"):
-            batch.advantages, batch.returns = self._estimator(
-                token_level_rewards=batch.rewards,
-                response_mask=batch.loss_mask,
-                index=batch.uids,
-                values=batch.values,
-                config=self.cfg.trainer.algorithm,
-            )
-        on_mask = batch.advantages[batch.loss_mask > 0]
+            if algorithm.use_kl_in_reward:
+                batch.rewards = self._penalized_rewards(batch)
+            inputs = hyperparameters(algorithm) | _estimator_inputs(batch)
+            if FROM_ENVIRONMENT in self._required - inputs.keys():
+                raise EnvError(
+                    f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} needs the components of "
+                    "rewards, and no environment reports any; return "
+                    'metadata={"reward_components": {name: reward}} from step()'
+                )
+            batch.advantages, batch.returns = self._estimator(**named_inputs(self._estimator, inputs))
+            if algorithm.advantage_batch_normalize:
+                batch.advantages = normalize_over_batch(batch.advantages, batch.loss_mask)
         self._metrics["loss/avg_final_rewards"] = batch.rewards.sum(dim=-1).mean().item()
-        self._metrics["loss/avg_raw_advantages"] = on_mask.mean().item()
-        self._metrics["loss/avg_raw_advantages_abs"] = on_mask.abs().mean().item()
+        self._metrics["loss/avg_raw_advantages"] = masked_mean(batch.advantages, batch.loss_mask).item()
+        self._metrics["loss/avg_raw_advantages_abs"] = masked_mean(batch.advantages.abs(), batch.loss_mask).item()
         return batch
 
+    def _penalized_rewards(self, batch: TrainingBatch) -> torch.Tensor:
+        """The rewards (B, R) less the divergence from the reference at each token; moves the coefficient."""
+        assert batch.old_logprobs is not None, "scored for the KL penalty"
+        assert batch.ref_logprobs is not None, "scored for the KL penalty"
+        coefficient = self._kl_controller.value
+        rewards, kl = penalize_rewards(
+            batch.rewards,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.loss_mask,
+            coefficient,
+            self.cfg.trainer.algorithm.kl_estimator_type,
+        )
+        divergence = masked_mean(kl, batch.loss_mask).item()
+        self._kl_controller.update(divergence, len(batch))
+        self._metrics |= {
+            "loss/avg_kl": divergence,
+            "loss/avg_kl_max": kl.max().item(),
+            "loss/kl_loss_coef": coefficient,
+        }
+        return rewards
+
     def update(self, batch: TrainingBatch) -> None:
-        """One optimizer step for each mini-batch, `update_epochs_per_batch` times over."""
-        mini_batches = batch.chunk(self.cfg.trainer.policy_mini_batch_size)
+        """One optimizer step for each mini-batch, `update_epochs_per_batch` times over; first the critic's."""
+        cfg = self.cfg.trainer
+        if self.critic is not None:
+            mini_batches = batch.chunk(cfg.critic_mini_batch_size)
+            with self.timer("critic_train"):
+                self._log_means(
+                    [self.critic.update(mini) for _ in range(cfg.update_epochs_per_batch) for mini in mini_batches]
+                )
+        mini_batches = batch.chunk(cfg.policy_mini_batch_size)
         with self.timer("policy_train"):
-            metrics = [
-                self.policy.update(mini_batch)
-                for _ in range(self.cfg.trainer.update_epochs_per_batch)
-                for mini_batch in mini_batches
-            ]
-        for name in {name: None for m in metrics for name in m}:  # an update may have been skipped
+            self._log_means(
+                [self.policy.update(mini) for _ in range(cfg.update_epochs_per_batch) for mini in mini_batches]
+            )
+        is_last_step = self.global_step == self.total_steps
+        if cfg.update_ref_every_epoch and self._ref is not None and self._prompts.is_epoch_over and not is_last_step:
+            self._ref.become(self.policy.model)
+            logger.info("The reference is the policy of step %d from here on", self.global_step)
+
+    def _log_means(self, metrics: Sequence[dict[str, float]]) -> None:
+        """The means over updates, of which some may have been skipped; skipped updates are counted."""
+        for name in {name: None for m in metrics for name in m}:
             values = [m[name] for m in metrics if name in m]
-            self._metrics[name] = sum(values) if name == "policy/skipped_updates" else sum(values) / len(values)
+            is_count = name.endswith("/skipped_updates")
+            self._metrics[name] = sum(values) if is_count else sum(values) / len(values)
 
     async def sync_weights(self) -> None:
         """From now on the engine samples from the policy as it is after `global_step` steps."""
@@ -203,12 +265,30 @@ class Trainer:
         """Write everything a resumed run needs to go on as if nothing had happened."""
 
         def write(folder: Path) -> None:
-            self.policy.save(folder / "policy")
+            for name, worker in self._saved_workers().items():
+                worker.save(folder / name)
             torch.save(self._prompts.state_dict(), folder / "data.pt")
-            state = {"global_step": self.global_step, "config": to_yaml(self.cfg)}
+            state = {
+                "global_step": self.global_step,
+                "config": to_yaml(self.cfg),
+                "kl_controller": self._kl_controller.state_dict(),
+            }
             torch.save(state, folder / "trainer_state.pt")
 
-        self.checkpoints.save(self.global_step, write, self.policy.checkpoint_bytes())
+        self.checkpoints.save(self.global_step, write, self.checkpoint_bytes())
+
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is."""
+        return sum(worker.checkpoint_bytes() for worker in self._saved_workers().values())
+
+    def _saved_workers(self) -> dict[str, PolicyWorker | CriticWorker | RefWorker]:
+        """Whose state changes in a run, by the name of their folder. Random state is the policy's: it comes last."""
+        workers: dict[str, PolicyWorker | CriticWorker | RefWorker] = {}
+        if self.critic is not None:
+            workers["critic"] = self.critic
+        if self._ref is not None and self.cfg.trainer.update_ref_every_epoch:
+            workers["ref"] = self._ref
+        return workers | {"policy": self.policy}
 
     def resume(self) -> None:
         """Load the checkpoint that `trainer.resume_mode` asks for, if there is one."""
@@ -221,8 +301,27 @@ class Trainer:
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise CheckpointError(f"cannot resume from {folder}: {error}; remove it and resume from another") from error
         self._prompts.load_state_dict(position)
-        self.policy.load(folder / "policy")
+        for name, worker in self._saved_workers().items():
+            worker.load(folder / name)
+        self._kl_controller.load_state_dict(state["kl_controller"])
         self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
             logger.warning("Changed since the checkpoint, whose optimizer and schedule go on as they were: %s", line)
+
+
+def _estimator_inputs(batch: TrainingBatch) -> dict[str, Any]:
+    """What a scored batch has for an advantage estimator."""
+    inputs = {
+        "token_level_rewards": batch.rewards,
+        "response_mask": batch.loss_mask,
+        "index": batch.uids,
+        "values": batch.values,
+        "old_log_probs": batch.old_logprobs,
+        "ref_log_probs": batch.ref_logprobs,
+        "entropies": batch.entropies,
+        "sum_pi_squared": batch.sum_pi_squared,
+        "greedy_rewards": batch.greedy_rewards,
+        "reward_components": batch.reward_components or None,
+    }
+    return {name: value for name, value in inputs.items() if value is not None}

@@ -79,6 +79,8 @@ class Trajectory:
     rewards: list[float] | None
     stop_reason: str  # of the last turn: "stop", "length", or why there is none, e.g. "env_error"
     turns: tuple[Turn, ...] = ()
+    reward_components: dict[str, float] = field(default_factory=dict)  # totals by name, where the environment says
+    greedy_reward: float | None = None  # total reward of a greedy rollout of the same prompt, where one was played
     env_metrics: dict[str, Any] = field(default_factory=dict)
     env_extras: dict[str, Any] = field(default_factory=dict)
     weight_versions: tuple[int, ...] = ()  # of the engine, one per turn
@@ -123,9 +125,13 @@ class TrainingBatch:
     rollout_logprobs: torch.Tensor | None = None  # (B, R) float, of the engine
     old_logprobs: torch.Tensor | None = None  # (B, R) of the policy at the start of the update
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-    values: torch.Tensor | None = None  # (B, R)
+    entropies: torch.Tensor | None = None  # (B, R) at the start of the update, of each token's distribution
+    sum_pi_squared: torch.Tensor | None = None  # (B, R) likewise, Σ_v π(v)²
+    values: torch.Tensor | None = None  # (B, R) of the critic at the start of the update
     advantages: torch.Tensor | None = None  # (B, R)
     returns: torch.Tensor | None = None  # (B, R)
+    greedy_rewards: torch.Tensor | None = None  # (B,) total reward of a greedy rollout of each row's prompt
+    reward_components: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,) each, totals by name
 
     def __post_init__(self) -> None:
         n_rows, length = self.sequences.shape
@@ -135,8 +141,10 @@ class TrainingBatch:
         assert response_length <= length, f"responses of {response_length} tokens in sequences of {length}"
         for name in TENSOR_FIELDS[2:]:
             tensor = getattr(self, name)
-            if tensor is not None:
-                assert tensor.shape == (n_rows, response_length), f"{name}: {tuple(tensor.shape)}"
+            shape = (n_rows,) if name == "greedy_rewards" else (n_rows, response_length)
+            assert tensor is None or tensor.shape == shape, f"{name}: {tuple(tensor.shape)}"
+        for name, tensor in self.reward_components.items():
+            assert tensor.shape == (n_rows,), f"reward_components[{name!r}]: {tuple(tensor.shape)}"
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -170,10 +178,16 @@ class TrainingBatch:
             n_computed = sum(part is not None for part in parts)
             assert n_computed in (0, len(parts)), f"{name} is there in {n_computed} of {len(parts)} batches"
             joined[name] = torch.cat(parts) if n_computed else None
-        return TrainingBatch(**joined, uids=[uid for batch in batches for uid in batch.uids])
+        components = {
+            name: torch.cat([batch.reward_components[name] for batch in batches])
+            for name in batches[0].reward_components
+        }
+        uids = [uid for batch in batches for uid in batch.uids]
+        return TrainingBatch(**joined, uids=uids, reward_components=components)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor], uids: list[str]) -> TrainingBatch:
-        mapped: dict[str, Any] = {"uids": uids}
+        components = {name: function(tensor) for name, tensor in self.reward_components.items()}
+        mapped: dict[str, Any] = {"uids": uids, "reward_components": components}
         for name in TENSOR_FIELDS:
             tensor = getattr(self, name)
             mapped[name] = None if tensor is None else function(tensor)
@@ -186,5 +200,5 @@ def all_or_none(values: Sequence[T | None]) -> list[T] | None:
     return there if len(there) == len(values) else None
 
 
-TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "uids")
+TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name not in ("uids", "reward_components"))
 TrainingInputBatch = TrainingBatch

@@ -39,11 +39,15 @@ class CatchReward:
                 raise ValueError(f"{name}={value!r} must be a finite number")
 
     def of(self, before: CatchState, after: CatchState) -> float:
-        """The reward of the turn that led from `before` to `after`."""
+        """The reward of the turn that led from `before` to `after`: the sum of its components."""
+        return sum(self.components(before, after).values())
+
+    def components(self, before: CatchState, after: CatchState) -> dict[str, float]:
+        """What the turn is rewarded for, by name."""
         ending = (self.terminal_catch if after.is_caught else self.terminal_miss) if after.is_over else 0.0
         if self.mode == "episodic":
-            return ending
-        return potential(after) - potential(before) + self.step_penalty + ending
+            return {"ending": ending}
+        return {"approach": potential(after) - potential(before), "step": self.step_penalty, "ending": ending}
 
 
 def potential(state: CatchState) -> float:
@@ -82,11 +86,12 @@ class CatchEnv(BaseTextEnv):
         self.turns += 1
         letter = parse_action(action)
         before, self.state = self.state, advance(self.state, letter)
+        components = self.reward.components(before, self.state)
         return BaseTextEnvStepOutput(
             observations=self._observations(),
-            reward=self.reward.of(before, self.state),
+            reward=sum(components.values()),
             done=self.state.is_over,
-            metadata={"caught": self.state.is_caught, "action": letter},
+            metadata={"caught": self.state.is_caught, "action": letter, "reward_components": components},
         )
 
     def get_metrics(self) -> dict[str, Any]:

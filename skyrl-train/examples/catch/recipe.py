@@ -74,10 +74,13 @@ class CatchRun:
     reward_mode: RewardMode
     seed: int
     n_steps: int = N_STEPS
+    label: str = ""  # of a run that is not the recipe as it is
+    overrides: tuple[str, ...] = ()  # of the recipe, e.g. ("trainer.algorithm.advantage_estimator=rloo",)
 
     @property
     def name(self) -> str:
-        return f"{self.reward_mode}-seed{self.seed}"
+        name = f"{self.reward_mode}-seed{self.seed}"
+        return f"{self.label}-{name}" if self.label else name
 
     @property
     def folder(self) -> RunFolder:
@@ -104,8 +107,8 @@ class CatchRun:
             print(f"An earlier run is finished; it is now in {kept}")
 
     def train(self) -> None:
-        """GRPO, from the start or from where it was interrupted."""
-        overrides = [
+        """Train, from the start or from where it was interrupted."""
+        this_run = [
             f"data.train_data=['{self.data_dir / 'train.parquet'}']",
             f"data.val_data=['{self.data_dir / 'validation.parquet'}']",
             f"trainer.policy.model.path='{self.model_dir}'",
@@ -114,7 +117,7 @@ class CatchRun:
             f"trainer.max_training_steps={self.n_steps}",
             f"trainer.seed={self.seed}",
         ]
-        BasePPOExp(parse_cli([*TINY_MODEL, *THIS_RUN, *overrides])).run()
+        BasePPOExp(parse_cli([*TINY_MODEL, *THIS_RUN, *this_run, *self.overrides])).run()
 
     def metrics(self) -> MetricRows:
         """What the run logged so far."""

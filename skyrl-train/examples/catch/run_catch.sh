@@ -4,17 +4,19 @@
 #   bash examples/catch/run_catch.sh generator.batched=true trainer.logger=tensorboard
 #
 # With a GPU the model is Qwen3-1.7B-Base. Without one it is a tiny Qwen3 that is made on the spot.
+# Data that is not there is made too. Variables: DATA_DIR, REWARD_MODE (shaped or episodic, of data that is made),
+# MODEL_DIR (of the tiny model), MAIN_MODULE (that trains), PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-DATA_DIR=${DATA_DIR:-$HOME/data/catch}
+REWARD_MODE=${REWARD_MODE:-shaped}
+DATA_DIR=${DATA_DIR:-$HOME/data/catch$([[ $REWARD_MODE == shaped ]] || echo "-$REWARD_MODE")}
 MODEL_DIR=${MODEL_DIR:-$HOME/models/catch-tiny-qwen3}
+MAIN_MODULE=${MAIN_MODULE:-examples.catch.main_catch}
 PYTHON=${PYTHON:-$([[ -x ../.venv/bin/python ]] && echo ../.venv/bin/python || echo python)}
 
 if [[ "$*" != *data.train_data=* && ! -f $DATA_DIR/train.parquet ]]; then
-  echo "error: $DATA_DIR/train.parquet does not exist; write it with" >&2
-  echo "  $PYTHON -m examples.catch.catch_dataset --output_dir $DATA_DIR" >&2
-  exit 1
+  "$PYTHON" -m examples.catch.catch_dataset --output_dir "$DATA_DIR" --reward_mode "$REWARD_MODE"
 fi
 
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -23,6 +25,7 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     trainer.policy.optimizer_config.lr=1e-6
     trainer.train_batch_size=128
     trainer.policy_mini_batch_size=32
+    trainer.critic_mini_batch_size=32
     generator.n_samples_per_prompt=4
     generator.gpu_memory_utilization=0.8
   )
@@ -32,10 +35,15 @@ else
     "$PYTHON" -m examples.catch.warm_start --data_dir "$DATA_DIR" --output_dir "$MODEL_DIR"
   fi
   mapfile -t MODEL < <("$PYTHON" -m examples.catch.recipe)
-  MODEL+=("trainer.policy.model.path='$MODEL_DIR'" environment.skyrl_gym.max_env_workers=0)
+  MODEL+=(
+    "trainer.policy.model.path='$MODEL_DIR'"
+    trainer.critic_mini_batch_size=4 # a critic, where one is asked for, takes more and smaller steps than the policy
+    trainer.critic.optimizer_config.lr=5e-4
+    environment.skyrl_gym.max_env_workers=0
+  )
 fi
 
-exec "$PYTHON" -m examples.catch.main_catch \
+exec "$PYTHON" -m "$MAIN_MODULE" \
   "data.train_data=['$DATA_DIR/train.parquet']" \
   "data.val_data=['$DATA_DIR/validation.parquet']" \
   trainer.strategy=fsdp2 \

@@ -6,6 +6,7 @@ from skyrl_train.algorithms.registry import (
     policy_loss,
     register_advantage_estimator,
     register_policy_loss,
+    required_inputs,
 )
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "policy_loss",
     "register_advantage_estimator",
     "register_policy_loss",
+    "required_inputs",
 ]

@@ -2,33 +2,98 @@
 
 The weights are computed once, before the mini-batch is split; every part then only sums `weights * loss`. So the
 result does not depend on how many micro-batches or ranks share the work.
+
+A row without a trained token (a truncated response, a group of equal rewards) is in no divisor: leaving rows out of the
+mask gives the loss of a mini-batch that never had them. Weights of zero that a correction of the loss puts on some
+tokens are another matter: those tokens stay in the divisor.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 
-LossReduction = Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
+from skyrl_train.config.algorithm import LossReduction
+from skyrl_train.errors import ConfigError
 
 
-def token_weights(loss_mask: torch.Tensor, reduction: LossReduction, max_seq_len: int | None = None) -> torch.Tensor:
-    """The weight (B, R) of each token's loss in the loss of a mini-batch; zero outside the mask.
+def token_weights(
+    loss_mask: torch.Tensor,
+    reduction: LossReduction,
+    max_seq_len: int | None = None,
+    index: Sequence[str] | None = None,
+) -> torch.Tensor:
+    """The weight (B, R) of each token's loss in the loss of a mini-batch; zero outside the mask (B, R).
 
-    token_mean: every token counts the same, 1 / number of tokens. sequence_mean: every trajectory counts the same,
-    1 / (B · its tokens). seq_mean_token_sum_norm: 1 / (B · max_seq_len), so that a long trajectory counts more than
-    a short one but never depends on the others (Dr. GRPO, arXiv:2503.20783).
+    With T the trained tokens of the mini-batch, T_i those of row i, N the rows that have some, T_g those of all rows
+    of the prompt of row i, and P the prompts that have some:
+
+    token_mean               1 / T: every token counts the same (DAPO, Yu et al., 2025, arXiv:2503.14476)
+    sequence_mean            1 / (N · T_i): every trajectory counts the same (GRPO, Shao et al., 2024, arXiv:2402.03300)
+    prompt_mean              1 / (P · T_g): every prompt counts the same, and every token of a prompt's trajectories
+                             (a larger group has no more say than a smaller one)
+    seq_mean_token_sum_norm  1 / (N · max_seq_len): a long trajectory counts more than a short one, but what a token
+                             counts does not depend on lengths (Dr. GRPO, Liu et al., 2025, arXiv:2503.20783)
+    seq_mean_token_sum       1 / N
+    token_sum                1
+
+    `index` [B] names the prompt of each row; only prompt_mean reads it.
+
+    Raises:
+        ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.
     """
-    n_rows = loss_mask.shape[0]
-    if reduction == "token_mean":
-        return loss_mask / loss_mask.sum().clamp(min=1)
-    if reduction == "sequence_mean":
-        return loss_mask / (n_rows * loss_mask.sum(dim=-1, keepdim=True).clamp(min=1))
-    assert max_seq_len is not None, "seq_mean_token_sum_norm needs max_seq_len; the config check guarantees it"
-    return loss_mask / (n_rows * max_seq_len)
+    n_tokens = loss_mask.sum(dim=-1, keepdim=True)  # (B, 1)
+    n_rows = (n_tokens > 0).sum()
+    match reduction:
+        case "token_mean":
+            divisor = n_tokens.sum()
+        case "sequence_mean":
+            divisor = n_rows * n_tokens
+        case "prompt_mean":
+            divisor = _prompt_divisor(n_tokens, index)
+        case "seq_mean_token_sum_norm":
+            if max_seq_len is None:
+                raise ConfigError("loss reduction seq_mean_token_sum_norm needs max_seq_len, the number to divide by")
+            divisor = n_rows * max_seq_len
+        case "seq_mean_token_sum":
+            divisor = n_rows
+        case "token_sum":
+            divisor = torch.ones_like(n_rows)
+        case _:
+            raise ConfigError(f"unknown loss reduction {reduction!r}; config/algorithm.py lists the names there are")
+    return loss_mask / divisor.clamp(min=1)
+
+
+def _prompt_divisor(n_tokens: torch.Tensor, index: Sequence[str] | None) -> torch.Tensor:
+    """Prompts that have a trained token times the trained tokens of each row's prompt, (B, 1)."""
+    if index is None:
+        raise ConfigError("loss reduction prompt_mean needs index, the prompt of each row")
+    numbers = {uid: number for number, uid in enumerate(dict.fromkeys(index))}
+    prompt_of_row = torch.tensor([numbers[uid] for uid in index], device=n_tokens.device)
+    n_prompt_tokens = n_tokens.new_zeros(len(numbers), 1).index_add(0, prompt_of_row, n_tokens)  # (P, 1)
+    return (n_prompt_tokens > 0).sum() * n_prompt_tokens[prompt_of_row]
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Σ weights · values over (B, R). A NaN where the weight is 0 stays there."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
+
+
+def reduce_loss(
+    loss: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    loss_reduction: LossReduction,
+    max_seq_len: int | None = None,
+    index: Sequence[str] | None = None,
+) -> torch.Tensor:
+    """One number from a loss per token (B, R): `weighted_sum` with `token_weights`. No mask is a mask of ones.
+
+    For policy losses of your own that return a scalar. The divisor is that of the rows you have: called on
+    micro-batches, it makes a mean of means. Return the loss of each token to have it reduced over the mini-batch.
+
+    Raises:
+        ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.
+    """
+    mask = torch.ones_like(loss) if loss_mask is None else loss_mask
+    return weighted_sum(loss, token_weights(mask, loss_reduction, max_seq_len, index))

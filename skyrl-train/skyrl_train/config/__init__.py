@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, GdpoConfig, KLControllerConfig
 from skyrl_train.config.cli import compose_config, config_dir, get_default_config, parse_cli, rewrite_overrides
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.environment import EnvironmentConfig, SkyRLGymConfig
 from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.config.loading import changed_settings, load_config, to_yaml, validate_cfg
+from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
 from skyrl_train.config.placement import PlacementConfig
-from skyrl_train.config.policy import OptimizerConfig, PolicyConfig, PolicyModelConfig, RefConfig, RefModelConfig
+from skyrl_train.config.policy import (
+    CriticConfig,
+    CriticModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    PolicyModelConfig,
+    RefConfig,
+    RefModelConfig,
+)
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.runtime import what_runs_here
 from skyrl_train.config.trainer import TrainerConfig
@@ -17,10 +26,16 @@ from skyrl_train.config.validation import validate_batch_sizes
 
 __all__ = [
     "AlgorithmConfig",
+    "CriticConfig",
+    "CriticModelConfig",
     "DataConfig",
+    "DynamicSamplingConfig",
     "EnvironmentConfig",
     "EvalSamplingConfig",
+    "GdpoConfig",
     "GeneratorConfig",
+    "KLControllerConfig",
+    "OffPolicyCorrectionConfig",
     "OptimizerConfig",
     "PlacementConfig",
     "PolicyConfig",

@@ -4,11 +4,75 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field
 
-from skyrl_train.config.base import OptionalCount, Resolved, Section, Text, resolved_later
+from skyrl_train.config.base import (
+    Allowed,
+    Count,
+    CountOrMinusOne,
+    FreeValue,
+    OptionalCount,
+    Resolved,
+    Section,
+    Text,
+    resolved_later,
+)
+from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+from skyrl_train.config.policy_loss import (
+    CispoConfig,
+    ClipCovConfig,
+    DppoConfig,
+    DroConfig,
+    GmpoConfig,
+    KLCovConfig,
+    RolloutIsConfig,
+    SapoConfig,
+    VespoConfig,
+)
 
 Coefficient = Annotated[float, Ge(0)]
+Discount = Annotated[float, Ge(0), Le(1)]
+LossReduction = Literal[
+    "token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum", "token_sum"
+]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+
+
+class KLControllerConfig(Section):
+    """How the weight of the KL penalty in the reward moves."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """`fixed` keeps `kl_loss_coef`; `adaptive` raises it while the divergence is above `kl_target`, and lowers it
+    below."""
+
+    kl_target: Annotated[float, Gt(0)] = 0.1
+    """Divergence per token that `adaptive` aims at, in nats."""
+
+    horizon: Count = 10000
+    """Trajectories over which `adaptive` reacts: the larger, the slower."""
+
+
+class DynamicSamplingConfig(Section):
+    """Groups whose rewards are all equal teach nothing: sample others in their place."""
+
+    type: Literal["filter", "replace"] | None = None
+    """`filter` samples more prompts until `trainer.train_batch_size` of them have groups of unequal rewards (DAPO);
+    `replace` puts copies of good groups in place of the others. A step then takes as many batches of prompts as it
+    needs, so the data is passed more often than `trainer.epochs` says."""
+
+    max_sample_batches: CountOrMinusOne = 30
+    """Stop with an error after so many batches in one step; -1 never stops."""
+
+    min_replace_ratio: Annotated[float, Ge(0), Le(1)] = 0.3
+    """`replace` samples again until more than this share of the groups is good."""
+
+
+class GdpoConfig(Section):
+    """`advantage_estimator=gdpo`: each named component of the reward is normalised on its own."""
+
+    weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
+    """Weight of each component, by its name: `trainer.algorithm.gdpo.weights.format=0.5`; 1 where none is given."""
 
 
 class AlgorithmConfig(Section):
@@ -17,34 +81,32 @@ class AlgorithmConfig(Section):
     advantage_estimator: Text = "grpo"
     """How rewards become advantages: a registered name, yours included."""
 
+    gamma: Discount = 1.0
+    """Discount of later rewards, per sampled token, or per turn where the estimator goes by turns."""
+
+    lambd: Discount = 1.0
+    """λ of generalised advantage estimation: 1 trusts rewards, 0 trusts the critic."""
+
+    grpo_norm_by_std: bool = True
+    """Divide GRPO's advantages by the standard deviation of the group's rewards; false is Dr. GRPO."""
+
+    gdpo: GdpoConfig = GdpoConfig()
+    """Settings of the estimator `gdpo`."""
+
+    advantage_batch_normalize: bool = False
+    """Shift and scale the advantages of a batch's sampled tokens to mean 0 and variance 1."""
+
     policy_loss_type: Text = "regular"
     """The policy loss: a registered name, yours included. `regular` is PPO's clipped loss."""
 
-    loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm"] = "token_mean"
-    """How token losses become one number, over the whole mini-batch: the mean over tokens; the mean over sequences of
-    each one's token mean; or the mean over sequences of each one's token sum divided by `max_seq_len` (Dr. GRPO)."""
+    loss_reduction: LossReduction = "token_mean"
+    """How token losses become one number, over the whole mini-batch: the mean over tokens; over sequences of each one's
+    token mean; over prompts of each one's token mean; over sequences of each one's token sum, divided by `max_seq_len`
+    (Dr. GRPO) or not; or the plain sum."""
 
     max_seq_len: OptionalCount = None
     """The constant that `seq_mean_token_sum_norm` divides by, in tokens; null takes `generator.max_input_length` plus
     `generator.sampling_params.max_generate_length` when both are known."""
-
-    use_kl_loss: bool = True
-    """Add the KL divergence from the reference to the loss; this loads the reference."""
-
-    kl_loss_coef: Coefficient = 0.001
-    """Weight of the KL loss."""
-
-    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Estimator of the KL divergence from the log-probs of the sampled tokens."""
-
-    use_entropy_loss: bool = False
-    """Subtract the policy's entropy from the loss, which rewards exploration."""
-
-    entropy_loss_coef: Coefficient = 0.01
-    """Weight of the entropy term."""
-
-    grpo_norm_by_std: bool = True
-    """Divide GRPO's advantages by the standard deviation of the group's rewards; false is Dr. GRPO."""
 
     eps_clip_low: Annotated[float, Ge(0), Le(1)] = 0.2
     """The probability ratio is clipped from below at 1 minus this."""
@@ -52,6 +114,100 @@ class AlgorithmConfig(Section):
     eps_clip_high: Annotated[float, Ge(0)] = 0.2
     """The probability ratio is clipped from above at 1 plus this."""
 
+    clip_ratio_c: Annotated[float, Gt(1)] = 3.0
+    """`policy_loss_type=dual_clip`: the ratio of a token of negative advantage counts as this at most."""
+
+    cispo: CispoConfig = CispoConfig()
+    """Settings of the loss `cispo`."""
+
+    sapo: SapoConfig = SapoConfig()
+    """Settings of the loss `sapo`."""
+
+    gmpo: GmpoConfig = GmpoConfig()
+    """Settings of the loss `gmpo`."""
+
+    clip_cov: ClipCovConfig = ClipCovConfig()
+    """Settings of the loss `clip_cov`."""
+
+    kl_cov: KLCovConfig = KLCovConfig()
+    """Settings of the loss `kl_cov`."""
+
+    dppo: DppoConfig = DppoConfig()
+    """Settings of the loss `dppo`."""
+
+    vespo: VespoConfig = VespoConfig()
+    """Settings of the loss `vespo`."""
+
+    dro: DroConfig = DroConfig()
+    """Settings of the loss `dro`."""
+
+    rollout_is: RolloutIsConfig = RolloutIsConfig()
+    """Settings of the loss `rollout_is`."""
+
+    value_clip: Annotated[float, Gt(0)] | None = 0.2
+    """The critic's value moves at most this far from the old one in an update before its loss is clipped; null never
+    clips."""
+
+    use_kl_loss: bool = True
+    """Add the KL divergence from the reference to the loss; this loads the reference."""
+
+    use_kl_in_reward: bool = False
+    """Subtract the KL divergence from the reference from each token's reward instead; this loads the reference."""
+
+    kl_loss_coef: Coefficient = 0.001
+    """Weight of the KL divergence, in the loss or in the reward."""
+
+    kl_estimator_type: KLEstimator = "k3"
+    """Estimator of the KL divergence from the log-probs of the sampled tokens. A `+` keeps the value and takes the
+    gradient of k2, which is the unbiased one on policy."""
+
+    use_bias_correction_kl: bool = False
+    """Weigh the KL loss of each token by its probability ratio, which keeps its gradient unbiased off policy."""
+
+    kl_ctrl: KLControllerConfig = KLControllerConfig()
+    """The weight of the KL penalty in the reward over time."""
+
+    use_entropy_loss: bool = False
+    """Subtract the policy's entropy from the loss, which rewards exploration."""
+
+    entropy_loss_coef: Coefficient = 0.01
+    """Weight of the entropy term."""
+
+    top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of a mini-batch's tokens that the policy loss is of, those of highest entropy; 1 is all of them."""
+
+    off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
+    """The difference between the engine that sampled and the policy that learns."""
+
+    off_policy_sequence_mask_threshold: Annotated[float, Gt(0)] | None = None
+    """Leave out trajectories of negative advantage whose tokens the policy has come to find less likely than the one
+    that sampled them, by more than this many nats on average; null leaves out none."""
+
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Sampling until enough groups teach something."""
+
+    zero_variance_filter: bool = False
+    """Leave groups of equal rewards out of the loss, and out of its divisor."""
+
+    zero_variance_filter_tol: Annotated[float, Ge(0), Lt(1)] = 1e-6
+    """Rewards whose standard deviation is at most this count as equal, in the filter and in dynamic sampling."""
+
+    overlong_buffer_len: OptionalCount = None
+    """Soft overlong punishment (DAPO): the last so many tokens before `generator.sampling_params.max_generate_length`
+    cost up to `overlong_buffer_penalty_factor`; null is no punishment."""
+
+    overlong_buffer_penalty_factor: Coefficient = 1.0
+    """What a response of full length costs."""
+
     temperature: Resolved[Annotated[float, Gt(0)]] = resolved_later()
     """Logits are divided by this in the policy and the reference, as they were in the engine; null takes
     `generator.sampling_params.temperature`."""
+
+    custom: Annotated[dict[str, FreeValue], Allowed("a section of keys of your own")] = Field(default={})
+    """Settings of estimators and losses of your own: `trainer.algorithm.custom.tau=0.3` is their
+    `config.custom["tau"]`."""
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Whether the KL divergence from the reference is in the loss or in the reward."""
+        return self.use_kl_loss or self.use_kl_in_reward

@@ -7,7 +7,7 @@ not mention pass as they are, and a value that it maps to None leaves the key al
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,19 @@ class Alias:
 
     key: str
     values: Mapping[Any, Any] = field(default_factory=dict)
+
+    also: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Other keys that the value decides here, each with the function that gives their value."""
+
+    only_if: str | None = None
+    """The key that must be true; without it the other spelling means nothing, there as here."""
+
+    def readings(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """The keys that are set, with their values as they are spelt here."""
+        main = self.translate(value)
+        if main is not None or value is None:
+            yield self.key, main
+        yield from ((key, function(value)) for key, function in self.also.items())
 
     def translate(self, value: Any) -> Any:
         """The value as it is spelt here; None where the key stays as it is."""
@@ -43,7 +56,15 @@ SKYRL = {
     "generator.inference_engine.enforce_eager": Alias("generator.enforce_eager"),
     "trainer.algorithm.use_kl_estimator_k3": Alias("trainer.algorithm.kl_estimator_type", {True: "k3", False: None}),
     "trainer.algorithm.use_abs_kl": Alias("trainer.algorithm.kl_estimator_type", {True: "abs", False: None}),
+    "trainer.algorithm.use_tis": Alias(
+        "trainer.algorithm.off_policy_correction.tis_ratio_type", {True: "token", False: None}
+    ),
+    "trainer.algorithm.tis_imp_ratio_cap": Alias(
+        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high", {-1.0: None}
+    ),
 }
+
+VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 VERL = {
     "data.train_files": Alias("data.train_data"),
@@ -52,8 +73,34 @@ VERL = {
     "data.val_batch_size": Alias("trainer.eval_batch_size"),
     "data.max_prompt_length": Alias("trainer.max_prompt_length"),
     "data.max_response_length": Alias("generator.sampling_params.max_generate_length"),
-    "algorithm.adv_estimator": Alias("trainer.algorithm.advantage_estimator", {"reinforce_plus_plus": "reinforce++"}),
+    "algorithm.adv_estimator": Alias(
+        "trainer.algorithm.advantage_estimator",
+        {
+            "reinforce_plus_plus": "reinforce++",
+            "reinforce_plus_plus_baseline": "reinforce++-baseline",
+            "grpo_vectorized": "grpo",
+            "rloo_vectorized": "rloo",
+        },
+    ),
     "algorithm.norm_adv_by_std_in_grpo": Alias("trainer.algorithm.grpo_norm_by_std"),
+    "algorithm.gamma": Alias("trainer.algorithm.gamma"),
+    "algorithm.lam": Alias("trainer.algorithm.lambd"),
+    "algorithm.use_kl_in_reward": Alias("trainer.algorithm.use_kl_in_reward"),
+    "algorithm.kl_penalty": Alias(
+        "trainer.algorithm.kl_estimator_type", VERL_KL, only_if="trainer.algorithm.use_kl_in_reward"
+    ),
+    "algorithm.kl_ctrl.type": Alias("trainer.algorithm.kl_ctrl.type", only_if="trainer.algorithm.use_kl_in_reward"),
+    "algorithm.kl_ctrl.kl_coef": Alias("trainer.algorithm.kl_loss_coef", only_if="trainer.algorithm.use_kl_in_reward"),
+    "algorithm.kl_ctrl.horizon": Alias(
+        "trainer.algorithm.kl_ctrl.horizon", only_if="trainer.algorithm.use_kl_in_reward"
+    ),
+    "algorithm.kl_ctrl.target_kl": Alias(
+        "trainer.algorithm.kl_ctrl.kl_target", only_if="trainer.algorithm.use_kl_in_reward"
+    ),
+    "algorithm.filter_groups.enable": Alias("trainer.algorithm.dynamic_sampling.type", {True: "filter", False: None}),
+    "algorithm.filter_groups.max_num_gen_batches": Alias(
+        "trainer.algorithm.dynamic_sampling.max_sample_batches", {0: -1}
+    ),
     "actor_rollout_ref.model.path": Alias("trainer.policy.model.path"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
     "actor_rollout_ref.actor.strategy": Alias("trainer.strategy"),
@@ -67,14 +114,28 @@ VERL = {
     "actor_rollout_ref.actor.ppo_epochs": Alias("trainer.update_epochs_per_batch"),
     "actor_rollout_ref.actor.clip_ratio_low": Alias("trainer.algorithm.eps_clip_low"),
     "actor_rollout_ref.actor.clip_ratio_high": Alias("trainer.algorithm.eps_clip_high"),
+    "actor_rollout_ref.actor.clip_ratio_c": Alias("trainer.algorithm.clip_ratio_c"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": Alias(
+        "trainer.algorithm.policy_loss_type", {"vanilla": "dual_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
+    ),
+    "actor_rollout_ref.actor.entropy_coeff": Alias(
+        "trainer.algorithm.entropy_loss_coef", also={"trainer.algorithm.use_entropy_loss": bool}
+    ),
     "actor_rollout_ref.actor.use_kl_loss": Alias("trainer.algorithm.use_kl_loss"),
     "actor_rollout_ref.actor.kl_loss_coef": Alias("trainer.algorithm.kl_loss_coef"),
     "actor_rollout_ref.actor.kl_loss_type": Alias(
-        "trainer.algorithm.kl_estimator_type", {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+        "trainer.algorithm.kl_estimator_type",
+        {**VERL_KL, "kl+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+"},
     ),
     "actor_rollout_ref.actor.loss_agg_mode": Alias(
         "trainer.algorithm.loss_reduction",
-        {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
+        {
+            "token-mean": "token_mean",
+            "seq-mean-token-mean": "sequence_mean",
+            "seq-mean-token-sum": "seq_mean_token_sum",
+            "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
+            "token-sum": "token_sum",
+        },
     ),
     "actor_rollout_ref.rollout.name": Alias("generator.backend"),
     "actor_rollout_ref.rollout.n": Alias("generator.n_samples_per_prompt"),
@@ -91,6 +152,13 @@ VERL = {
     "actor_rollout_ref.rollout.val_kwargs.temperature": Alias("generator.eval_sampling_params.temperature"),
     "actor_rollout_ref.rollout.val_kwargs.top_p": Alias("generator.eval_sampling_params.top_p"),
     "actor_rollout_ref.rollout.val_kwargs.top_k": Alias("generator.eval_sampling_params.top_k"),
+    "critic.model.path": Alias("trainer.critic.model.path"),
+    "critic.optim.lr": Alias("trainer.critic.optimizer_config.lr"),
+    "critic.optim.weight_decay": Alias("trainer.critic.optimizer_config.weight_decay"),
+    "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps"),
+    "critic.grad_clip": Alias("trainer.critic.optimizer_config.max_grad_norm"),
+    "critic.ppo_mini_batch_size": Alias("trainer.critic_mini_batch_size"),
+    "critic.cliprange_value": Alias("trainer.algorithm.value_clip"),
     "trainer.total_epochs": Alias("trainer.epochs"),
     "trainer.total_training_steps": Alias("trainer.max_training_steps"),
     "trainer.experiment_name": Alias("trainer.run_name"),
@@ -107,6 +175,12 @@ VERL = {
 ALIASES: dict[str, Alias] = {**SKYRL, **VERL}
 
 
+SKYRL_WITHOUT_EFFECT = {
+    "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
+}
+"""Keys of other versions on which nothing depends here, each with the reason; they are accepted with a log line."""
+
+
 def apply_aliases(tree: dict[str, Any]) -> list[str]:
     """Rename the other spellings inside a nested dict, in place, with a log line for each.
 
@@ -116,20 +190,28 @@ def apply_aliases(tree: dict[str, Any]) -> list[str]:
     problems = []
     for old, alias in ALIASES.items():
         found, value = _pop(tree, old.split("."))
-        new_value = alias.translate(value)
-        if not found or (new_value is None and value is not None):
+        if not found:
             continue
-        default = FIELDS[alias.key].get_default()
-        current = _get(tree, alias.key.split("."), default)
-        if current not in (default, new_value):
-            problems.append(
-                f"{old}={show(value)} means {alias.key}={show(new_value)}, but {alias.key}={show(current)} was set "
-                f"too; remove one of them"
-            )
+        if alias.only_if is not None and _get(tree, alias.only_if) is not True:
+            logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
             continue
-        logger.warning("%s=%s is read as %s=%s", old, show(value), alias.key, show(new_value))
-        _put(tree, alias.key.split("."), new_value)
+        for key, new_value in alias.readings(value):
+            problems += _set(tree, f"{old}={show(value)}", key, new_value)
+    for old, reason in SKYRL_WITHOUT_EFFECT.items():
+        found, value = _pop(tree, old.split("."))
+        if found:
+            logger.warning("%s=%s has no effect: %s", old, show(value), reason)
     return problems
+
+
+def _set(tree: dict[str, Any], spelling: str, key: str, value: object) -> list[str]:
+    """Set a key that another spelling stands for; the sentence where something else was set."""
+    current = _get(tree, key)
+    if current not in (FIELDS[key].get_default(), value):
+        return [f"{spelling} means {key}={show(value)}, but {key}={show(current)} was set too; remove one of them"]
+    logger.warning("%s is read as %s=%s", spelling, key, show(value))
+    _put(tree, key.split("."), value)
+    return []
 
 
 def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
@@ -148,10 +230,11 @@ def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
     return result
 
 
-def _get(tree: Any, path: list[str], default: object) -> Any:
-    for name in path:
+def _get(tree: Any, key: str) -> Any:
+    """The value of a key of ours; its default where the tree has none."""
+    for name in key.split("."):
         if not isinstance(tree, dict) or name not in tree:
-            return default
+            return FIELDS[key].get_default()
         tree = tree[name]
     return tree
 

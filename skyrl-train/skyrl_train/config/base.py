@@ -6,6 +6,7 @@ Hydra reads and the reference page are generated from them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
@@ -66,6 +67,21 @@ def _not_zero(value: int) -> int:
     return value
 
 
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(type(name) is str and _is_plain(inner) for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(inner) for inner in value)
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+
+
+def _only_plain(value: object) -> object:
+    """Nothing else comes back from YAML as it was."""
+    if not _is_plain(value):
+        raise ValueError("cannot be written to a file")
+    return value
+
+
 Count = Annotated[int, Ge(1)]
 OptionalCount = Annotated[int, Ge(1)] | None
 CountOrMinusOne = Annotated[int, Ge(-1), AfterValidator(_not_zero), Allowed("-1 or an integer >= 1")]
@@ -74,11 +90,19 @@ StringList = Annotated[list[Text], BeforeValidator(_null_as_empty), Allowed("a s
 OptionalStringList = Annotated[
     list[Text] | None, BeforeValidator(_as_list), Allowed("a string, a list of strings, or null")
 ]
+FREE_VALUE = "a finite number, a string, true, false, null, or a list or section of these"
+FreeValue = Annotated[Any, AfterValidator(_only_plain), Allowed(FREE_VALUE)]
+"""A value under a key that a user chose: anything that the run folder's YAML can hold."""
 
 
 def as_section(annotation: Any) -> type[Section] | None:
     """The section class behind an annotation, or None where the field is a value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def is_open(field: FieldInfo) -> bool:
+    """Whether a field holds keys that users choose: `dict[str, ...]`."""
+    return get_origin(field.annotation) is dict
 
 
 def iter_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -94,6 +118,11 @@ def iter_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
 def describe_field(field: FieldInfo) -> str:
     """What a field accepts, in words: "an integer >= 1", "one of nccl, gloo", "true or false"."""
     return _describe(field.annotation, list(field.metadata))
+
+
+def describe_values(field: FieldInfo) -> str:
+    """What an open field accepts under each of its keys, in words."""
+    return _describe(get_args(field.annotation)[1], [])
 
 
 def _describe(annotation: Any, metadata: list[Any]) -> str:

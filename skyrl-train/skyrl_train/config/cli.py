@@ -1,8 +1,8 @@
 """Hydra at the door: the folder it reads, and the overrides of a command line as it parses them.
 
 Hydra refuses a key that is not in its YAML before `load_config` sees it. `rewrite_overrides` therefore marks such keys
-as additions (`++key=value`), so that `load_config` can read other spellings and the free sections of environments, and
-answer a mistyped key with the nearest ones. A script that hands its own command line to `@hydra.main` does the same
+as additions (`++key=value`), so that `load_config` can read other spellings and keys of the user's own, and answer a
+mistyped key with the nearest ones. A script that hands its own command line to `@hydra.main` does the same
 with one line, `sys.argv[1:] = rewrite_overrides(sys.argv[1:])`; without it, such keys are written `+key=value` there.
 """
 
@@ -87,7 +87,8 @@ def _rewrite(text: str) -> str:
     key = override.key_or_group
     if override.is_delete() or key.startswith(("hydra.", "hydra/")):
         return text
-    return text.lstrip("+") if key in FIELDS else "++" + text.lstrip("+")
+    has_keys = isinstance(override.value(), dict)  # of the user's own, perhaps
+    return text.lstrip("+") if key in FIELDS and not has_keys else "++" + text.lstrip("+")
 
 
 def _parse(text: str) -> Override:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 from pydantic import ConfigDict, Field
 
-from skyrl_train.config.base import Section, Text
+from skyrl_train.config.base import FreeValue, Section, Text
 
 
 class SkyRLGymConfig(Section):
@@ -15,7 +15,7 @@ class SkyRLGymConfig(Section):
     `environment.skyrl_gym.search.topk=3` reaches an environment of class `search` as `{"topk": 3}`."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
+    __pydantic_extra__: dict[str, dict[str, FreeValue]] = Field(init=False)
 
     max_env_workers: Annotated[int, Ge(0)] = 32
     """Threads that environment calls run in; 0 calls them inline."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from pydantic.fields import FieldInfo
 
-from skyrl_train.config.aliases import SKYRL, VERL, Alias
+from skyrl_train.config.aliases import SKYRL, SKYRL_WITHOUT_EFFECT, VERL, Alias
 from skyrl_train.config.base import Section, as_section, describe_field
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
@@ -58,6 +58,9 @@ python -m skyrl_train.entrypoints.main_base trainer.train_batch_size=64 "data.tr
 An unknown key, a value of the wrong type, or values that cannot go together stop the run before it starts, with a
 message that names the key, the value, what is allowed and a fix. The resolved configuration is written to
 `config.yaml` in the run folder.
+
+Keys of your own have a place below `trainer.algorithm.custom` (`trainer.algorithm.custom.tau=0.3`),
+`trainer.algorithm.gdpo.weights` and `environment.skyrl_gym.<env_class>`.
 """
 
 ALIAS_HEAD = """\
@@ -126,16 +129,23 @@ def _one_line(text: str) -> str:
 
 
 def _alias_tables() -> Iterator[str]:
-    for title, aliases in (("SkyRL, other versions", SKYRL), ("verl", VERL)):
+    for title, aliases, without_effect in (
+        ("SkyRL, other versions", SKYRL, SKYRL_WITHOUT_EFFECT),
+        ("verl", VERL, {}),
+    ):
         yield f"### {title}\n\n| other spelling | key here | values |\n|---|---|---|"
         for old, alias in aliases.items():
             yield f"| `{old}` | `{alias.key}` | {_value_map(alias)} |"
+        for old, reason in without_effect.items():
+            yield f"| `{old}` | none | no effect: {reason} |"
         yield ""
 
 
 def _value_map(alias: Alias) -> str:
-    pairs = ((show(old), show(new)) for old, new in alias.values.items() if new is not None)
-    return ", ".join(f"`{old}` → `{new}`" for old, new in pairs)
+    words = [f"`{show(old)}` → `{show(new)}`" for old, new in alias.values.items() if new is not None]
+    words += [f"decides `{key}` too" for key in alias.also]
+    words += [f"read if `{alias.only_if}`"] if alias.only_if else []
+    return ", ".join(words)
 
 
 def main(argv: list[str] | None = None) -> int:

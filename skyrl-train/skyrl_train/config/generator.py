@@ -93,6 +93,13 @@ class GeneratorConfig(Section):
     """A trajectory whose input for the next turn is longer, in tokens, ends with stop reason `length`. null takes
     `trainer.max_prompt_length` when `max_turns=1`, else the model's context length."""
 
+    zero_reward_on_non_stop: bool = False
+    """Set every reward of a trajectory to 0 unless its last turn ended by itself (`stop`)."""
+
+    apply_overlong_filtering: bool = False
+    """Leave trajectories whose last turn was cut off (`length`) out of the loss; their rewards still count in the
+    baseline of their group (DAPO)."""
+
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
     """Fraction of the memory that weights, gradients and optimizer state leave free, up to which the KV cache may
     grow."""

@@ -1,4 +1,4 @@
-"""`trainer.policy.*` and `trainer.ref.*`: the models and the optimizer."""
+"""`trainer.policy.*`, `trainer.critic.*` and `trainer.ref.*`: the models and their optimizers."""
 
 from __future__ import annotations
 
@@ -66,6 +66,34 @@ class PolicyConfig(Section):
     """The optimizer and its schedule."""
 
 
+class CriticModelConfig(Section):
+    """The critic's weights."""
+
+    path: Text | None = None
+    """A Hugging Face model name or a local folder: a causal language model, whose value head then starts at zero, or a
+    critic that was exported; null trains no critic."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights, gradients and optimizer state."""
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW, one step per mini-batch."""
+
+    lr: Annotated[float, Ge(0)] = 5e-6
+    """Learning rate after warm-up."""
+
+
+class CriticConfig(Section):
+    """The model that estimates values, for `advantage_estimator=gae`."""
+
+    model: CriticModelConfig = CriticModelConfig()
+    """Which weights, in which type."""
+
+    optimizer_config: CriticOptimizerConfig = CriticOptimizerConfig()
+    """The optimizer and its schedule."""
+
+
 class RefModelConfig(Section):
     """The reference's weights."""
 
@@ -74,7 +102,8 @@ class RefModelConfig(Section):
 
 
 class RefConfig(Section):
-    """The frozen model that the KL loss compares the policy with; loaded when `trainer.algorithm.use_kl_loss`."""
+    """The frozen model that the KL divergence compares the policy with, or the teacher of a distillation; loaded when
+    something reads its log-probs."""
 
     model: RefModelConfig = RefModelConfig()
     """Which weights."""

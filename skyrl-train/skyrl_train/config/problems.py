@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from skyrl_train.config.base import as_section, describe_field, iter_fields, value_at
+from skyrl_train.config.base import (
+    FREE_VALUE,
+    as_section,
+    describe_field,
+    describe_values,
+    is_open,
+    iter_fields,
+    value_at,
+)
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
@@ -19,7 +27,13 @@ FIELDS: dict[str, FieldInfo] = dict(iter_fields(SkyRLConfig))
 OPEN_SECTION = "environment.skyrl_gym"
 """The one section that takes free sections, one per environment class."""
 
+OPEN_FIELDS = tuple(key for key, field in FIELDS.items() if is_open(field))
+"""Fields that take keys of the user's own: `trainer.algorithm.custom.tau=0.3`."""
+
 N_SUGGESTIONS = 3
+
+Rule = Callable[[SkyRLConfig], Iterator[str]]
+"""One sentence for each problem that a configuration has."""
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
@@ -64,15 +78,39 @@ def _reads_as_something_else(text: str) -> bool:
 def nearest_keys(key: str) -> list[str]:
     """Up to three valid keys that an unknown one may have meant, the likeliest first.
 
-    In this order: keys elsewhere with the same last name, misspelt siblings; else any key that looks alike.
+    In this order: keys elsewhere with the same last name, keys behind a misspelt open field, misspelt keys of the same
+    section. Where there are none, a key of one's own in that section; else any key that looks alike.
     """
     parent, _, name = key.rpartition(".")
     valid = [known for known, field in FIELDS.items() if as_section(field.annotation) is None]
     same_name = [known for known in valid if known.rpartition(".")[2] == name]
-    siblings = [known.rpartition(".")[2] for known in valid if known.rpartition(".")[0] == parent]
-    misspelt = [f"{parent}.{match}" for match in get_close_matches(name, siblings, cutoff=0.75)]
-    likely = [*sorted(same_name, key=lambda known: -_similarity(key, known)), *misspelt]
-    return likely[:N_SUGGESTIONS] or get_close_matches(key, valid, n=N_SUGGESTIONS, cutoff=0.75)
+    same_name.sort(key=lambda known: -_similarity(key, known))
+    likely = list(dict.fromkeys([*same_name, *_opened(key), *_misspelt(key, valid, cutoff=0.75)]))
+    if likely:
+        return likely[:N_SUGGESTIONS]
+    of_ones_own = [f"{field}.{name}" for field in OPEN_FIELDS if field.rpartition(".")[0] == parent]
+    if of_ones_own:
+        return [*_misspelt(key, valid, cutoff=0.6)[: N_SUGGESTIONS - 1], *of_ones_own]
+    return get_close_matches(key, valid, n=N_SUGGESTIONS, cutoff=0.75)
+
+
+def _opened(key: str) -> list[str]:
+    """The key with the part in front of the user's own names put right."""
+    names = key.split(".")
+    for field in OPEN_FIELDS:
+        depth = field.count(".") + 1
+        if _similarity(".".join(names[:depth]), field) > 0.9:
+            return [".".join([field, *names[depth:]])]
+    return []
+
+
+def _misspelt(key: str, valid: list[str], cutoff: float) -> list[str]:
+    """Keys of the same section, then of the sections inside it, whose last name looks alike."""
+    parent, _, name = key.rpartition(".")
+    below = [known for known in valid if known.startswith(f"{parent}.")]
+    matches = get_close_matches(name, {known.rpartition(".")[2] for known in below}, cutoff=cutoff)
+    found = [known for match in matches for known in below if known.rpartition(".")[2] == match]
+    return sorted(found, key=lambda known: known.count("."))
 
 
 def _similarity(left: str, right: str) -> float:
@@ -107,11 +145,13 @@ def from_validation_error(error: ValidationError, tree: Mapping[str, Any]) -> li
             sentences.update((leaf, unknown_key(leaf, value)) for leaf, value in leaves(value_at(tree, key), key))
             continue
         known = _longest_known(item["loc"])
-        if known == OPEN_SECTION and isinstance(value_at(tree, known), Mapping):
-            key = f"{known}.{item['loc'][len(known.split('.'))]}"
-            sentences[key] = _wrong_open_section(key, value_at(tree, key))
+        below = [str(name) for name in item["loc"][known.count(".") + 1 :]]
+        value = value_at(tree, known)
+        if below and (known == OPEN_SECTION or known in OPEN_FIELDS):
+            key, sentence = _wrong_own_value(known, below, value)
+            sentences[key] = sentence
         else:
-            sentences[known] = wrong_value(known, value_at(tree, known))
+            sentences[known] = wrong_value(known, value)
     return list(sentences.values())
 
 
@@ -128,6 +168,18 @@ def _longest_known(loc: tuple[int | str, ...]) -> str:
     """The key that an error is about: pydantic adds list positions behind it."""
     keys = [".".join(str(name) for name in loc[:n]) for n in range(len(loc), 0, -1)]
     return next(key for key in keys if key in FIELDS)
+
+
+def _wrong_own_value(known: str, below: list[str], values: Mapping[str, Any]) -> tuple[str, str]:
+    """A key of the user's own and what is wrong with its value; `below` are its names behind the `known` key."""
+    if known == OPEN_SECTION and len(below) == 1:
+        return f"{known}.{below[0]}", _wrong_open_section(f"{known}.{below[0]}", values[below[0]])
+    value: Any = values
+    for name in below:
+        value = value[name]
+    key = ".".join([known, *below])
+    allowed = FREE_VALUE if known == OPEN_SECTION else describe_values(FIELDS[known])
+    return key, f"{key}={show(value)} must be {allowed}"
 
 
 def _wrong_open_section(key: str, value: object) -> str:

@@ -43,6 +43,7 @@ PATHS = (
     "trainer.export_path",
     "trainer.resume_path",
     "trainer.policy.model.path",
+    "trainer.critic.model.path",
     "trainer.ref.model.path",
 )
 """Keys whose `~` and `$VARIABLES` are expanded; a Hub name has neither."""

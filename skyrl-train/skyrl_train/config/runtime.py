@@ -57,7 +57,6 @@ def _is_not_default(key: str) -> Callable[[object, Machine], bool]:
 
 _ONE_WORKER = "one process: one worker on one device"
 _ONE_ENGINE = "one embedded engine, which shares the policy's tensors"
-_NO_CRITIC = "no critic is trained"
 
 TABLE: tuple[Row, ...] = (
     Row("trainer.strategy", _always, "one process holds the whole model; nothing is sharded"),
@@ -66,9 +65,8 @@ TABLE: tuple[Row, ...] = (
     Row("trainer.placement.policy_num_gpus_per_node", _is_several, _ONE_WORKER),
     Row("trainer.placement.ref_num_nodes", _is_several, _ONE_WORKER),
     Row("trainer.placement.ref_num_gpus_per_node", _is_several, _ONE_WORKER),
-    Row("trainer.placement.critic_num_nodes", _is_several, _NO_CRITIC),
-    Row("trainer.placement.critic_num_gpus_per_node", _is_several, _NO_CRITIC),
-    Row("trainer.critic_mini_batch_size", _is_not_default("trainer.critic_mini_batch_size"), _NO_CRITIC),
+    Row("trainer.placement.critic_num_nodes", _is_several, _ONE_WORKER),
+    Row("trainer.placement.critic_num_gpus_per_node", _is_several, _ONE_WORKER),
     Row("trainer.bf16", _is_set_on_cpu, "a CPU computes in float32"),
     Row("trainer.flash_attn", _is_set, "PyTorch's SDPA, which has a flash kernel of its own on a GPU"),
     Row("generator.backend", _picks_vllm, "the embedded engine; vLLM engines are not part of this version"),

@@ -19,7 +19,7 @@ from skyrl_train.config.base import (
     resolved_later,
 )
 from skyrl_train.config.placement import PlacementConfig
-from skyrl_train.config.policy import PolicyConfig, RefConfig
+from skyrl_train.config.policy import CriticConfig, PolicyConfig, RefConfig
 
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
 LoggerList = Annotated[
@@ -46,8 +46,11 @@ class TrainerConfig(Section):
     policy: PolicyConfig = PolicyConfig()
     """The model that is trained."""
 
+    critic: CriticConfig = CriticConfig()
+    """The model that estimates values."""
+
     ref: RefConfig = RefConfig()
-    """The frozen reference of the KL loss."""
+    """The frozen reference."""
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The mathematics of one update."""
@@ -68,7 +71,10 @@ class TrainerConfig(Section):
     """Prompts per optimizer step of the policy; divides `train_batch_size`."""
 
     critic_mini_batch_size: Count = 256
-    """Prompts per optimizer step of the critic, when there is one."""
+    """Prompts per optimizer step of the critic, when there is one; divides `train_batch_size`."""
+
+    update_ref_every_epoch: bool = False
+    """After each epoch but the last, the reference becomes the policy as it is then."""
 
     micro_train_batch_size_per_gpu: OptionalCount = None
     """Most trajectories in one forward and backward pass; null leaves it to `max_tokens_per_microbatch`. A cap on

@@ -1,6 +1,7 @@
 """The rules that tie several keys together: each is a small function that yields one sentence per problem.
 
-What one key accepts on its own (its type, its range) stands on the field.
+What one key accepts on its own (its type, its range) stands on the field. The rules of `trainer.algorithm.*` have
+modules of their own.
 """
 
 from __future__ import annotations
@@ -8,37 +9,45 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from skyrl_train.config.problems import raise_problems, show
+from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
+from skyrl_train.config.algorithm_warnings import ALGORITHM_WARNINGS
+from skyrl_train.config.built_in import reads_reference
+from skyrl_train.config.problems import Rule, raise_problems, show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.wandb_login import wandb_login_problem
 
-Rule = Callable[[SkyRLConfig], Iterator[str]]
 
-
-def mini_batch_divides_batch(cfg: SkyRLConfig) -> Iterator[str]:
+def mini_batches_divide_batch(cfg: SkyRLConfig) -> Iterator[str]:
     """Every mini-batch of a step has the same number of prompts."""
-    batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
-    if batch % mini:
-        fixes = _around(mini, _divisors(batch))
-        yield f"trainer.policy_mini_batch_size={mini} must divide trainer.train_batch_size={batch}; try {fixes}"
+    batch = cfg.trainer.train_batch_size
+    for key, mini in _mini_batches(cfg).values():
+        if batch % mini:
+            yield f"{key}={mini} must divide trainer.train_batch_size={batch}; try {_around(mini, _divisors(batch))}"
 
 
-def batches_fill_workers(cfg: SkyRLConfig, policy_dp: int, ref_dp: int) -> Iterator[str]:
+def mini_batches_fill_workers(cfg: SkyRLConfig, policy_dp: int, critic_dp: int) -> Iterator[str]:
     """Every data-parallel worker gets the same, non-zero number of trajectories; holds by itself for one worker."""
-    batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
-    n_samples = cfg.generator.n_samples_per_prompt
-    if mini * n_samples % policy_dp:
-        splits = [size for size in _divisors(batch) if size * n_samples % policy_dp == 0]
-        prompts = f"trainer.policy_mini_batch_size={_around(mini, splits)}" if splits else ""
-        samples = f"generator.n_samples_per_prompt={_next_multiple(n_samples, policy_dp)}"
-        yield (
-            f"trainer.policy_mini_batch_size={mini} times generator.n_samples_per_prompt={n_samples} is "
-            f"{mini * n_samples} trajectories, which do not split evenly over {policy_dp} policy workers; "
-            f"try {' or '.join(filter(None, [prompts, samples]))}"
-        )
-    lcm = math.lcm(policy_dp, ref_dp) if cfg.trainer.algorithm.use_kl_loss else policy_dp
+    batch, n_samples = cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt
+    n_workers = {"policy": policy_dp, "critic": critic_dp}
+    for role, (key, mini) in _mini_batches(cfg).items():
+        n = n_workers[role]
+        if mini * n_samples % n:
+            splits = [size for size in _divisors(batch) if size * n_samples % n == 0]
+            prompts = f"{key}={_around(mini, splits)}" if splits else ""
+            samples = f"generator.n_samples_per_prompt={_next_multiple(n_samples, n)}"
+            yield (
+                f"{key}={mini} times generator.n_samples_per_prompt={n_samples} is {mini * n_samples} trajectories, "
+                f"which do not split evenly over {n} {role} workers; "
+                f"try {' or '.join(filter(None, [prompts, samples]))}"
+            )
+
+
+def batch_fills_workers(cfg: SkyRLConfig, policy_dp: int, ref_dp: int) -> Iterator[str]:
+    """No worker of the policy or of the reference is left without a trajectory."""
+    batch, n_samples = cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt
+    lcm = math.lcm(policy_dp, ref_dp) if reads_reference(cfg.trainer.algorithm) else policy_dp
     if batch * n_samples < lcm:
         yield (
             f"trainer.train_batch_size={batch} times generator.n_samples_per_prompt={n_samples} is "
@@ -47,10 +56,19 @@ def batches_fill_workers(cfg: SkyRLConfig, policy_dp: int, ref_dp: int) -> Itera
         )
 
 
+def _mini_batches(cfg: SkyRLConfig) -> dict[str, tuple[str, int]]:
+    """Key and size of the mini-batches of each model that is trained."""
+    sizes = {"policy": ("trainer.policy_mini_batch_size", cfg.trainer.policy_mini_batch_size)}
+    if cfg.trainer.critic.model.path is not None:
+        sizes["critic"] = ("trainer.critic_mini_batch_size", cfg.trainer.critic_mini_batch_size)
+    return sizes
+
+
 def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
     """Two models on the same GPUs have the same number of them."""
     placement = cfg.trainer.placement
-    if placement.colocate_all or not placement.colocate_policy_ref or not cfg.trainer.algorithm.use_kl_loss:
+    is_shared = placement.colocate_policy_ref and not placement.colocate_all
+    if not is_shared or not reads_reference(cfg.trainer.algorithm):
         return
     for name in ("num_nodes", "num_gpus_per_node"):
         policy, ref = getattr(placement, f"policy_{name}"), getattr(placement, f"ref_{name}")
@@ -60,15 +78,6 @@ def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
                 f"trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_{name}={policy} or "
                 f"trainer.placement.colocate_policy_ref=false"
             )
-
-
-def advantage_estimator_has_its_models(cfg: SkyRLConfig) -> Iterator[str]:
-    """Generalised advantage estimation reads values, and there is no critic."""
-    if cfg.trainer.algorithm.advantage_estimator == "gae":
-        yield (
-            "trainer.algorithm.advantage_estimator=gae needs the values of a critic, which this version does not "
-            "train; try trainer.algorithm.advantage_estimator=grpo"
-        )
 
 
 def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
@@ -150,6 +159,15 @@ def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
+    """A path without its mode does nothing."""
+    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
+        yield (
+            f"trainer.resume_path={show(cfg.trainer.resume_path)} is not read when "
+            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
+        )
+
+
 def wandb_has_a_key(cfg: SkyRLConfig) -> Iterator[str]:
     """Weights & Biases refuses runs without a login, which would otherwise be seen only once the models have loaded."""
     problem = wandb_login_problem(os.environ) if "wandb" in cfg.trainer.logger else None
@@ -160,19 +178,22 @@ def wandb_has_a_key(cfg: SkyRLConfig) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     training_has_prompts,
     evaluation_has_prompts,
-    mini_batch_divides_batch,
+    mini_batches_divide_batch,
     policy_and_ref_share_gpus,
-    advantage_estimator_has_its_models,
     sequence_norm_has_a_length,
     training_temperature_is_positive,
     input_length_covers_prompts,
     engines_run_here,
     resume_path_is_a_checkpoint,
+    *ALGORITHM_RULES,
 )
 """Rules that read the configuration alone."""
 
 MACHINE_RULES: tuple[Rule, ...] = (wandb_has_a_key,)
 """Rules that read the machine too: only a run checks them, a report about a finished run does not."""
+
+WARNINGS: tuple[Rule, ...] = (*ALGORITHM_WARNINGS, resume_path_is_read)
+"""What is allowed, but most likely not meant."""
 
 
 def find_problems(cfg: SkyRLConfig, rules: tuple[Rule, ...] = RULES) -> list[str]:
@@ -180,25 +201,23 @@ def find_problems(cfg: SkyRLConfig, rules: tuple[Rule, ...] = RULES) -> list[str
     return [sentence for rule in rules for sentence in rule(cfg)]
 
 
-def validate_batch_sizes(cfg: SkyRLConfig, policy_dp: int = 1, ref_dp: int = 1) -> None:
-    """Raise ConfigError unless the batches split evenly over so many data-parallel workers."""
-    raise_problems([*mini_batch_divides_batch(cfg), *batches_fill_workers(cfg, policy_dp, ref_dp)])
+def validate_batch_sizes(cfg: SkyRLConfig, policy_dp: int = 1, ref_dp: int = 1, critic_dp: int = 1) -> None:
+    """Raise ConfigError unless the batches split evenly over so many data-parallel workers.
+
+    `ref_dp` and `critic_dp` count only where the configuration has a reference and a critic.
+    """
+    raise_problems(
+        [
+            *mini_batches_divide_batch(cfg),
+            *mini_batches_fill_workers(cfg, policy_dp, critic_dp),
+            *batch_fills_workers(cfg, policy_dp, ref_dp),
+        ]
+    )
 
 
 def find_warnings(cfg: SkyRLConfig) -> list[str]:
-    """What is allowed, but most likely not meant."""
-    sentences = []
-    if cfg.generator.n_samples_per_prompt == 1 and cfg.trainer.algorithm.advantage_estimator == "grpo":
-        sentences.append(
-            "generator.n_samples_per_prompt=1 with trainer.algorithm.advantage_estimator=grpo compares every "
-            "trajectory with itself only; try generator.n_samples_per_prompt=5"
-        )
-    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
-        sentences.append(
-            f"trainer.resume_path={show(cfg.trainer.resume_path)} is not read when "
-            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
-        )
-    return sentences
+    """The sentences of every warning that a configuration gives rise to."""
+    return find_problems(cfg, WARNINGS)
 
 
 def _divisors(number: int) -> list[int]:

@@ -23,14 +23,23 @@ def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) 
         sequences.append([pad_token_id] * left + t.prompt_ids + t.response_ids + [pad_token_id] * right)
         attention_mask.append([0] * left + [1] * (len(t.prompt_ids) + len(t.response_ids)) + [0] * right)
     logprobs = all_or_none([t.logprobs for t in trajectories])
+    greedy_rewards = all_or_none([t.greedy_reward for t in trajectories])
     return TrainingBatch(
         sequences=torch.tensor(sequences),
         attention_mask=torch.tensor(attention_mask),
         loss_mask=padded([t.loss_mask for t in trajectories]),
         rewards=padded([t.valid_rewards for t in trajectories]),
         rollout_logprobs=None if logprobs is None else padded(logprobs),
+        greedy_rewards=None if greedy_rewards is None else torch.tensor(greedy_rewards),
+        reward_components=_reward_components(trajectories),
         uids=[t.id.instance_id for t in trajectories],
     )
+
+
+def _reward_components(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """Total of each component (B,); one that a trajectory does not report is 0 there."""
+    names = sorted({name for t in trajectories for name in t.reward_components})
+    return {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int, max_rows: int | None = None) -> list[list[int]]:

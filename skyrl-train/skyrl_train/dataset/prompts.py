@@ -100,9 +100,14 @@ class ShuffledPrompts:
         """Full batches in the dataset."""
         return len(self._dataset) // self._batch_size
 
+    @property
+    def is_epoch_over(self) -> bool:
+        """Whether the next batch starts another epoch."""
+        return self._row + self._batch_size > len(self._dataset)
+
     def next_batch(self) -> list[PromptRow]:
         """The next batch; starts the next epoch when this one is over."""
-        if self._row + self._batch_size > len(self._dataset):
+        if self.is_epoch_over:
             self._epoch, self._row = self._epoch + 1, 0
         generator = torch.Generator().manual_seed(self._seed * EPOCHS_PER_SEED + self._epoch)
         order = torch.randperm(len(self._dataset), generator=generator)

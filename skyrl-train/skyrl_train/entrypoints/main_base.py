@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_gym.envs.registration import spec as env_spec
 from skyrl_gym.error import UnregisteredEnv
-from skyrl_train.algorithms import advantage_estimator, policy_loss
+from skyrl_train.algorithms import advantage_estimator, policy_loss, required_inputs
+from skyrl_train.algorithms.contract import check_advantage_estimator, returns_scalar
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -43,9 +44,18 @@ from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
-from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
+from skyrl_train.models.loading import (
+    POLICY_PATH,
+    REF_PATH,
+    check_same_vocabulary,
+    default_device,
+    load_model,
+    load_tokenizer,
+)
+from skyrl_train.models.value_head import load_value_model
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.trainer import Trainer
+from skyrl_train.workers.critic import CriticWorker
 from skyrl_train.workers.policy import PolicyWorker
 from skyrl_train.workers.ref import RefWorker
 
@@ -66,6 +76,7 @@ class BasePPOExp:
         self.run_folder = RunFolder.create(
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
+        self._bytes_to_come = 0  # gradients and optimizer state
 
     def run(self) -> None:
         """Train to the last step. What can be known to be wrong is said before anything expensive starts.
@@ -114,9 +125,18 @@ class BasePPOExp:
             key=key,
         )
 
+    def get_value_model(self, path: str) -> PreTrainedModel:
+        """The critic's model, on this machine's device."""
+        return load_value_model(
+            path,
+            dtype=getattr(torch, self.cfg.trainer.critic.model.dtype),
+            device=default_device(),
+            gradient_checkpointing=self.cfg.trainer.gradient_checkpointing,
+        )
+
     def get_engine(self, policy: PolicyWorker) -> InferenceEngine:
         """The engine that rollouts are sampled with; it shares the policy's tensors."""
-        free = _free_memory() - policy.checkpoint_bytes()  # gradients and moments come with the first update
+        free = _free_memory() - self._bytes_to_come
         return HFEngine(
             policy.model,
             self.tokenizer,
@@ -151,19 +171,27 @@ class BasePPOExp:
     async def _run(self) -> None:
         cfg = self.cfg.trainer
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
+        check_advantage_estimator(estimator, cfg.algorithm, has_critic=cfg.critic.model.path is not None)
         loss = policy_loss(cfg.algorithm.policy_loss_type)
+        returns_scalar(loss, cfg.algorithm)  # a loss that breaks its contract is refused before models are loaded
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self._check_environments(datasets)
         prompts = ShuffledPrompts(train_dataset, cfg.train_batch_size, cfg.seed)
         total_steps = cfg.epochs * prompts.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
-        updates_per_step = cfg.train_batch_size // cfg.policy_mini_batch_size * cfg.update_epochs_per_batch
         model = self.get_model(cfg.policy.model.path, POLICY_PATH)
-        policy = PolicyWorker(model, self.tokenizer, cfg, loss, total_steps * updates_per_step)
-        ref = None
-        if cfg.algorithm.use_kl_loss:
-            ref = RefWorker(self.get_model(cfg.ref.model.path, "trainer.ref.model.path"), cfg)
+        n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
+        policy = PolicyWorker(model, self.tokenizer, cfg, loss, n_updates // cfg.policy_mini_batch_size)
+        critic, ref = None, None
+        if cfg.critic.model.path is not None:
+            value_model = self.get_value_model(cfg.critic.model.path)
+            critic = CriticWorker(value_model, self.tokenizer, cfg, n_updates // cfg.critic_mini_batch_size)
+        if cfg.algorithm.compares_with_reference or "ref_log_probs" in required_inputs(estimator):
+            check_same_vocabulary(cfg.ref.model.path, REF_PATH, self.tokenizer)
+            ref = RefWorker(self.get_model(cfg.ref.model.path, REF_PATH), cfg)
+        trained = [policy] if critic is None else [policy, critic]
+        self._bytes_to_come = sum(worker.checkpoint_bytes() for worker in trained)  # with the first update
         engine = self.get_engine(policy)
         generator = self.get_generator(self.cfg, self.tokenizer, engine)
         try:
@@ -175,6 +203,7 @@ class BasePPOExp:
                     generator=generator,
                     engine=engine,
                     policy=policy,
+                    critic=critic,
                     ref=ref,
                     estimator=estimator,
                     pad_token_id=self.tokenizer.pad_token_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -64,6 +65,7 @@ class GeneratorOutput(TypedDict):
     stop_reasons: list[str]
     rollout_logprobs: list[list[float]] | None  # None when the engine does not report them
     env_metrics: NotRequired[list[dict[str, Any]]]
+    reward_components: NotRequired[list[dict[str, float]]]  # totals by name
 
 
 class GeneratorInterface(ABC):
@@ -115,6 +117,7 @@ def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
         stop_reasons=[t.stop_reason for t in trajectories],
         rollout_logprobs=all_or_none([t.logprobs for t in trajectories]),
         env_metrics=[t.env_metrics for t in trajectories],
+        reward_components=[t.reward_components for t in trajectories],
     )
 
 
@@ -147,6 +150,8 @@ def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Tra
     for name, values in columns.items():
         if values is not None and len(values) != len(response_ids):
             raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
+    if rewards is not None and not all(map(math.isfinite, rewards)):
+        raise DataError(f"rewards[{i}]={rewards!r} are not all finite; return None for a trajectory without a reward")
     return Trajectory(
         id=request.id,
         env_class=request.row.env_class or "unknown",
@@ -157,6 +162,7 @@ def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Tra
         logprobs=logprobs,
         rewards=rewards,
         stop_reason=output["stop_reasons"][i],
+        reward_components=output["reward_components"][i] if "reward_components" in output else {},
         env_metrics=output["env_metrics"][i] if "env_metrics" in output else {},
         env_extras=request.row.env_extras,
         error=None if rewards is not None else output["stop_reasons"][i],

@@ -12,7 +12,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.dataset.prompts import is_conversation
@@ -58,6 +59,7 @@ class _Rollout:
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    reward_components: dict[str, float] = field(default_factory=dict)
     env_metrics: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "env": 0.0})
     stop_reason: str | None = None  # set when the rollout is over
@@ -99,6 +101,7 @@ class _Rollout:
             rewards=rewards,
             stop_reason=self.stop_reason,
             turns=tuple(self.turns),
+            reward_components=self.reward_components,
             env_metrics=self.env_metrics,
             env_extras=self.request.row.env_extras,
             weight_versions=tuple(self.weight_versions),
@@ -153,7 +156,12 @@ class SkyRLGymGenerator(GeneratorInterface):
             for group in groups:
                 tasks.create_task(self._play(group, sampling))
         _report_failures(rollouts)
-        return [rollout.trajectory() for rollout in rollouts]
+        trajectories = [rollout.trajectory() for rollout in rollouts]
+        if self._cfg.zero_reward_on_non_stop:
+            trajectories = zero_reward_on_non_stop(trajectories)
+        if self._cfg.apply_overlong_filtering:
+            trajectories = leave_out_truncated(trajectories)
+        return trajectories
 
     def close(self) -> None:
         """End the environment threads."""
@@ -228,6 +236,8 @@ class SkyRLGymGenerator(GeneratorInterface):
             start = n_prompt - rollout.n_prompt
             end = start + len(result.token_ids)
             rollout.turns.append(Turn(start, end, n_prompt, float(output["reward"]), result.stop_reason))
+            for name, reward in _components(output).items():
+                rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + reward
             rollout.weight_versions.append(result.weight_version)
             if output["done"]:
                 rollout.stop_reason = result.stop_reason
@@ -313,9 +323,20 @@ def _checked(output: BaseTextEnvStepOutput, action: str) -> BaseTextEnvStepOutpu
             "step() returned a postprocessed_action: replacing what was sampled is not supported; leave it out, and "
             "interpret the action inside step()"
         )
-    reward = output["reward"]
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise EnvError(f"step() returned reward={reward!r}; it must be a finite number")
+    if not _is_reward(output["reward"]):
+        raise EnvError(f"step() returned reward={output['reward']!r}; it must be a finite number")
     if not output["done"] and not is_conversation(output["observations"]):
         raise EnvError(f"step() returned observations={output['observations']!r}; they must be a list of messages")
     return output
+
+
+def _components(output: BaseTextEnvStepOutput) -> dict[str, float]:
+    """The named parts of a turn's reward, which an environment may report as `metadata["reward_components"]`."""
+    components = (output.get("metadata") or {}).get("reward_components") or {}
+    if not isinstance(components, Mapping) or not all(_is_reward(reward) for reward in components.values()):
+        raise EnvError(f"step() returned reward_components={components!r}; they must be finite numbers by name")
+    return {name: float(reward) for name, reward in components.items()}
+
+
+def _is_reward(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -14,6 +14,7 @@ from skyrl_train.models.logprobs import lm_head_logits
 logger = logging.getLogger(__name__)
 
 POLICY_PATH = "trainer.policy.model.path"
+REF_PATH = "trainer.ref.model.path"
 
 
 def default_device() -> torch.device:
@@ -32,7 +33,7 @@ def load_tokenizer(path: str, key: str = POLICY_PATH) -> PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     except (OSError, ValueError) as error:
-        raise ConfigError(_cannot_load("tokenizer", key, path, error)) from error
+        raise ConfigError(cannot_load("tokenizer", key, path, error)) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {key}={path} has no eos_token; set one and save it")
     if tokenizer.chat_template is None:
@@ -43,6 +44,21 @@ def load_tokenizer(path: str, key: str = POLICY_PATH) -> PreTrainedTokenizerBase
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the model at `path` comes with a tokenizer that gives other ids to the policy's tokens."""
+    try:
+        other = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        logger.info("%s=%s has no tokenizer of its own; it is taken to read the policy's tokens", key, path)
+        return
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if different := [token for token, token_id in ours.items() if theirs.get(token) != token_id]:
+        raise ConfigError(
+            f"{key}={path} reads other tokens than the policy: {different[0]!r} is {ours[different[0]]} for the policy "
+            f"and {theirs.get(different[0])} for it; take a model with the policy's tokenizer"
+        )
 
 
 def load_model(
@@ -63,20 +79,27 @@ def load_model(
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(_cannot_load("model", key, path, error)) from error
+        raise ConfigError(cannot_load("model", key, path, error)) from error
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         raise ConfigError(
             f"{key}={path}: PyTorch's attention leaves out the softcapping of a "
             f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
             "another model"
         )
+    prepare(model, path, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing)
+    _check_head(model, f"{key}={path}")
+    return model
+
+
+def prepare(
+    model: PreTrainedModel, path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool
+) -> None:
+    """Put a model that was just read into the state it trains in."""
     model.eval().to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _check_head(model, f"{key}={path}")
     n_params = sum(parameter.numel() for parameter in model.parameters())
     logger.info("Loaded %s: %s parameters, %s on %s", path, f"{n_params:,}", dtype, device)
-    return model
 
 
 @torch.no_grad()
@@ -92,7 +115,8 @@ def _check_head(model: PreTrainedModel, source: str) -> None:
         )
 
 
-def _cannot_load(what: str, key: str, path: str, error: Exception) -> str:
+def cannot_load(what: str, key: str, path: str, error: Exception) -> str:
+    """The sentence for a path that holds nothing usable."""
     reason = str(error).strip().splitlines()[0]
     return (
         f"cannot load the {what} from {key}={path}: {reason}; give a folder that holds "

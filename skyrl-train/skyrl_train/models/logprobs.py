@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 CHUNK_LOGITS = 1 << 25  # logits held at once: 32 Mi values, 128 MiB in float32
+
+
+class TokenScores(NamedTuple):
+    """What a model says about chosen tokens: one value for each, 0 where none was chosen."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor  # of the distribution the token came from, in nats
+    sum_pi_squared: torch.Tensor  # Σ_v π(v)² of it, without a gradient
 
 
 def response_logprobs(
@@ -15,9 +25,10 @@ def response_logprobs(
     attention_mask: torch.Tensor,
     loss_mask: torch.Tensor,
     temperature: float,
+    *,
     entropy_grad: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (B, R) of the tokens with `loss_mask` 1, exactly 0 elsewhere.
+) -> TokenScores:
+    """What the model says about the tokens with `loss_mask` 1, each (B, R) and exactly 0 elsewhere.
 
     Args:
         model: a causal language model.
@@ -27,15 +38,26 @@ def response_logprobs(
         temperature: divides the logits, as it did when the tokens were sampled.
         entropy_grad: whether entropies have a gradient, which holds two more values per logit.
     """
+    predicted_from = hidden_before(model, sequences, attention_mask, loss_mask)  # (N, H)
+    token_ids = sequences[:, -loss_mask.shape[1] :][loss_mask.bool()]  # (N,)
+    chosen = chosen_logprobs(model, predicted_from, token_ids, temperature, entropy_grad)
+    return TokenScores(*(on_mask(values, loss_mask) for values in chosen))
+
+
+def on_mask(values: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Values (N,) of the tokens with `loss_mask` 1 in their places (B, R), float32, exactly 0 elsewhere."""
+    return torch.zeros_like(loss_mask, dtype=torch.float32).masked_scatter(loss_mask.bool(), values.float())
+
+
+def hidden_before(
+    model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """The hidden state (N, H) from which each token with `loss_mask` 1 was predicted, row by row."""
     rows, columns = loss_mask.nonzero(as_tuple=True)  # (N,) each
     columns = columns + sequences.shape[1] - loss_mask.shape[1]
     hidden = hidden_states(model, sequences, attention_mask)  # (B, L, H), tokens moved to the left
     n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
-    predicted_from = hidden[rows, columns - n_left_padding[rows] - 1]  # (N, H)
-    chosen = chosen_logprobs(model, predicted_from, sequences[rows, columns], temperature, entropy_grad)
-    on_mask = loss_mask.bool()
-    logprobs, entropy = (torch.zeros_like(loss_mask, dtype=torch.float32).masked_scatter(on_mask, x) for x in chosen)
-    return logprobs, entropy
+    return hidden[rows, columns - n_left_padding[rows] - 1]
 
 
 def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -56,18 +78,22 @@ def chosen_logprobs(
     token_ids: torch.Tensor,
     temperature: float,
     entropy_grad: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each token and entropy of the distribution it came from, both (N,), from hidden states (N, H).
+) -> TokenScores:
+    """What the model says about each token (N,), from the hidden states (N, H) that it was predicted from.
 
     Works through the positions in chunks and recomputes a chunk's logits in the backward pass, so that memory holds
     one chunk of logits rather than (N, V).
     """
 
-    def score(hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(hidden: torch.Tensor, token_ids: torch.Tensor) -> TokenScores:
         logprobs = (lm_head_logits(model, hidden) / temperature).log_softmax(dim=-1)  # (n, V)
         scored = logprobs if entropy_grad else logprobs.detach()
-        entropy = -(scored.exp() * scored).sum(dim=-1)
-        return logprobs.gather(-1, token_ids[:, None])[:, 0], entropy
+        probs = scored.exp()
+        return TokenScores(
+            logprobs=logprobs.gather(-1, token_ids[:, None])[:, 0],
+            entropy=-(probs * scored).sum(dim=-1),
+            sum_pi_squared=torch.linalg.vector_norm(probs.detach(), dim=-1).square(),
+        )
 
     chunk_size = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])
     if len(token_ids) <= chunk_size:
@@ -76,8 +102,7 @@ def chosen_logprobs(
         checkpoint(score, hidden_part, ids_part, use_reentrant=False)
         for hidden_part, ids_part in zip(hidden.split(chunk_size), token_ids.split(chunk_size), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return TokenScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Log-probs of a whole batch, computed micro-batch by micro-batch without gradient."""
+"""What a model says about a whole batch, computed micro-batch by micro-batch without gradient."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from transformers import PreTrainedModel
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.dataset.batch import micro_batches
 from skyrl_train.models.loading import autocast
-from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.models.logprobs import TokenScores, response_logprobs
 from skyrl_train.types import TrainingBatch
 
 
 @torch.no_grad()
-def score_logprobs(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig) -> torch.Tensor:
-    """Log-probs (B, R) of the batch's sampled tokens under `model`, 0 elsewhere, on the CPU."""
-    logprobs = torch.zeros_like(batch.loss_mask)
+def score_tokens(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig) -> TokenScores:
+    """What `model` says about the batch's sampled tokens, each (B, R), 0 elsewhere, on the CPU."""
+    scores = TokenScores(*(torch.zeros_like(batch.loss_mask) for _ in TokenScores._fields))
     for rows in micro_batch_rows(batch, cfg, cfg.micro_forward_batch_size_per_gpu):
         part = batch.select(rows).to(model.device)
-        logprobs[rows] = micro_batch_logprobs(model, part, cfg)[0].cpu()
-    return logprobs
+        for column, values in zip(scores, micro_batch_scores(model, part, cfg), strict=True):
+            column[rows] = values.cpu()
+    return scores
 
 
-def micro_batch_logprobs(
-    model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (B, R) of one micro-batch, with gradient where it is enabled."""
+def micro_batch_scores(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig) -> TokenScores:
+    """What `model` says about the sampled tokens of one micro-batch (B, R), with gradient where it is enabled."""
     with autocast(model.device, cfg.bf16):
         return response_logprobs(
             model,

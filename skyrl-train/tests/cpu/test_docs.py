@@ -1,7 +1,8 @@
-"""The code in the documentation runs."""
+"""The code in the documentation runs, and what it names is there."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -12,30 +13,39 @@ import pytest
 import skyrl_gym
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.main_catch import register_catch
-from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
+from skyrl_train.config.problems import FIELDS
 from skyrl_train.entrypoints.main_base import main
 
-EXTENDING = Path(__file__).parents[3] / "docs/extending.md"
+ROOT = Path(__file__).parents[3]
+EXTENDING = ROOT / "docs/extending.md"
+ALGORITHMS = ROOT / "docs/algorithms.md"
+REGISTRIES: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
+BUILT_IN = {name: registry.get(name) for registry in REGISTRIES for name in registry.list_available()}
+KEY = re.compile(r"\b(?:data|trainer|generator|environment)\.\w+(?:\.\w+)*")
 
 
 @pytest.fixture
 def registered() -> Iterator[list[str]]:
-    """Runs the first two examples; the names they registered."""
+    """Runs the first three examples; the names they registered."""
     register_catch()
-    before = {*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES}
-    for code in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(encoding="utf-8"), re.DOTALL)[:2]:
+    before = [set(registry.list_available()) for registry in REGISTRIES]
+    for code in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(encoding="utf-8"), re.DOTALL)[:3]:
         exec(code, {})
-    yield [name for name in [*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES] if name not in before]
-    for names in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
-        for name in [name for name in names if name not in before]:
-            del names[name]
+    added = [set(registry.list_available()) - names for registry, names in zip(REGISTRIES, before, strict=True)]
+    yield [name for names in added for name in sorted(names)]
+    for registry, names in zip(REGISTRIES, added, strict=True):
+        for name in names:
+            registry.unregister(name)
     skyrl_gym.envs.deregister("catch")
 
 
+@pytest.mark.parametrize("metric", ["policy/negative_tokens", "policy/ppo_clip_ratio"])
 def test_an_estimator_and_a_loss_of_ones_own_train(
-    registered: list[str], tiny_model_path: Path, tmp_path: Path
+    registered: list[str], metric: str, tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    estimator, loss = registered
+    estimator, *losses = registered
+    loss = losses[metric == "policy/ppo_clip_ratio"]
     write_dataset(CatchDataset(train_size=4, test_size=2), tmp_path)
     main(
         [
@@ -45,6 +55,7 @@ def test_an_estimator_and_a_loss_of_ones_own_train(
             f"trainer.output_dir='{tmp_path}'",
             f"trainer.algorithm.advantage_estimator={estimator}",
             f"trainer.algorithm.policy_loss_type={loss}",
+            "trainer.algorithm.custom.negative_share=0.5",
             "trainer.train_batch_size=4",
             "trainer.policy_mini_batch_size=2",
             "trainer.logger=jsonl",
@@ -54,4 +65,41 @@ def test_an_estimator_and_a_loss_of_ones_own_train(
     )
     last = json.loads((tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 1
-    assert 0 <= last["policy/clipped_weights"] <= 1
+    assert 0 <= last[metric] <= 1
+
+
+def keys_of_tables(section: str) -> list[str]:
+    """What stands first in the rows of a section's tables."""
+    return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_an_algorithm_has_a_row_under_its_source_and_its_tests(name: str) -> None:
+    page = ALGORITHMS.read_text(encoding="utf-8")
+    sections = [text for text in re.split(r"^###? ", page, flags=re.MULTILINE) if name in keys_of_tables(text)]
+    function = inspect.unwrap(BUILT_IN[name])
+    source = Path(inspect.getfile(function)).relative_to(ROOT)
+    (section,) = [text for text in sections if f"Source `{source}`" in text] or [""]
+    assert section, f"docs/algorithms.md has no row for `{name}` under its source {source}"
+    row = next(line for line in section.splitlines() if line.startswith(f"| `{name}` |"))
+    assert row.split("|")[2].strip() == f"`{function.__name__}`"
+    (tests,) = re.findall(r"tests\s`([^`]+)`", section)
+    text = (ROOT / tests).read_text(encoding="utf-8")
+    assert function.__name__ in text or f'"{name}"' in text, f"{tests} does not test it"
+
+
+def test_the_page_of_algorithms_names_nothing_that_is_not_there() -> None:
+    page = ALGORITHMS.read_text(encoding="utf-8")
+    of_registries = re.split(r"^## (?:Advantage estimators|Policy losses|Reductions)$", page, flags=re.MULTILINE)[1:3]
+    assert {name for section in of_registries for name in keys_of_tables(section)} == set(BUILT_IN)
+    missing = [path for path in re.findall(r"`(skyrl-\w+/[^`]+)`", page) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [ALGORITHMS, EXTENDING, *(ROOT / "skyrl-train/examples/algorithms").rglob("*.md")])
+def test_every_key_exists(page: Path) -> None:
+    sections = {key.rpartition(".")[0] for key in FIELDS}
+    words = [word for word in KEY.findall(page.read_text(encoding="utf-8")) if not word.endswith((".py", ".md"))]
+    free = ("trainer.algorithm.custom.", "trainer.algorithm.gdpo.weights.", "environment.skyrl_gym.")
+    unknown = {word for word in words if word not in FIELDS and word not in sections and not word.startswith(free)}
+    assert not unknown

@@ -1,4 +1,4 @@
-"""One divisor for the whole mini-batch: splitting the work never changes the loss."""
+"""One divisor for the whole mini-batch: splitting the work never changes the loss, and rows left out never were."""
 
 from __future__ import annotations
 
@@ -10,52 +10,113 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.kl import approximate_kl
-from skyrl_train.algorithms.losses import clipped_surrogate
-from skyrl_train.algorithms.reduction import LossReduction, token_weights, weighted_sum
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.algorithms import policy_loss
+from skyrl_train.algorithms.kl import compute_approx_kl
+from skyrl_train.algorithms.reduction import reduce_loss, token_weights, weighted_sum
+from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
+from skyrl_train.errors import ConfigError
 
-MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
-VALUES = torch.tensor([[1.0, 2.0, 100.0, 3.0], [100.0, 10.0, 100.0, 100.0]])
+MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+VALUES = torch.tensor(
+    [[1.0, 2.0, 99.0, 3.0], [99.0, 10.0, 99.0, 99.0], [4.0, 6.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]]
+)
+INDEX = ["a", "a", "b", "c"]  # nothing of c is trained on
 REDUCTIONS: tuple[LossReduction, ...] = get_args(LossReduction)
 
 
 @pytest.mark.parametrize(
     ("reduction", "loss", "sum_of_weights"),
     [
-        ("token_mean", (1 + 2 + 3 + 10) / 4, 1.0),
-        ("sequence_mean", (2 + 10) / 2, 1.0),
-        ("seq_mean_token_sum_norm", (6 / 8 + 10 / 8) / 2, 4 / 16),
+        ("token_mean", (1 + 2 + 3 + 10 + 4 + 6) / 6, 1.0),
+        ("sequence_mean", (2 + 10 + 5) / 3, 1.0),
+        ("prompt_mean", ((1 + 2 + 3 + 10) / 4 + (4 + 6) / 2) / 2, 1.0),
+        ("seq_mean_token_sum_norm", (6 / 8 + 10 / 8 + 10 / 8) / 3, 6 / 24),
+        ("seq_mean_token_sum", (6 + 10 + 10) / 3, 6 / 3),
+        ("token_sum", 26, 6),
     ],
 )
 def test_by_hand(reduction: LossReduction, loss: float, sum_of_weights: float) -> None:
-    weights = token_weights(MASK, reduction, max_seq_len=8)
+    weights = token_weights(MASK, reduction, max_seq_len=8, index=INDEX)
     assert weighted_sum(VALUES, weights).item() == pytest.approx(loss)
     assert weights.sum().item() == pytest.approx(sum_of_weights)
     assert (weights[MASK == 0] == 0).all()
+    assert reduce_loss(VALUES, MASK, reduction, 8, INDEX).item() == pytest.approx(loss)
+    assert reduce_loss(VALUES, MASK.bool(), reduction, 8, INDEX).item() == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "loss"),
+    [("token_mean", 2.5), ("seq_mean_token_sum", 7.5), ("sequence_mean", 2.25), ("seq_mean_token_sum_norm", 1.875)],
+)
+def test_two_trajectories_of_two_and_four_tokens(reduction: LossReduction, loss: float) -> None:
+    values = torch.tensor([[1.0, 2.0, 0.0, 0.0], [3.0, 3.0, 3.0, 3.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    assert reduce_loss(values, mask, reduction, max_seq_len=4).item() == loss
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_mask_without_tokens_is_a_loss_of_zero(reduction: LossReduction) -> None:
-    assert weighted_sum(VALUES, token_weights(torch.zeros_like(MASK), reduction, max_seq_len=8)) == 0
+    assert weighted_sum(VALUES, token_weights(torch.zeros_like(MASK), reduction, max_seq_len=8, index=INDEX)) == 0
 
 
-def test_max_seq_len_is_needed_where_it_is_the_divisor() -> None:
-    with pytest.raises(AssertionError, match="max_seq_len"):
+def test_no_mask_is_a_mask_of_ones() -> None:
+    assert reduce_loss(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), None, "token_mean").item() == 3.0
+
+
+def test_what_a_reduction_needs_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="needs max_seq_len"):
         token_weights(MASK, "seq_mean_token_sum_norm")
+    with pytest.raises(ConfigError, match="needs index"):
+        reduce_loss(VALUES, MASK, "prompt_mean")
+    with pytest.raises(ConfigError, match="unknown loss reduction 'mean'"):
+        token_weights(MASK, "mean")  # type: ignore[arg-type]
 
 
-@given(
-    mask=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=8),
-    part_size=st.integers(1, 8),
-    reduction=st.sampled_from(REDUCTIONS),
-)
+Batch = tuple[torch.Tensor, torch.Tensor, list[str]]
+masks = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=8)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """A mask (B, 3), values (B, 3) and prompts [B], whose rows need not stand together."""
+    mask = torch.tensor(draw(masks), dtype=torch.float64)
+    values = torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape) - 4
+    index = draw(st.lists(st.sampled_from("abc"), min_size=len(mask), max_size=len(mask)))
+    return mask, values, index
+
+
+def naive(mask: torch.Tensor, values: torch.Tensor, index: list[str], reduction: LossReduction) -> float:
+    """Plain loops over the tokens that are trained on."""
+    rows = [[v for v, m in zip(*row, strict=True) if m] for row in zip(values.tolist(), mask.tolist(), strict=True)]
+    prompts = [[v for row, uid in zip(rows, index, strict=True) if uid == prompt for v in row] for prompt in set(index)]
+    tokens = [v for row in rows for v in row]
+    if not tokens:
+        return 0.0
+    rows, prompts = [row for row in rows if row], [prompt for prompt in prompts if prompt]
+    return {
+        "token_mean": sum(tokens) / len(tokens),
+        "sequence_mean": sum(sum(row) / len(row) for row in rows) / len(rows),
+        "prompt_mean": sum(sum(prompt) / len(prompt) for prompt in prompts) / len(prompts),
+        "seq_mean_token_sum_norm": sum(sum(row) / 8 for row in rows) / len(rows),
+        "seq_mean_token_sum": sum(sum(row) for row in rows) / len(rows),
+        "token_sum": sum(tokens),
+    }[reduction]
+
+
+@given(batch=batches(), reduction=st.sampled_from(REDUCTIONS))
+def test_the_same_as_plain_loops(batch: Batch, reduction: LossReduction) -> None:
+    mask, values, index = batch
+    loss = reduce_loss(values, mask, reduction, 8, index)
+    assert loss.item() == pytest.approx(naive(mask, values, index, reduction), abs=1e-6)
+
+
+@given(batch=batches(), part_size=st.integers(1, 8), reduction=st.sampled_from(REDUCTIONS))
 def test_splitting_the_rows_gives_the_same_loss_and_gradient(
-    mask: list[list[bool]], part_size: int, reduction: LossReduction
+    batch: Batch, part_size: int, reduction: LossReduction
 ) -> None:
-    loss_mask = torch.tensor(mask, dtype=torch.float64)
-    values = torch.arange(loss_mask.numel(), dtype=torch.float64).reshape(loss_mask.shape).requires_grad_()
-    weights = token_weights(loss_mask, reduction, max_seq_len=8)
+    mask, values, index = batch
+    values.requires_grad_()
+    weights = token_weights(mask, reduction, max_seq_len=8, index=index)
     whole = weighted_sum(values, weights)
     parts = [
         weighted_sum(some_values, some_weights)
@@ -67,25 +128,53 @@ def test_splitting_the_rows_gives_the_same_loss_and_gradient(
     torch.testing.assert_close(values.grad, weights)
 
 
+@given(batch=batches(), reduction=st.sampled_from(REDUCTIONS), data=st.data())
+def test_neither_padding_nor_order_matters(batch: Batch, reduction: LossReduction, data: st.DataObject) -> None:
+    mask, _, index = batch
+    order = data.draw(st.permutations(range(len(index))))
+    padding = torch.zeros(len(index), 2, dtype=torch.float64)
+    weights = token_weights(
+        torch.cat([mask, padding], dim=1)[order], reduction, max_seq_len=8, index=[index[row] for row in order]
+    )
+    expected = token_weights(mask, reduction, max_seq_len=8, index=index)
+    torch.testing.assert_close(weights, torch.cat([expected, padding], dim=1)[order], atol=1e-6, rtol=0)
+
+
+@given(batch=batches(), reduction=st.sampled_from(REDUCTIONS))
+def test_a_row_without_trained_tokens_might_as_well_not_be_there(batch: Batch, reduction: LossReduction) -> None:
+    mask, values, index = batch
+    rows = [row for row in range(len(mask)) if mask[row].any()]
+    with_them = reduce_loss(values, mask, reduction, 8, index)
+    without = reduce_loss(values[rows], mask[rows], reduction, 8, [index[row] for row in rows]) if rows else 0.0
+    assert float(with_them) == pytest.approx(float(without), abs=1e-6)
+
+
 def test_a_nan_under_the_mask_stays_there() -> None:
     weights = token_weights(MASK, "token_mean")
     values = VALUES.where(MASK > 0, math.nan).requires_grad_()
     loss = weighted_sum(values, weights)
     loss.backward()
-    assert loss.item() == 4.0
+    assert loss.item() == pytest.approx(26 / 6)
     torch.testing.assert_close(values.grad, weights)
 
 
-def test_a_nan_under_the_mask_reaches_no_gradient_through_the_whole_loss() -> None:
-    nan_outside = torch.zeros_like(MASK).where(MASK > 0, math.nan)
+def loss_and_gradient(
+    old: torch.Tensor, advantages: torch.Tensor, rollout: torch.Tensor, ref: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's loss with a KL term."""
     log_probs = (VALUES / -50).requires_grad_()
-    loss, _ = clipped_surrogate(
-        log_probs, VALUES / -40 + nan_outside, 1 + nan_outside, AlgorithmConfig(), MASK, nan_outside
-    )
-    kl = approximate_kl(log_probs, VALUES / -45 + nan_outside, "k3")
+    token_loss, _ = policy_loss("regular")(log_probs, old, advantages, AlgorithmConfig(), MASK, rollout)
     weights = token_weights(MASK, "token_mean")
-    (weighted_sum(loss, weights) + weighted_sum(kl, weights)).backward()
+    loss = weighted_sum(token_loss, weights) + weighted_sum(compute_approx_kl(log_probs, ref, MASK), weights)
+    loss.backward()
     assert log_probs.grad is not None
-    on_mask = log_probs.grad[MASK > 0]
-    assert on_mask.isfinite().all()
-    assert (on_mask != 0).any()
+    return loss.detach(), log_probs.grad
+
+
+@pytest.mark.parametrize("name", ["old", "advantages", "rollout", "ref"])
+def test_a_nan_under_the_mask_reaches_nothing_through_the_whole_loss(name: str) -> None:
+    inputs = {"old": VALUES / -40, "advantages": torch.ones_like(MASK), "rollout": VALUES / -40, "ref": VALUES / -45}
+    expected = loss_and_gradient(**inputs)
+    assert (expected[1][MASK > 0] != 0).any()
+    poisoned = {**inputs, name: inputs[name].where(MASK > 0, math.nan)}
+    torch.testing.assert_close(loss_and_gradient(**poisoned), expected, rtol=0, atol=0)

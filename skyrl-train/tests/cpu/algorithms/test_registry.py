@@ -20,8 +20,8 @@ LOSSES = (registry.register_policy_loss, registry.policy_loss, "policy_loss_type
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone afterwards."""
-    for name in ("ADVANTAGE_ESTIMATORS", "POLICY_LOSSES"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    for functions in (registry.ADVANTAGE_ESTIMATORS, registry.POLICY_LOSSES):
+        monkeypatch.setattr(functions, "_functions", dict(functions._functions))
 
 
 def my_function(**_: Any) -> None: ...

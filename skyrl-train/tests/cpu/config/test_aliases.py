@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from skyrl_train.config import get_default_config, load_config
-from skyrl_train.config.aliases import ALIASES, SKYRL, VERL, apply_aliases
+from skyrl_train.config.aliases import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, VERL, apply_aliases
 from skyrl_train.config.base import as_section, value_at
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.errors import ConfigError
@@ -33,7 +33,10 @@ def test_an_alias_leads_to_a_key_and_hides_none(old: str) -> None:
 @pytest.mark.parametrize("old", ALIASES)
 def test_every_value_that_is_mapped_is_accepted(old: str) -> None:
     for value, new in ALIASES[old].values.items():
-        cfg = load_config(put({}, old, value))
+        tree = (
+            {"trainer": {"algorithm": {"use_kl_in_reward": True, "use_kl_loss": False}}} if ALIASES[old].only_if else {}
+        )
+        cfg = load_config(put(tree, old, value))
         default = value_at(load_config(), ALIASES[old].key)
         assert value_at(cfg, ALIASES[old].key) == (default if new is None else new)
 
@@ -61,6 +64,49 @@ def test_no_spelling_is_in_both_tables() -> None:
         ("generator.inference_engine.num_engines", 4, "generator.num_inference_engines", 4),
         ("trainer.algorithm.use_abs_kl", True, "trainer.algorithm.kl_estimator_type", "abs"),
         ("trainer.algorithm.use_abs_kl", False, "trainer.algorithm.kl_estimator_type", "k3"),
+        ("trainer.algorithm.use_tis", True, "trainer.algorithm.off_policy_correction.tis_ratio_type", "token"),
+        ("trainer.algorithm.use_tis", False, "trainer.algorithm.off_policy_correction.tis_ratio_type", None),
+        (
+            "trainer.algorithm.tis_imp_ratio_cap",
+            4,
+            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
+            4.0,
+        ),
+        (
+            "trainer.algorithm.tis_imp_ratio_cap",
+            -1,
+            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
+            2.0,
+        ),
+        (
+            "algorithm.adv_estimator",
+            "reinforce_plus_plus_baseline",
+            "trainer.algorithm.advantage_estimator",
+            "reinforce++-baseline",
+        ),
+        ("algorithm.adv_estimator", "grpo_passk", "trainer.algorithm.advantage_estimator", "grpo_passk"),
+        ("algorithm.gamma", 0.99, "trainer.algorithm.gamma", 0.99),
+        ("algorithm.lam", 0.95, "trainer.algorithm.lambd", 0.95),
+        ("algorithm.filter_groups.enable", True, "trainer.algorithm.dynamic_sampling.type", "filter"),
+        (
+            "algorithm.filter_groups.max_num_gen_batches",
+            0,
+            "trainer.algorithm.dynamic_sampling.max_sample_batches",
+            -1,
+        ),
+        ("actor_rollout_ref.actor.clip_ratio_c", 10.0, "trainer.algorithm.clip_ratio_c", 10.0),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla", "trainer.algorithm.policy_loss_type", "dual_clip"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", "trainer.algorithm.policy_loss_type", "gspo"),
+        ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.entropy_loss_coef", 0.001),
+        ("actor_rollout_ref.actor.entropy_coeff", 0.001, "trainer.algorithm.use_entropy_loss", True),
+        ("actor_rollout_ref.actor.entropy_coeff", 0, "trainer.algorithm.use_entropy_loss", False),
+        ("actor_rollout_ref.actor.loss_agg_mode", "token-sum", "trainer.algorithm.loss_reduction", "token_sum"),
+        ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl+", "trainer.algorithm.kl_estimator_type", "k3+"),
+        ("critic.model.path", "tiny", "trainer.critic.model.path", "tiny"),
+        ("critic.optim.lr", 1e-5, "trainer.critic.optimizer_config.lr", 1e-5),
+        ("critic.grad_clip", 0.5, "trainer.critic.optimizer_config.max_grad_norm", 0.5),
+        ("critic.ppo_mini_batch_size", 64, "trainer.critic_mini_batch_size", 64),
+        ("critic.cliprange_value", 0.5, "trainer.algorithm.value_clip", 0.5),
     ],
 )
 @pytest.mark.parametrize("source", ["alone", "beside every default"])
@@ -75,6 +121,68 @@ def test_each_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == [
         "actor_rollout_ref.actor.kl_loss_type=mse is read as trainer.algorithm.kl_estimator_type=k2"
     ]
+
+
+VERL_KL_KEYS = [
+    ("algorithm.kl_penalty", "mse", "trainer.algorithm.kl_estimator_type", "k2"),
+    ("algorithm.kl_ctrl.type", "adaptive", "trainer.algorithm.kl_ctrl.type", "adaptive"),
+    ("algorithm.kl_ctrl.kl_coef", 0.02, "trainer.algorithm.kl_loss_coef", 0.02),
+    ("algorithm.kl_ctrl.horizon", 500, "trainer.algorithm.kl_ctrl.horizon", 500),
+    ("algorithm.kl_ctrl.target_kl", 0.3, "trainer.algorithm.kl_ctrl.kl_target", 0.3),
+]
+
+
+@pytest.mark.parametrize("switch", ["algorithm.use_kl_in_reward", "trainer.algorithm.use_kl_in_reward"])
+@pytest.mark.parametrize(("old", "value", "new", "new_value"), VERL_KL_KEYS)
+def test_verls_kl_keys_are_read_with_kl_in_the_reward(
+    old: str, value: object, new: str, new_value: object, switch: str
+) -> None:
+    tree = put(put(put({}, switch, True), "trainer.algorithm.use_kl_loss", False), old, value)
+    assert value_at(load_config(tree), new) == new_value
+
+
+@pytest.mark.parametrize(("old", "value", "new", "new_value"), VERL_KL_KEYS)
+def test_without_it_they_leave_the_kl_loss_alone_and_say_so(
+    old: str, value: object, new: str, new_value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        cfg = load_config(put(put({}, old, value), "actor_rollout_ref.actor.use_kl_loss", True))
+    assert value_at(cfg, new) == value_at(load_config(), new) != new_value
+    assert caplog.records[0].message == f"{old}={value} is not read: trainer.algorithm.use_kl_in_reward is not true"
+
+
+def test_the_weight_of_the_kl_loss_is_not_that_of_the_penalty() -> None:
+    tree = put(put({}, "algorithm.kl_ctrl.kl_coef", 0.0), "actor_rollout_ref.actor.kl_loss_coef", 0.001)
+    assert load_config(tree).trainer.algorithm.kl_loss_coef == 0.001
+
+
+def test_a_key_that_decides_two_may_contradict_either() -> None:
+    tree = put(put({}, "actor_rollout_ref.actor.entropy_coeff", 0), "trainer.algorithm.use_entropy_loss", True)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree)
+    assert str(caught.value) == (
+        "actor_rollout_ref.actor.entropy_coeff=0 means trainer.algorithm.use_entropy_loss=false, but "
+        "trainer.algorithm.use_entropy_loss=true was set too; remove one of them"
+    )
+
+
+@pytest.mark.parametrize("key", SKYRL_WITHOUT_EFFECT)
+def test_a_key_without_effect_is_accepted_and_said_to_be(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert key not in FIELDS | ALIASES
+    with caplog.at_level(logging.WARNING):
+        assert load_config(put({}, key, "x")) == load_config()
+    assert [record.message for record in caplog.records] == [f"{key}=x has no effect: {SKYRL_WITHOUT_EFFECT[key]}"]
+
+
+@pytest.mark.parametrize("key", {key for alias in ALIASES.values() for key in alias.also})
+def test_what_is_decided_too_is_a_key(key: str) -> None:
+    assert as_section(FIELDS[key].annotation) is None
+
+
+def test_a_switch_is_read_before_what_it_switches() -> None:
+    order = [alias.key for alias in ALIASES.values()]
+    for place, alias in enumerate(ALIASES.values()):
+        assert alias.only_if is None or alias.only_if in order[:place]
 
 
 def test_two_spellings_with_two_values_contradict_each_other() -> None:
@@ -99,7 +207,7 @@ def test_what_is_left_of_a_foreign_section_is_unknown() -> None:
         load_config({"actor_rollout_ref": {"rollout": {"n": 4, "dtype": "half"}}})
     assert str(caught.value) == (
         "actor_rollout_ref.rollout.dtype=half: there is no key actor_rollout_ref.rollout.dtype; "
-        "did you mean trainer.policy.model.dtype?"
+        "did you mean trainer.policy.model.dtype or trainer.critic.model.dtype?"
     )
 
 

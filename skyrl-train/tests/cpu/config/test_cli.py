@@ -39,6 +39,24 @@ from skyrl_train.errors import ConfigError
         ("environment.skyrl_gym.search.topk=3", "environment.skyrl_gym.search", {"topk": 3}),
         ("+environment.skyrl_gym.search.topk=3", "environment.skyrl_gym.search", {"topk": 3}),
         ("environment.skyrl_gym.max_env_workers=0", "environment.skyrl_gym.max_env_workers", 0),
+        ("trainer.algorithm.custom.tau=0.3", "trainer.algorithm.custom", {"tau": 0.3}),
+        ("+trainer.algorithm.custom.tau=0.3", "trainer.algorithm.custom", {"tau": 0.3}),
+        ("++trainer.algorithm.custom.tau=0.3", "trainer.algorithm.custom", {"tau": 0.3}),
+        ("trainer.algorithm.custom={tau:0.3,on:true}", "trainer.algorithm.custom", {"tau": 0.3, "on": True}),
+        ("+trainer.algorithm.custom={tau:0.3}", "trainer.algorithm.custom", {"tau": 0.3}),
+        ("trainer.algorithm={custom:{tau:0.3}}", "trainer.algorithm.custom.tau", 0.3),
+        ("trainer.algorithm.custom.a.b=[1,x]", "trainer.algorithm.custom", {"a": {"b": [1, "x"]}}),
+        ("trainer.algorithm.custom.run=${trainer.run_name}", "trainer.algorithm.custom.run", "test_run"),
+        ("trainer.algorithm.gdpo.weights.format=0.5", "trainer.algorithm.gdpo.weights", {"format": 0.5}),
+        ("+trainer.algorithm.gdpo.weights.exact-match=1", "trainer.algorithm.gdpo.weights", {"exact-match": 1.0}),
+        ("trainer.algorithm.kl_estimator_type=k3+", "trainer.algorithm.kl_estimator_type", "k3+"),
+        ("trainer.algorithm.kl_estimator_type=k1", "trainer.algorithm.kl_estimator_type", "k1"),
+        (
+            "trainer.algorithm.advantage_estimator=reinforce++-baseline",
+            "trainer.algorithm.advantage_estimator",
+            "reinforce++-baseline",
+        ),
+        ("trainer.critic.model.path=null", "trainer.critic.model.path", None),
         ("actor_rollout_ref.rollout.n=7", "generator.n_samples_per_prompt", 7),
         ("+trainer.total_epochs=7", "trainer.epochs", 7),
         ("hydra.verbose=true", "trainer.epochs", 1),
@@ -50,6 +68,11 @@ def test_an_override_arrives(override: str, key: str, value: object) -> None:
 
 def test_no_override_is_the_default() -> None:
     assert parse_cli([]) == load_config(get_default_config()) == load_config()
+
+
+def test_several_keys_of_ones_own_come_together() -> None:
+    argv = ["trainer.algorithm.custom={tau:0.3}", "trainer.algorithm.custom.beta=2", "+trainer.algorithm.custom.c=x"]
+    assert parse_cli(argv).trainer.algorithm.custom == {"tau": 0.3, "beta": 2, "c": "x"}
 
 
 GSM8K = """data.train_data=['$HOME/data/gsm8k/train.parquet'] data.val_data=['$HOME/data/gsm8k/validation.parquet']
@@ -64,7 +87,31 @@ trainer.train_batch_size=64 trainer.policy_mini_batch_size=16 trainer.critic_min
 trainer.eval_batch_size=64 generator.gpu_memory_utilization=0.4"""
 
 
-@pytest.mark.parametrize("command", [GSM8K, CATCH])
+PPO = """trainer.algorithm.advantage_estimator=gae trainer.critic.model.path=Qwen/Qwen2.5-1.5B-Instruct
+trainer.algorithm.use_kl_loss=false trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_ctrl.type=adaptive
+trainer.algorithm.gamma=1.0 trainer.algorithm.lambd=0.95 trainer.algorithm.value_clip=0.2
+trainer.critic.optimizer_config.lr=5.0e-6 trainer.train_batch_size=64 trainer.policy_mini_batch_size=16
+trainer.critic_mini_batch_size=16 generator.n_samples_per_prompt=1"""
+
+DAPO = """trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.eps_clip_high=0.28
+trainer.algorithm.clip_ratio_c=10.0 trainer.algorithm.loss_reduction=token_mean trainer.algorithm.use_kl_loss=false
+trainer.algorithm.dynamic_sampling.type=filter trainer.algorithm.dynamic_sampling.max_sample_batches=30
+generator.apply_overlong_filtering=true trainer.algorithm.use_tis=true trainer.algorithm.tis_imp_ratio_cap=2.0"""
+
+VERL_DAPO = """algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.0
+actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.0
+actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0 algorithm.filter_groups.enable=True
+algorithm.filter_groups.max_num_gen_batches=10 actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.actor.loss_agg_mode=token-mean actor_rollout_ref.rollout.n=16"""
+
+VERL_PPO = """algorithm.adv_estimator=gae algorithm.gamma=1.0 algorithm.lam=0.95 critic.model.path=Qwen/Qwen3-0.6B
+actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.train_batch_size=512 critic.optim.lr=1e-5 critic.cliprange_value=0.5
+actor_rollout_ref.actor.ppo_mini_batch_size=256 critic.ppo_mini_batch_size=128 algorithm.use_kl_in_reward=True
+actor_rollout_ref.actor.use_kl_loss=False algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=low_var_kl"""
+
+
+@pytest.mark.parametrize("command", [GSM8K, CATCH, PPO, DAPO, VERL_DAPO, VERL_PPO])
 def test_a_published_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
     cfg = parse_cli(command.split())
@@ -97,6 +144,26 @@ def test_a_published_command_is_accepted(command: str, monkeypatch: pytest.Monke
             "trainer.epoch=3: there is no key trainer.epoch; did you mean trainer.epochs?",
         ),
         (
+            ["trainer.algorithm.custom.tau=0.3", "trainer.algorithm.eps_clip_hgh=0.3"],
+            "trainer.algorithm.eps_clip_hgh=0.3: there is no key trainer.algorithm.eps_clip_hgh; did you mean "
+            "trainer.algorithm.eps_clip_high or trainer.algorithm.eps_clip_low or "
+            "trainer.algorithm.cispo.cispo_eps_clip_high?",
+        ),
+        (
+            ["trainer.algorithm.custm.tau=0.3"],
+            "trainer.algorithm.custm.tau=0.3: there is no key trainer.algorithm.custm.tau; "
+            "did you mean trainer.algorithm.custom.tau?",
+        ),
+        (
+            ["generator={max_turn:3}"],
+            "generator.max_turn=3: there is no key generator.max_turn; did you mean generator.max_turns?",
+        ),
+        (
+            ["trainer.algorithm.custom.tau=0.1,0.2"],
+            "trainer.algorithm.custom.tau=0.1,0.2 asks for a sweep of several runs, and this is one run; "
+            "a list is written trainer.algorithm.custom.tau=[0.1,0.2]",
+        ),
+        (
             ["~trainer.nothing"],
             "these overrides cannot be applied: ~trainer.nothing "
             "(Could not delete from config. 'trainer.nothing' does not exist.)",
@@ -126,6 +193,7 @@ def test_rewriting_leaves_flags_and_hydras_own_keys() -> None:
     argv = ["--cfg", "job", "-m", "hydra.verbose=true", "~trainer.epochs", "trainer.seed=1,2", "a.b=c d"]
     assert rewrite_overrides(argv) == [*argv[:-1], "++a.b=c d"]
     assert rewrite_overrides(["+trainer.seed=1", "+foo=1"]) == ["trainer.seed=1", "++foo=1"]
+    assert rewrite_overrides(["trainer.algorithm.custom={a:1}"]) == ["++trainer.algorithm.custom={a:1}"]
 
 
 def test_parsing_leaves_no_hydra_behind() -> None:
@@ -151,9 +219,11 @@ if __name__ == "__main__":
     main()
 """
 
+REWRITING = "    sys.argv[1:] = rewrite_overrides(sys.argv[1:])\n"
 
-def run_script(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    (folder / "app.py").write_text(SCRIPT)
+
+def run_script(folder: Path, *argv: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    (folder / "app.py").write_text(script)
     path = str(Path(__file__).parents[3])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(
@@ -163,11 +233,24 @@ def run_script(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_users_hydra_script_reads_our_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
     argv = ["trainer.seed=7", "actor_rollout_ref.rollout.n=2", "environment.skyrl_gym.search.topk=3"]
+    argv += ["trainer.algorithm.custom.tau=0.3", "trainer.algorithm.gdpo.weights={format:0.5}"]
     done = run_script(tmp_path, *argv)
     assert done.returncode == 0, done.stderr
     assert load_config(yaml.safe_load(done.stdout)) == parse_cli(argv)
     assert "actor_rollout_ref.rollout.n=2 is read as generator.n_samples_per_prompt=2" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["app.py"]
+
+
+def test_a_users_hydra_script_that_rewrites_nothing_takes_additions(tmp_path: Path) -> None:
+    argv = ["+trainer.algorithm.custom.tau=0.3", "++trainer.algorithm.gdpo.weights.format=0.5"]
+    argv += ["trainer.algorithm.kl_estimator_type=k3+", "+trainer.algorithm.use_tis=true"]
+    script = SCRIPT.replace(REWRITING, "")
+    assert script != SCRIPT
+    done = run_script(tmp_path, *argv, script=script)
+    assert done.returncode == 0, done.stderr
+    algorithm = load_config(yaml.safe_load(done.stdout)).trainer.algorithm
+    assert (algorithm.custom, algorithm.gdpo.weights) == ({"tau": 0.3}, {"format": 0.5})
+    assert (algorithm.kl_estimator_type, algorithm.off_policy_correction.tis_ratio_type) == ("k3+", "token")
 
 
 def test_a_users_hydra_script_answers_a_mistyped_key(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from skyrl_train.config import generate, load_config
-from skyrl_train.config.aliases import ALIASES
+from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.base import as_section
 from skyrl_train.config.problems import FIELDS
 
@@ -38,8 +38,15 @@ def test_the_yaml_helps_with_every_key_and_stays_narrow() -> None:
 def test_the_page_has_a_row_for_every_key_and_every_other_spelling() -> None:
     rows = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
     keys = {key for key, field in FIELDS.items() if as_section(field.annotation) is None}
-    assert sorted(row.split("`")[1] for row in rows) == sorted(keys | ALIASES.keys())
+    assert sorted(row.split("`")[1] for row in rows) == sorted(keys | ALIASES.keys() | SKYRL_WITHOUT_EFFECT.keys())
     assert {row.count(" | ") for row in rows} == {2, 3}
+
+
+def test_the_page_says_what_is_special_about_an_other_spelling() -> None:
+    rows = {line.split("`")[1]: line for line in generate.render_page().splitlines() if line.startswith("| `")}
+    assert "decides `trainer.algorithm.use_entropy_loss` too" in rows["actor_rollout_ref.actor.entropy_coeff"]
+    assert "read if `trainer.algorithm.use_kl_in_reward`" in rows["algorithm.kl_ctrl.kl_coef"]
+    assert "no effect" in rows["trainer.algorithm.value_head_prefix"]
 
 
 def test_files_are_written_when_out_of_step_and_checked_on_request(

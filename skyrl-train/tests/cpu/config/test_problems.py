@@ -39,6 +39,20 @@ def test_a_value_is_shown_as_it_is_written(value: object, text: str) -> None:
         ("trainer.algorithm.eps_clip", ["trainer.algorithm.eps_clip_low", "trainer.algorithm.eps_clip_high"]),
         ("generator.temperature", ["generator.sampling_params.temperature"]),
         ("zebra", []),
+        ("trainer.algorithm.custm.tau", ["trainer.algorithm.custom.tau"]),
+        ("trainer.algorithm.custm.a.b", ["trainer.algorithm.custom.a.b"]),
+        ("trainer.algorithm.gdpo.weight.format", ["trainer.algorithm.gdpo.weights.format"]),
+        ("trainer.algorithm.gpdo.weights.format", ["trainer.algorithm.gdpo.weights.format"]),
+        ("trainer.algorithm.gdpo.format", ["trainer.algorithm.gdpo.weights.format"]),
+        ("trainer.algorithm.my_threshold", ["trainer.algorithm.custom.my_threshold"]),
+        ("trainer.algorithm.taupos", ["trainer.algorithm.sapo.tau_pos"]),
+        ("trainer.algorithm.use_kl", ["trainer.algorithm.use_kl_loss"]),
+        (
+            "trainer.algorithm.tau",
+            ["trainer.algorithm.sapo.tau_pos", "trainer.algorithm.sapo.tau_neg", "trainer.algorithm.custom.tau"],
+        ),
+        ("trainer.lr", ["trainer.policy.optimizer_config.lr", "trainer.critic.optimizer_config.lr"]),
+        ("trainer.algorithm.eps_clip_hgh", ["trainer.algorithm.eps_clip_high", "trainer.algorithm.eps_clip_low"]),
     ],
 )
 def test_the_nearest_keys_begin_with_the_one_that_was_meant(key: str, expected: list[str]) -> None:

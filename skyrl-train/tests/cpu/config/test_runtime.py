@@ -28,7 +28,6 @@ def test_defaults_need_few_words() -> None:
     "override",
     [
         "trainer.placement.colocate_all=false",
-        "trainer.critic_mini_batch_size=16",
         "trainer.placement.policy_num_nodes=2",
         "trainer.placement.policy_num_gpus_per_node=4",
         "trainer.placement.ref_num_nodes=2",
@@ -45,6 +44,13 @@ def test_defaults_need_few_words() -> None:
 )
 def test_a_value_that_runs_as_something_else_has_a_line(override: str) -> None:
     assert keys([override]) == ALWAYS | {override.split("=")[0]}
+
+
+def test_a_critic_is_trained_as_asked_for() -> None:
+    critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
+    assert keys([*critic, "trainer.critic_mini_batch_size=64"]) == ALWAYS
+    lines = what_runs_here(parse_cli(["trainer.placement.critic_num_nodes=2"]), has_gpu=True, has_vllm=False)
+    assert "trainer.placement.critic_num_nodes=2: one process: one worker on one device" in lines
 
 
 def test_auto_has_a_line_only_where_vllm_would_run() -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from skyrl_train.config import OptimizerConfig, SkyRLConfig, load_config
+from skyrl_train.config import AlgorithmConfig, OptimizerConfig, SkyRLConfig, load_config
 from skyrl_train.config.base import describe_field, value_at, with_value
 from skyrl_train.config.problems import FIELDS
 
@@ -42,6 +42,11 @@ def test_every_key_has_a_default_that_it_accepts_itself() -> None:
         ("data.train_data", "a string or a list of strings"),
         ("generator.sampling_params.logprobs", "0 or null"),
         ("generator.sampling_params.stop", "a string, a list of strings, or null"),
+        ("trainer.algorithm.kl_estimator_type", "one of k1, k2, k3, abs, k1+, k3+, abs+"),
+        ("trainer.algorithm.value_clip", "a number > 0 or null"),
+        ("trainer.algorithm.dynamic_sampling.type", "one of filter, replace or null"),
+        ("trainer.algorithm.custom", "a section of keys of your own"),
+        ("trainer.algorithm.gdpo.weights", "a section of component=weight"),
     ],
 )
 def test_a_field_is_described_in_words(key: str, words: str) -> None:
@@ -58,8 +63,12 @@ def test_a_loaded_configuration_cannot_be_changed() -> None:
 def test_two_loads_share_no_lists() -> None:
     load_config().data.train_data.append("another")
     load_config().trainer.logger.append("wandb")
+    load_config().trainer.algorithm.custom["tau"] = 0.3
+    load_config().trainer.algorithm.gdpo.weights["format"] = 0.5
     assert load_config().data.train_data == ["$HOME/data/gsm8k/train.parquet"]
     assert load_config().trainer.logger == ["console", "tensorboard"]
+    assert (load_config().trainer.algorithm.custom, AlgorithmConfig().custom) == ({}, {})
+    assert (load_config().trainer.algorithm.gdpo.weights, AlgorithmConfig().gdpo.weights) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,33 @@ def test_two_loads_share_no_lists() -> None:
         ("trainer.algorithm.kl_estimator_type", "k3"),
         ("trainer.algorithm.kl_loss_coef", 0.001),
         ("trainer.placement.policy_num_gpus_per_node", 1),
+        ("trainer.critic.model.path", None),
+        ("trainer.critic.optimizer_config.lr", 5e-6),
+        ("trainer.critic_mini_batch_size", 256),
+        ("trainer.update_ref_every_epoch", False),
+        ("trainer.algorithm.gamma", 1.0),
+        ("trainer.algorithm.lambd", 1.0),
+        ("trainer.algorithm.clip_ratio_c", 3.0),
+        ("trainer.algorithm.value_clip", 0.2),
+        ("trainer.algorithm.use_kl_loss", True),
+        ("trainer.algorithm.use_kl_in_reward", False),
+        ("trainer.algorithm.kl_ctrl.type", "fixed"),
+        ("trainer.algorithm.kl_ctrl.kl_target", 0.1),
+        ("trainer.algorithm.kl_ctrl.horizon", 10000),
+        ("trainer.algorithm.sapo.tau_neg", 1.05),
+        ("trainer.algorithm.dynamic_sampling.type", None),
+        ("trainer.algorithm.dynamic_sampling.max_sample_batches", 30),
+        ("trainer.algorithm.dynamic_sampling.min_replace_ratio", 0.3),
+        ("trainer.algorithm.clip_cov.clip_ratio", 2e-4),
+        ("trainer.algorithm.clip_cov.clip_cov_lb", 1.0),
+        ("trainer.algorithm.clip_cov.clip_cov_ub", 5.0),
+        ("trainer.algorithm.kl_cov.kl_cov_frac", 0.2),
+        ("trainer.algorithm.kl_cov.ppo_kl_coef", 1.0),
+        ("trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high", 2.0),
+        ("trainer.algorithm.off_policy_correction.sequence_tis_ratio_clip_high", 5.0),
+        ("trainer.algorithm.zero_variance_filter_tol", 1e-6),
+        ("generator.zero_reward_on_non_stop", False),
+        ("generator.apply_overlong_filtering", False),
         ("generator.n_samples_per_prompt", 5),
         ("generator.eval_sampling_params.temperature", 0.0),
         ("environment.skyrl_gym.max_env_workers", 32),

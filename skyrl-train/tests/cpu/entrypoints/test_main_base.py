@@ -115,7 +115,7 @@ def test_the_seed_command_for_several_gpus_runs_as_one_process(
         ("trainer.policy_mini_batch_size=3", ["trainer.policy_mini_batch_size=3", "trainer.train_batch_size=4", "try"]),
         ("data.train_data=[/no/such/file.parquet]", ["/no/such/file.parquet", "data.train_data"]),
         ("environment.env_class=catsh", ["catsh", "catch"]),
-        ("trainer.algorithm.advantage_estimator=grop", ["advantage_estimator='grop'", "available: grpo"]),
+        ("trainer.algorithm.advantage_estimator=grop", ["advantage_estimator='grop'", "available: gae", "grpo"]),
         ("trainer.algorithm.policy_loss_type=ppo", ["policy_loss_type='ppo'", "regular"]),
         ("trainer.policy.model.path=/no/such/model", ["trainer.policy.model.path=/no/such/model", "config.json"]),
         ("trainer.max_prompt_length=3", ["trainer.max_prompt_length=3", "raise it"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -110,6 +111,7 @@ def test_one_reward_for_the_response_stands_on_its_last_token(reward: float) -> 
         ({"loss_masks": [[1, 1], [1, 1]]}, r"loss_masks\[1\] has 2 values for 1 response tokens"),
         ({"rollout_logprobs": [[], [-1.0]]}, r"rollout_logprobs\[0\] has 0 values for 2 response tokens"),
         ({"rewards": [[1.0], 0.5]}, r"rewards\[0\] has 1 values for 2 response tokens"),
+        ({"rewards": [[1.0, math.nan], 0.5]}, r"rewards\[0\]=\[1\.0, nan\] are not all finite"),
     ],
 )  # fmt: skip
 def test_lists_of_different_lengths_are_named_with_both(changes: dict[str, Any], message: str) -> None:

@@ -86,7 +86,7 @@ async def test_reported_logprobs_are_those_of_the_training_batch(
     stage.sampling = replace(stage.sampling, temperature=0.7, top_p=0.9)
     batch = build_training_batch(await stage.play(REQUESTS), tiny_tokenizer.pad_token_id)
     with torch.no_grad():
-        trained, _ = response_logprobs(talker, batch.sequences, batch.attention_mask, batch.loss_mask, temperature=0.7)
+        trained, *_ = response_logprobs(talker, batch.sequences, batch.attention_mask, batch.loss_mask, temperature=0.7)
     torch.testing.assert_close(trained, batch.rollout_logprobs, atol=1e-5, rtol=0)
 
 

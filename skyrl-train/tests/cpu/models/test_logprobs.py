@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.models import logprobs as logprobs_module
-from skyrl_train.models.logprobs import chosen_logprobs, lm_head_logits, response_logprobs
+from skyrl_train.models.logprobs import TokenScores, chosen_logprobs, lm_head_logits, response_logprobs
 
 PROMPT_LENGTHS = [4, 1, 6, 3]
 RESPONSE_MASKS = [[1, 1, 0, 0, 1], [1], [0, 1, 1], [0, 0]]  # a gap is an observation; the last row trains nothing
@@ -38,10 +38,10 @@ def naive(
     model: PreTrainedModel,
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> TokenScores:
     """Row by row, without padding, from the logits of every position."""
     sequences, attention_mask, loss_mask = batch
-    logprobs, entropies = torch.zeros_like(loss_mask), torch.zeros_like(loss_mask)
+    logprobs, entropies, sum_pi_squared = (torch.zeros_like(loss_mask) for _ in range(3))
     for row in range(len(sequences)):
         token_ids = sequences[row][attention_mask[row].bool()]
         n_prompt = int(attention_mask[row, :N_PROMPT].sum())
@@ -51,20 +51,20 @@ def naive(
             distribution = torch.distributions.Categorical(logits=logits[position - 1])
             logprobs[row, column] = distribution.log_prob(token_ids[position])
             entropies[row, column] = distribution.entropy()
-    return logprobs, entropies
+            sum_pi_squared[row, column] = (distribution.probs**2).sum().detach()
+    return TokenScores(logprobs, entropies, sum_pi_squared)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_and_entropy_are_those_of_a_naive_loop(
+def test_scores_are_those_of_a_naive_loop(
     tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], temperature: float
 ) -> None:
     with torch.no_grad():
-        logprobs, entropy = response_logprobs(tiny_model, *batch, temperature)
-        expected_logprobs, expected_entropy = naive(tiny_model, batch, temperature)
-    torch.testing.assert_close(logprobs, expected_logprobs)
-    torch.testing.assert_close(entropy, expected_entropy)
-    assert (logprobs[batch[2] == 0] == 0).all()
-    assert (entropy[batch[2] == 0] == 0).all()
+        scores = response_logprobs(tiny_model, *batch, temperature)
+        expected = naive(tiny_model, batch, temperature)
+    torch.testing.assert_close(scores, expected)
+    for values in scores:
+        assert (values[batch[2] == 0] == 0).all()
 
 
 def test_other_architectures_agree_too(
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_a_naive_loop(
         lambda model: naive(model, batch, 0.6),
     ):
         model = copy.deepcopy(tiny_model)
-        logprobs, entropy = score(model)
+        logprobs, entropy, _ = score(model)
         weights = torch.linspace(-1, 1, logprobs.numel()).reshape(logprobs.shape)
         (weights * logprobs + 0.3 * entropy).sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -108,7 +108,7 @@ def test_chunks_change_neither_values_nor_gradients(
 
     def score() -> tuple[torch.Tensor, ...]:
         leaf = hidden.clone().requires_grad_()
-        logprobs, entropies = chosen_logprobs(tiny_model, leaf, token_ids, 0.7)
+        logprobs, entropies, _ = chosen_logprobs(tiny_model, leaf, token_ids, 0.7)
         head = tiny_model.get_output_embeddings().weight
         gradients = torch.autograd.grad((logprobs * torch.arange(11) + entropies).sum(), [leaf, head])
         return (logprobs.detach(), entropies.detach(), *gradients)
@@ -137,7 +137,7 @@ def test_a_batch_that_trains_nothing_is_all_zeros(
     tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
     sequences, attention_mask, loss_mask = batch
-    logprobs, entropy = response_logprobs(tiny_model, sequences, attention_mask, torch.zeros_like(loss_mask), 1.0)
+    logprobs, entropy, _ = response_logprobs(tiny_model, sequences, attention_mask, torch.zeros_like(loss_mask), 1.0)
     assert logprobs.shape == entropy.shape == loss_mask.shape
     assert not logprobs.any()
     assert not entropy.any()

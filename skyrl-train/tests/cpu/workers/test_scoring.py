@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.workers.scoring import score_logprobs
+from skyrl_train.workers.scoring import score_tokens
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_log_probs_do_not_depend_on_the_budget(
     batch = build_training_batch(trajectories, pad_token_id=0)
     cfg = load_config({"trainer": budget, "generator": {"sampling_params": {"temperature": 0.7}}}).trainer
     with torch.no_grad():
-        expected, _ = response_logprobs(tiny_model, batch.sequences, batch.attention_mask, batch.loss_mask, 0.7)
+        expected, *_ = response_logprobs(tiny_model, batch.sequences, batch.attention_mask, batch.loss_mask, 0.7)
     n_rows: list[int] = []
     hook = tiny_model.base_model.register_forward_pre_hook(
         lambda _, __, inputs: n_rows.append(len(inputs["input_ids"])), with_kwargs=True
     )
-    logprobs = score_logprobs(tiny_model, batch, cfg)
+    logprobs = score_tokens(tiny_model, batch, cfg).logprobs
     hook.remove()
     torch.testing.assert_close(logprobs, expected)
     assert not logprobs.requires_grad

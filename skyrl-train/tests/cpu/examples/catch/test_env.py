@@ -109,7 +109,8 @@ class TestParseAction:
     @given(st.text())
     def test_every_reply_plays_a_turn(self, reply: str) -> None:
         env = CatchEnv({}, {"extra_info": {"ball_x": 3, "paddle_x": 3}})
-        assert env.step(reply)["metadata"] == {"caught": False, "action": parse_action(reply)}
+        metadata = env.step(reply)["metadata"]
+        assert (metadata["caught"], metadata["action"]) == (False, parse_action(reply))
         assert env.turns == 1
 
 
@@ -126,7 +127,16 @@ class TestStep:
             last = [env.step(reply) for reply in replies][-1]
             assert last["observations"] == []
             assert last["done"] is True
-            assert last["metadata"] == {"caught": caught, "action": "S"}
+            ending = {"ending": 1.0 if caught else -1.0}
+            components = {"approach": 0.0, "step": -0.01, **ending}
+            assert last["metadata"] == {"caught": caught, "action": "S", "reward_components": components}
+
+    @pytest.mark.parametrize("mode", ["shaped", "episodic"])
+    def test_the_components_of_a_turn_add_up_to_its_reward(self, new_game: NewGame, mode: str) -> None:
+        env = new_game({"mode": mode})
+        for reply in CAUGHT:
+            turn = env.step(reply)
+            assert sum(turn["metadata"]["reward_components"].values()) == turn["reward"]
 
     def test_the_paddle_stops_at_both_walls(self, new_game: NewGame) -> None:
         left, right = new_game(paddle_x=0), new_game(paddle_x=6)

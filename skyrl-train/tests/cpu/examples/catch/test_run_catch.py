@@ -22,11 +22,12 @@ GUIDE = [
 ]
 
 
-def run_catch(data_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def run_catch(data_dir: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    here = {"DATA_DIR": str(data_dir), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         ["bash", "examples/catch/run_catch.sh", *overrides],
         cwd=TRAIN_FOLDER,
-        env=os.environ | {"DATA_DIR": str(data_dir), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | here | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -50,8 +51,25 @@ def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) 
     assert list((folder / "tensorboard").iterdir())
 
 
-def test_missing_data_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    finished = run_catch(tmp_path)
-    assert finished.returncode == 1
-    assert f"{tmp_path}/train.parquet does not exist" in finished.stderr
-    assert f"-m examples.catch.catch_dataset --output_dir {tmp_path}" in finished.stderr
+def commands(data_dir: Path, *overrides: str, **variables: str) -> list[str]:
+    """What Python would be asked to do on a machine with a GPU."""
+    return run_catch(data_dir, *overrides, PYTHON="echo", **variables).stdout.splitlines()
+
+
+def test_missing_data_is_made(tmp_path: Path) -> None:
+    first, *_, last = commands(tmp_path, REWARD_MODE="episodic")
+    assert first == f"-m examples.catch.catch_dataset --output_dir {tmp_path} --reward_mode episodic"
+    assert last.startswith("-m examples.catch.main_catch ")
+    assert f"data.train_data=['{tmp_path}/train.parquet']" in last
+
+
+def test_data_that_is_there_or_named_is_taken(tmp_path: Path) -> None:
+    assert not [line for line in commands(tmp_path, "data.train_data=mine.parquet") if "catch_dataset" in line]
+    (tmp_path / "train.parquet").touch()
+    assert not [line for line in commands(tmp_path) if "catch_dataset" in line]
+
+
+def test_each_kind_of_reward_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    at_home = {"HOME": str(tmp_path), "DATA_DIR": ""}
+    assert f"{tmp_path}/data/catch/train.parquet" in commands(tmp_path, **at_home)[-1]
+    assert f"{tmp_path}/data/catch-episodic/train.parquet" in commands(tmp_path, REWARD_MODE="episodic", **at_home)[-1]

@@ -1,0 +1,210 @@
+"""How far every algorithm gets on Catch under one budget: `make bench-algorithms`.
+
+All start from the same warm-started model and train for the same number of steps on the same prompts. Writes
+`results.md`, `results.json` and `results.png` beside this file, anew after every run; a run that is finished is not
+repeated. One thread each, several at once: `--jobs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from conditions import conditions
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from pairs import MODEL, SECTIONS, TEACHER, Pair
+
+from examples.catch.main_catch import register_catch
+from examples.catch.recipe import METRIC, Baselines, CatchRun
+from skyrl_train.entrypoints.main_base import run_command
+
+HERE = Path(__file__).parent
+Result = dict[str, Any]
+
+
+def run_of(pair: Pair, options: argparse.Namespace) -> CatchRun:
+    """The run behind a pair: the recipe of `make catch` with the keys of the pair."""
+    label = "".join(letter if letter.isalnum() or letter in "+-" else "_" for letter in pair.name)
+    plain = CatchRun(options.output_dir, "shaped", options.seed, options.steps, label)
+    teacher = CatchRun(options.output_dir, "shaped", options.seed, options.steps, "grpo")
+    stands_for = {
+        MODEL: str(plain.model_dir),
+        TEACHER: str(teacher.folder.path / f"export/global_step_{options.steps}/policy"),
+    }
+    overrides = ["trainer.eval_interval=5", "trainer.ckpt_interval=-1"]
+    for override in pair.overrides:
+        key, _, value = override.partition("=")
+        overrides.append(f"{key}='{stands_for[value]}'" if value in stands_for else override)
+    return CatchRun(options.output_dir, "shaped", options.seed, options.steps, label, tuple(overrides))
+
+
+def train(pair: Pair, options: argparse.Namespace) -> None:
+    """Train one pair in this process."""
+    register_catch()
+    run = run_of(pair, options)
+    run.prepare()
+    started = time.monotonic()
+    run_command(run.train)
+    (run.folder.path / "seconds.txt").write_text(f"{time.monotonic() - started:.0f}\n")
+
+
+def result_of(pair: Pair, options: argparse.Namespace) -> Result | None:
+    """What a finished run reached; None while it is not finished."""
+    run = run_of(pair, options)
+    rows, seconds = run.metrics(), run.folder.path / "seconds.txt"
+    if not seconds.is_file() or not rows or rows[-1]["step"] < options.steps:
+        return None
+    curve = {row["step"]: row[METRIC] for row in rows if METRIC in row}
+    return {"name": pair.name, "curve": curve, "seconds": int(seconds.read_text())}
+
+
+def train_all(options: argparse.Namespace) -> None:
+    """Every pair that is not finished, each in a process of its own; GRPO first, because it is a teacher later."""
+    pairs = [pair for section in SECTIONS.values() for pair in section]
+    first, rest = pairs[0], [pair for pair in pairs[1:] if not options.only or pair.name in options.only]
+    where = conditions()
+    failed = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for pair, log in chain(as_they_finish(pool, [first], options), as_they_finish(pool, rest, options)):
+            if result_of(pair, options) is None:
+                print(f"{pair.name}: failed, see {log}", flush=True)
+                failed.append(pair.name)
+            else:
+                report(pair, options, where)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed: {', '.join(failed)}")
+
+
+def as_they_finish(
+    pool: ThreadPoolExecutor, pairs: list[Pair], options: argparse.Namespace
+) -> Iterator[tuple[Pair, Path]]:
+    """Train what is not finished, `--jobs` at a time; each pair with its log."""
+    tasks = {pool.submit(train_in_process, pair, options): pair for pair in pairs if not result_of(pair, options)}
+    for task in as_completed(tasks):
+        yield tasks[task], task.result()
+
+
+def train_in_process(pair: Pair, options: argparse.Namespace) -> Path:
+    """Train one pair in a process of its own, with one thread; the file its output went to."""
+    log = options.output_dir / "logs" / f"{run_of(pair, options).name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    arguments = [f"--train={pair.name}", f"--steps={options.steps}", f"--seed={options.seed}"]
+    with log.open("w") as output:
+        subprocess.run(
+            [sys.executable, __file__, *arguments, f"--output_dir={options.output_dir}"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    return log
+
+
+def report(pair: Pair, options: argparse.Namespace, where: str) -> None:
+    """Say how a run ended, and write the table and the picture anew."""
+    result = result_of(pair, options)
+    assert result is not None, f"{pair.name} has just been trained"
+    print(f"{pair.name}: {list(result['curve'].values())[-1]:.1%} in {result['seconds']} s", flush=True)
+    baselines = run_of(pair, options).baselines()
+    results = {
+        heading: [(pair, result) for pair in section if (result := result_of(pair, options))]
+        for heading, section in SECTIONS.items()
+    }
+    write_table(results, baselines, options, where)
+    write_picture(results, baselines)
+    everything = [result for section in results.values() for _, result in section]
+    (HERE / "results.json").write_text(json.dumps({"conditions": where, "runs": everything}, indent=1) + "\n")
+
+
+Results = dict[str, list[tuple[Pair, Result]]]
+
+
+def write_table(results: Results, baselines: Baselines, options: argparse.Namespace, where: str) -> None:
+    """One table for each section."""
+    lines = [
+        "# Every algorithm on Catch",
+        "",
+        f"`make bench-algorithms`, {where}; {options.jobs} runs at once, one thread each. {options.steps} steps from "
+        f"one warm-started model, seed {options.seed}, shaped rewards. The optimal player catches "
+        f"{baselines.optimal:.1%} of the validation set, random play {baselines.chance:.1%}.",
+        "",
+        "What each row changes in the recipe of `make catch` stands in [pairs.py](pairs.py). One seed and one task:",
+        "the table shows that everything learns, and how fast it does here. It is no ranking.",
+        "",
+        "![Catch rates over training](results.png)",
+    ]
+    for heading, section in results.items():
+        lines += [
+            "",
+            f"## {heading}",
+            "",
+            "| algorithm | catch rate before | after | of optimal | half of optimal at step | 90% at step | time |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for pair, result in section:
+            curve = result["curve"]
+            before, *_, after = curve.values()
+            half, most = (first_at(curve, share * baselines.optimal) for share in (0.5, 0.9))
+            lines.append(
+                f"| {pair.name} | {before:.1%} | {after:.1%} | {after / baselines.optimal:.0%} | {half} | {most} "
+                f"| {result['seconds']} s |"
+            )
+    (HERE / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def first_at(curve: dict[int, float], rate: float) -> str:
+    """The first evaluated step with at least this catch rate."""
+    return next((str(step) for step, value in curve.items() if value >= rate), "")
+
+
+def write_picture(results: Results, baselines: Baselines) -> None:
+    """A small chart for each run, GRPO's curve behind it in grey."""
+    runs = [pair_and_result for section in results.values() for pair_and_result in section]
+    grpo = runs[0][1]["curve"]
+    n_columns = 6
+    n_rows = -(-len(runs) // n_columns)
+    figure = Figure(figsize=(2.5 * n_columns, 1.9 * n_rows + 0.6), dpi=110, facecolor="white", layout="constrained")
+    figure.suptitle("Catch rate over training steps (grey: grpo; dashed: optimal and random play)", fontsize=12)
+    for index, (pair, result) in enumerate(runs):
+        axes = figure.add_subplot(n_rows, n_columns, index + 1)
+        for level in (baselines.optimal, baselines.chance):
+            axes.axhline(level, color="#b9c0cb", linewidth=0.9, linestyle=(0, (5, 4)))
+        axes.plot(list(grpo), list(grpo.values()), color="#b9c0cb", linewidth=2)
+        axes.plot(list(result["curve"]), list(result["curve"].values()), color="#2f6fde", linewidth=2)
+        axes.set_title(pair.name, fontsize=8.5)
+        axes.set_ylim(-0.03, 1.06)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.tick_params(labelsize=7, colors="#6a7383", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(HERE / "results.png", format="png")
+
+
+def main() -> None:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--output_dir", type=Path, default=Path("outputs/bench-algorithms"))
+    options.add_argument("--steps", type=int, default=40)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at once, one thread each")
+    options.add_argument("--only", nargs="*", help="names of pairs; without it, all of them")
+    options.add_argument("--train", help="train this one pair in this process, and nothing else")
+    args = options.parse_args()
+    args.output_dir = args.output_dir.resolve()
+    if args.train:
+        train(next(p for section in SECTIONS.values() for p in section if p.name == args.train), args)
+    else:
+        run_command(lambda: train_all(args))
+
+
+if __name__ == "__main__":
+    main()

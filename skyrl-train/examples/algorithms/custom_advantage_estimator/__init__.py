@@ -1,0 +1,1 @@
+"""An advantage estimator of your own."""

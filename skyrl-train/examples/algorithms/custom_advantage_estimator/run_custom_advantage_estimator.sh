@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# An advantage estimator of your own on Catch. Any key=value given here is passed on and wins.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+
+export MAIN_MODULE=examples.algorithms.custom_advantage_estimator.main_custom_advantage_estimator
+KEYS=(
+  trainer.run_name=custom_advantage_estimator
+  trainer.algorithm.advantage_estimator=median_baseline
+)
+exec bash examples/catch/run_catch.sh "${KEYS[@]}" "$@"

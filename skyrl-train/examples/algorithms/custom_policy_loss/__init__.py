@@ -1,0 +1,1 @@
+"""A policy loss of your own."""

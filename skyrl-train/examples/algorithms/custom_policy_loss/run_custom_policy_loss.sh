@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# A policy loss of your own on Catch. Any key=value given here is passed on and wins.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+
+export MAIN_MODULE=examples.algorithms.custom_policy_loss.main_custom_policy_loss
+KEYS=(
+  trainer.run_name=custom_policy_loss
+  trainer.algorithm.policy_loss_type=soft_clip
+  trainer.algorithm.custom.width=0.3 # the loss reads it as config.custom["width"]
+)
+exec bash examples/catch/run_catch.sh "${KEYS[@]}" "$@"

@@ -1,0 +1,58 @@
+"""Advantage estimators: rewards (B, R) in, advantages and returns (B, R) out, both exactly 0 outside the mask.
+
+Most look at a row or at its group alone. These look at the whole batch, so that a batch must not be split before
+them: `reinforce++`, `reinforce++-baseline`, `gae`, `gae_per_turn` and `gdpo` whiten over it, and `gpg` counts it.
+
+Returns are what is left before a baseline or whitening where an estimator adds up rewards over time, V + A where
+there is a critic, and the advantages themselves otherwise.
+"""
+
+from skyrl_train.algorithms.advantages.batch import normalize_over_batch
+from skyrl_train.algorithms.advantages.by_group import (
+    gpg,
+    group_normalised,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from skyrl_train.algorithms.advantages.by_token import (
+    gae,
+    no_op,
+    on_policy_distillation,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    remax,
+    reward_to_go,
+)
+from skyrl_train.algorithms.advantages.by_turn import gae_per_turn, grpo_per_turn, rloo_per_turn, turn_index
+from skyrl_train.algorithms.advantages.components import gdpo
+from skyrl_train.algorithms.advantages.groups import group_statistics, trajectory_scores
+
+__all__ = [
+    "gae",
+    "gae_per_turn",
+    "gdpo",
+    "gpg",
+    "group_normalised",
+    "group_statistics",
+    "grpo",
+    "grpo_passk",
+    "grpo_per_turn",
+    "maxrl",
+    "no_op",
+    "normalize_over_batch",
+    "on_policy_distillation",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "reward_to_go",
+    "rloo",
+    "rloo_per_turn",
+    "trajectory_scores",
+    "turn_index",
+]

@@ -1,0 +1,161 @@
+"""Estimators that tell a trajectory's tokens apart, by the rewards that follow them or by the token itself.
+
+Time is counted in sampled tokens: an observation between two turns neither discounts nor earns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyrl_train.algorithms.advantages.groups import Cells, on_sampled_tokens, prompt_groups
+from skyrl_train.algorithms.masked import masked_whiten
+from skyrl_train.algorithms.registry import register_advantage_estimator
+
+
+@register_advantage_estimator("reinforce++")
+def reinforce_plus_plus(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    gamma: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """REINFORCE++: the reward-to-go G_t = r_t + γ G_{t+1}, whitened over the sampled tokens of the batch.
+
+    There is no baseline but the batch, so one sample of a prompt is enough. Returns are G.
+
+    Source: REINFORCE++ (Hu et al., 2025, arXiv:2501.03262).
+    """
+    returns = reward_to_go(token_level_rewards, response_mask, gamma)  # (B, R)
+    return masked_whiten(returns, response_mask), returns
+
+
+@register_advantage_estimator("gae")
+def gae(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    values: torch.Tensor,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation, whitened over the sampled tokens of the batch.
+
+    With V (B, R) the critic's values and V = 0 after the end: δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1},
+    where t + 1 is the next sampled token. Returns, what the critic learns, are V plus A before whitening.
+
+    Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation (Schulman et al., 2015,
+    arXiv:1506.02438).
+    """
+    is_sampled = response_mask > 0  # (B, R)
+    advantages = torch.zeros_like(token_level_rewards)
+    next_value = next_advantage = torch.zeros_like(token_level_rewards[:, 0])  # (B,)
+    for t in reversed(range(token_level_rewards.shape[1])):
+        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lambd * next_advantage
+        next_value = torch.where(is_sampled[:, t], values[:, t], next_value)
+        next_advantage = torch.where(is_sampled[:, t], advantages[:, t], next_advantage)
+    return masked_whiten(advantages, response_mask), on_sampled_tokens(advantages + values, response_mask)
+
+
+@register_advantage_estimator("remax")
+def remax(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    greedy_rewards: torch.Tensor,
+    gamma: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ReMax: A_t = G_t - b, the reward-to-go less what the greedy answer to the same prompt earns.
+
+    G_t = r_t + γ G_{t+1}; b is `greedy_rewards` (B,), the total of one more rollout at temperature 0. Returns are G.
+
+    Source: ReMax (Li et al., 2023, arXiv:2310.10505).
+    """
+    returns = reward_to_go(token_level_rewards, response_mask, gamma)  # (B, R)
+    return on_sampled_tokens(returns - greedy_rewards[:, None], response_mask), returns
+
+
+@register_advantage_estimator("optimal_token_baseline")
+def optimal_token_baseline(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: list[str],
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    gamma: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Optimal token baseline: A_t = G_t - B_t, with B_t = Σ_group G_t W_t / Σ_group W_t for each token position.
+
+    G_t = r_t + γ G_{t+1} is the reward-to-go. W_t = Σ_{s≤t} (1 - 2 π_s + Σ_v π_s(v)²) adds up the squared gradient
+    norms, in the logits, of the tokens sampled so far: the baseline of least variance weighs by them. π_s is the
+    probability of the sampled token, Σ_v π_s(v)² is `sum_pi_squared` (B, R).
+
+    The t-th token is the t-th sampled one, so that observations of unequal length do not misalign later turns. Only
+    trajectories that reach it have a say in B_t; where a trajectory is the only one, or where all G_t are equal, its
+    advantage is exactly 0. Tokens that were certain up to t (W = 0) count alike. Returns are G.
+
+    Source: The Optimal Token Baseline (Li et al., 2026, arXiv:2602.07078).
+    """
+    is_sampled = response_mask > 0  # (B, R)
+    returns = reward_to_go(token_level_rewards, response_mask, gamma)
+    energy = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
+    weights = on_sampled_tokens(energy, response_mask).cumsum(dim=-1) + 1e-8
+    positions = _same_position(is_sampled, prompt_groups(index, returns.device))  # of N sampled tokens
+    reached = returns[is_sampled]  # (N,)
+    _mean, std, _size = positions.statistics(reached)
+    baseline = positions.weighted_mean(reached, weights[is_sampled])
+    advantages = torch.zeros_like(returns)
+    advantages[is_sampled] = torch.where(std > 0, reached - baseline, 0.0)
+    return advantages, returns
+
+
+@register_advantage_estimator("on_policy_distillation")
+def on_policy_distillation(
+    response_mask: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """On-policy distillation: A_t = log π_teacher - log π_old of each sampled token; rewards are not read.
+
+    The teacher is the reference model. On the policy's own samples the mean of -A is the reverse KL divergence to the
+    teacher: a reward for every token, and no discount, for a later token is graded on its own.
+
+    Source: On-Policy Distillation (Lu and Thinking Machines Lab, 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation); GKD (Agarwal et al., 2023, arXiv:2306.13649).
+    """
+    advantages = on_sampled_tokens(ref_log_probs - old_log_probs, response_mask)  # (B, R)
+    return advantages, advantages
+
+
+@register_advantage_estimator("no_op")
+def no_op(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rewards themselves: A_t = r_t, for an environment or a reward model that already speaks of advantages."""
+    advantages = on_sampled_tokens(token_level_rewards, response_mask)  # (B, R)
+    return advantages, advantages
+
+
+def reward_to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """G_t = r_t + γ G_{t+1} (B, R), where t + 1 is the next sampled token; 0 outside the mask."""
+    is_sampled = response_mask > 0
+    returns = torch.zeros_like(token_level_rewards)
+    following = torch.zeros_like(token_level_rewards[:, 0])  # (B,)
+    for t in reversed(range(token_level_rewards.shape[1])):
+        following = torch.where(is_sampled[:, t], token_level_rewards[:, t] + gamma * following, following)
+        returns[:, t] = following
+    return on_sampled_tokens(returns, response_mask)
+
+
+def _same_position(is_sampled: torch.Tensor, groups: Cells) -> Cells:
+    """The N sampled tokens in cells of the same group and the same ordinal among the sampled tokens of their row."""
+    response_length = is_sampled.shape[1]
+    ordinal = is_sampled.cumsum(dim=-1) - 1  # (B, R)
+    cell = groups.cell[:, None] * response_length + ordinal
+    return Cells(cell[is_sampled], groups.n_cells * response_length)

@@ -1,0 +1,57 @@
+"""The estimator that takes a reward apart: each named component is compared with the group on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from skyrl_train.algorithms.advantages.by_group import group_normalised
+from skyrl_train.algorithms.advantages.groups import on_sampled_tokens
+from skyrl_train.algorithms.masked import masked_whiten
+from skyrl_train.algorithms.registry import register_advantage_estimator
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.errors import ConfigError
+
+
+@register_advantage_estimator("gdpo")
+def gdpo(
+    response_mask: torch.Tensor,
+    index: list[str],
+    reward_components: Mapping[str, torch.Tensor],
+    config: AlgorithmConfig,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Group reward-decoupled normalisation: A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)).
+
+    S_c (B,) is a trajectory's total of component c, w_c its weight in `gdpo.weights`, 1 where none is given. GRPO on
+    the sum would give the same advantage to trajectories that earned the sum in different ways, and a component of
+    small spread would be lost in one of large spread. Whitening is over the sampled tokens of the batch, so that the
+    size of the advantages does not grow with the number of components. `token_level_rewards` is not read.
+
+    Source: GDPO (Liu et al., 2026, arXiv:2601.05242).
+
+    Raises:
+        ConfigError: there are no components, or `gdpo.weights` names one that there is not.
+    """
+    weights = config.gdpo.weights
+    _check(weights, reward_components)
+    total = torch.stack(
+        [weights.get(name, 1.0) * group_normalised(scores, index) for name, scores in reward_components.items()]
+    ).sum(dim=0)  # (B,)
+    advantages = masked_whiten(on_sampled_tokens(total, response_mask), response_mask)  # (B, R)
+    return advantages, advantages
+
+
+def _check(weights: Mapping[str, float], components: Mapping[str, torch.Tensor]) -> None:
+    if not components:
+        raise ConfigError(
+            "trainer.algorithm.advantage_estimator=gdpo needs named reward components, and the environments report none"
+        )
+    unknown = sorted(set(weights) - set(components))
+    if unknown:
+        raise ConfigError(
+            f"trainer.algorithm.gdpo.weights names {', '.join(unknown)}, which no environment reports; "
+            f"the components are: {', '.join(sorted(components))}"
+        )

@@ -1,0 +1,116 @@
+"""What not to learn from, and what to make of replies that were cut off: on trajectories, before they are a batch.
+
+Trajectories are left out by their loss mask alone: their rewards still count in the baseline of their group. Invalid
+ones pass unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from skyrl_train.types import Trajectory
+
+
+def informative_groups(rewards: Sequence[float], uids: Sequence[str], tolerance: float) -> set[str]:
+    """The prompts whose trajectories got unequal total rewards: a group of equal ones has advantages of 0.
+
+    `rewards` [B] and `uids` [B] are of trajectories. Equal means that the standard deviation (that of the group, not
+    an estimate) is at most `tolerance`. A group of one has nothing to be equal to, and is kept.
+
+    Source: DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.2.
+    """
+    groups: dict[str, list[float]] = {}
+    for reward, uid in zip(rewards, uids, strict=True):
+        groups.setdefault(uid, []).append(reward)
+    return {uid for uid, group in groups.items() if len(group) == 1 or statistics.pstdev(group) > tolerance}
+
+
+def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Put a loss mask of zeros on trajectories whose last turn was cut off (stop reason `length`).
+
+    What a reply that was cut off would have earned is unknown, so its reward says nothing about its tokens. An empty
+    response has no token to learn from in the first place.
+
+    Source: overlong filtering in DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.4.
+    """
+    return [
+        replace(t, loss_mask=[0] * len(t.loss_mask)) if t.is_valid and t.stop_reason == "length" else t
+        for t in trajectories
+    ]
+
+
+def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Set all rewards of trajectories whose last turn did not end by itself (stop reason `stop`) to 0."""
+    return [_without_reward(t) if t.is_valid and t.stop_reason != "stop" else t for t in trajectories]
+
+
+def _without_reward(trajectory: Trajectory) -> Trajectory:
+    return replace(
+        trajectory,
+        rewards=[0.0] * len(trajectory.valid_rewards),
+        reward_components=dict.fromkeys(trajectory.reward_components, 0.0),
+    )
+
+
+def soft_overlong_punishment(n_tokens: int, max_tokens: int, buffer: int, factor: float) -> float:
+    """What a reply of `n_tokens` is punished with, from -factor to 0.
+
+    Nothing up to max_tokens - buffer, then linearly more until -factor at `max_tokens` and beyond:
+    -factor · clip((n_tokens - (max_tokens - buffer)) / buffer, 0, 1).
+
+    Source: DAPO (Yu et al., 2025, arXiv:2503.14476), equation 13.
+    """
+    excess = n_tokens - (max_tokens - buffer)
+    return -factor * min(excess / buffer, 1.0) if excess > 0 else 0.0
+
+
+def punish_overlong(
+    trajectories: Iterable[Trajectory], max_generate_length: int, buffer: int, factor: float
+) -> list[Trajectory]:
+    """Add the soft overlong punishment of its longest turn to the reward of each trajectory's last sampled token.
+
+    The limit `max_generate_length` is one on turns, so the longest turn is what comes near it; a trajectory that says
+    nothing about its turns is taken as one, of the tokens in its loss mask, so leave out truncated ones afterwards.
+    Where the environment reports components of the reward, the punishment is one more of them, `overlong`.
+    """
+    return [_punished(t, max_generate_length, buffer, factor) if t.is_valid else t for t in trajectories]
+
+
+def _punished(trajectory: Trajectory, max_tokens: int, buffer: int, factor: float) -> Trajectory:
+    if trajectory.turns:
+        n_tokens = max(turn.end - turn.start for turn in trajectory.turns)
+        end = trajectory.turns[-1].end
+    else:
+        sampled = [position for position, is_sampled in enumerate(trajectory.loss_mask) if is_sampled]
+        n_tokens, end = len(sampled), sampled[-1] + 1 if sampled else 0
+    penalty = soft_overlong_punishment(n_tokens, max_tokens, buffer, factor)
+    components = trajectory.reward_components
+    if components:
+        components = {**components, "overlong": penalty}
+    rewards = list(trajectory.valid_rewards)
+    if penalty:
+        rewards[end - 1] += penalty
+    return replace(trajectory, rewards=rewards, reward_components=components)
+
+
+def top_entropy_mask(entropies: torch.Tensor, loss_mask: torch.Tensor, quantile: float) -> torch.Tensor:
+    """1 on the share `quantile` of a mini-batch's trained tokens that have the highest entropy, 0 elsewhere; (B, R).
+
+    Few tokens are forks in the road, where the policy could go on in several ways; they are the ones worth learning.
+    At least one token is kept, and those that tie with the last one kept are kept too. Call it on the whole mini-batch:
+    a part of it has another threshold.
+
+    Source: Beyond the 80/20 Rule (Wang et al., 2025, arXiv:2506.01939), which keeps 0.2.
+    """
+    is_trained = loss_mask > 0
+    trained = entropies[is_trained]  # (N,)
+    if not len(trained):
+        return torch.zeros_like(entropies)
+    n_kept = math.ceil(quantile * len(trained) * (1 - 1e-9))  # floats have 7 / 25 · 25 a little above 7
+    threshold = trained.topk(n_kept).values[-1]
+    return (is_trained & (entropies >= threshold)).to(entropies.dtype)

@@ -1,0 +1,67 @@
+"""PPO's clipped surrogate, token by token, and what is built on it."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
+from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.registry import register_policy_loss
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+@register_policy_loss("regular")
+@within_mask
+def clipped_surrogate(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """PPO's clipped surrogate: -min(ρA, clip(ρ, 1 - eps_clip_low, 1 + eps_clip_high) A) with ρ = π / π_old.
+
+    All tensors (B, R). Metric `ppo_clip_ratio`: the share of tokens where the clip wins, which have no gradient.
+
+    Source: Proximal Policy Optimization (Schulman et al., 2017, arXiv:1707.06347), equation 7. An upper bound of its
+    own: DAPO (Yu et al., 2025, arXiv:2503.14476).
+    """
+    loss, is_clipped = pessimistic_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
+
+
+@register_policy_loss("dual_clip")
+@within_mask
+def dual_clip(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """The clipped surrogate, at most -A · clip_ratio_c where A < 0: PPO does not bound ρ there.
+
+    With clip_ratio_c > 1 + eps_clip_high this is the two-sided clip, -min(min(ρ, δ) A, clip(ρ) A) for δ = clip_ratio_c.
+    All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `dual_clip_ratio`, the share of tokens at the bound.
+
+    Source: Mastering Complex Control in MOBA Games (Ye et al., 2019, arXiv:1912.09729); as the two-sided
+    clip, INTELLECT-2 (Prime Intellect Team, 2025, arXiv:2505.07291), section 4.1.
+    """
+    loss, is_clipped = pessimistic_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    bound = -config.clip_ratio_c * advantages
+    is_bounded = (advantages < 0) & (loss > bound)
+    return torch.where(is_bounded, bound, loss), {
+        "ppo_clip_ratio": is_clipped.to(loss.dtype),
+        "dual_clip_ratio": is_bounded.to(loss.dtype),
+    }
+
+
+def pessimistic_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-min(ρA, clip(ρ) A) and whether the clip made it smaller, (B, R) both; `ratio` is (B, R) or (B, 1)."""
+    surrogate = -ratio * advantages
+    clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
+    return torch.maximum(surrogate, clipped), clipped > surrogate

@@ -1,0 +1,94 @@
+"""Losses that keep entropy up: tokens where log-prob and advantage vary together are held back.
+
+Such tokens are what lowers the policy's entropy. The covariance compares a token with all others of the mini-batch, so
+these losses see the whole mini-batch at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_train.algorithms.losses.clipped import pessimistic_surrogate
+from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
+from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.masked import masked_mean
+from skyrl_train.algorithms.registry import register_policy_loss
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+@register_policy_loss("clip_cov", whole_batch=True)
+@within_mask
+def clip_cov(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """PPO's clipped surrogate, and 0 for a few tokens of high covariance, which are chosen at random.
+
+    Candidates are the tokens with clip_cov_lb < cov < clip_cov_ub that PPO does not clip; of these,
+    max(⌊clip_ratio · N⌋, 1) are left out, N being the trained tokens of the mini-batch. The choice takes numbers from
+    torch's CPU generator. All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `masked_token_ratio`, the
+    share of tokens left out.
+
+    Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
+    """
+    loss, is_clipped = pessimistic_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    covariance = token_covariance(log_probs, advantages, loss_mask)
+    settings = config.clip_cov
+    is_high = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
+    candidates = (loss_mask > 0) & ~is_clipped & is_high
+    is_left_out = _choose(candidates, _n_chosen(settings.clip_ratio, loss_mask))
+    return torch.where(is_left_out, 0.0, loss), {
+        "ppo_clip_ratio": is_clipped.to(loss.dtype),
+        "masked_token_ratio": is_left_out.to(loss.dtype),
+    }
+
+
+@register_policy_loss("kl_cov", whole_batch=True)
+@within_mask
+def kl_cov(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """-ρA, plus ppo_kl_coef · |log ρ| on the tokens of highest covariance, with ρ = π / π_old.
+
+    These are max(⌊kl_cov_frac · N⌋, 1) of the N trained tokens of the mini-batch. All tensors (B, R). Metric
+    `kl_cov_ratio`: the share of tokens that pay.
+
+    Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
+    """
+    covariance = token_covariance(log_probs, advantages, loss_mask).masked_fill(loss_mask <= 0, -torch.inf)
+    highest = covariance.flatten().topk(_n_chosen(config.kl_cov.kl_cov_frac, loss_mask)).indices
+    pays = torch.zeros_like(covariance).flatten().index_fill(0, highest, 1.0).view_as(covariance)
+    penalty = config.kl_cov.ppo_kl_coef * (log_probs - old_log_probs).abs()
+    loss = -importance_ratio(log_probs, old_log_probs) * advantages + pays * penalty
+    return loss, {"kl_cov_ratio": pays}
+
+
+def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """(A - mean A)(log π - mean log π) of each token (B, R), without gradient; means are over trained tokens."""
+    log_probs = log_probs.detach()
+    return (advantages - masked_mean(advantages, loss_mask)) * (log_probs - masked_mean(log_probs, loss_mask))
+
+
+def _n_chosen(share: float, loss_mask: torch.Tensor) -> int:
+    """That share of the trained tokens, rounded down, at least one while there is one."""
+    n_tokens = int((loss_mask > 0).sum())
+    return min(max(int(share * n_tokens), 1), n_tokens)
+
+
+def _choose(candidates: torch.Tensor, n: int) -> torch.Tensor:
+    """Mark `n` of the candidates (B, R) at random, or all if there are fewer; padding has no part in the draw."""
+    rows, columns = candidates.nonzero(as_tuple=True)
+    lots = torch.rand(len(rows), device="cpu")
+    drawn = lots.topk(min(n, len(rows))).indices.to(candidates.device)
+    chosen = torch.zeros_like(candidates)
+    chosen[rows[drawn], columns[drawn]] = True
+    return chosen

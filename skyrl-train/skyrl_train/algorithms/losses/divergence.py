@@ -1,0 +1,58 @@
+"""A trust region in probability: tokens that have moved too far are left out."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
+from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.registry import register_policy_loss
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+@register_policy_loss("dppo")
+@within_mask
+def dppo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """-sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside of the trust region.
+
+    μ is the policy that sampled: the engine's probabilities, or the old ones where it reports none. A token is outside
+    where A > 0, π > μ and D(μ, π) > delta_high, or where A < 0, π < μ and D(μ, π) > delta_low. D is taken of the two
+    Bernoulli distributions "this token or another": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. PPO's ratio
+    is far from 1 for rare tokens that hardly moved, and close to 1 for frequent ones that moved a lot; D is not.
+
+    All tensors (B, R). Metric `masked_token_ratio`: the share of tokens left out.
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (Qi et al., 2026, arXiv:2602.04879).
+    """
+    behaviour = old_log_probs if rollout_logprobs is None else rollout_logprobs
+    distance = _binary_tv if config.dppo.dppo_type == "binary_tv" else _binary_kl
+    moved = distance(behaviour, log_probs.detach())  # (B, R)
+    rose, fell = log_probs > behaviour, log_probs < behaviour
+    is_left_out = (advantages > 0) & rose & (moved > config.dppo.delta_high)
+    is_left_out |= (advantages < 0) & fell & (moved > config.dppo.delta_low)
+    weight = importance_ratio(log_probs.detach(), behaviour).clamp(max=config.dppo.max_ratio)
+    loss = -torch.where(is_left_out, 0.0, weight) * advantages * log_probs
+    return loss, {"masked_token_ratio": is_left_out.to(loss.dtype)}
+
+
+def _binary_tv(log_mu: torch.Tensor, log_pi: torch.Tensor) -> torch.Tensor:
+    """|π - μ| from the logarithms."""
+    return (log_pi.exp() - log_mu.exp()).abs()
+
+
+def _binary_kl(log_mu: torch.Tensor, log_pi: torch.Tensor) -> torch.Tensor:
+    """μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)) from log μ and log π."""
+    other_mu, other_pi = _complement(log_mu), _complement(log_pi)
+    return log_mu.exp() * (log_mu - log_pi) + other_mu * (other_mu.log() - other_pi.log())
+
+
+def _complement(log_p: torch.Tensor) -> torch.Tensor:
+    """1 - p from log p: exact for p close to 1, and never 0, so that its logarithm is finite."""
+    return (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)

@@ -1,0 +1,134 @@
+"""Policy losses of a whole trajectory: its tokens share one ratio."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_train.algorithms.losses.clipped import pessimistic_surrogate
+from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
+from skyrl_train.algorithms.losses.ratio import bounded_exp, sequence_ratio
+from skyrl_train.algorithms.masked import masked_mean
+from skyrl_train.algorithms.registry import register_policy_loss
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+@register_policy_loss("gspo")
+@within_mask
+def gspo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """PPO's clip of the trajectory's ratio: -min(sA, clip(s) A) with s = exp(mean_t log(π / π_old)).
+
+    All tensors (B, R); every token of a row has the loss of the row, so the advantage has to be the same on all of
+    them, and `loss_reduction=sequence_mean` is the mean over trajectories that the paper takes. The clip is narrow in
+    the paper: 3e-4 below and 4e-4 above. Metric `ppo_clip_ratio`: the share of tokens in clipped trajectories.
+
+    Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), section 4.1.
+    """
+    ratio = sequence_ratio(log_probs - old_log_probs, loss_mask)  # (B, 1)
+    loss, is_clipped = pessimistic_surrogate(ratio, advantages, config)
+    return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
+
+
+@register_policy_loss("gspo_token")
+@within_mask
+def gspo_token(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """GSPO for advantages that differ between tokens: s_t = sg(s) · π / sg(π) in the place of s, sg without gradient.
+
+    The value of s_t is that of the trajectory's ratio, its gradient that of the token alone. Where the advantage is
+    the same on all tokens, value and gradient are those of `gspo`. All tensors (B, R); metric as in `gspo`.
+
+    Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), section 4.3.
+    """
+    mean_log_ratio = masked_mean(log_probs.detach() - old_log_probs, loss_mask, dim=-1)[:, None]  # (B, 1)
+    ratio = bounded_exp(mean_log_ratio + (log_probs - log_probs.detach()))  # (B, R)
+    loss, is_clipped = pessimistic_surrogate(ratio, advantages, config)
+    return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
+
+
+@register_policy_loss("luspo")
+@within_mask
+def luspo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """GSPO's loss of a trajectory times the number of its tokens, so that long ones are not held back.
+
+    The ratio is GSPO's, the length-normalised s. All tensors (B, R); one advantage for a trajectory, and
+    `loss_reduction=sequence_mean`: `token_mean` already weighs `gspo` by length, and would do it twice here. Metric as
+    in `gspo`.
+
+    Source: Length-Unbiased Sequence Policy Optimization (Liu et al., 2026, arXiv:2602.05261).
+    """
+    ratio = sequence_ratio(log_probs - old_log_probs, loss_mask)  # (B, 1)
+    loss, is_clipped = pessimistic_surrogate(ratio, advantages, config)
+    n_tokens = (loss_mask > 0).sum(dim=-1, keepdim=True)  # (B, 1)
+    return n_tokens * loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
+
+
+@register_policy_loss("gmpo")
+@within_mask
+def gmpo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """-A · exp(mean_t l_t): the geometric mean of the ratios, each clipped before and only where A pushes it.
+
+    l_t = min(log ρ_t, c) where A > 0, max(log ρ_t, -c) where A < 0, with c = gmpo.log_ratio_clip. All tensors (B, R);
+    one advantage for a trajectory, and `loss_reduction=sequence_mean`. Metric `ppo_clip_ratio`: the share of clipped
+    tokens; unlike in `gspo`, the others of their trajectory keep their gradient.
+
+    Source: Geometric-Mean Policy Optimization (Zhao et al., 2025, arXiv:2507.20673).
+    """
+    log_ratio = log_probs - old_log_probs
+    bound = config.gmpo.log_ratio_clip
+    clipped = torch.where(advantages < 0, log_ratio.clamp(min=-bound), log_ratio.clamp(max=bound))
+    loss = -sequence_ratio(clipped, loss_mask) * advantages
+    return loss, {"ppo_clip_ratio": (clipped != log_ratio).to(loss.dtype)}
+
+
+@register_policy_loss("vespo")
+@within_mask
+def vespo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """-φ(w) · A · log π with φ(w) = w^k e^(λ(1 - w)), without gradient, of the trajectory's full ratio w = Π_t ρ_t.
+
+    k and λ are `k_pos`, `lambda_pos` where A ≥ 0, else `k_neg`, `lambda_neg`. φ is 1 on policy, falls to 0 far from it
+    on both sides, and is largest at w = k / λ. All tensors (B, R). Metric `vespo_weight`: φ.
+
+    Source: Variational Sequence-Level Soft Policy Optimization (Shen et al., 2026, arXiv:2602.10693).
+    """
+    settings = config.vespo
+    log_w = (log_probs.detach() - old_log_probs).sum(dim=-1, keepdim=True)  # (B, 1)
+    is_positive = advantages >= 0
+    k = torch.full_like(advantages, settings.k_neg).masked_fill(is_positive, settings.k_pos)  # (B, R)
+    lambd = torch.full_like(advantages, settings.lambda_neg).masked_fill(is_positive, settings.lambda_pos)
+    # w may overflow to infinity; φ is then e^-inf = 0, which is its limit.
+    phi = (lambd + k * log_w - lambd * log_w.exp()).exp()  # (B, R)
+    return -phi * advantages * log_probs, {"vespo_weight": phi}

@@ -1,0 +1,195 @@
+"""The engine that sampled is not exactly the policy that learns: how far they are apart, and what to do about it.
+
+Throughout, κ = π_old / π_rollout is the ratio of the trainer's probability of a sampled token to the engine's, with its
+logarithm held within ±20. Nothing here has a gradient. Products of κ are sums of logarithms, so none overflows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from skyrl_train.algorithms.masked import masked_mean
+from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+
+Metrics = dict[str, torch.Tensor]
+
+
+@torch.no_grad()
+def correction_weights(
+    old_log_probs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    config: OffPolicyCorrectionConfig,
+) -> tuple[torch.Tensor, Metrics]:
+    """What the policy loss of each token is multiplied by (B, R), 0 outside the mask, and metrics (B, R).
+
+    Four steps, each of which sees only the tokens that those before it have left:
+
+    1. outlier: a trajectory with a token whose κ is outside of `outlier_token_is_threshold_{low,high}` is left out.
+    2. token mask: a token whose κ is outside of `token_mask_is_threshold_{low,high}` is left out.
+    3. truncated importance sampling: the weight is min(κ, cap) of the token, or of the product over the trajectory.
+    4. sequence mask: a trajectory is left out if its product of κ, or its geometric mean, is outside of its interval.
+
+    Each row is worked on by itself, so it does not matter how a mini-batch is split. The divisor of the loss is still
+    that of all trained tokens: what is left out makes the loss smaller and what is left no heavier.
+
+    Metrics are averaged over the trained tokens of the mini-batch, so those of trajectories count them by their tokens:
+
+    outlier_seq_{masked,over_high,under_low}_ratio             left out by step 1, and on which side an outlier is
+    token_mask_ratio                                           left out by step 2
+    tis_token_clip_high_ratio, tis_seq_clip_high_ratio         capped by step 3
+    {product,geo}_sequence_mask_{masked,over_high,under_low}_ratio   left out by step 4, and on which side
+    off_policy_weight_mean                                     the weight itself
+
+    Sources: 3 per token, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (Yao et al., 2025,
+    https://fengyao.notion.site/off-policy-rl); 3 per sequence and 4, When Speed Kills Stability (Liu et al., 2025,
+    https://richardli.xyz/rl-collapse); 2, IcePop in Every Step Evolves (Ling Team, 2025,
+    arXiv:2510.18855).
+    """
+    log_ratio = (old_log_probs - rollout_logprobs).clamp(-20, 20)  # (B, R) log κ, read only where tokens are kept
+    metrics: Metrics = {}
+    kept = _without_outliers(log_ratio, loss_mask > 0, config, metrics)
+    kept = _without_tokens(log_ratio, kept, config, metrics)
+    weights = _truncated(log_ratio, kept, config, metrics)
+    kept = _without_sequences(log_ratio, kept, config, metrics)
+    weights = torch.where(kept, weights, 0.0)
+    return weights, {**metrics, "off_policy_weight_mean": weights}
+
+
+def _without_outliers(
+    log_ratio: torch.Tensor, kept: torch.Tensor, config: OffPolicyCorrectionConfig, metrics: Metrics
+) -> torch.Tensor:
+    low, high = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
+    if low is None and high is None:
+        return kept
+    under, over = _outside(log_ratio, low, high)
+    under, over = ((side & kept).any(dim=-1, keepdim=True) for side in (under, over))  # (B, 1)
+    _note_sequences(metrics, "outlier_seq", under, over, kept, log_ratio)
+    return kept & ~(under | over)
+
+
+def _without_tokens(
+    log_ratio: torch.Tensor, kept: torch.Tensor, config: OffPolicyCorrectionConfig, metrics: Metrics
+) -> torch.Tensor:
+    low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
+    if low is None and high is None:
+        return kept
+    under, over = _outside(log_ratio, low, high)
+    metrics["token_mask_ratio"] = (kept & (under | over)).to(log_ratio.dtype)
+    return kept & ~(under | over)
+
+
+def _truncated(
+    log_ratio: torch.Tensor, kept: torch.Tensor, config: OffPolicyCorrectionConfig, metrics: Metrics
+) -> torch.Tensor:
+    """min(κ, cap) of each token (B, R), or of each trajectory on all its tokens; 1 if there is no truncation."""
+    if config.tis_ratio_type is None:
+        return torch.ones_like(log_ratio)
+    if config.tis_ratio_type == "token":
+        name, cap = "tis_token_clip_high_ratio", config.token_tis_ratio_clip_high
+    else:
+        name, cap = "tis_seq_clip_high_ratio", config.sequence_tis_ratio_clip_high
+        log_ratio = _log_product(log_ratio, kept).expand_as(log_ratio)
+    metrics[name] = (kept & (log_ratio > math.log(cap))).to(log_ratio.dtype)
+    return log_ratio.clamp(max=math.log(cap)).exp()
+
+
+def _without_sequences(
+    log_ratio: torch.Tensor, kept: torch.Tensor, config: OffPolicyCorrectionConfig, metrics: Metrics
+) -> torch.Tensor:
+    if config.sequence_mask_metric is None:
+        return kept
+    log_value = _log_product(log_ratio, kept)  # (B, 1)
+    if config.sequence_mask_metric == "product":
+        name, low, high = "product_sequence_mask", config.product_mask_low, config.product_mask_high
+    else:
+        name, low, high = "geo_sequence_mask", config.geo_mask_low, config.geo_mask_high
+        log_value = log_value / kept.sum(dim=-1, keepdim=True).clamp(min=1)
+    under, over = _outside(log_value, low, high)
+    _note_sequences(metrics, name, under, over, kept, log_ratio)
+    return kept & ~(under | over)
+
+
+def _log_product(log_ratio: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the product of κ over each row's kept tokens (B, 1)."""
+    return torch.where(kept, log_ratio, 0.0).sum(dim=-1, keepdim=True)
+
+
+def _outside(log_ratio: torch.Tensor, low: float | None, high: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether a ratio is below `low`, and whether it is above `high`; no bound is never crossed."""
+    under = log_ratio < (-math.inf if low is None else math.log(low))
+    over = log_ratio > (math.inf if high is None else math.log(high))
+    return under, over
+
+
+def _note_sequences(
+    metrics: Metrics, name: str, under: torch.Tensor, over: torch.Tensor, kept: torch.Tensor, like: torch.Tensor
+) -> None:
+    """Which tokens (B, R) are in trajectories (B, 1) that are left out."""
+    for side, is_out in (("masked", under | over), ("over_high", over), ("under_low", under)):
+        metrics[f"{name}_{side}_ratio"] = (kept & is_out).to(like.dtype)
+
+
+@torch.no_grad()
+def rollout_gap_metrics(
+    old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> dict[str, float]:
+    """How far trainer and engine are apart on the trained tokens of a mini-batch, all inputs (B, R).
+
+    rollout_train_logprobs_abs_diff_{mean,std,max,min}  of |log κ|, in nats; std is that of the tokens, not an estimate
+    is_ratio_{mean,std,max,min}                         of κ, whose mean is near 1 however far they are apart
+    rollout_train_kl                                    mean of κ - log κ - 1, an unbiased estimate of
+                                                        KL(π_rollout || π_old) per token that is never negative (k3)
+    is_ratio_ess_share                                  (Σκ)² / (n Σκ²), the effective sample size of tokens weighed by
+                                                        κ as a share of them: 1 where κ is the same everywhere, 1/n
+                                                        where one token outweighs all others
+
+    Without a trained token there are no metrics. The formulas of the last two: Approximating KL Divergence (Schulman,
+    2020, http://joschu.net/blog/kl-approx.html); Sequential Imputations (Kong et al., 1994).
+    """
+    log_ratio = (old_log_probs - rollout_logprobs)[loss_mask > 0]  # (N,) log κ
+    if not len(log_ratio):
+        return {}
+    gap = log_ratio.abs()
+    log_ratio = log_ratio.clamp(-20, 20)
+    ratio = log_ratio.exp()
+    metrics = {
+        **_summary("rollout_train_logprobs_abs_diff", gap),
+        **_summary("is_ratio", ratio),
+        "rollout_train_kl": (torch.expm1(log_ratio) - log_ratio).mean(),
+        "is_ratio_ess_share": ratio.mean().square() / ratio.square().mean(),
+    }
+    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
+
+
+def _summary(name: str, values: torch.Tensor) -> Metrics:
+    return {
+        f"{name}_mean": values.mean(),
+        f"{name}_std": values.std(correction=0),
+        f"{name}_max": values.max(),
+        f"{name}_min": values.min(),
+    }
+
+
+@torch.no_grad()
+def sequence_mask(
+    log_probs: torch.Tensor,
+    behaviour_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    threshold: float,
+) -> torch.Tensor:
+    """1 on the trained tokens of trajectories to learn from, 0 elsewhere; all (B, R).
+
+    A trajectory is left out if its mean advantage is negative and its tokens have become less likely than they were to
+    the policy μ that sampled them, by more than `threshold` nats on average: mean(log μ - log π) > threshold. Such a
+    mistake is no longer the policy's own, and unlearning it does harm; a good trajectory teaches however old it is.
+
+    Source: DeepSeek-V3.2 (DeepSeek-AI, 2025, arXiv:2512.02556), section 3.1.
+    """
+    is_bad = masked_mean(advantages, loss_mask, dim=-1) < 0  # (B,)
+    drift = masked_mean(behaviour_log_probs - log_probs, loss_mask, dim=-1)  # (B,)
+    is_left_out = is_bad & (drift > threshold)
+    return ((loss_mask > 0) & ~is_left_out[:, None]).to(log_probs.dtype)

@@ -1,0 +1,112 @@
+"""`trainer.algorithm.<name>.*`: the settings of one policy loss each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from skyrl_train.config.base import Section
+
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Gt(0), Le(1)]
+
+
+class CispoConfig(Section):
+    """`policy_loss_type=cispo`: the detached weight of each token is its ratio, clipped."""
+
+    cispo_eps_clip_low: NonNegative = 1.0
+    """The weight is at least 1 minus this: 1 is no lower bound."""
+
+    cispo_eps_clip_high: NonNegative = 4.0
+    """The weight is at most 1 plus this."""
+
+
+class SapoConfig(Section):
+    """`policy_loss_type=sapo`: a sigmoid gate in place of the clip."""
+
+    tau_pos: Positive = 1.0
+    """Steepness of the gate where the advantage is positive."""
+
+    tau_neg: Positive = 1.05
+    """Steepness of the gate elsewhere; a larger one trusts bad tokens less."""
+
+
+class GmpoConfig(Section):
+    """`policy_loss_type=gmpo`: the geometric mean of a trajectory's clipped ratios."""
+
+    log_ratio_clip: Positive = 0.4
+    """The log-ratio of a token is clipped at this, on the side that the advantage pushes it to."""
+
+
+class ClipCovConfig(Section):
+    """`policy_loss_type=clip_cov`: a few tokens of high covariance are left out."""
+
+    clip_ratio: Share = 2e-4
+    """Share of the mini-batch's tokens to leave out, at least one."""
+
+    clip_cov_lb: float = 1.0
+    """Tokens may be left out when the covariance of log-prob and advantage is above this …"""
+
+    clip_cov_ub: float = 5.0
+    """… and below this."""
+
+
+class KLCovConfig(Section):
+    """`policy_loss_type=kl_cov`: the tokens of highest covariance pay for moving."""
+
+    kl_cov_frac: Share = 0.2
+    """Share of the mini-batch's tokens that pay, at least one."""
+
+    ppo_kl_coef: NonNegative = 1.0
+    """Weight of |log π − log π_old| on them."""
+
+
+class DppoConfig(Section):
+    """`policy_loss_type=dppo`: a trust region in probability instead of in ratio."""
+
+    dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """Distance between the two Bernoulli distributions "this token or another": total variation or KL divergence."""
+
+    delta_low: NonNegative = 0.2
+    """A token of negative advantage is left out once it is farther than this below the policy that sampled it."""
+
+    delta_high: NonNegative = 0.2
+    """A token of positive advantage is left out once it is farther than this above the policy that sampled it."""
+
+    max_ratio: Positive = 20.0
+    """The probability ratio that weighs a token is held below this."""
+
+
+class VespoConfig(Section):
+    """`policy_loss_type=vespo`: a smooth weight w^k e^(λ(1 − w)) of the whole trajectory's ratio w."""
+
+    k_pos: Positive = 2.0
+    """k where the advantage is not negative."""
+
+    lambda_pos: Positive = 3.0
+    """λ where the advantage is not negative."""
+
+    k_neg: Positive = 3.0
+    """k where the advantage is negative."""
+
+    lambda_neg: Positive = 2.0
+    """λ where the advantage is negative."""
+
+
+class DroConfig(Section):
+    """`policy_loss_type=dro`: a quadratic penalty on the log-ratio in place of a clip."""
+
+    beta: NonNegative = 0.1
+    """Weight of the penalty."""
+
+
+class RolloutIsConfig(Section):
+    """`policy_loss_type=rollout_is`: the ratio to the policy that sampled, zero outside of an interval."""
+
+    ratio_low: NonNegative = 0.5
+    """Tokens whose ratio is below this are left out."""
+
+    ratio_high: Positive = 2.0
+    """Tokens whose ratio is above this are left out."""

@@ -1,0 +1,1 @@
+"""The names under which SkyRL's users import what lives in other rooms."""

@@ -1,0 +1,215 @@
+"""Estimators that tell tokens apart, against numbers worked out by hand and loops over one row at a time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from estimator_inputs import Inputs, inputs
+from hypothesis import given
+
+from skyrl_train.algorithms.advantages import (
+    gae,
+    no_op,
+    on_policy_distillation,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    remax,
+)
+
+
+def row(*numbers: float) -> torch.Tensor:
+    return torch.tensor([numbers], dtype=torch.float64)
+
+
+def sampled(inputs: Inputs, name: str, i: int) -> list[float]:
+    """What the sampled tokens of row i have, without the gaps."""
+    return inputs[name][i][inputs["response_mask"][i] > 0].tolist()
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    tokens = [x for row in rows for x in row]
+    if len(tokens) < 2:
+        return [[0.0] * len(row) for row in rows]
+    mean, scale = statistics.fmean(tokens), math.sqrt(statistics.variance(tokens) + 1e-8)
+    return [[(x - mean) / scale for x in row] for row in rows]
+
+
+def assert_on_sampled_tokens(actual: torch.Tensor, expected: list[list[float]], inputs: Inputs) -> None:
+    for numbers, mask, wanted in zip(actual, inputs["response_mask"], expected, strict=True):
+        assert numbers[mask > 0].tolist() == pytest.approx(wanted, abs=1e-6)
+        assert not numbers[mask == 0].any()
+
+
+class TestReinforcePlusPlus:
+    def test_reward_to_go_by_hand(self) -> None:
+        _, returns = reinforce_plus_plus(token_level_rewards=row(1, 2, 3), response_mask=row(1, 1, 1), gamma=0.5)
+        assert returns.tolist() == [[2.75, 3.5, 3]]
+        _, returns = reinforce_plus_plus(token_level_rewards=row(1, 2, 3), response_mask=row(1, 1, 0), gamma=1.0)
+        assert returns.tolist() == [[3, 2, 0]]  # the reward outside the mask is no token's
+
+    def test_a_later_turn_rewards_an_earlier_one_and_the_observation_takes_no_time(self) -> None:
+        rewards, mask = row(0, 0, 0, 0, -4), row(1, 1, 0, 0, 1)
+        _, returns = reinforce_plus_plus(token_level_rewards=rewards, response_mask=mask, gamma=0.5)
+        assert returns.tolist() == [[-1, -2, 0, 0, -4]]
+
+    def test_whitened_by_hand(self) -> None:
+        advantages, returns = reinforce_plus_plus(token_level_rewards=row(-1, 1, 6), response_mask=row(1, 1, 1))
+        assert returns.tolist() == [[6, 7, 6]]  # mean 19/3, variance 1/3
+        assert advantages[0].tolist() == pytest.approx([-(3**-0.5), 2 * 3**-0.5, -(3**-0.5)], abs=1e-6)
+
+    @given(inputs)
+    def test_against_a_loop(self, inputs: Inputs) -> None:
+        expected = []
+        for i in range(len(inputs["index"])):
+            rewards = sampled(inputs, "token_level_rewards", i)
+            discounts = [inputs["gamma"] ** n for n in range(len(rewards))]
+            expected.append(
+                [sum(r * d for r, d in zip(rewards[t:], discounts, strict=False)) for t in range(len(rewards))]
+            )
+        advantages, returns = reinforce_plus_plus(**inputs)
+        assert_on_sampled_tokens(returns, expected, inputs)
+        assert_on_sampled_tokens(advantages, whitened(expected), inputs)
+
+
+class TestGae:
+    def test_golden(self) -> None:
+        advantages, returns = gae(
+            token_level_rewards=row(0, 0, 1),
+            response_mask=row(1, 1, 1),
+            values=row(0.1, 0.2, 0.3),
+            gamma=1.0,
+            lambd=0.95,
+        )
+        assert returns[0].tolist() == pytest.approx([0.92675, 0.965, 1.0], abs=1e-9)
+        raw = [0.82675, 0.765, 0.7]
+        mean, std = statistics.fmean(raw), statistics.stdev(raw)
+        assert advantages[0].tolist() == pytest.approx([(a - mean) / std for a in raw], abs=1e-5)
+
+    def test_without_discount_returns_are_the_rewards_to_go(self) -> None:
+        _, returns = gae(token_level_rewards=row(1, 2, 3), response_mask=row(1, 1, 1), values=row(0.5, 1, 1.5))
+        assert returns.tolist() == [[6, 5, 3]]
+
+    def test_a_masked_token_is_passed_over(self) -> None:
+        rewards, mask, values = row(1, 2, 3), row(1, 0, 1), row(0.5, 99, 1.5)
+        advantages, returns = gae(token_level_rewards=rewards, response_mask=mask, values=values)
+        assert returns.tolist() == [[4, 0, 3]]
+        assert advantages[0].tolist() == pytest.approx([math.sqrt(0.5), 0, -math.sqrt(0.5)], abs=1e-8)
+
+    @given(inputs)
+    def test_against_a_loop(self, inputs: Inputs) -> None:
+        """A_t as the sum of the discounted δ of t and of every later token."""
+        gamma, lambd = inputs["gamma"], inputs["lambd"]
+        raw, expected_returns = [], []
+        for i in range(len(inputs["index"])):
+            rewards, values = sampled(inputs, "token_level_rewards", i), sampled(inputs, "values", i)
+            following = [*values[1:], 0.0]
+            deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=False)]
+            raw.append([sum((gamma * lambd) ** n * d for n, d in enumerate(deltas[t:])) for t in range(len(deltas))])
+            expected_returns.append([a + v for a, v in zip(raw[-1], values, strict=True)])
+        advantages, returns = gae(**inputs)
+        assert_on_sampled_tokens(advantages, whitened(raw), inputs)
+        assert_on_sampled_tokens(returns, expected_returns, inputs)
+
+
+def test_remax_by_hand() -> None:
+    rewards, mask = torch.cat([row(0, 1, 2), row(0, -1, 0)]), torch.cat([row(1, 1, 1), row(1, 1, 0)])
+    advantages, returns = remax(
+        token_level_rewards=rewards, response_mask=mask, greedy_rewards=torch.tensor([2.0, -3.0]), gamma=0.5
+    )
+    assert returns.tolist() == [[1, 2, 2], [-0.5, -1, 0]]
+    assert advantages.tolist() == [[-1, 0, 0], [2.5, 2, 0]]
+
+
+class TestOptimalTokenBaseline:
+    def test_by_hand(self) -> None:
+        """Two answers of one prompt; the second has one token less."""
+        half = math.log(0.5)
+        advantages, returns = optimal_token_baseline(
+            token_level_rewards=torch.cat([row(0, 3), row(-1, 0)]),
+            response_mask=torch.cat([row(1, 1), row(1, 0)]),
+            index=["a", "a"],
+            old_log_probs=torch.cat([row(half, half), row(0, 0)]),  # π = 0.5, 0.5 and 1
+            sum_pi_squared=torch.cat([row(0.5, 0.3), row(1.25, 9)]),
+        )
+        # W_1 is 1 - 1 + 0.5 = 0.5 and 1 - 2 + 1.25 = 0.25, so B_1 = (3 · 0.5 - 1 · 0.25) / 0.75 = 5/3
+        assert advantages[:, 0].tolist() == pytest.approx([3 - 5 / 3, -1 - 5 / 3], abs=1e-6)
+        assert advantages[:, 1].tolist() == [0, 0]  # alone at its second token
+        assert returns.tolist() == [[3, 3], [-1, 0]]
+
+    def test_an_observation_does_not_misalign_what_comes_after_it(self) -> None:
+        def estimate(rewards: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
+            advantages, _ = optimal_token_baseline(
+                token_level_rewards=rewards,
+                response_mask=mask,
+                index=["a", "a"],
+                old_log_probs=mask * -1.5,
+                sum_pi_squared=mask * 0.25,
+            )
+            return [advantages[i][mask[i] > 0].tolist() for i in range(2)]
+
+        apart = estimate(torch.cat([row(1, 0, 0, 2), row(0, 5, 0, 0)]), torch.cat([row(1, 0, 0, 1), row(1, 1, 0, 0)]))
+        together = estimate(torch.cat([row(1, 2), row(0, 5)]), torch.ones(2, 2))
+        assert apart == together == [[-1, -1.5], [1, 1.5]]
+
+    def test_certain_tokens_count_alike(self) -> None:
+        advantages, _ = optimal_token_baseline(
+            token_level_rewards=torch.cat([row(1), row(4)]),
+            response_mask=torch.ones(2, 1),
+            index=["a", "a"],
+            old_log_probs=torch.zeros(2, 1),
+            sum_pi_squared=torch.ones(2, 1),
+        )
+        assert advantages[:, 0].tolist() == [-1.5, 1.5]
+
+    def test_equal_rewards_give_exactly_zero(self) -> None:
+        random = torch.Generator().manual_seed(0)
+        rewards = torch.zeros(5, 3)
+        rewards[:, 2] = 0.1
+        advantages, _ = optimal_token_baseline(
+            token_level_rewards=rewards,
+            response_mask=torch.ones(5, 3),
+            index=["a"] * 5,
+            old_log_probs=torch.rand(5, 3, generator=random).log(),
+            sum_pi_squared=torch.rand(5, 3, generator=random),
+        )
+        assert not advantages.any()
+
+    @given(inputs)
+    def test_against_a_loop(self, inputs: Inputs) -> None:
+        n_rows, gamma = len(inputs["index"]), inputs["gamma"]
+        returns: list[list[float]] = []
+        weights: list[list[float]] = []
+        for i in range(n_rows):
+            rewards = sampled(inputs, "token_level_rewards", i)
+            returns.append([sum(gamma**n * r for n, r in enumerate(rewards[t:])) for t in range(len(rewards))])
+            log_probs, squares = sampled(inputs, "old_log_probs", i), sampled(inputs, "sum_pi_squared", i)
+            energies = [1 - 2 * math.exp(lp) + square for lp, square in zip(log_probs, squares, strict=True)]
+            weights.append([sum(energies[: t + 1]) for t in range(len(energies))])
+        expected: list[list[float]] = []
+        for i in range(n_rows):
+            expected.append([])
+            for t in range(len(returns[i])):
+                there = [j for j in range(n_rows) if inputs["index"][j] == inputs["index"][i] and len(returns[j]) > t]
+                baseline = sum(returns[j][t] * weights[j][t] for j in there) / sum(weights[j][t] for j in there)
+                expected[i].append(returns[i][t] - baseline)
+        advantages, actual_returns = optimal_token_baseline(**inputs)
+        assert_on_sampled_tokens(actual_returns, returns, inputs)
+        assert_on_sampled_tokens(advantages, expected, inputs)
+
+
+def test_distillation_prefers_what_the_teacher_finds_likelier() -> None:
+    advantages, returns = on_policy_distillation(
+        token_level_rewards=row(5, 5, 5),
+        response_mask=row(1, 1, 0),
+        old_log_probs=row(-1, -2, -3),
+        ref_log_probs=row(-0.5, -4, -1),
+    )
+    assert advantages.tolist() == returns.tolist() == [[0.5, -2, 0]]
+
+
+def test_no_op_passes_the_rewards_of_sampled_tokens_on() -> None:
+    advantages, returns = no_op(token_level_rewards=row(1, -2, 3), response_mask=row(1, 1, 0))
+    assert advantages.tolist() == returns.tolist() == [[1, -2, 0]]

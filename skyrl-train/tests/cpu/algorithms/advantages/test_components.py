@@ -1,0 +1,81 @@
+"""GDPO against numbers worked out by hand, and its complaints."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.advantages import gdpo
+from skyrl_train.algorithms.masked import masked_whiten
+from skyrl_train.config.algorithm import AlgorithmConfig, GdpoConfig
+from skyrl_train.errors import ConfigError
+
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]], dtype=torch.float64)
+UIDS = ["a", "a", "b", "b"]
+COMPONENTS = {
+    "answer": torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
+    "format": torch.tensor([0.1, 0.3, -0.2, -0.2], dtype=torch.float64),
+}
+
+
+def config(**weights: float) -> AlgorithmConfig:
+    return AlgorithmConfig(gdpo=GdpoConfig(weights=weights))
+
+
+def estimate(settings: AlgorithmConfig) -> torch.Tensor:
+    advantages, returns = gdpo(response_mask=MASK, index=UIDS, reward_components=COMPONENTS, config=settings)
+    assert torch.equal(advantages, returns)
+    return advantages
+
+
+def expected(answer_weight: float, format_weight: float) -> torch.Tensor:
+    """In group a the components disagree, in b the format is the same: one standard deviation of two is 0.7071."""
+    unit = 0.5**0.5
+    answer, form = [unit, -unit, -unit, unit], [-unit, unit, 0, 0]
+    total = [answer_weight * a + format_weight * f for a, f in zip(answer, form, strict=True)]
+    tokens = [x for x, mask in zip(total, MASK, strict=True) for _ in range(int(mask.sum()))]
+    whitened = [(x - statistics.fmean(tokens)) / statistics.stdev(tokens) for x in total]
+    return torch.tensor(whitened, dtype=torch.float64)[:, None] * MASK
+
+
+@pytest.mark.parametrize(
+    ("weights", "answer_weight", "format_weight"),
+    [({}, 1, 1), ({"format": 0.5}, 1, 0.5), ({"answer": -2.0, "format": 0.0}, -2, 0)],
+)
+def test_each_component_is_normalised_on_its_own_and_weighed(
+    weights: dict[str, float], answer_weight: float, format_weight: float
+) -> None:
+    actual = estimate(config(**weights))
+    torch.testing.assert_close(actual, expected(answer_weight, format_weight), atol=1e-5, rtol=0)  # std(format) + 1e-6
+
+
+def test_the_same_sum_earned_in_different_ways_is_told_apart() -> None:
+    components = {"answer": torch.tensor([1.0, 0, 0, 0]), "format": torch.tensor([0.0, 1, 1, 0])}
+    advantages, _ = gdpo(response_mask=torch.ones(4, 1), index=["a"] * 4, reward_components=components, config=config())
+    assert advantages[0, 0] > advantages[1, 0] + 0.1  # the rarer component weighs more
+
+
+def test_equal_components_give_exactly_zero() -> None:
+    components = {"answer": torch.full((5,), 0.1), "format": torch.full((5,), 0.7)}
+    advantages, _ = gdpo(response_mask=torch.ones(5, 2), index=["a"] * 5, reward_components=components, config=config())
+    assert not advantages.any()
+
+
+def test_one_component_is_grpo_whitened() -> None:
+    advantages, _ = gdpo(
+        response_mask=MASK, index=UIDS, reward_components={"answer": COMPONENTS["answer"]}, config=config()
+    )
+    normalised = torch.tensor([1.0, -1, -1, 1], dtype=torch.float64)[:, None] * MASK * 0.5 / (0.5**0.5 + 1e-6)
+    torch.testing.assert_close(advantages, masked_whiten(normalised, MASK))
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"gdpo\.weights names anwser,.* the components are: answer, format$"):
+        estimate(config(anwser=1.0))
+
+
+def test_no_components_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs named reward components"):
+        gdpo(response_mask=MASK, index=UIDS, reward_components={}, config=config())

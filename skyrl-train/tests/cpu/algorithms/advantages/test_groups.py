@@ -1,0 +1,43 @@
+"""Groups that stand apart, and scores that are equal but for rounding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.advantages import group_statistics, trajectory_scores
+from skyrl_train.algorithms.advantages.groups import Cells
+
+
+def test_statistics_of_groups_that_stand_apart() -> None:
+    scores = torch.tensor([1.0, 5.0, 2.0, 7.0, 6.0])
+    mean, std, size = group_statistics(scores, ["a", "b", "a", "alone", "a"])
+    assert mean.tolist() == [3, 5, 3, 7, 3]
+    assert std.tolist() == pytest.approx([math.sqrt(7), 0, math.sqrt(7), 0, math.sqrt(7)])
+    assert size.tolist() == [3, 1, 3, 1, 3]
+
+
+@pytest.mark.parametrize(("scores", "is_flat"), [([1, 1 + 9e-7], True), ([1, 1 + 2e-6], False), ([50, 50.00004], True)])
+def test_what_differs_by_rounding_has_no_spread(scores: list[float], is_flat: bool) -> None:
+    _, std, _ = group_statistics(torch.tensor(scores, dtype=torch.float64), ["a", "a"])
+    assert (std == 0).all() == is_flat
+
+
+def test_cells_answer_every_value_about_its_own_cell() -> None:
+    cells = Cells(torch.tensor([2, 0, 2, 2]), n_cells=4)
+    values = torch.tensor([1.0, 5.0, -2.0, 4.0])
+    assert cells.total(values).tolist() == [3, 5, 3, 3]
+    assert cells.highest(values).tolist() == [4, 5, 4, 4]
+    assert cells.lowest(values).tolist() == [-2, 5, -2, -2]
+    assert cells.weighted_mean(values, torch.tensor([3.0, 0.0, 0.0, 1.0])).tolist() == [1.75, 0, 1.75, 1.75]
+
+
+def test_a_score_is_the_sum_of_the_row_and_nan_is_nothing_only_where_nothing_was_sampled() -> None:
+    rewards = torch.tensor([[1.0, 2.0, math.nan], [math.nan, 0.0, 1.0], [0.5, 0.0, 0.25]])
+    mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    scores = trajectory_scores(rewards, mask)
+    assert scores[0] == 3
+    assert scores[1].isnan()
+    assert scores[2] == 0.75

@@ -1,0 +1,54 @@
+"""How every test here asks for a loss: by its registered name, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from skyrl_train.algorithms import policy_loss
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+Rows = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The loss of each token, the gradient of their sum over the mask in the log-probs, and the metrics; as lists."""
+
+    loss: list[list[float]]
+    gradient: list[list[float]]
+    metrics: dict[str, list[list[float]]]
+
+
+@pytest.fixture(scope="session")
+def score() -> Callable[..., Scored]:
+    return _score
+
+
+def _score(
+    name: str,
+    log_probs: Rows,
+    advantages: Rows,
+    *,
+    old: Rows | None = None,
+    rollout: Rows | None = None,
+    mask: Rows | None = None,
+    config: AlgorithmConfig | None = None,
+) -> Scored:
+    """Call a loss in double precision; `old` is `log_probs` and `mask` all ones if not given."""
+    policy = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
+    loss_mask = torch.ones_like(policy, requires_grad=False) if mask is None else torch.tensor(mask)
+    loss, metrics = policy_loss(name)(
+        policy,
+        policy.detach() if old is None else torch.tensor(old, dtype=torch.float64),
+        torch.tensor(advantages, dtype=torch.float64),
+        config or AlgorithmConfig(),
+        loss_mask,
+        None if rollout is None else torch.tensor(rollout, dtype=torch.float64),
+    )
+    torch.where(loss_mask > 0, loss, 0.0).sum().backward()
+    assert policy.grad is not None
+    return Scored(loss.tolist(), policy.grad.tolist(), {key: value.tolist() for key, value in metrics.items()})

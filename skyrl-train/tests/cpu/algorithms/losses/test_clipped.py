@@ -1,0 +1,101 @@
+"""The clipped losses and their gradients, token by token, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.algorithms.losses import dual_clip
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+CONFIG = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.3, clip_ratio_c=3.0)
+
+CLIPPED = [  # ratio, advantage, loss, gradient, is_clipped. The gradient of -ρA in log π is -ρA, a clip has none
+    (0.5, 2.0, -1.0, -1.0, 0),  # a good token that became rarer is still pulled up
+    (0.5, -2.0, 1.6, 0.0, 1),  # a bad token is pushed down only to 1 - eps_clip_low
+    (1.1, 2.0, -2.2, -2.2, 0),
+    (1.1, -2.0, 2.2, 2.2, 0),
+    (2.0, 2.0, -2.6, 0.0, 1),  # a good token is pulled up only to 1 + eps_clip_high
+    (2.0, -2.0, 4.0, 4.0, 0),  # a bad token that became likelier is still pushed down
+    (5.0, 2.0, -2.6, 0.0, 1),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "is_clipped"), CLIPPED)
+@pytest.mark.parametrize("name", ["regular", "dual_clip"])
+def test_both_signs_on_both_sides_of_each_clip(
+    score: Callable[..., Any],
+    name: str,
+    ratio: float,
+    advantage: float,
+    loss: float,
+    gradient: float,
+    is_clipped: float,
+) -> None:
+    scored = score(name, [[-1.5 + math.log(ratio)]], [[advantage]], old=[[-1.5]], config=CONFIG)
+    assert scored.loss == [[pytest.approx(loss)]]
+    assert scored.gradient == [[pytest.approx(gradient)]]
+    assert scored.metrics["ppo_clip_ratio"] == [[is_clipped]]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [(1.5, 1.0, -1.2, 0.0), (0.5, 1.0, -0.5, -0.5), (1.5, -1.0, 1.5, 1.5), (0.5, -1.0, 0.8, 0.0)],
+)
+@pytest.mark.parametrize("name", ["regular", "dual_clip"])
+def test_golden_numbers_of_the_defaults(
+    score: Callable[..., Any], name: str, ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    scored = score(name, [[-2.0 + math.log(ratio)]], [[advantage]], old=[[-2.0]])
+    assert scored.loss == [[pytest.approx(loss)]]
+    assert scored.gradient == [[pytest.approx(gradient)]]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "is_bounded"),
+    [
+        (2.9, -2.0, 5.8, 5.8, 0),
+        (5.0, -2.0, 6.0, 0.0, 1),  # a bad token that became much likelier counts as clip_ratio_c
+        (5.0, 2.0, -2.6, 0.0, 0),  # a good one has the ordinary clip
+        (0.1, -2.0, 1.6, 0.0, 0),
+    ],
+)
+def test_the_dual_clip_bounds_only_bad_tokens_that_became_much_likelier(
+    score: Callable[..., Any], ratio: float, advantage: float, loss: float, gradient: float, is_bounded: float
+) -> None:
+    scored = score("dual_clip", [[-3 + math.log(ratio)]], [[advantage]], old=[[-3.0]], config=CONFIG)
+    assert scored.loss == [[pytest.approx(loss)]]
+    assert scored.gradient == [[pytest.approx(gradient)]]
+    assert scored.metrics["dual_clip_ratio"] == [[is_bounded]]
+
+
+def test_golden_numbers_of_the_dual_clip(score: Callable[..., Any]) -> None:
+    log_probs = [[-3 + math.log(0.5), -3.0, -3 + math.log(10)]]
+    scored = score("dual_clip", log_probs, [[1.0, -1.0, -4.0]], old=[[-3.0] * 3])
+    assert scored.loss[0] == pytest.approx([-0.5, 1.0, 12.0])
+    assert sum(scored.loss[0]) / 3 == pytest.approx(4.1667, abs=1e-4)
+
+
+@given(
+    log_ratio=st.floats(-3, 3),
+    advantage=st.floats(-5, 5),
+    eps=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    beyond=st.floats(0.001, 5),
+)
+def test_the_dual_clip_is_the_two_sided_clip(
+    log_ratio: float, advantage: float, eps: tuple[float, float], beyond: float
+) -> None:
+    low, high = eps
+    delta = 1 + high + beyond
+    config = AlgorithmConfig(eps_clip_low=low, eps_clip_high=high, clip_ratio_c=delta)
+    old = torch.tensor([[-4.0]], dtype=torch.float64)
+    loss, _ = dual_clip(old + log_ratio, old, torch.full_like(old, advantage), config, torch.ones_like(old), None)
+    ratio = math.exp(log_ratio)
+    two_sided = -min(min(ratio, delta) * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+    assert loss.item() == pytest.approx(two_sided, abs=1e-12)

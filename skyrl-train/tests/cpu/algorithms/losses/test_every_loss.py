@@ -1,0 +1,264 @@
+"""What holds for every policy loss that comes with the package."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.algorithms import policy_loss
+from skyrl_train.algorithms.losses.covariance import token_covariance
+from skyrl_train.algorithms.registry import POLICY_LOSSES, reads_whole_batch
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.policy_loss import CispoConfig, ClipCovConfig, DppoConfig, KLCovConfig
+
+BUILT_IN = [name for name in POLICY_LOSSES.list_available() if policy_loss(name).__module__.startswith("skyrl_train.")]
+PROPERTY = settings(deadline=None, max_examples=30)
+EACH_LOSS = pytest.mark.parametrize("name", BUILT_IN)
+CONFIG = AlgorithmConfig(
+    clip_cov=ClipCovConfig(clip_ratio=1.0, clip_cov_lb=0.1),  # all candidates, so that nothing is left to chance
+    kl_cov=KLCovConfig(kl_cov_frac=0.3),
+    cispo=CispoConfig(cispo_eps_clip_low=0.2, cispo_eps_clip_high=0.2),
+    dppo=DppoConfig(delta_low=0.05, delta_high=0.05),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors (B, R) that a loss is called with."""
+
+    log_probs: torch.Tensor
+    old: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    rollout: torch.Tensor
+
+    def each(self, function: object) -> Batch:
+        """A batch with a function applied to every tensor."""
+        assert callable(function)
+        return Batch(*(function(tensor) for tensor in self.tensors))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.log_probs, self.old, self.advantages, self.mask, self.rollout
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Values on the mask and 0 elsewhere, the gradient everywhere, the metrics on the mask; (B, R) each."""
+
+    loss: torch.Tensor
+    gradient: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+def outcome_of(name: str, batch: Batch, config: AlgorithmConfig = CONFIG) -> Outcome:
+    """Call a loss; the gradient is that of a sum in which no two rows count the same."""
+    log_probs = batch.log_probs.clone().requires_grad_()
+    torch.manual_seed(0)
+    loss, metrics = policy_loss(name)(log_probs, batch.old, batch.advantages, config, batch.mask, batch.rollout)
+    assert loss.shape == batch.mask.shape
+    inside = torch.where(batch.mask > 0, loss, 0.0)
+    (inside * row_weights(batch)).sum().backward()
+    assert log_probs.grad is not None
+    on_mask = {key: torch.where(batch.mask > 0, value, 0.0) for key, value in metrics.items()}
+    return Outcome(inside.detach(), log_probs.grad, on_mask)
+
+
+def row_weights(batch: Batch) -> torch.Tensor:
+    """What each row (B, 1) counts; it belongs to the row, wherever it stands and however it is padded."""
+    return 1 + torch.where(batch.mask > 0, batch.old, 0.0).sum(dim=-1, keepdim=True).abs()
+
+
+def assume_no_ties(name: str, batch: Batch) -> None:
+    """`kl_cov` picks the highest covariances: which of two equal ones is any order's guess."""
+    if name == "kl_cov":
+        covariance = token_covariance(batch.log_probs, batch.advantages, batch.mask)[batch.mask > 0]
+        assume((covariance.sort().values.diff() > 1e-9).all())
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(one.gradient, other.gradient, rtol=1e-6, atol=1e-9)
+    assert one.metrics.keys() == other.metrics.keys()
+    for key, value in one.metrics.items():
+        torch.testing.assert_close(value, other.metrics[key], rtol=1e-6, atol=1e-9)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Made-up log-probs, some far off policy; rows of any length, also empty ones; advantages of tokens or rows."""
+    n_rows, n_tokens = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    old = -normal(n_rows, n_tokens).exp()
+    spread = draw(st.sampled_from([0.05, 0.5, 3.0]))
+    log_probs = (old + spread * normal(n_rows, n_tokens)).clamp(max=-1e-3)
+    advantages = normal(n_rows, n_tokens if draw(st.booleans()) else 1).expand(n_rows, n_tokens)
+    mask = (torch.rand(n_rows, n_tokens, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.0]))).double()
+    rollout = (old + 0.05 * normal(n_rows, n_tokens)).clamp(max=-1e-3)
+    return Batch(log_probs, old, advantages, mask, rollout)
+
+
+def test_all_are_here() -> None:
+    assert (
+        sorted(
+            [
+                "regular",
+                "dual_clip",
+                "gspo",
+                "gspo_token",
+                "cispo",
+                "sapo",
+                "gmpo",
+                "luspo",
+                "clip_cov",
+                "kl_cov",
+                "dppo",
+                "vespo",
+                "dro",
+                "importance_sampling",
+                "rollout_is",
+                "reinforce",
+                "cross_entropy",
+            ]
+        )
+        == BUILT_IN
+    )
+
+
+@EACH_LOSS
+@PROPERTY
+@given(batch=batches(), seed=st.integers(0, 10_000))
+def test_the_order_of_the_rows_does_not_matter(name: str, batch: Batch, seed: int) -> None:
+    assume_no_ties(name, batch)
+    order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(seed))
+    before = outcome_of(name, batch)
+    after = outcome_of(name, batch.each(lambda tensor: tensor[order]))
+    moved = Outcome(
+        before.loss[order], before.gradient[order], {key: value[order] for key, value in before.metrics.items()}
+    )
+    assert_same(after, moved)
+
+
+@EACH_LOSS
+@PROPERTY
+@given(batch=batches(), positions=st.lists(st.integers(0, 6), min_size=1, max_size=3))
+def test_columns_of_padding_change_nothing(name: str, batch: Batch, positions: list[int]) -> None:
+    assume_no_ties(name, batch)
+    n_tokens = batch.mask.shape[1]
+    padding = [(min(position, n_tokens) - 0.5, False) for position in positions]
+    kept = sorted(padding + [(i, True) for i in range(n_tokens)])
+    is_own = torch.tensor([own for _, own in kept])
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        filler = 0.0 if tensor is batch.mask else 123.0
+        return tensor.new_full((len(tensor), len(kept)), filler).masked_scatter(is_own, tensor)
+
+    padded = outcome_of(name, batch.each(pad))
+    assert (padded.gradient[:, ~is_own] == 0).all()
+    cut = {key: value[:, is_own] for key, value in padded.metrics.items()}
+    assert_same(Outcome(padded.loss[:, is_own], padded.gradient[:, is_own], cut), outcome_of(name, batch))
+
+
+@EACH_LOSS
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@PROPERTY
+@given(batch=batches())
+def test_what_is_outside_of_the_mask_reaches_nothing(name: str, garbage: float, batch: Batch) -> None:
+    spoilt = batch.each(lambda tensor: tensor if tensor is batch.mask else tensor.where(batch.mask > 0, garbage))
+    outcome = outcome_of(name, spoilt)
+    assert_same(outcome, outcome_of(name, batch))
+    assert (outcome.gradient[batch.mask == 0] == 0).all()
+
+
+@EACH_LOSS
+@PROPERTY
+@given(batch=batches(), part_size=st.integers(1, 5))
+def test_splitting_the_rows_changes_no_token(name: str, batch: Batch, part_size: int) -> None:
+    if reads_whole_batch(policy_loss(name)):
+        part_size = len(batch.mask)  # these are never split
+    parts = [
+        outcome_of(name, Batch(*tensors))
+        for tensors in zip(*(tensor.split(part_size) for tensor in batch.tensors), strict=True)
+    ]
+    metrics = {key: torch.cat([part.metrics[key] for part in parts]) for key in parts[0].metrics}
+    loss, gradient = torch.cat([part.loss for part in parts]), torch.cat([part.gradient for part in parts])
+    assert_same(Outcome(loss, gradient, metrics), outcome_of(name, batch))
+
+
+@EACH_LOSS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_ratios_give_finite_numbers(name: str, dtype: torch.dtype) -> None:
+    old = torch.tensor([[-501.0, -1.0, -501.0, -1.0]] * 3, dtype=dtype)
+    log_probs = torch.tensor([[-1.0, -501.0] * 2, [-1.0, -1.0] * 2, [-501.0, -501.0] * 2], dtype=dtype)
+    mask = torch.ones_like(old)
+    for sign in (1.0, -1.0, 0.0):
+        advantages = torch.full_like(old, sign)
+        for rollout in (old, log_probs):
+            outcome = outcome_of(name, Batch(log_probs, old, advantages, mask, rollout))
+            for tensor in (outcome.loss, outcome.gradient, *outcome.metrics.values()):
+                assert tensor.isfinite().all()
+                assert tensor.dtype == dtype
+
+
+@EACH_LOSS
+def test_only_the_log_probs_have_a_gradient(name: str) -> None:
+    log_probs, old, advantages, rollout = (torch.full((2, 3), -0.5, requires_grad=True) for _ in range(4))
+    loss, metrics = policy_loss(name)(log_probs, old * 1.1, advantages * 1, CONFIG, torch.ones(2, 3), rollout * 1.2)
+    loss.sum().backward()
+    assert log_probs.grad is not None
+    assert [tensor.grad for tensor in (old, advantages, rollout)] == [None] * 3
+    assert not any(metric.requires_grad for metric in metrics.values())
+    assert all(metric.shape == (2, 3) for metric in metrics.values())
+
+
+@EACH_LOSS
+@PROPERTY
+@given(batch=batches())
+def test_a_mask_of_booleans_is_a_mask(name: str, batch: Batch) -> None:
+    assert_same(outcome_of(name, replace(batch, mask=batch.mask > 0)), outcome_of(name, batch))
+
+
+NOT_REINFORCE = {
+    "cross_entropy": "it imitates, whatever the advantage",
+    "luspo": "times the number of tokens of the trajectory",
+    "clip_cov": "it leaves tokens out, also on policy",
+}
+
+
+def on_policy(batch: Batch) -> Batch:
+    """With one advantage for each trajectory, as losses of whole trajectories need it."""
+    return replace(
+        batch, old=batch.log_probs, rollout=batch.log_probs, advantages=batch.advantages[:, :1].expand_as(batch.mask)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in NOT_REINFORCE])
+@PROPERTY
+@given(batch=batches().map(on_policy))
+def test_on_policy_the_gradient_is_that_of_reinforce(name: str, batch: Batch) -> None:
+    expected = -batch.advantages * row_weights(batch) * batch.mask
+    torch.testing.assert_close(outcome_of(name, batch).gradient, expected, rtol=1e-6, atol=1e-9)
+
+
+@PROPERTY
+@given(batch=batches().map(on_policy))
+def test_on_policy_the_others_differ_as_they_say(batch: Batch) -> None:
+    reinforce = -batch.advantages * row_weights(batch) * batch.mask
+    n_tokens = batch.mask.sum(dim=-1, keepdim=True)
+    clip_cov = outcome_of("clip_cov", batch)
+    kept = 1 - clip_cov.metrics["masked_token_ratio"]
+    for gradient, expected in (
+        (outcome_of("luspo", batch).gradient, n_tokens * reinforce),
+        (outcome_of("cross_entropy", batch).gradient, -row_weights(batch) * batch.mask),
+        (clip_cov.gradient, kept * reinforce),
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)

@@ -1,0 +1,41 @@
+"""A loss of one's own, seen through `within_mask`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from skyrl_train.algorithms.losses import within_mask
+from skyrl_train.algorithms.losses.masking import LossOutput
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+@within_mask
+def sum_of_all(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+) -> LossOutput:
+    """The products of everything, summed over each row."""
+    others = old_log_probs * advantages * (1 if rollout_logprobs is None else rollout_logprobs)
+    return (log_probs * others).sum(dim=-1, keepdim=True).expand_as(log_probs), {}
+
+
+def test_a_sum_over_a_row_is_a_sum_over_its_trained_tokens() -> None:
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    log_probs = torch.tensor([[2.0, math.nan, 3.0]], requires_grad=True)
+    other = torch.tensor([[5.0, math.nan, 7.0]])
+    for rollout, loss, gradient in ((None, 197.0, [25.0, 0.0, 49.0]), (other, 1279.0, [125.0, 0.0, 343.0])):
+        values, _ = sum_of_all(log_probs, other, other, AlgorithmConfig(), mask, rollout)
+        (slopes,) = torch.autograd.grad(values[0, 0], log_probs)
+        assert values.tolist() == [[loss] * 3]
+        assert slopes.tolist() == [gradient]
+
+
+def test_the_wrapped_loss_keeps_its_name_and_its_words() -> None:
+    assert sum_of_all.__name__ == "sum_of_all"
+    assert sum_of_all.__doc__ == "The products of everything, summed over each row."

@@ -1,0 +1,159 @@
+"""Losses of whole trajectories against numbers worked out by hand, and against a loop in plain Python."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.policy_loss import GmpoConfig, VespoConfig
+
+CONFIG = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.2, gmpo=GmpoConfig(log_ratio_clip=0.2))
+UP, DOWN = [0.1, 0.3], [-0.1, -0.5]  # log-ratios; their geometric means are e^0.2 = 1.221403 and e^-0.3 = 0.740818
+FAR_OFF = 9.0  # the log-ratio of a token outside of the mask
+MASK = [[1.0, 1.0, 0.0]]
+
+
+def log_probs_of(log_ratios: list[float]) -> tuple[list[list[float]], list[list[float]]]:
+    """One row of log-probs and old log-probs, with a third token that is not trained."""
+    old = [-1.0, -2.0, -10.0]
+    return [[o + r for o, r in zip(old, [*log_ratios, FAR_OFF], strict=True)]], [old]
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "loss", "gradient", "is_clipped"),
+    [  # the gradient of a token in the sum of two equal losses -sA is 2 · (-sA / 2)
+        (UP, 1.0, -1.2, 0.0, 1),
+        (UP, -1.0, 1.221403, 1.221403, 0),
+        (DOWN, 1.0, -0.740818, -0.740818, 0),
+        (DOWN, -1.0, 0.8, 0.0, 1),
+        ([0.5, -0.5], 2.0, -2.0, -2.0, 0),
+    ],
+)
+@pytest.mark.parametrize(("name", "n_tokens"), [("gspo", 1), ("gspo_token", 1), ("luspo", 2)])
+def test_the_clip_of_a_trajectory(
+    score: Callable[..., Any],
+    name: str,
+    n_tokens: int,
+    log_ratios: list[float],
+    advantage: float,
+    loss: float,
+    gradient: float,
+    is_clipped: float,
+) -> None:
+    log_probs, old = log_probs_of(log_ratios)
+    scored = score(name, log_probs, [[advantage] * 3], old=old, mask=MASK, config=CONFIG)
+    assert scored.loss[0][:2] == pytest.approx([n_tokens * loss] * 2, rel=1e-6)
+    assert scored.gradient[0] == pytest.approx([n_tokens * gradient] * 2 + [0], rel=1e-6)
+    assert scored.metrics["ppo_clip_ratio"][0][:2] == [is_clipped] * 2
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "luspo", "gmpo"])
+def test_a_runaway_trajectory_of_negative_advantage_is_bounded(score: Callable[..., Any], name: str) -> None:
+    scored = score(name, [[-0.5, -0.5]], [[-1.0, -1.0]], old=[[-300.0, -300.0]])
+    assert scored.loss[0] == pytest.approx([math.exp(10) * (2 if name == "luspo" else 1)] * 2)
+    assert scored.gradient == [[0.0, 0.0]]
+
+
+def test_advantages_of_tokens_keep_their_tokens_in_gspo_token_alone(score: Callable[..., Any]) -> None:
+    log_probs, old = log_probs_of([0.04, 0.06])
+    advantages, ratio = [[1.0, -2.0, 0.0]], math.exp(0.05)
+    by_token = score("gspo_token", log_probs, advantages, old=old, mask=MASK)
+    by_trajectory = score("gspo", log_probs, advantages, old=old, mask=MASK)
+    assert by_token.loss[0][:2] == pytest.approx([-ratio, 2 * ratio])
+    assert by_trajectory.loss[0][:2] == pytest.approx([-ratio, 2 * ratio])
+    assert by_token.gradient[0] == pytest.approx([-ratio, 2 * ratio, 0])
+    assert by_trajectory.gradient[0] == pytest.approx([ratio / 2, ratio / 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "loss", "gradient", "is_clipped"),
+    [
+        (UP, 1.0, -1.161834, [-1.161834, 0.0], [0, 1]),  # e^((0.1 + 0.2) / 2)
+        (UP, -1.0, 1.221403, [1.221403, 1.221403], [0, 0]),  # a bad token may rise as it likes
+        (DOWN, 1.0, -0.740818, [-0.740818, -0.740818], [0, 0]),
+        (DOWN, -1.0, 0.860708, [0.860708, 0.0], [0, 1]),  # e^((-0.1 - 0.2) / 2)
+        ([0.3, 0.3], 1.0, -1.221403, [0.0, 0.0], [1, 1]),
+    ],
+)
+def test_gmpo_clips_tokens_on_the_side_that_the_advantage_pushes_them_to(
+    score: Callable[..., Any],
+    log_ratios: list[float],
+    advantage: float,
+    loss: float,
+    gradient: list[float],
+    is_clipped: list[float],
+) -> None:
+    log_probs, old = log_probs_of(log_ratios)
+    scored = score("gmpo", log_probs, [[advantage] * 3], old=old, mask=MASK, config=CONFIG)
+    assert scored.loss[0][:2] == pytest.approx([loss] * 2, rel=1e-6)
+    assert scored.gradient[0] == pytest.approx([*gradient, 0], rel=1e-6)
+    assert scored.metrics["ppo_clip_ratio"][0][:2] == is_clipped
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "phi"),
+    [
+        ([math.log(4), -math.log(2)], 3.0, 0.199148),  # w = 2: 2² e^(3 - 6)
+        ([math.log(4), -math.log(2)], -3.0, 1.082682),  # w = 2: 2³ e^(2 - 4)
+        ([math.log(0.25), math.log(2)], -1.5, 0.339785),  # w = 1/2: (1/2)³ e^(2 - 1)
+        ([math.log(0.25), math.log(2)], 1.5, 1.120422),  # w = 1/2: (1/2)² e^(3 - 3/2)
+        ([1.5, -1.5], 2.0, 1.0),
+        ([1.5, -1.5], -2.0, 1.0),
+        ([700.0, 100.0], 1.0, 0.0),  # w overflows
+        ([-700.0, -100.0], -1.0, 0.0),
+    ],
+)
+def test_vespo_weighs_by_the_full_ratio_of_the_trajectory(
+    score: Callable[..., Any], log_ratios: list[float], advantage: float, phi: float
+) -> None:
+    log_probs, old = log_probs_of(log_ratios)
+    scored = score("vespo", log_probs, [[advantage] * 3], old=old, mask=MASK)
+    assert scored.metrics["vespo_weight"][0][:2] == pytest.approx([phi] * 2, rel=2e-6)
+    assert scored.loss[0][:2] == pytest.approx([-phi * advantage * x for x in log_probs[0][:2]], rel=2e-6)
+    assert scored.gradient[0] == pytest.approx([-phi * advantage] * 2 + [0], rel=2e-6)
+
+
+def test_vespo_reads_its_settings_and_counts_zero_as_positive(score: Callable[..., Any]) -> None:
+    config = AlgorithmConfig(vespo=VespoConfig(k_pos=1.0, lambda_pos=0.5, k_neg=2.0, lambda_neg=1.5))
+    scored = score("vespo", [[-1.0], [-1.0]], [[0.0], [-1.0]], old=[[-2.0], [-2.0]], config=config)
+    positive, negative = math.exp(0.5 + 1 - 0.5 * math.e), math.exp(1.5 + 2 - 1.5 * math.e)
+    assert scored.metrics["vespo_weight"] == [[pytest.approx(positive)], [pytest.approx(negative)]]
+
+
+def in_plain_python(name: str, log_ratios: list[float], advantage: float) -> tuple[float, list[float]]:
+    """The loss of one trajectory, and its derivative in the log-prob of each token."""
+    n, c = len(log_ratios), CONFIG.gmpo.log_ratio_clip
+    if name == "gmpo":
+        kept = [r < c if advantage > 0 else r > -c for r in log_ratios]
+        bound = c if advantage > 0 else -c
+        mean = sum(r if keep else bound for r, keep in zip(log_ratios, kept, strict=True)) / n
+        return -advantage * math.exp(mean), [-advantage * math.exp(mean) / n * keep for keep in kept]
+    ratio, scale = math.exp(sum(log_ratios) / n), n if name == "luspo" else 1
+    pulled_beyond = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+    if pulled_beyond:
+        return -advantage * (1.2 if advantage > 0 else 0.8) * scale, [0.0] * n
+    return -advantage * ratio * scale, [-advantage * ratio / n * scale] * n
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "luspo", "gmpo"])
+def test_rows_of_many_lengths_against_a_loop(score: Callable[..., Any], name: str) -> None:
+    dice = random.Random(0)
+    lengths = [dice.randint(1, 5) for _ in range(60)]
+    old = [[dice.uniform(-3, -1) for _ in range(5)] for _ in lengths]
+    log_probs = [[o + dice.gauss(0, 0.5) for o in row] for row in old]
+    advantages = [[dice.gauss(0, 1)] * 5 for _ in lengths]
+    mask = [[1.0] * n + [0.0] * (5 - n) for n in lengths]
+    scored = score(name, log_probs, advantages, old=old, mask=mask, config=CONFIG)
+    n_clipped = 0
+    for i, n in enumerate(lengths):
+        log_ratios = [log_probs[i][t] - old[i][t] for t in range(n)]
+        loss, gradient = in_plain_python(name, log_ratios, advantages[i][0])
+        assert scored.loss[i][:n] == pytest.approx([loss] * n)
+        assert scored.gradient[i] == pytest.approx([n * g for g in gradient] + [0] * (5 - n))
+        n_clipped += 0.0 in gradient
+    assert 5 < n_clipped < 55

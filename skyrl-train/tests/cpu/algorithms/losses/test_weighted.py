@@ -1,0 +1,128 @@
+"""Weighted policy gradients and their gradients, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.policy_loss import CispoConfig, DroConfig, RolloutIsConfig, SapoConfig
+from skyrl_train.errors import ConfigError
+
+
+def test_reinforce(score: Callable[..., Any]) -> None:
+    scored = score("reinforce", [[-0.3, -2.0, -1.0]], [[1.5, -0.5, 0.0]], old=[[-9.0, -9.0, -9.0]])
+    assert scored.loss[0] == pytest.approx([0.45, -1.0, 0.0])
+    assert scored.gradient[0] == pytest.approx([-1.5, 0.5, 0.0])
+    assert scored.metrics == {}
+
+
+def test_cross_entropy_ignores_advantages_and_ratios(score: Callable[..., Any]) -> None:
+    scored = score("cross_entropy", [[-0.3, -2.0]], [[1.5, -7.0]], old=[[-9.0, -9.0]], rollout=[[-9.0, -9.0]])
+    assert scored.loss[0] == pytest.approx([0.3, 2.0])
+    assert scored.gradient[0] == [-1.0, -1.0]
+
+
+def test_importance_sampling_never_clips(score: Callable[..., Any]) -> None:
+    ratios, advantages = [0.1, 0.1, 10.0, 10.0], [2.0, -2.0, 2.0, -2.0]
+    log_probs = [[-5 + math.log(ratio) for ratio in ratios]]
+    scored = score("importance_sampling", log_probs, [advantages], old=[[-5.0] * 4])
+    assert scored.loss[0] == pytest.approx([-0.2, 0.2, -20.0, 20.0])
+    assert scored.gradient[0] == pytest.approx([-0.2, 0.2, -20.0, 20.0])
+    assert scored.metrics["importance_ratio"][0] == pytest.approx(ratios)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize(
+    ("ratio", "weight"), [(0.4, 0.0), (0.6, 0.6), (1.0, 1.0), (2.9, 2.9), (3.1, 0.0)]
+)  # the ratio to the engine is what counts; to the old policy it is e
+def test_rollout_is_leaves_out_tokens_on_both_sides(
+    score: Callable[..., Any], advantage: float, ratio: float, weight: float
+) -> None:
+    config = AlgorithmConfig(rollout_is=RolloutIsConfig(ratio_low=0.5, ratio_high=3.0))
+    log_prob = -4 + math.log(ratio)
+    scored = score("rollout_is", [[log_prob]], [[advantage]], old=[[log_prob - 1]], rollout=[[-4.0]], config=config)
+    assert scored.loss == [[pytest.approx(-weight * advantage * log_prob)]]
+    assert scored.gradient == [[pytest.approx(-weight * advantage)]]
+    assert scored.metrics["masked_token_ratio"] == [[float(weight == 0)]]
+
+
+def test_rollout_is_asks_for_the_log_probs_of_the_engine(score: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"policy_loss_type=rollout_is needs .* try importance_sampling"):
+        score("rollout_is", [[-1.0]], [[1.0]])
+
+
+def test_golden_numbers_of_cispo(score: Callable[..., Any]) -> None:
+    config = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=0.2, cispo_eps_clip_high=0.2))
+    log_probs, old = [[-1.69315, -1.0, -0.69741]], [[-1.0, -1.0, -3.0]]
+    scored = score("cispo", log_probs, [[1.0, -1.0, -4.0]], old=old, config=config)
+    assert scored.loss[0] == pytest.approx([1.35452, -1.0, -3.347568])
+    assert sum(scored.loss[0]) / 3 == pytest.approx(-0.99768, abs=1e-5)
+    assert scored.gradient[0] == pytest.approx([-0.8, 1.0, 4.8])  # clipped tokens keep a gradient
+    assert scored.metrics["ppo_clip_ratio"] == [[1, 0, 1]]
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize(("ratio", "weight"), [(0.3, 0.5), (0.7, 0.7), (2.5, 2.5), (4.0, 3.0)])
+def test_cispo_clips_the_weight_whatever_the_advantage(
+    score: Callable[..., Any], advantage: float, ratio: float, weight: float
+) -> None:
+    config = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=0.5, cispo_eps_clip_high=2.0))
+    log_prob = -3 + math.log(ratio)
+    scored = score("cispo", [[log_prob]], [[advantage]], old=[[-3.0]], config=config)
+    assert scored.loss == [[pytest.approx(-weight * advantage * log_prob)]]
+    assert scored.gradient == [[pytest.approx(-weight * advantage)]]
+    assert scored.metrics["ppo_clip_ratio"] == [[float(weight != ratio)]]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [  # the gradient is -4 σ(1 - σ) ρA, with σ(0.5) = 0.622459, σ(0.525) = 0.628317 and σ(-x) = 1 - σ(x)
+        (1.5, 1.0, -2.489837, -1.410022),
+        (1.5, -1.0, 2.393585, 1.401209),
+        (0.5, 1.0, -1.510163, -0.470007),
+        (0.5, -1.0, 1.415939, 0.467070),
+        (1.0, 2.0, -4.0, -2.0),
+        (1.0, -2.0, 3.809524, 2.0),
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_sapo_closes_its_gate_smoothly_on_both_sides(
+    score: Callable[..., Any], ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    scored = score("sapo", [[-3 + math.log(ratio)]], [[advantage]], old=[[-3.0]])
+    assert scored.loss == [[pytest.approx(loss, abs=2e-6)]]
+    assert scored.gradient == [[pytest.approx(gradient, abs=2e-6)]]
+
+
+def test_the_gate_of_sapo_is_the_share_of_the_gradient_that_passes(score: Callable[..., Any]) -> None:
+    config = AlgorithmConfig(sapo=SapoConfig(tau_pos=2.0, tau_neg=4.0))
+    advantages = [[3.0, 3.0, -3.0, -3.0]]
+    log_probs = [[-3 + math.log(ratio) for ratio in (1.7, 1.0, 1.7, 0.2)]]
+    gated = score("sapo", log_probs, advantages, old=[[-3.0] * 4], config=config)
+    plain = score("importance_sampling", log_probs, advantages, old=[[-3.0] * 4])
+    shares = [gate / full for gate, full in zip(gated.gradient[0], plain.gradient[0], strict=True)]
+    assert gated.metrics["sapo_gate"][0] == pytest.approx(shares)
+    assert shares == pytest.approx([0.634740, 1.0, 0.216152, 0.150527], abs=1e-6)  # 1 / cosh²(τ(ρ - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("log_prob", "advantage", "loss", "gradient"),
+    [  # -(A log π - 0.1 (log ρ)²) with log ρ = ±0.5, and -(A - 0.2 log ρ)
+        (-1.0, 2.0, 2.025, -1.9),
+        (-1.0, -2.0, -1.975, 2.1),
+        (-2.0, 2.0, 4.025, -2.1),
+        (-2.0, -2.0, -3.975, 1.9),
+    ],
+)
+def test_dro_pulls_back_to_the_old_policy(
+    score: Callable[..., Any], log_prob: float, advantage: float, loss: float, gradient: float
+) -> None:
+    config = AlgorithmConfig(dro=DroConfig(beta=0.2))
+    scored = score("dro", [[log_prob]], [[advantage]], old=[[-1.5]], config=config)
+    assert scored.loss == [[pytest.approx(loss)]]
+    assert scored.gradient == [[pytest.approx(gradient)]]
+    assert scored.metrics["dro_penalty"] == [[pytest.approx(0.025)]]

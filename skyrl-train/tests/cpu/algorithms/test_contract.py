@@ -1,0 +1,117 @@
+"""Estimators and losses that break their contract are refused before a run starts, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.contract import check_advantage_estimator, returns_scalar
+from skyrl_train.algorithms.registry import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    named_inputs,
+    reads_whole_batch,
+    required_inputs,
+)
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.errors import ConfigError
+
+CONFIG = AlgorithmConfig(advantage_estimator="mine", policy_loss_type="mine")
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
+def test_every_estimator_keeps_its_contract(name: str) -> None:
+    check_advantage_estimator(ADVANTAGE_ESTIMATORS.get(name), CONFIG, has_critic=True)
+
+
+@pytest.mark.parametrize("name", ["gae", "gae_per_turn"])
+def test_values_without_a_critic_are_refused(name: str) -> None:
+    config = AlgorithmConfig(advantage_estimator=name)
+    with pytest.raises(ConfigError, match=rf"{name} needs the values of a critic.*trainer\.critic\.model\.path"):
+        check_advantage_estimator(ADVANTAGE_ESTIMATORS.get(name), config, has_critic=False)
+
+
+def test_an_argument_that_no_run_provides_is_refused() -> None:
+    def mine(token_level_rewards: torch.Tensor, verifier_scores: torch.Tensor) -> Tensors:
+        return token_level_rewards, verifier_scores
+
+    with pytest.raises(ConfigError, match=r"=mine requires verifier_scores, which no run provides.*old_log_probs"):
+        check_advantage_estimator(mine, CONFIG, has_critic=True)
+
+
+def test_an_estimator_in_skyrls_form_is_accepted() -> None:
+    def mine(
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, values: Any = None, **kwargs: Any
+    ) -> Tensors:
+        assert kwargs["gamma"] == 1.0
+        assert kwargs["grpo_norm_by_std"]
+        return token_level_rewards * response_mask, token_level_rewards * response_mask
+
+    check_advantage_estimator(mine, CONFIG, has_critic=False)
+
+
+def test_an_estimator_is_called_with_what_it_names() -> None:
+    def few(token_level_rewards: int, index: int) -> Any: ...
+    def optional(token_level_rewards: int, values: int = 0) -> Any: ...
+    def everything(index: int, **_: Any) -> Any: ...
+
+    available = {"token_level_rewards": 1, "index": 2, "gamma": 3}
+    assert named_inputs(few, available) == {"token_level_rewards": 1, "index": 2}
+    assert named_inputs(optional, available) == {"token_level_rewards": 1}
+    assert named_inputs(everything, available) == available
+    assert required_inputs(few) == {"token_level_rewards", "index"}
+    assert required_inputs(optional) == {"token_level_rewards"}
+    assert required_inputs(everything) == {"index"}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "reason"),
+    [
+        (torch.zeros(2, 3), r"returned a tensor of shape \(2, 3\)"),
+        ((torch.zeros(2), torch.zeros(2)), r"returned a tensor of shape \(2,\), a tensor of shape \(2,\)"),
+        (None, "returned NoneType"),
+    ],
+)
+def test_an_estimator_that_returns_something_else_is_refused(outputs: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"advantage_estimator=mine {reason}.*return advantages and returns"):
+        check_advantage_estimator(lambda **_: outputs, CONFIG, has_critic=False)
+
+
+def test_an_estimator_that_fails_is_refused_with_its_error() -> None:
+    def mine(token_level_rewards: torch.Tensor, **_: Any) -> Tensors:
+        return token_level_rewards.undefined, token_level_rewards
+
+    with pytest.raises(ConfigError, match=r"=mine failed on a made-up example: AttributeError: .*undefined"):
+        check_advantage_estimator(mine, CONFIG, has_critic=False)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.list_available())
+def test_every_loss_returns_that_of_each_token(name: str) -> None:
+    assert not returns_scalar(POLICY_LOSSES.get(name), CONFIG)
+
+
+def test_a_loss_may_reduce_by_itself() -> None:
+    assert returns_scalar(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "reason"),
+    [
+        (torch.zeros(2, 3), r"returned a tensor of shape \(2, 3\) for"),
+        ((torch.zeros(2), {}), r"returned a tensor of shape \(2,\), dict for"),
+        ((0.0, {}), "returned float, dict for"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused(outputs: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"policy_loss_type=mine {reason}"):
+        returns_scalar(lambda *_: outputs, CONFIG)
+
+
+def test_losses_that_compare_tokens_across_the_mini_batch_say_so() -> None:
+    assert [name for name in POLICY_LOSSES.list_available() if reads_whole_batch(POLICY_LOSSES.get(name))] == [
+        "clip_cov",
+        "kl_cov",
+    ]

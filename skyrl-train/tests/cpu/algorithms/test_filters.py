@@ -1,0 +1,187 @@
+"""Trajectories and tokens that are left out, and rewards of replies that were cut off."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trajectories import make_trajectory
+
+from skyrl_train.algorithms.filters import (
+    informative_groups,
+    leave_out_truncated,
+    punish_overlong,
+    soft_overlong_punishment,
+    top_entropy_mask,
+    zero_reward_on_non_stop,
+)
+from skyrl_train.types import Trajectory, Turn
+
+
+def test_groups_of_unequal_rewards_and_groups_of_one_are_informative() -> None:
+    rewards = [1.0, 0.0, 0.5, 1.0, 1.0, 7.0]
+    assert informative_groups(rewards, ["a", "b", "a", "c", "c", "alone"], 1e-6) == {"a", "b", "alone"}
+
+
+@pytest.mark.parametrize(("tolerance", "is_informative"), [(0.0, True), (0.24, True), (0.25, False), (0.3, False)])
+def test_rewards_are_equal_up_to_a_standard_deviation(tolerance: float, is_informative: bool) -> None:
+    assert informative_groups([0.5, 1.0], ["a", "a"], tolerance) == ({"a"} if is_informative else set())
+
+
+def test_equal_rewards_are_equal_without_any_tolerance() -> None:
+    assert informative_groups([0.1] * 7, ["a"] * 7, 0.0) == set()
+
+
+def test_no_trajectories_no_groups() -> None:
+    assert informative_groups([], [], 1e-6) == set()
+
+
+CUT_OFF = make_trajectory("cut", [0.0, 0.5, 1.0], loss_mask=[1, 0, 1], stop_reason="length")
+ENDED = make_trajectory("ended", [0.0, 1.0])
+INVALID = make_trajectory("invalid", None, stop_reason="length", error="no answer")
+EMPTY = make_trajectory("empty", [], stop_reason="length")
+FAILED = make_trajectory("failed", [0.25], stop_reason="too long", reward_components={"right": 1.0, "short": -0.75})
+
+
+def test_truncated_trajectories_are_left_out_of_the_loss_and_keep_their_rewards() -> None:
+    cut_off, ended, invalid, empty, failed = leave_out_truncated([CUT_OFF, ENDED, INVALID, EMPTY, FAILED])
+    assert cut_off.loss_mask == [0, 0, 0]
+    assert cut_off.rewards == [0.0, 0.5, 1.0]
+    assert CUT_OFF.loss_mask == [1, 0, 1], "the one that came in is left as it was"
+    assert (ended, invalid, failed) == (ENDED, INVALID, FAILED)
+    assert empty.loss_mask == []
+
+
+def test_a_reply_that_was_ended_by_a_stop_string_is_not_truncated() -> None:
+    without_eos = make_trajectory("0", [1.0, 0.0], stop_reason="stop")
+    assert leave_out_truncated([without_eos]) == [without_eos]
+
+
+def test_rewards_of_what_did_not_end_by_itself_are_zero() -> None:
+    cut_off, ended, invalid, empty, failed = zero_reward_on_non_stop([CUT_OFF, ENDED, INVALID, EMPTY, FAILED])
+    assert cut_off.rewards == [0.0, 0.0, 0.0]
+    assert cut_off.loss_mask == [1, 0, 1]
+    assert failed.rewards == [0.0]
+    assert failed.reward_components == {"right": 0.0, "short": 0.0}
+    assert (ended, invalid) == (ENDED, INVALID)
+    assert not invalid.is_valid
+    assert empty.rewards == []
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "punishment"),
+    [(0, 0.0), (700, 0.0), (800, 0.0), (801, -0.005), (900, -0.5), (1000, -1.0), (1200, -1.0)],
+)
+def test_soft_overlong_punishment(n_tokens: int, punishment: float) -> None:
+    assert soft_overlong_punishment(n_tokens, max_tokens=1000, buffer=200, factor=1.0) == pytest.approx(punishment)
+    assert soft_overlong_punishment(n_tokens, 1000, 200, factor=0.4) == pytest.approx(0.4 * punishment)
+
+
+def turns(*edges: tuple[int, int]) -> tuple[Turn, ...]:
+    return tuple(Turn(start, end, prompt_length=5, reward=0.0, stop_reason="stop") for start, end in edges)
+
+
+def conversation(rewards: list[float] | None, **fields: Any) -> Trajectory:
+    """Turns of 2, 4 and 1 tokens with one observation after each."""
+    played = {"turns": turns((0, 2), (3, 7), (8, 9)), "loss_mask": [1, 1, 0, 1, 1, 1, 1, 0, 1], **fields}
+    return make_trajectory("0", rewards, response_ids=list(range(9)), logprobs=None, **played)
+
+
+def test_the_longest_turn_is_punished_on_the_last_sampled_token() -> None:
+    (punished,) = punish_overlong([conversation([0, 0.5, 0, 0, 0, 0, 0, 0, 1.0])], 5, buffer=2, factor=0.6)
+    assert punished.rewards == pytest.approx([0, 0.5, 0, 0, 0, 0, 0, 0, 0.7])  # turn 2 has 4 tokens: half of 0.6
+    (as_before,) = punish_overlong([conversation([0.0] * 9)], 6, buffer=2, factor=0.6)
+    assert as_before == conversation([0.0] * 9)
+
+
+def test_turns_tell_also_where_the_mask_is_gone() -> None:
+    cut_off = conversation([0.0] * 9, stop_reason="length")
+    (punished,) = punish_overlong(leave_out_truncated([cut_off]), 5, buffer=2, factor=1.0)
+    assert punished.rewards == [0, 0, 0, 0, 0, 0, 0, 0, -0.5]
+
+
+def test_without_turns_the_sampled_tokens_count() -> None:
+    trajectory = make_trajectory("0", [0.0, 0.0, 2.0, 0.0], loss_mask=[1, 0, 1, 0])  # two of four were sampled
+    (punished,) = punish_overlong([trajectory], 2, buffer=1, factor=1.0)
+    assert punished.rewards == [0.0, 0.0, 1.0, 0.0]
+    assert trajectory.rewards == [0.0, 0.0, 2.0, 0.0], "the one that came in is left as it was"
+
+
+def test_nothing_sampled_and_invalid_are_not_punished() -> None:
+    nothing = make_trajectory("0", [], stop_reason="length")
+    invalid = conversation(None, loss_mask=[1] * 9)
+    assert punish_overlong([nothing, invalid], 4, buffer=4, factor=1.0) == [nothing, invalid]
+
+
+def test_the_punishment_is_a_component_where_there_are_components() -> None:
+    long, short = make_trajectory("0", [0.0, 0.0, 1.0]), make_trajectory("0", [1.0])
+    with_components = [
+        Trajectory(**{name: getattr(t, name) for name in t.__slots__} | {"reward_components": {"right": 1.0}})
+        for t in (long, short)
+    ]
+    punished = punish_overlong(with_components, 4, buffer=2, factor=1.0)
+    assert [t.reward_components for t in punished] == [
+        {"right": 1.0, "overlong": -0.5},
+        {"right": 1.0, "overlong": 0.0},
+    ]
+    assert [t.total_reward for t in punished] == [sum(t.reward_components.values()) for t in punished]
+    assert punish_overlong([long], 4, buffer=2, factor=1.0)[0].reward_components == {}
+
+
+ENTROPIES = torch.tensor([[0.1, 0.9, math.nan, 0.5], [0.3, 9.0, 0.7, 0.2]])
+TRAINED = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("quantile", "kept"),
+    [
+        (0.01, [[0, 1, 0, 0], [0, 0, 0, 0]]),  # at least one
+        (1 / 6, [[0, 1, 0, 0], [0, 0, 0, 0]]),
+        (0.2, [[0, 1, 0, 0], [0, 0, 1, 0]]),  # 1.2 of six tokens: two
+        (0.5, [[0, 1, 0, 1], [0, 0, 1, 0]]),
+        (1.0, [[1, 1, 0, 1], [1, 0, 1, 1]]),
+    ],
+)
+def test_the_tokens_of_highest_entropy_are_kept(quantile: float, kept: list[list[int]]) -> None:
+    assert top_entropy_mask(ENTROPIES, TRAINED, quantile).tolist() == kept
+
+
+def test_tokens_that_tie_are_kept_together() -> None:
+    entropies = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
+    assert top_entropy_mask(entropies, torch.ones(1, 5), 0.4).tolist() == [[1, 1, 1, 1, 0]]
+
+
+def test_a_share_that_is_a_whole_number_of_tokens_is_that_number() -> None:
+    for n_tokens in range(1, 200):
+        for n_kept in range(1, n_tokens + 1):
+            mask = top_entropy_mask(torch.arange(n_tokens)[None] / 8, torch.ones(1, n_tokens), n_kept / n_tokens)
+            assert mask.sum() == n_kept
+
+
+def test_of_no_token_none_is_kept() -> None:
+    assert not top_entropy_mask(ENTROPIES, torch.zeros(2, 4), 0.5).any()
+
+
+def test_the_entropy_mask_has_no_gradient() -> None:
+    assert not top_entropy_mask(torch.rand(2, 3, requires_grad=True), torch.ones(2, 3), 0.5).requires_grad
+
+
+@given(
+    entropies=st.lists(st.floats(0, 5, width=32), min_size=1, max_size=24, unique=True),
+    quantile=st.floats(0.01, 1),
+    data=st.data(),
+)
+def test_neither_order_nor_padding_matters(entropies: list[float], quantile: float, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(entropies))))
+    row = torch.tensor(entropies)
+    expected = top_entropy_mask(row[None], torch.ones(1, len(row)), quantile)[0]
+    column = torch.cat([row[order], torch.full((3,), 99.0)])[:, None]
+    mask = torch.cat([torch.ones(len(row)), torch.zeros(3)])[:, None]
+    kept = top_entropy_mask(column, mask, quantile)[:, 0]
+    assert torch.equal(kept[: len(row)], expected[order])
+    assert not kept[len(row) :].any()
+    assert row[expected > 0].min() > row[expected == 0].max() if (expected == 0).any() else True

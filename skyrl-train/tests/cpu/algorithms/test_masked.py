@@ -1,0 +1,70 @@
+"""Masked statistics against torch's own on what the mask marks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.algorithms.masked import masked_mean, masked_var, masked_whiten
+
+NAN = math.nan
+VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]], dtype=torch.float64)
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+def test_the_mean_is_of_what_is_marked() -> None:
+    assert masked_mean(VALUES, MASK).item() == 3
+    assert masked_mean(VALUES, MASK, dim=-1).tolist() == [1.5, 6]
+    assert masked_mean(VALUES, MASK, dim=0).tolist() == [3.5, 2, 0]  # nothing is marked in the last column
+
+
+def test_the_variance_is_unbiased() -> None:
+    assert masked_var(VALUES, MASK).item() == 7  # (4 + 1 + 9) / 2
+
+
+def test_whitened_by_hand() -> None:
+    expected = [[-2 / math.sqrt(7), -1 / math.sqrt(7), 0], [3 / math.sqrt(7), 0, 0]]
+    for row, numbers in zip(masked_whiten(VALUES, MASK).tolist(), expected, strict=True):
+        assert row == pytest.approx(numbers, abs=1e-8)
+
+
+def test_fewer_than_two_values_are_only_centred() -> None:
+    values, nothing = torch.tensor([[0.3, NAN]]), torch.zeros(1, 2)
+    assert masked_whiten(values, torch.tensor([[1.0, 0.0]])).tolist() == [[0, 0]]
+    assert masked_whiten(values, nothing).tolist() == [[0, 0]]
+    assert masked_var(values, nothing).item() == masked_mean(values, nothing).item() == 0
+
+
+@pytest.mark.parametrize("value", [0.1, -0.7, 1 / 3])
+def test_equal_values_are_whitened_to_zero_however_many_they_are(value: float) -> None:
+    """The rounding of their mean, times 1 / √1e-8, would be an advantage of 1e-3."""
+    for n in (3, 1000, 99_991):
+        values = torch.full((1, n), value)
+        assert masked_whiten(values, torch.ones_like(values)).abs().max() < 1e-7
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), min_size=1, max_size=9))
+def test_like_torch_on_the_marked_values(cells: list[tuple[float, bool]]) -> None:
+    values = torch.tensor([value for value, _ in cells], dtype=torch.float64)
+    mask = torch.tensor([is_marked for _, is_marked in cells])
+    marked = values[mask]
+    poisoned = torch.where(mask, values, NAN)
+    whitened = masked_whiten(poisoned, mask)
+    assert (whitened[~mask] == 0).all()
+    if len(marked):
+        assert masked_mean(poisoned, mask).item() == pytest.approx(marked.mean().item(), abs=1e-12)
+    if len(marked) > 1:
+        assert masked_var(poisoned, mask).item() == pytest.approx(marked.var().item(), abs=1e-12)
+        torch.testing.assert_close(whitened[mask], (marked - marked.mean()) / (marked.var() + 1e-8).sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.long, torch.float32])
+def test_the_type_of_the_values_is_kept_whatever_that_of_the_mask(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
+    values, mask = VALUES.to(dtype), MASK.to(mask_dtype)
+    for result in (masked_mean(values, mask), masked_var(values, mask), masked_whiten(values, mask)):
+        assert result.dtype == dtype

@@ -1,0 +1,324 @@
+"""Corrections for the gap between engine and policy: each step by hand, their order, and what must not matter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.algorithms.off_policy import correction_weights, rollout_gap_metrics, sequence_mask
+from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+
+RATIOS = torch.tensor([[1.0, 3.0, 0.5, 1.0], [1.0, 1.0, 0.1, 8.0]], dtype=torch.float64)
+MASK = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+
+
+def weigh(
+    ratios: torch.Tensor, mask: torch.Tensor, **settings: Any
+) -> tuple[list[list[float]], dict[str, list[list[float]]]]:
+    """Weights and metrics, as lists, for tokens of these ratios κ."""
+    rollout = torch.full_like(ratios, -3.0)
+    config = OffPolicyCorrectionConfig(**settings)
+    weights, metrics = correction_weights(rollout + ratios.log(), rollout, mask, config)
+    return weights.tolist(), {name: values.tolist() for name, values in metrics.items()}
+
+
+def near(rows: list[list[float]]) -> list[Any]:
+    return [pytest.approx(row) for row in rows]
+
+
+def test_without_a_correction_the_weight_is_one_on_trained_tokens() -> None:
+    weights, metrics = weigh(RATIOS, MASK)
+    assert weights == MASK.tolist()
+    assert metrics == {"off_policy_weight_mean": MASK.tolist()}
+
+
+def test_truncated_per_token() -> None:
+    weights, metrics = weigh(RATIOS, MASK, tis_ratio_type="token", token_tis_ratio_clip_high=2.5)
+    assert weights == near([[1.0, 2.5, 0.5, 0.0], [1.0, 1.0, 0.1, 2.5]])
+    assert metrics["tis_token_clip_high_ratio"] == [[0, 1, 0, 0], [0, 0, 0, 1]]
+    assert metrics["off_policy_weight_mean"] == weights
+
+
+def test_truncated_per_sequence() -> None:
+    weights, metrics = weigh(RATIOS, MASK, tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.2)
+    assert weights == near([[1.2, 1.2, 1.2, 0.0], [0.8, 0.8, 0.8, 0.8]])  # products 1.5 and 0.8
+    assert metrics["tis_seq_clip_high_ratio"] == [[1, 1, 1, 0], [0, 0, 0, 0]]
+
+
+def test_outliers_take_their_trajectory_with_them() -> None:
+    weights, metrics = weigh(RATIOS, MASK, outlier_token_is_threshold_low=0.2, outlier_token_is_threshold_high=5.0)
+    assert weights == [[1, 1, 1, 0], [0, 0, 0, 0]]
+    for side in ("masked", "over_high", "under_low"):
+        assert metrics[f"outlier_seq_{side}_ratio"] == [[0, 0, 0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(("side", "threshold", "other_side"), [("high", 2.0, "under_low"), ("low", 0.3, "over_high")])
+def test_one_threshold_for_outliers_is_enough(side: str, threshold: float, other_side: str) -> None:
+    _, metrics = weigh(RATIOS, MASK, **{f"outlier_token_is_threshold_{side}": threshold})
+    is_out = [[1, 1, 1, 0], [1, 1, 1, 1]] if side == "high" else [[0, 0, 0, 0], [1, 1, 1, 1]]
+    assert metrics["outlier_seq_masked_ratio"] == is_out
+    assert metrics[f"outlier_seq_{other_side}_ratio"] == [[0] * 4, [0] * 4]
+
+
+def test_tokens_outside_the_interval_are_left_out() -> None:
+    weights, metrics = weigh(RATIOS, MASK, token_mask_is_threshold_low=0.4, token_mask_is_threshold_high=4.0)
+    assert weights == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert metrics["token_mask_ratio"] == [[0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kept", "under", "over"),
+    [  # the products are 1.5 and 0.8
+        (0.7, 2.0, [1, 1], [0, 0], [0, 0]),
+        (0.9, 2.0, [1, 0], [0, 1], [0, 0]),
+        (0.7, 1.4, [0, 1], [0, 0], [1, 0]),
+    ],
+)
+def test_trajectories_are_left_out_by_their_product(
+    low: float, high: float, kept: list[int], under: list[int], over: list[int]
+) -> None:
+    weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric="product", product_mask_low=low, product_mask_high=high)
+    rows = torch.tensor([kept, under, over], dtype=torch.float64)[:, :, None] * MASK
+    assert weights == rows[0].tolist()
+    assert metrics["product_sequence_mask_under_low_ratio"] == rows[1].tolist()
+    assert metrics["product_sequence_mask_over_high_ratio"] == rows[2].tolist()
+    assert metrics["product_sequence_mask_masked_ratio"] == (rows[1] + rows[2]).tolist()
+
+
+@pytest.mark.parametrize(("high", "kept"), [(1.15, [1, 1]), (1.14, [0, 1])])
+def test_trajectories_are_left_out_by_their_geometric_mean(high: float, kept: list[int]) -> None:
+    # 1.5^(1/3) = 1.1447 and 0.8^(1/4) = 0.9457
+    weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric="geometric", geo_mask_low=0.94, geo_mask_high=high)
+    is_kept = torch.tensor(kept)[:, None] * MASK
+    assert weights == is_kept.tolist()
+    assert metrics["geo_sequence_mask_masked_ratio"] == (MASK - is_kept).tolist()
+    assert metrics["geo_sequence_mask_over_high_ratio"] == (MASK - is_kept).tolist()
+    assert metrics["geo_sequence_mask_under_low_ratio"] == [[0] * 4, [0] * 4]
+
+
+def test_a_ratio_on_a_threshold_is_inside() -> None:
+    log_ratio = torch.tensor([[0.5, 2.0, 0.499, 2.001]], dtype=torch.float64).log()
+    config = OffPolicyCorrectionConfig(token_mask_is_threshold_low=0.5, token_mask_is_threshold_high=2.0)
+    weights, _ = correction_weights(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio), config)
+    assert weights.tolist() == [[1, 1, 0, 0]]
+
+
+class TestOrder:
+    """A step sees only the tokens that those before it have left."""
+
+    def test_an_outlier_is_one_though_the_token_mask_would_leave_it_out(self) -> None:
+        ratios = torch.tensor([[1.0, 50.0]])
+        settings = {
+            "outlier_token_is_threshold_high": 10.0,
+            "token_mask_is_threshold_low": 0.5,
+            "token_mask_is_threshold_high": 2.0,
+        }
+        weights, metrics = weigh(ratios, torch.ones(1, 2), **settings)
+        assert weights == [[0, 0]]
+        assert metrics["outlier_seq_masked_ratio"] == [[1, 1]]
+        assert metrics["token_mask_ratio"] == [[0, 0]], "left out once, counted once"
+
+    @pytest.mark.parametrize("ratio_type", ["token", "sequence"])
+    def test_masked_tokens_are_in_no_product_and_no_count(self, ratio_type: str) -> None:
+        ratios = torch.tensor([[1.5, 50.0, 2.0]])
+        settings = {
+            "token_mask_is_threshold_low": 0.1,
+            "token_mask_is_threshold_high": 10.0,
+            "tis_ratio_type": ratio_type,
+            "token_tis_ratio_clip_high": 5.0,
+            "sequence_tis_ratio_clip_high": 5.0,
+            "sequence_mask_metric": "geometric",
+            "geo_mask_low": 1.0,
+            "geo_mask_high": 1.74,  # above √3, the geometric mean of what is left
+        }
+        weights, metrics = weigh(ratios, torch.ones(1, 3), **settings)
+        assert weights == near([[1.5, 0.0, 2.0]] if ratio_type == "token" else [[3.0, 0.0, 3.0]])
+        name = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}[ratio_type]
+        assert metrics[name] == [[0, 0, 0]], "the masked token is above the cap, but it is gone"
+
+    def test_the_sequence_mask_tests_ratios_before_they_are_capped(self) -> None:
+        settings = {
+            "tis_ratio_type": "sequence",
+            "sequence_tis_ratio_clip_high": 1.5,
+            "sequence_mask_metric": "product",
+        }
+        weights, metrics = weigh(torch.tensor([[3.0], [1.9]]), torch.ones(2, 1), **settings)
+        assert weights == near([[0.0], [1.5]])
+        assert metrics["tis_seq_clip_high_ratio"] == [[1], [1]], "both are capped before one of them is left out"
+        assert metrics["product_sequence_mask_over_high_ratio"] == [[1], [0]]
+
+
+EVERYTHING = OffPolicyCorrectionConfig(
+    tis_ratio_type="sequence",
+    sequence_mask_metric="geometric",
+    geo_mask_low=0.6,
+    geo_mask_high=1.6,
+    token_mask_is_threshold_low=0.3,
+    token_mask_is_threshold_high=4.0,
+    outlier_token_is_threshold_low=0.02,
+    outlier_token_is_threshold_high=50.0,
+)
+
+
+def naive_weights(old: list[float], rollout: list[float], mask: list[float]) -> list[float]:
+    """One row under `EVERYTHING`, in plain loops."""
+    ratios = {t: math.exp(old[t] - rollout[t]) for t in range(len(mask)) if mask[t]}
+    weights = [0.0] * len(mask)
+    if any(ratio < 0.02 or ratio > 50 for ratio in ratios.values()):
+        return weights
+    ratios = {t: ratio for t, ratio in ratios.items() if 0.3 <= ratio <= 4}
+    product = math.prod(ratios.values())
+    if not ratios or not 0.6 <= product ** (1 / len(ratios)) <= 1.6:
+        return weights
+    for t in ratios:
+        weights[t] = min(product, 5.0)
+    return weights
+
+
+token = st.tuples(st.sampled_from([-4.5, -1.3, -0.4, -0.1, 0.05, 0.3, 0.7, 1.5, 4.5]), st.booleans())
+rows = st.lists(st.lists(token, min_size=4, max_size=4), min_size=1, max_size=6)
+
+
+def as_tensors(drawn: list[list[tuple[float, bool]]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Old and rollout log-probs, and the mask, all (B, 4)."""
+    log_ratio = torch.tensor([[value for value, _ in row] for row in drawn], dtype=torch.float64)
+    mask = torch.tensor([[float(is_trained) for _, is_trained in row] for row in drawn], dtype=torch.float64)
+    return log_ratio - 2.0, torch.full_like(log_ratio, -2.0), mask
+
+
+@given(rows)
+def test_the_same_as_plain_loops(drawn: list[list[tuple[float, bool]]]) -> None:
+    old, rollout, mask = as_tensors(drawn)
+    weights, _ = correction_weights(old, rollout, mask, EVERYTHING)
+    expected = [naive_weights(*(tensor[row].tolist() for tensor in (old, rollout, mask))) for row in range(len(old))]
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=1e-6)
+
+
+@given(drawn=rows, part_size=st.integers(1, 6))
+def test_micro_batches_and_padding_do_not_matter(drawn: list[list[tuple[float, bool]]], part_size: int) -> None:
+    old, rollout, mask = as_tensors(drawn)
+    whole, metrics = correction_weights(old, rollout, mask, EVERYTHING)
+    padded = (torch.nn.functional.pad(tensor, (0, 2)).split(part_size) for tensor in (old, rollout, mask))
+    parts = [correction_weights(*part, EVERYTHING) for part in zip(*padded, strict=True)]
+    torch.testing.assert_close(torch.cat([weights for weights, _ in parts])[:, :4], whole, atol=1e-6, rtol=0)
+    for name, values in metrics.items():
+        torch.testing.assert_close(torch.cat([of_part[name] for _, of_part in parts])[:, :4], values)
+
+
+@given(drawn=rows, ratio_type=st.sampled_from([None, "token", "sequence"]))
+def test_nothing_outside_the_mask_leaks_in(
+    drawn: list[list[tuple[float, bool]]], ratio_type: Literal["token", "sequence"] | None
+) -> None:
+    old, rollout, mask = as_tensors(drawn)
+    config = EVERYTHING.model_copy(update={"tis_ratio_type": ratio_type})
+    for poison in (math.nan, math.inf, 1e4):
+        poisoned = old.where(mask > 0, poison).requires_grad_()
+        weights, metrics = correction_weights(poisoned, rollout.where(mask > 0, poison), mask, config)
+        expected, expected_metrics = correction_weights(old, rollout, mask, config)
+        assert not weights.requires_grad
+        assert torch.equal(weights, expected)
+        assert all(torch.equal(values, expected_metrics[name]) for name, values in metrics.items())
+        assert all((values[mask == 0] == 0).all() for values in (weights, *metrics.values()))
+
+
+def test_products_neither_overflow_nor_lose_their_side() -> None:
+    log_ratio = torch.full((3, 1000), 500.0)
+    log_ratio[1] *= -1
+    log_ratio[2, ::2] *= -1  # the product of this row is 1
+    rollout, mask = torch.full_like(log_ratio, -600.0), torch.ones_like(log_ratio)
+    config = OffPolicyCorrectionConfig(tis_ratio_type="sequence")
+    weights, _ = correction_weights(rollout + log_ratio, rollout, mask, config)
+    torch.testing.assert_close(weights, torch.tensor([[5.0], [0.0], [1.0]]).expand(3, 1000))
+    config = OffPolicyCorrectionConfig(sequence_mask_metric="product")
+    _, metrics = correction_weights(rollout + log_ratio, rollout, mask, config)
+    assert metrics["product_sequence_mask_over_high_ratio"].mean(dim=1).tolist() == [1, 0, 0]
+    assert metrics["product_sequence_mask_under_low_ratio"].mean(dim=1).tolist() == [0, 1, 0]
+
+
+def test_one_token_moves_a_product_by_no_more_than_e_to_the_20() -> None:
+    log_ratio = torch.tensor([[500.0, -20.0], [-500.0, 20.0]])
+    config = OffPolicyCorrectionConfig(tis_ratio_type="sequence")
+    weights, _ = correction_weights(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio), config)
+    assert weights.tolist() == [[1, 1], [1, 1]]
+
+
+def test_the_gap_by_hand() -> None:
+    old = torch.tensor([[-1.0, -2.0, math.nan], [-1.0, 5.0, -0.5]], dtype=torch.float64, requires_grad=True)
+    ratios = torch.tensor([[2.0, 0.5, 1.0], [1.0, 1.0, 4.0]], dtype=torch.float64)
+    rollout = old.detach() - ratios.log()
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+    log_2 = math.log(2)
+    gaps, kept = [log_2, log_2, 0, 2 * log_2], [2.0, 0.5, 1.0, 4.0]
+    assert rollout_gap_metrics(old, rollout, mask) == pytest.approx(
+        {
+            "rollout_train_logprobs_abs_diff_mean": log_2,
+            "rollout_train_logprobs_abs_diff_std": math.sqrt(sum((gap - log_2) ** 2 for gap in gaps) / 4),
+            "rollout_train_logprobs_abs_diff_max": 2 * log_2,
+            "rollout_train_logprobs_abs_diff_min": 0.0,
+            "is_ratio_mean": 7.5 / 4,
+            "is_ratio_std": math.sqrt(sum((ratio - 7.5 / 4) ** 2 for ratio in kept) / 4),
+            "is_ratio_max": 4.0,
+            "is_ratio_min": 0.5,
+            "rollout_train_kl": sum(ratio - math.log(ratio) - 1 for ratio in kept) / 4,
+            "is_ratio_ess_share": 7.5**2 / (4 * (4 + 0.25 + 1 + 16)),
+        }
+    )
+
+
+def test_the_gap_of_one_token_has_no_spread() -> None:
+    metrics = rollout_gap_metrics(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1))
+    assert metrics["is_ratio_std"] == 0
+    assert metrics["is_ratio_ess_share"] == 1
+
+
+def test_the_gap_of_no_token_is_nothing() -> None:
+    assert rollout_gap_metrics(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)) == {}
+
+
+def test_a_huge_gap_is_still_a_number() -> None:
+    metrics = rollout_gap_metrics(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-1.0, -500.0]]), torch.ones(1, 2))
+    assert metrics["rollout_train_logprobs_abs_diff_max"] == 500
+    assert metrics["is_ratio_max"] == pytest.approx(math.exp(20))
+    assert metrics["is_ratio_ess_share"] == pytest.approx(0.5)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_gap_estimates_the_divergence_without_bias() -> None:
+    """Every outcome as often as the engine draws it: the mean is the divergence."""
+    counts = torch.tensor([5, 3, 2])
+    rollout, old = counts / counts.sum(), torch.tensor([0.3, 0.3, 0.4])
+    drawn = torch.repeat_interleave(torch.arange(3), counts)[None]
+    metrics = rollout_gap_metrics(old.log()[drawn], rollout.log()[drawn], torch.ones(1, 10))
+    assert metrics["rollout_train_kl"] == pytest.approx((rollout * (rollout / old).log()).sum().item())
+
+
+@pytest.mark.parametrize(
+    ("advantage", "drift", "is_kept"),
+    [  # drift is what the log-prob has lost since the token was sampled
+        (-1.0, 0.3, False),
+        (-1.0, 0.15, True),
+        (-1.0, -0.3, True),  # a mistake that became likelier is the policy's own
+        (1.0, 0.3, True),
+        (0.0, 0.3, True),
+    ],
+)
+def test_mistakes_that_the_policy_has_given_up_are_left_out(advantage: float, drift: float, is_kept: bool) -> None:
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    log_probs = torch.tensor([[-1.0, math.nan, -2.0]], requires_grad=True)
+    behaviour = torch.tensor([[-1.0 + 1.5 * drift, 7.0, -2.0 + 0.5 * drift]])
+    advantages = torch.tensor([[2 * advantage, math.nan, 0.0]])
+    kept = sequence_mask(log_probs, behaviour, advantages, mask, threshold=0.2)
+    assert kept.tolist() == [[float(is_kept), 0.0, float(is_kept)]]
+    assert not kept.requires_grad
+
+
+def test_each_trajectory_is_judged_by_itself_and_one_without_tokens_is_nothing() -> None:
+    log_probs = torch.tensor([[-3.0, -3.0], [-1.0, -1.0], [-9.0, -9.0]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    kept = sequence_mask(log_probs, torch.full((3, 2), -1.0), torch.full((3, 2), -1.0), mask, threshold=0.5)
+    assert kept.tolist() == [[0, 0], [1, 0], [0, 0]]

@@ -1,0 +1,53 @@
+"""What the READMEs of `examples/algorithms` tell one to type is there, and is accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config import parse_cli
+from skyrl_train.config.validation import find_warnings
+
+FOLDER = Path(__file__).parents[4] / "examples/algorithms"
+READMES = sorted(FOLDER.rglob("README.md"))
+
+
+def commands(readme: Path) -> Iterator[list[str]]:
+    """The words of every command in a README."""
+    for block in re.findall(r"```bash\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_its_commands_are_accepted(readme: Path, record: Callable[..., Any]) -> None:
+    for command in commands(readme):
+        is_script = command[0] == "bash"
+        argv = record(command)[1] if is_script else command[3:]
+        assert is_script or command[:3] == ["python", "-m", "skyrl_train.entrypoints.main_base"]
+        warnings = find_warnings(parse_cli(argv))
+        assert warnings == [], shlex.join(command)
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*/run_*.sh")), ids=lambda path: path.stem)
+def test_a_script_is_in_the_readme_beside_it(script: Path) -> None:
+    typed = [command[:2] for command in commands(script.parent / "README.md")]
+    assert ["bash", f"examples/algorithms/{script.parent.name}/{script.name}"] in typed
+
+
+def test_every_folder_is_in_the_list() -> None:
+    listed = re.findall(r"^\| \[`([^`]+)`\]\(\1/README.md\)", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(readme.parent.name for readme in READMES if readme.parent != FOLDER)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_its_links_lead_somewhere(readme: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
+    made_later = "benchmarks/algorithms/results.md"  # by the benchmark
+    missing = [link for link in links if not link.endswith(made_later) and not (readme.parent / link).exists()]
+    assert not missing

@@ -1,0 +1,177 @@
+"""What a step learns from: failed rollouts left out, groups that teach nothing sampled again, greedy baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from trajectories import make_trajectory
+
+from skyrl_train.config import SkyRLConfig, load_config
+from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
+from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.generators.base import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    RolloutRequest,
+)
+from skyrl_train.generators.sampling import RolloutSampler, Sample
+from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.types import PromptRow, Trajectory
+
+N_SAMPLES = 2
+
+
+class Prompts(ShuffledPrompts):
+    """Prompts 0, 1, 2, …, `batch_size` at a time, over and over."""
+
+    def __init__(self, n_rows: int, batch_size: int) -> None:
+        rows = [PromptRow(str(i), [{"role": "user", "content": f"prompt {i}"}], None, {}) for i in range(n_rows)]
+        dataset = PromptDataset.__new__(PromptDataset)
+        dataset._rows = rows
+        super().__init__(dataset, batch_size, seed=0)
+        self.batches: list[list[PromptRow]] = []
+        self._position = 0
+
+    def next_batch(self) -> list[PromptRow]:
+        rows = [self._dataset[(self._position + i) % len(self._dataset)] for i in range(self._batch_size)]
+        self._position += self._batch_size
+        self.batches.append(rows)
+        return rows
+
+
+class Scripted(GeneratorInterface):
+    """Rewards by the rule of a test: of the uid and the sample; None is an invalid trajectory."""
+
+    def __init__(self, reward: Any) -> None:
+        self._reward = reward
+        self.calls: list[tuple[list[RolloutRequest], SamplingParams]] = []
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        raise NotImplementedError
+
+    async def rollout(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
+    ) -> list[Trajectory]:
+        self.calls.append((list(requests), sampling))
+        rewards = [self._reward(r.id.instance_id, r.id.repetition_id) for r in requests]
+        return [
+            replace(
+                make_trajectory(rewards=None if reward is None else (reward,)),
+                id=request.id,
+                error="it broke" if reward is None else None,
+            )
+            for request, reward in zip(requests, rewards, strict=True)
+        ]
+
+
+def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
+    return load_config(
+        {
+            "trainer": {
+                "train_batch_size": n_prompts,
+                "policy_mini_batch_size": n_prompts,
+                "algorithm": algorithm,
+            },
+            "generator": {"n_samples_per_prompt": N_SAMPLES},
+        }
+    )
+
+
+async def sample(cfg: SkyRLConfig, generator: Scripted, prompts: Prompts, *, greedy: bool = False) -> Sample:
+    sampler = RolloutSampler(cfg, generator, prompts, with_greedy_rewards=greedy)
+    return await sampler.sample(prompts.next_batch(), step=1)
+
+
+def uids(trajectories: Sequence[Trajectory]) -> list[str]:
+    return list(dict.fromkeys(t.id.instance_id for t in trajectories))
+
+
+async def test_one_batch_of_prompts_is_one_step() -> None:
+    prompts = Prompts(n_rows=8, batch_size=3)
+    found = await sample(config(3), Scripted(lambda uid, i: float(i)), prompts)
+    assert [t.id.to_string() for t in found.rollouts] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
+    assert found.played == found.rollouts
+    assert found.metrics["generate/n_sample_batches"] == 1
+    assert found.metrics["generate/n_left_alone"] == 0
+
+
+async def test_what_failed_is_played_and_not_learned_from() -> None:
+    failing = {("0", 0), ("0", 1), ("1", 1)}  # all of prompt 0, one sample of prompt 1
+    generator = Scripted(lambda uid, i: None if (uid, i) in failing else 1.0)
+    found = await sample(config(3), generator, Prompts(8, 3))
+    assert uids(found.rollouts) == ["2"]
+    assert len(found.played) == 6
+    assert found.metrics["generate/n_left_alone"] == 1
+    with pytest.raises(EnvError, match=r"6 of 6 rollouts of step 1 failed .*it broke"):
+        await sample(config(3), Scripted(lambda uid, i: None), Prompts(8, 3))
+
+
+async def test_filter_draws_until_enough_groups_teach_something() -> None:
+    good = {"1", "4", "5", "7"}
+    prompts = Prompts(n_rows=12, batch_size=3)
+    cfg = config(3, dynamic_sampling={"type": "filter"})
+    found = await sample(cfg, Scripted(lambda uid, i: float(i) if uid in good else 1.0), prompts)
+    assert uids(found.rollouts) == ["1", "4", "5"]
+    assert len(found.rollouts) == 3 * N_SAMPLES
+    assert len(prompts.batches) == 2
+    assert len(found.played) == 6 * N_SAMPLES
+    assert found.metrics["generate/n_sample_batches"] == 2
+    assert found.metrics["generate/n_groups_dropped"] == 3
+
+
+async def test_a_prompt_that_is_drawn_again_is_another_group() -> None:
+    prompts = Prompts(n_rows=2, batch_size=2)
+    cfg = config(2, dynamic_sampling={"type": "filter"})
+    generator = Scripted(lambda uid, i: float(i) if uid.startswith("1") else 0.0)
+    found = await sample(cfg, generator, prompts)
+    assert uids(found.rollouts) == ["1", "1@2"]
+    requested = [request.id.to_string() for requests, _ in generator.calls for request in requests]
+    assert len(set(requested)) == len(requested), "equal names would sample equal tokens"
+
+
+async def test_replace_copies_good_groups_over_the_others() -> None:
+    cfg = config(4, dynamic_sampling={"type": "replace"})
+    found = await sample(cfg, Scripted(lambda uid, i: float(i) if uid in {"1", "3"} else 0.0), Prompts(8, 4))
+    assert len(found.rollouts) == 4 * N_SAMPLES
+    assert {uid.partition("#")[0] for uid in uids(found.rollouts)} == {"1", "3"}
+    assert len(uids(found.rollouts)) == 4
+
+
+async def test_prompts_that_never_teach_anything_end_the_run_with_the_reason() -> None:
+    cfg = config(2, dynamic_sampling={"type": "filter", "max_sample_batches": 3})
+    prompts = Prompts(20, 2)
+    with pytest.raises(ConfigError, match="dynamic sampling drew 3 batches"):
+        await sample(cfg, Scripted(lambda uid, i: 1.0), prompts)
+    assert len(prompts.batches) == 3
+
+
+async def test_greedy_rewards_are_those_of_one_greedy_rollout_for_each_prompt() -> None:
+    generator = Scripted(lambda uid, i: float(uid) + (0.5 if i == N_SAMPLES else 0.1 * i))
+    found = await sample(config(3), generator, Prompts(8, 3), greedy=True)
+    assert [t.greedy_reward for t in found.rollouts] == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
+    requests, sampling = generator.calls[-1]
+    assert [request.id.to_string() for request in requests] == ["0_2", "1_2", "2_2"]
+    assert sampling.temperature == 0.0
+    assert generator.calls[0][1].temperature == 1.0
+    assert len(found.played) == 6, "greedy rollouts are no training rollouts"
+
+
+async def test_a_prompt_whose_greedy_rollout_failed_is_left_out() -> None:
+    generator = Scripted(lambda uid, i: None if (uid, i) == ("1", N_SAMPLES) else float(i))
+    found = await sample(config(3), generator, Prompts(8, 3), greedy=True)
+    assert uids(found.rollouts) == ["0", "2"]
+    with pytest.raises(EnvError, match="all 3 greedy rollouts failed; the first: it broke"):
+        await sample(config(3), Scripted(lambda uid, i: None if i == N_SAMPLES else 1.0), Prompts(8, 3), greedy=True)
+
+
+async def test_copies_of_a_group_share_its_greedy_reward() -> None:
+    cfg = config(4, dynamic_sampling={"type": "replace"})
+    generator = Scripted(lambda uid, i: 9.0 if i == N_SAMPLES else float(i) if uid in {"1", "3"} else 0.0)
+    found = await sample(cfg, generator, Prompts(8, 4), greedy=True)
+    assert {t.greedy_reward for t in found.rollouts} == {9.0}
+    assert sorted(request.id.instance_id for request in generator.calls[-1][0]) == ["1", "3"]

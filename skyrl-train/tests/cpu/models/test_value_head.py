@@ -1,0 +1,65 @@
+"""Critics from language models, and from what a critic was exported to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.value_head import load_value_model, response_values
+
+CPU = torch.device("cpu")
+SEQUENCES = torch.tensor([[0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 0]])
+ATTENTION = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+LOSS_MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+
+
+def load(path: Path) -> PreTrainedModel:
+    return load_value_model(str(path), dtype=torch.float32, device=CPU)
+
+
+def test_a_language_model_starts_with_values_of_zero(tiny_model_path: Path) -> None:
+    model = load(tiny_model_path)
+    assert not response_values(model, SEQUENCES, ATTENTION, LOSS_MASK).any()
+    language_model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    for name, tensor in language_model.base_model.state_dict().items():
+        assert torch.equal(tensor, model.base_model.state_dict()[name]), name
+    assert not any(module.training for module in model.modules()), "dropout would make values random"
+
+
+def test_a_value_is_that_of_what_stands_before_the_token(tiny_model_path: Path) -> None:
+    model = load(tiny_model_path)
+    torch.nn.init.normal_(model.score.weight)
+    values = response_values(model, SEQUENCES, ATTENTION, LOSS_MASK)
+    for row, column, before in ((0, 0, [5]), (0, 2, [5, 6, 7]), (1, 1, [9, 10, 11, 12])):
+        expected = model(input_ids=torch.tensor([before]), use_cache=False).logits[0, -1, 0]
+        torch.testing.assert_close(values[row, column], expected)
+    assert (values[LOSS_MASK == 0] == 0).all()
+
+
+def test_an_exported_critic_is_loaded_with_its_head(tiny_model_path: Path, tmp_path: Path) -> None:
+    model = load(tiny_model_path)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(tmp_path)
+    expected = response_values(model, SEQUENCES, ATTENTION, LOSS_MASK)
+    torch.testing.assert_close(response_values(load(tmp_path), SEQUENCES, ATTENTION, LOSS_MASK), expected)
+
+
+def test_a_folder_that_lacks_weights_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_path, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=.*lacks 1 weights.*norm\.weight"):
+        load(folder)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot load the critic from trainer\.critic\.model\.path"):
+        load(tmp_path / "nothing")

@@ -1,0 +1,312 @@
+"""Whole runs with the parts that only some algorithms need: what they log, and that they resume bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.entrypoints.main_base import main
+from skyrl_train.trainer import Trainer
+from skyrl_train.types import TrainingBatch
+
+Metrics = list[dict[str, Any]]
+
+
+class LettersEnv(BaseTextEnv):
+    """Two turns; rewards the letter "a" and, as another component, short replies."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        components = {"letters": float(action.count("a")), "short": 1.0 - len(action) / 40}
+        done = self.turns == 2
+        again = [] if done else [{"role": "user", "content": "again"}]
+        return BaseTextEnvStepOutput(
+            observations=again, reward=sum(components.values()), done=done, metadata={"reward_components": components}
+        )
+
+
+@pytest.fixture(autouse=True)
+def _letters() -> Iterator[None]:
+    skyrl_gym.register(id="letters", entry_point=LettersEnv)
+    yield
+    skyrl_gym.envs.deregister("letters")
+
+
+@pytest.fixture
+def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., Metrics]:
+    """Train in the folder `name` and return what was logged."""
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "env_class": "letters"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def run(name: str, *overrides: str) -> Metrics:
+        main(
+            [
+                f"data.train_data=['{tmp_path}/rows.jsonl']",
+                f"trainer.policy.model.path='{tiny_model_path}'",
+                f"trainer.output_dir='{tmp_path}'",
+                f"trainer.run_name={name}",
+                "trainer.train_batch_size=4",
+                "trainer.policy_mini_batch_size=2",
+                "trainer.critic_mini_batch_size=2",
+                "trainer.policy.optimizer_config.lr=1e-3",
+                "trainer.critic.optimizer_config.lr=1e-3",
+                "trainer.ckpt_interval=-1",
+                "trainer.eval_interval=-1",
+                "trainer.logger=jsonl",
+                "generator.batched=true",  # what shares a forward pass decides the last bit
+                "generator.max_turns=2",
+                "generator.n_samples_per_prompt=4",
+                "generator.sampling_params.max_generate_length=4",
+                *overrides,
+            ]
+        )
+        lines = (tmp_path / f"skyrl/{name}/metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return run
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[TrainingBatch]:
+    """Every batch that an advantage was computed for."""
+    seen: list[TrainingBatch] = []
+    advantages = Trainer.advantages
+
+    def recorded(self: Trainer, batch: TrainingBatch) -> TrainingBatch:
+        seen.append(advantages(self, batch))
+        return seen[-1]
+
+    monkeypatch.setattr(Trainer, "advantages", recorded)
+    return seen
+
+
+def untimed(rows: Metrics) -> Metrics:
+    timed = ("timing/", "trainer/tokens_per_second")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+
+
+def test_everything_that_has_a_state_resumes_bit_for_bit(
+    train: Callable[..., Metrics], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """Critic, adaptive KL penalty, a reference that moves with the epochs, dynamic sampling in mid-epoch."""
+    everything = [
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.model.path='{tiny_model_path}'",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.algorithm.use_kl_in_reward=true",
+        "trainer.algorithm.kl_ctrl.type=adaptive",
+        "trainer.algorithm.kl_ctrl.kl_target=0.001",
+        "trainer.algorithm.kl_ctrl.horizon=32",
+        "trainer.algorithm.dynamic_sampling.type=filter",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        "trainer.update_ref_every_epoch=true",
+        "trainer.update_epochs_per_batch=2",
+        "trainer.epochs=10",
+        "trainer.ckpt_interval=3",
+        "trainer.hf_save_interval=100",
+    ]
+    alone = train("alone", *everything, "trainer.max_training_steps=6")
+    train("stopped", *everything, "trainer.max_training_steps=3")
+    resumed = train("stopped", *everything, "trainer.max_training_steps=6")
+
+    assert untimed(resumed) == untimed(alone)
+    for role in ("policy", "critic"):
+        exports = [tmp_path / f"skyrl/{name}/export/global_step_6/{role}" for name in ("alone", "stopped")]
+        left, right = (load_file(folder / "model.safetensors") for folder in exports)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left), role
+    coefficients = [row["loss/kl_loss_coef"] for row in alone[1:]]
+    assert len(set(coefficients)) == len(coefficients), "the adaptive coefficient moves at every step"
+    assert {"policy", "critic", "ref"} <= {f.name for f in (tmp_path / "skyrl/alone/ckpts/global_step_6").iterdir()}
+    last = alone[-1]
+    assert last["critic/grad_norm"] > 0
+    assert last["timing/critic_train"] > 0
+
+
+def test_the_reference_becomes_the_policy_when_an_epoch_ends(train: Callable[..., Metrics]) -> None:
+    settings = ["trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.policy_mini_batch_size=4"]
+    fixed = train("fixed", *settings)
+    moved = train("moved", *settings, "trainer.update_ref_every_epoch=true")
+    first_of_epoch, second_of_epoch = (1, 3, 5), (2, 4, 6)
+    for step in first_of_epoch:  # one update a step: its KL is measured before it
+        assert moved[step]["policy/policy_kl"] == pytest.approx(0, abs=1e-6)
+    for step in second_of_epoch:
+        assert moved[step]["policy/policy_kl"] > 1e-5
+    assert fixed[3]["policy/policy_kl"] > 1e-5
+
+
+def test_a_kl_penalty_lowers_the_rewards_that_are_learned_from(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    in_reward = ["trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"]
+    rows = train("penalty", *in_reward, "trainer.algorithm.kl_loss_coef=0.5", "trainer.algorithm.kl_estimator_type=k1")
+    raw, penalty = rows[2]["reward/avg_raw_reward"], rows[2]["loss/avg_kl"]
+    batch = batches[1]
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    per_token = (batch.old_logprobs - batch.ref_logprobs) * batch.loss_mask
+    assert penalty == pytest.approx((per_token.sum() / batch.loss_mask.sum()).item(), abs=1e-6)
+    expected = raw - 0.5 * per_token.sum(dim=1).mean().item()
+    assert rows[2]["loss/avg_final_rewards"] == pytest.approx(expected, abs=1e-5)
+    assert rows[2]["loss/kl_loss_coef"] == 0.5
+
+
+def test_remax_subtracts_what_a_greedy_rollout_gets(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    train("remax", "trainer.algorithm.advantage_estimator=remax", "trainer.max_training_steps=1")
+    (batch,) = batches
+    assert batch.greedy_rewards is not None
+    assert batch.advantages is not None
+    first_token = batch.advantages[:, 0]  # reward-to-go from the start is the total
+    torch.testing.assert_close(first_token, batch.rewards.sum(dim=1) - batch.greedy_rewards)
+    by_prompt = {
+        uid: {r for u, r in zip(batch.uids, batch.greedy_rewards.tolist(), strict=True) if u == uid}
+        for uid in batch.uids
+    }
+    assert all(len(rewards) == 1 for rewards in by_prompt.values())
+
+
+def test_gdpo_reads_the_components_that_the_environment_reports(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    train("gdpo", "trainer.algorithm.advantage_estimator=gdpo", "trainer.max_training_steps=1")
+    (batch,) = batches
+    assert sorted(batch.reward_components) == ["letters", "short"]
+    total = sum(batch.reward_components.values())
+    torch.testing.assert_close(total, batch.rewards.sum(dim=1))
+
+
+def test_components_that_nobody_reports_are_named(
+    train: Callable[..., Metrics], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plain(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
+        return BaseTextEnvStepOutput(observations=[], reward=1.0, done=True, metadata={})
+
+    monkeypatch.setattr(LettersEnv, "step", plain)
+    with pytest.raises(SystemExit):
+        train("gdpo", "trainer.algorithm.advantage_estimator=gdpo")
+    assert "reward_components" in capsys.readouterr().err
+
+
+def test_an_estimator_gets_the_statistics_it_asks_for(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    one_update = ["trainer.policy_mini_batch_size=4", "trainer.max_training_steps=1"]
+    train("otb", "trainer.algorithm.advantage_estimator=optimal_token_baseline", *one_update)
+    train("plain", *one_update)
+    asked, plain = batches
+    assert asked.sum_pi_squared is not None
+    on_mask = asked.sum_pi_squared[asked.loss_mask > 0]
+    assert (on_mask > 0).all()
+    assert (on_mask < 1).all()
+    assert plain.sum_pi_squared is None, "one mini-batch needs no pass of its own"
+
+
+def test_a_pupil_approaches_its_teacher(train: Callable[..., Metrics], tmp_path: Path) -> None:
+    train("teacher", "trainer.epochs=6", "trainer.policy.optimizer_config.lr=1e-2", "trainer.hf_save_interval=100")
+    teacher = tmp_path / "skyrl/teacher/export/global_step_12/policy"
+    rows = train(
+        "pupil",
+        "trainer.algorithm.advantage_estimator=on_policy_distillation",
+        "trainer.algorithm.policy_loss_type=importance_sampling",
+        f"trainer.ref.model.path='{teacher}'",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.algorithm.kl_estimator_type=k1",
+        "trainer.policy.optimizer_config.lr=3e-3",
+        "trainer.epochs=15",
+    )
+    kl = [row["policy/policy_kl"] for row in rows[1:]]
+    assert sum(kl[-5:]) < 0.5 * sum(kl[:5])
+
+
+def test_a_teacher_with_other_tokens_is_refused(
+    train: Callable[..., Metrics], tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for file in tiny_model_path.iterdir():
+        text = file.read_bytes()
+        if file.name == "tokenizer.json":
+            vocabulary = json.loads(text)
+            names = list(vocabulary["model"]["vocab"])
+            a, b = names[100], names[101]
+            ids = vocabulary["model"]["vocab"]
+            ids[a], ids[b] = ids[b], ids[a]
+            text = json.dumps(vocabulary).encode()
+        (teacher / file.name).write_bytes(text)
+    with pytest.raises(SystemExit):
+        train("pupil", f"trainer.ref.model.path='{teacher}'")
+    assert "reads other tokens than the policy" in capsys.readouterr().err
+
+
+def test_groups_of_equal_rewards_are_left_out_of_the_loss(
+    train: Callable[..., Metrics], batches: list[TrainingBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
+        return BaseTextEnvStepOutput(observations=[], reward=float("a" in action), done=True, metadata={})
+
+    monkeypatch.setattr(LettersEnv, "step", half)
+    rows = train("filtered", "trainer.algorithm.zero_variance_filter=true", "trainer.max_training_steps=2")
+    n_masked = [row["reward/num_zero_variance_filtered"] for row in rows[1:]]
+    for batch, n in zip(batches, n_masked, strict=True):
+        spread = {
+            uid: {float(r) for u, r in zip(batch.uids, batch.rewards.sum(dim=1), strict=True) if u == uid}
+            for uid in batch.uids
+        }
+        is_flat = torch.tensor([len(spread[uid]) == 1 for uid in batch.uids])
+        assert is_flat.sum() == n
+        assert ((batch.loss_mask.sum(dim=1) == 0) == is_flat).all()
+    assert 0 < sum(n_masked) < 32, "choose another letter"
+
+
+def test_truncated_replies_are_filtered_and_long_ones_punished(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    train(
+        "overlong",
+        "generator.apply_overlong_filtering=true",
+        "trainer.algorithm.overlong_buffer_len=2",
+        "trainer.algorithm.overlong_buffer_penalty_factor=100",
+        "trainer.max_training_steps=1",
+    )
+    (batch,) = batches
+    is_left_out = batch.loss_mask.sum(dim=1) == 0
+    assert is_left_out.any(), "the tiny model's replies reach four tokens"
+    assert (batch.rewards.sum(dim=1)[is_left_out] < -80).all()
+
+
+def test_rewards_of_replies_that_did_not_stop_are_zero_where_asked_for(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    rows = train("strict", "generator.zero_reward_on_non_stop=true", "trainer.max_training_steps=1")
+    (batch,) = batches
+    assert (batch.rewards.sum(dim=1) == 0).any()
+    assert rows[1]["reward/avg_raw_reward"] == pytest.approx(batch.rewards.sum(dim=1).mean().item())
+
+
+def test_advantages_are_normalised_over_the_batch_where_asked_for(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    train(
+        "normalised",
+        "trainer.algorithm.advantage_estimator=rloo",
+        "trainer.algorithm.advantage_batch_normalize=true",
+        "trainer.max_training_steps=1",
+    )
+    (batch,) = batches
+    assert batch.advantages is not None
+    on_mask = batch.advantages[batch.loss_mask > 0]
+    assert on_mask.mean().item() == pytest.approx(0, abs=1e-5)
+    assert on_mask.std(correction=0).item() == pytest.approx(1, abs=1e-4)

@@ -1,0 +1,137 @@
+"""The critic against a naive loop, and its promises about micro-batches and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from workers.test_policy import as_batch, config, largest_difference, random_trajectories
+
+from skyrl_train.errors import CheckpointError
+from skyrl_train.models.value_head import load_value_model
+from skyrl_train.types import TrainingBatch
+from skyrl_train.workers.critic import CriticWorker
+
+VALUE_CLIP = 0.3
+
+
+@pytest.fixture
+def value_model(tiny_model_path: Path) -> PreTrainedModel:
+    """The tiny model with a value head that is no longer zero."""
+    model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+    torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def make_critic(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **trainer: Any) -> CriticWorker:
+    trainer = {"algorithm": {"value_clip": VALUE_CLIP}, **trainer}
+    return CriticWorker(model, tokenizer, config(**trainer).trainer, n_optimizer_steps=10)
+
+
+def make_batch(n_tokens: int, seed: int = 0) -> TrainingBatch:
+    batch = as_batch(random_trajectories(3, 4, n_tokens, seed), config())
+    generator = torch.Generator().manual_seed(seed)
+    batch.values = torch.randn(batch.loss_mask.shape, generator=generator) * batch.loss_mask
+    batch.returns = torch.randn(batch.loss_mask.shape, generator=generator) * batch.loss_mask
+    return batch
+
+
+def naive_loss(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
+    """Row by row, without padding: half the larger of the two squared errors, averaged by row, then over rows."""
+    assert batch.values is not None
+    assert batch.returns is not None
+    n_prompt = batch.sequences.shape[1] - batch.response_length
+    rows = []
+    for row in range(len(batch)):
+        padding = int((batch.attention_mask[row, :n_prompt] == 0).sum())
+        token_ids = batch.sequences[row][batch.attention_mask[row].bool()]
+        outputs = model(input_ids=token_ids[None], use_cache=False).logits[0, :, 0]  # (L,)
+        losses = []
+        for column in batch.loss_mask[row].nonzero()[:, 0].tolist():
+            value = outputs[n_prompt - padding + column - 1]  # what stands before the token
+            old, target = batch.values[row, column], batch.returns[row, column]
+            clipped = old + torch.clamp(value - old, -VALUE_CLIP, VALUE_CLIP)
+            losses.append(0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2))
+        rows.append(torch.stack(losses).mean())
+    return torch.stack(rows).mean()
+
+
+def gradients(worker: CriticWorker, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+    worker.model.zero_grad()
+    worker.forward_backward(batch)
+    return {name: p.grad.clone() for name, p in worker.model.named_parameters() if p.grad is not None}
+
+
+def test_value_loss_and_gradient_are_those_of_a_naive_loop(
+    value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    batch = make_batch(len(tiny_tokenizer))
+    worker = make_critic(value_model, tiny_tokenizer)
+    ours = gradients(worker, batch)
+    value_model.zero_grad()
+    loss = naive_loss(value_model, batch)
+    loss.backward()
+    naive = {name: p.grad for name, p in value_model.named_parameters() if p.grad is not None}
+    assert largest_difference(ours, naive) < 1e-5
+    metrics = worker.forward_backward(batch)
+    assert metrics["critic/critic_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert 0 < metrics["critic/values_clipfrac"] < 1
+
+
+def test_scored_values_are_those_that_the_loss_starts_from(
+    value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    batch = make_batch(len(tiny_tokenizer))
+    worker = make_critic(value_model, tiny_tokenizer, micro_forward_batch_size_per_gpu=5)
+    batch.values = worker.score(batch)
+    assert (batch.values[batch.loss_mask == 0] == 0).all()
+    assert batch.values[batch.loss_mask > 0].std() > 0.1
+    metrics = worker.forward_backward(batch)
+    assert metrics["critic/values_clipfrac"] == 0
+    per_row = batch.values.sum(dim=1) / batch.loss_mask.sum(dim=1)
+    assert metrics["critic/values_mean"] == pytest.approx(per_row.mean().item(), abs=1e-5)
+
+
+def test_micro_batches_do_not_matter(value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    batch = make_batch(len(tiny_tokenizer), seed=3)
+    whole, *parts = (
+        gradients(make_critic(value_model, tiny_tokenizer, micro_train_batch_size_per_gpu=n), batch) for n in (12, 5, 1)
+    )
+    for part in parts:
+        assert largest_difference(whole, part) < 1e-5
+
+
+def test_it_learns_what_states_are_worth(value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    batch = make_batch(len(tiny_tokenizer), seed=4)
+    optimizer = {"lr": 3e-3, "weight_decay": 0.0}
+    worker = make_critic(
+        value_model, tiny_tokenizer, algorithm={"value_clip": None}, critic={"optimizer_config": optimizer}
+    )
+    first = worker.update(batch)["critic/critic_loss"]
+    for _ in range(60):
+        last = worker.update(batch)
+    assert last["critic/critic_loss"] < 0.1 * first
+    assert last["critic/critic_lr"] == 3e-3
+
+
+def test_save_and_load_continue_bit_for_bit(
+    value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    batches = [make_batch(len(tiny_tokenizer), seed) for seed in range(4)]
+    first = make_critic(value_model, tiny_tokenizer)
+    for batch in batches[:2]:
+        first.update(batch)
+    first.save(tmp_path / "critic")
+    other = copy.deepcopy(value_model)
+    torch.nn.init.zeros_(other.score.weight)
+    second = make_critic(other, tiny_tokenizer)
+    second.load(tmp_path / "critic")
+    for batch in batches[2:]:
+        assert first.update(batch) == second.update(batch)
+    (tmp_path / "critic/model_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot resume the critic .*model_world_size_1_rank_0\.pt"):
+        second.load(tmp_path / "critic")

@@ -1,0 +1,187 @@
+"""Our losses against those of TRL's GRPOTrainer: value, and gradient in all weights of a tiny model; in float32.
+
+The log-probs are computed on both sides, by our `response_logprobs` and by TRL, from the same weights and tokens. One
+advantage for all tokens of a row, as TRL has it. Every row has a token: TRL counts rows without one in its means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_batches import FLOAT32
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.rewards import get_soft_overlong_punishment
+from trl_calls import MAX_LENGTH, ON_CPU, Inputs, gradient, random_inputs, scores_of, trainer_of_losses
+
+from skyrl_train.algorithms import policy_loss
+from skyrl_train.algorithms.filters import soft_overlong_punishment, top_entropy_mask
+from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
+from skyrl_train.algorithms.off_policy import sequence_mask
+from skyrl_train.algorithms.reduction import reduce_loss
+from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
+from skyrl_train.config.policy_loss import CispoConfig, GmpoConfig, SapoConfig, VespoConfig
+from skyrl_train.models.logprobs import TokenScores
+
+SEEDS = range(6)
+OUR_CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.28, "use_kl_loss": False}
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss by our name and settings, and by TRL's."""
+
+    loss: str
+    reduction: LossReduction
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+    drift: float = 0.3  # nats per token
+    trainer: type[GRPOTrainer] = GRPOTrainer
+    config: type[GRPOConfig] = field(default=GRPOConfig)
+
+
+def clipped(loss_type: str, reduction: LossReduction, ours: dict[str, Any], theirs: dict[str, Any]) -> Case:
+    """The clipped surrogate with something on top."""
+    return Case("regular", reduction, OUR_CLIP | ours, {"loss_type": loss_type, **CLIP, **theirs})
+
+
+WITH_KL = {"use_kl_loss": True}
+SEQUENCE = {"importance_sampling_level": "sequence", **CLIP}
+CASES = {
+    "grpo": clipped("grpo", "sequence_mean", {}, {}),
+    "bnpo": clipped("bnpo", "token_mean", {}, {}),
+    "dapo": clipped("dapo", "token_mean", {}, {}),
+    "dr_grpo": clipped("dr_grpo", "seq_mean_token_sum_norm", {"max_seq_len": MAX_LENGTH}, {}),
+    "temperature": clipped("dapo", "token_mean", {"temperature": 0.7}, {"temperature": 0.7}),
+    "two-sided clip": Case(
+        "dual_clip",
+        "token_mean",
+        OUR_CLIP | {"clip_ratio_c": 1.5},
+        {"loss_type": "dapo", "delta": 1.5, **CLIP},
+        drift=1.0,
+    ),
+    "cispo": Case(
+        "cispo",
+        "token_mean",
+        {"use_kl_loss": False, "cispo": CispoConfig(cispo_eps_clip_low=1.0, cispo_eps_clip_high=0.5)},
+        {"loss_type": "cispo", "epsilon_high": 1.5},  # a bound of the ratio itself; there is none below
+        drift=1.0,
+    ),
+    "sapo": Case(
+        "sapo",
+        "sequence_mean",
+        {"use_kl_loss": False, "sapo": SapoConfig(tau_pos=1.2, tau_neg=1.7)},
+        {"loss_type": "sapo", "sapo_temperature_pos": 1.2, "sapo_temperature_neg": 1.7},
+        drift=1.0,
+    ),
+    "vespo": Case(
+        "vespo",
+        "token_mean",
+        {"use_kl_loss": False, "vespo": VespoConfig(k_pos=1.5, lambda_pos=2.5, k_neg=2.5, lambda_neg=1.5)},
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.5,
+            "vespo_lambda_pos": 2.5,
+            "vespo_k_neg": 2.5,
+            "vespo_lambda_neg": 1.5,
+        },
+    ),
+    "gspo": Case("gspo", "sequence_mean", OUR_CLIP, {"loss_type": "grpo", **SEQUENCE}, drift=1.0),
+    "luspo": Case("luspo", "sequence_mean", OUR_CLIP, {"loss_type": "luspo", **SEQUENCE}, drift=1.0),
+    "gmpo": Case(
+        "gmpo",
+        "sequence_mean",
+        {"use_kl_loss": False, "gmpo": GmpoConfig(log_ratio_clip=0.3)},
+        {"epsilon": 0.3},
+        trainer=GMPOTrainer,
+        config=GMPOConfig,
+    ),
+    "KL": clipped("dapo", "token_mean", WITH_KL, {"beta": 0.3, "use_bias_correction_kl": False}),
+    "KL of sequences": clipped("grpo", "sequence_mean", WITH_KL, {"beta": 0.3, "use_bias_correction_kl": False}),
+    "KL without bias": clipped("dapo", "token_mean", WITH_KL | {"use_bias_correction_kl": True}, {"beta": 0.3}),
+    "entropy bonus": clipped("dapo", "token_mean", {"use_entropy_loss": True}, {"entropy_coef": 0.3}),
+    "off-policy sequence mask": clipped(
+        "dapo", "token_mean", {"off_policy_sequence_mask_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses(name: str, tiny_model_path: Path, tmp_path: Path) -> None:
+    """For `gmpo` and `vespo` the drift is small, as we hold ratios that overflow and TRL does not."""
+    case = CASES[name]
+    trainer = trainer_of_losses(
+        tiny_model_path,
+        case.config(str(tmp_path), **ON_CPU, max_completion_length=MAX_LENGTH, **case.theirs),
+        case.trainer,
+    )
+    config = AlgorithmConfig(kl_loss_coef=0.3, entropy_loss_coef=0.3, loss_reduction=case.reduction, **case.ours)
+    for seed in SEEDS:
+        assert_same_loss(trainer, config, case.loss, seed, case.drift)
+
+
+@pytest.mark.parametrize("quantile", [0.25, 0.5, 0.75])
+def test_top_entropy_tokens(quantile: float, tiny_model_path: Path, tmp_path: Path) -> None:
+    """Where the share of the tokens is a whole number: else we round it up, and TRL may keep one token fewer."""
+    theirs = {"loss_type": "dapo", "top_entropy_quantile": quantile, **CLIP}
+    trainer = trainer_of_losses(
+        tiny_model_path, GRPOConfig(str(tmp_path), **ON_CPU, max_completion_length=MAX_LENGTH, **theirs)
+    )
+    config = AlgorithmConfig(top_entropy_quantile=quantile, **OUR_CLIP)
+    n_compared = 0
+    for seed in range(40):
+        inputs = random_inputs(trainer.model, seed, drift=0.3, temperature=1.0)
+        if inputs["completion_mask"].sum() % 4 == 0:
+            assert_same_loss(trainer, config, "regular", seed, drift=0.3)
+            n_compared += 1
+    assert n_compared > 5
+
+
+def assert_same_loss(trainer: GRPOTrainer, config: AlgorithmConfig, loss: str, seed: int, drift: float) -> None:
+    temperature = trainer.args.temperature
+    inputs = random_inputs(trainer.model, seed, drift, temperature)
+    ours = our_loss(scores_of(trainer.model, inputs, temperature), inputs, config, loss)
+    our_gradient = gradient(ours, trainer.model)
+    theirs = trainer.compute_loss(trainer.model, inputs)
+    their_gradient = gradient(theirs, trainer.model)
+    torch.testing.assert_close(ours, theirs, rtol=FLOAT32, atol=FLOAT32)
+    assert (our_gradient - their_gradient).norm() <= FLOAT32 * our_gradient.norm()
+
+
+def our_loss(scores: TokenScores, inputs: Inputs, config: AlgorithmConfig, name: str) -> torch.Tensor:
+    """Policy loss, KL and entropy, as the worker adds them up."""
+    mask, old_log_probs = inputs["completion_mask"].float(), inputs["old_per_token_logps"]
+    advantages = inputs["advantages"][:, None].expand(mask.shape)
+    loss, _ = policy_loss(name)(scores.logprobs, old_log_probs, advantages, config, mask, None)
+    threshold = config.off_policy_sequence_mask_threshold
+    if threshold is not None:
+        loss = loss * sequence_mask(scores.logprobs, inputs["sampling_per_token_logps"], advantages, mask, threshold)
+    if config.top_entropy_quantile < 1:
+        loss = loss * top_entropy_mask(scores.entropy, mask, config.top_entropy_quantile)
+    total = reduce_loss(loss, mask, config.loss_reduction, config.max_seq_len)
+    if config.use_kl_loss:
+        reference = inputs["ref_per_token_logps"]
+        kl = (
+            importance_weighted_kl(scores.logprobs, reference, old_log_probs, mask, "k3")
+            if config.use_bias_correction_kl
+            else compute_approx_kl(scores.logprobs, reference, mask, "k3")
+        )
+        total = total + config.kl_loss_coef * reduce_loss(kl, mask, config.loss_reduction)
+    if config.use_entropy_loss:
+        total = total - config.entropy_loss_coef * reduce_loss(scores.entropy, mask, "token_mean")
+    return total
+
+
+def test_soft_overlong_punishment() -> None:
+    """A factor of 1, which is TRL's."""
+    lengths = range(1, 30)
+    theirs = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)(
+        completion_ids=[[0] * length for length in lengths]
+    )
+    ours = [soft_overlong_punishment(length, max_tokens=20, buffer=8, factor=1.0) for length in lengths]
+    assert ours == pytest.approx(theirs)

@@ -1,0 +1,177 @@
+"""Our advantage estimators against verl's, in float64, on sampled tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from random_batches import EXACT, FLOAT32, NEAR, Batch, assert_same, batches
+from verl.trainer.config.algorithm import AlgoConfig
+from verl.trainer.ppo import core_algos as verl
+from verl_calls import rewards_by_group
+
+from skyrl_train.algorithms import advantage_estimator
+from skyrl_train.algorithms.registry import named_inputs
+from skyrl_train.config.algorithm import AlgorithmConfig, GdpoConfig
+
+
+def ours(name: str, batch: Batch, rewards: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    available = {
+        "token_level_rewards": rewards,
+        "response_mask": batch.mask,
+        "index": batch.index,
+        "values": batch.values,
+        "old_log_probs": batch.old_log_probs,
+        "sum_pi_squared": batch.sum_pi_squared,
+        "greedy_rewards": batch.greedy_rewards,
+        "config": AlgorithmConfig(),
+        **more,
+    }
+    estimator = advantage_estimator(name)
+    return estimator(**named_inputs(estimator, available))
+
+
+def assert_same_advantages(
+    batch: Batch,
+    our: tuple[torch.Tensor, torch.Tensor],
+    their: tuple[torch.Tensor, torch.Tensor],
+    tolerance: float = EXACT,
+    returns_tolerance: float | None = None,
+) -> None:
+    assert_same(our[0], their[0], batch.mask, tolerance)
+    assert_same(our[1], their[1], batch.mask, tolerance if returns_tolerance is None else returns_tolerance)
+
+
+@given(batch=batches())
+def test_grpo(batch: Batch) -> None:
+    """Groups have two rows or more: verl divides the score of a group of one by 1 + 1e-6, we leave it."""
+    for rewards in (batch.outcomes, batch.rewards):
+        inputs = rewards_by_group(batch, rewards)
+        assert_same_advantages(batch, ours("grpo", batch, rewards), verl.compute_grpo_outcome_advantage(**inputs))
+
+
+@given(batch=batches())
+def test_grpo_without_the_division(batch: Batch) -> None:
+    our = ours("grpo", batch, batch.outcomes, grpo_norm_by_std=False)
+    inputs = rewards_by_group(batch, batch.outcomes)
+    their = verl.compute_grpo_outcome_advantage(**inputs, norm_adv_by_std_in_grpo=False)
+    assert_same_advantages(batch, our, their)
+
+
+@given(batch=batches())
+def test_vectorized_grpo(batch: Batch) -> None:
+    their = verl.compute_grpo_vectorized_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
+    assert_same_advantages(batch, ours("grpo", batch, batch.outcomes), their, FLOAT32)
+
+
+@given(batch=batches())
+def test_rloo(batch: Batch) -> None:
+    """Groups have two rows or more: verl leaves the score of a group of one, we make it 0."""
+    their = verl.compute_rloo_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
+    assert_same_advantages(batch, ours("rloo", batch, batch.outcomes), their)
+
+
+@given(batch=batches())
+def test_vectorized_rloo(batch: Batch) -> None:
+    their = verl.compute_rloo_vectorized_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
+    assert_same_advantages(batch, ours("rloo", batch, batch.outcomes), their)
+
+
+@given(batch=batches())
+def test_reinforce_plus_plus(batch: Batch) -> None:
+    for gamma in (1.0, 0.9):
+        our = ours("reinforce++", batch, batch.rewards, gamma=gamma)
+        their = verl.compute_reinforce_plus_plus_outcome_advantage(
+            batch.rewards.clone(), batch.mask, config=AlgoConfig(gamma=gamma)
+        )
+        assert_same_advantages(batch, our, their, NEAR, EXACT)
+
+
+@given(batch=batches())
+def test_reinforce_plus_plus_with_a_baseline(batch: Batch) -> None:
+    """Groups have two rows or more: verl leaves the score of a group of one, we make it 0."""
+    their = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
+    assert_same_advantages(batch, ours("reinforce++-baseline", batch, batch.outcomes), their, NEAR)
+
+
+@given(batch=batches())
+def test_remax(batch: Batch) -> None:
+    their = verl.compute_remax_outcome_advantage(batch.rewards.clone(), batch.greedy_rewards, batch.mask)
+    assert_same_advantages(batch, ours("remax", batch, batch.rewards), their)
+
+
+@given(batch=batches())
+def test_opo(batch: Batch) -> None:
+    """Every row has a sampled token: without one in a group, verl divides by 0."""
+    their = verl.compute_opo_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
+    assert_same_advantages(batch, ours("opo", batch, batch.outcomes), their)
+
+
+@given(batch=batches())
+def test_gpg(batch: Batch) -> None:
+    """Every row has a sampled token: verl counts rows without one among the trajectories, we do not."""
+    their = verl.compute_gpg_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
+    assert_same_advantages(batch, ours("gpg", batch, batch.outcomes), their, NEAR)
+
+
+@given(batch=batches())
+def test_grpo_passk(batch: Batch) -> None:
+    """Groups have two rows or more: verl refuses a group of one, we make it 0."""
+    for by_std in (True, False):
+        our = ours("grpo_passk", batch, batch.outcomes, grpo_norm_by_std=by_std)
+        their = verl.compute_grpo_passk_outcome_advantage(
+            **rewards_by_group(batch, batch.outcomes), config=AlgoConfig(norm_adv_by_std_in_grpo=by_std)
+        )
+        assert_same_advantages(batch, our, their)
+
+
+@given(batch=batches())
+def test_gae(batch: Batch) -> None:
+    """Observations between turns included: on both sides a token's successor is the next sampled one."""
+    for gamma, lambd in ((1.0, 1.0), (0.9, 0.8), (1.0, 0.0)):
+        our = ours("gae", batch, batch.rewards, gamma=gamma, lambd=lambd)
+        their = verl.compute_gae_advantage_return(batch.rewards, batch.values, batch.mask, gamma, lambd)
+        assert_same_advantages(batch, our, their, NEAR, EXACT)
+
+
+@given(batch=batches(has_gaps=False))
+def test_optimal_token_baseline(batch: Batch) -> None:
+    """`handle_zero_tail` is off: where a token has no other to compare with, our advantage is 0, not the return."""
+    their = verl.compute_optimal_token_baseline_advantage(
+        **rewards_by_group(batch, batch.rewards),
+        old_log_probs=batch.old_log_probs,
+        sum_pi_squared=batch.sum_pi_squared,
+        handle_zero_tail=False,
+    )
+    assert_same_advantages(batch, ours("optimal_token_baseline", batch, batch.rewards), their, FLOAT32, EXACT)
+
+
+@given(batch=batches(has_gaps=True))
+def test_optimal_token_baseline_over_turns(batch: Batch) -> None:
+    """verl has a function of its own for gaps between turns; as above, `handle_zero_tail` is off."""
+    their = verl.compute_multi_turn_optimal_token_baseline_advantage(
+        **rewards_by_group(batch, batch.rewards),
+        old_log_probs=batch.old_log_probs,
+        sum_pi_squared=batch.sum_pi_squared,
+        handle_zero_tail=False,
+    )
+    assert_same_advantages(batch, ours("optimal_token_baseline", batch, batch.rewards), their, FLOAT32, EXACT)
+
+
+@given(batch=batches())
+def test_gdpo(batch: Batch) -> None:
+    components = {"answer": batch.outcomes.sum(dim=1), "style": 10 * batch.rewards.sum(dim=1)}  # (B,) each
+    config = AlgorithmConfig(gdpo=GdpoConfig(weights={"style": 0.5}))
+    our = ours("gdpo", batch, batch.outcomes, reward_components=components, config=config)
+    prompt_mask = torch.ones(len(batch.mask), 2)
+    their = verl.compute_gdpo_outcome_advantage(
+        **rewards_by_group(batch, batch.outcomes),
+        config=AlgoConfig(gdpo_reward_keys=list(components), gdpo_reward_weights=[1.0, 0.5]),
+        non_tensor_batch={name: total.numpy() for name, total in components.items()},
+        batch={
+            "prompts": torch.zeros_like(prompt_mask).long(),
+            "attention_mask": torch.cat([prompt_mask, torch.ones_like(batch.mask)], dim=1).long(),
+        },
+    )
+    assert_same_advantages(batch, our, their, FLOAT32)

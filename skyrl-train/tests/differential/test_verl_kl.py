@@ -1,0 +1,50 @@
+"""Our estimates of the KL divergence, and its controller, against verl's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from random_batches import EXACT, Batch, assert_same, batches
+from verl.trainer.ppo import core_algos as verl
+
+from skyrl_train.algorithms.kl import AdaptiveKLController, compute_approx_kl, penalize_rewards
+from skyrl_train.config.algorithm import KLEstimator
+
+ESTIMATORS = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(batch=st.sampled_from([1.0, 30.0]).flatmap(batches))
+def test_estimators(estimator: KLEstimator, batch: Batch) -> None:
+    """Where log-probs are tens of nats apart too: both sides hold k3 in the same bounds."""
+    our_log_probs, their_log_probs = (batch.log_probs.clone().requires_grad_() for _ in range(2))
+    ours = compute_approx_kl(our_log_probs, batch.ref_log_probs, None, estimator)
+    theirs = verl.kl_penalty(their_log_probs, batch.ref_log_probs, estimator)
+    assert_same(ours, theirs, torch.ones_like(batch.mask))
+    our_gradient = torch.autograd.grad(ours.sum(), our_log_probs)[0]
+    assert_same(our_gradient, torch.autograd.grad(theirs.sum(), their_log_probs)[0], torch.ones_like(batch.mask))
+
+
+@given(batch=batches())
+def test_penalty_in_the_rewards(batch: Batch) -> None:
+    """k1, the estimator that verl's function has."""
+    ours, _ = penalize_rewards(batch.rewards, batch.log_probs, batch.ref_log_probs, batch.mask, 0.3, "k1")
+    theirs = verl.compute_rewards(batch.rewards, batch.log_probs, batch.ref_log_probs, 0.3)
+    assert_same(ours, theirs, batch.mask)
+
+
+@given(
+    divergences=st.lists(st.floats(0, 10), min_size=1, max_size=20),
+    target=st.floats(0.01, 5),
+    n_steps=st.integers(1, 1000),
+)
+def test_adaptive_controller(divergences: list[float], target: float, n_steps: int) -> None:
+    """No more trajectories in a step than the horizon has: beyond it we change the weight no further."""
+    ours = AdaptiveKLController(0.2, target, horizon=1000)
+    theirs = verl.AdaptiveKLController(0.2, target, 1000)
+    for divergence in divergences:
+        ours.update(divergence, n_steps)
+        theirs.update(divergence, n_steps)
+        assert ours.value == pytest.approx(theirs.value, rel=EXACT)
