@@ -1,8 +1,8 @@
 """How far every algorithm gets on Catch under one budget: `make bench-algorithms`.
 
 All start from the same warm-started model and train for the same number of steps on the same prompts. Writes
-`results.md`, `results.json` and `results.png` beside this file, anew after every run; a run that is finished is not
-repeated. One thread each, several at once: `--jobs`.
+`results.md`, `results.json` and `results.png` beside this file, anew after every run; a run that is finished with the
+same keys is not repeated: remove its folder to have it anew. One thread each, several at once: `--jobs`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from examples.catch.recipe import METRIC, Baselines, CatchRun
 from skyrl_train.entrypoints.main_base import run_command
 
 HERE = Path(__file__).parent
+DONE = "benchmark.json"  # in the folder of a finished run
 Result = dict[str, Any]
 
 
@@ -53,26 +54,30 @@ def train(pair: Pair, options: argparse.Namespace) -> None:
     register_catch()
     run = run_of(pair, options)
     run.prepare()
-    started = time.monotonic()
+    where, started = conditions(), time.monotonic()
     run_command(run.train)
-    (run.folder.path / "seconds.txt").write_text(f"{time.monotonic() - started:.0f}\n")
+    done = {"overrides": run.overrides, "conditions": where, "seconds": round(time.monotonic() - started)}
+    (run.folder.path / DONE).write_text(json.dumps(done) + "\n")
 
 
 def result_of(pair: Pair, options: argparse.Namespace) -> Result | None:
-    """What a finished run reached; None while it is not finished."""
+    """What a finished run with these keys reached; None while there is none."""
     run = run_of(pair, options)
-    rows, seconds = run.metrics(), run.folder.path / "seconds.txt"
-    if not seconds.is_file() or not rows or rows[-1]["step"] < options.steps:
+    rows, done = run.metrics(), run.folder.path / DONE
+    if not done.is_file() or not rows or rows[-1]["step"] < options.steps:
         return None
-    curve = {row["step"]: row[METRIC] for row in rows if METRIC in row}
-    return {"name": pair.name, "curve": curve, "seconds": int(seconds.read_text())}
+    result = json.loads(done.read_text())
+    if result["overrides"] != list(run.overrides):
+        return None  # it was another one
+    return {"name": pair.name, "curve": {row["step"]: row[METRIC] for row in rows if METRIC in row}, **result}
 
 
 def train_all(options: argparse.Namespace) -> None:
     """Every pair that is not finished, each in a process of its own; GRPO first, because it is a teacher later."""
     pairs = [pair for section in SECTIONS.values() for pair in section]
+    if unknown := set(options.only or ()) - {pair.name for pair in pairs}:
+        raise SystemExit(f"--only: there is no {', '.join(sorted(unknown))}; see {HERE / 'pairs.py'}")
     first, rest = pairs[0], [pair for pair in pairs[1:] if not options.only or pair.name in options.only]
-    where = conditions()
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for pair, log in chain(as_they_finish(pool, [first], options), as_they_finish(pool, rest, options)):
@@ -80,7 +85,7 @@ def train_all(options: argparse.Namespace) -> None:
                 print(f"{pair.name}: failed, see {log}", flush=True)
                 failed.append(pair.name)
             else:
-                report(pair, options, where)
+                report(pair, options)
     if failed:
         raise SystemExit(f"{len(failed)} runs failed: {', '.join(failed)}")
 
@@ -110,7 +115,7 @@ def train_in_process(pair: Pair, options: argparse.Namespace) -> Path:
     return log
 
 
-def report(pair: Pair, options: argparse.Namespace, where: str) -> None:
+def report(pair: Pair, options: argparse.Namespace) -> None:
     """Say how a run ended, and write the table and the picture anew."""
     result = result_of(pair, options)
     assert result is not None, f"{pair.name} has just been trained"
@@ -120,17 +125,18 @@ def report(pair: Pair, options: argparse.Namespace, where: str) -> None:
         heading: [(pair, result) for pair in section if (result := result_of(pair, options))]
         for heading, section in SECTIONS.items()
     }
-    write_table(results, baselines, options, where)
+    write_table(results, baselines, options)
     write_picture(results, baselines)
     everything = [result for section in results.values() for _, result in section]
-    (HERE / "results.json").write_text(json.dumps({"conditions": where, "runs": everything}, indent=1) + "\n")
+    (HERE / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
 
 
 Results = dict[str, list[tuple[Pair, Result]]]
 
 
-def write_table(results: Results, baselines: Baselines, options: argparse.Namespace, where: str) -> None:
+def write_table(results: Results, baselines: Baselines, options: argparse.Namespace) -> None:
     """One table for each section."""
+    where = " and ".join(sorted({result["conditions"] for section in results.values() for _, result in section}))
     lines = [
         "# Every algorithm on Catch",
         "",

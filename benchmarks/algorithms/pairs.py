@@ -54,9 +54,9 @@ ESTIMATORS = (
     _estimator("gae", *CRITIC),
     _estimator("remax"),
     _estimator("opo"),
-    _estimator("gpg", f"{LOSS}=reinforce"),
+    _estimator("gpg", f"{LOSS}=policy_gradient"),
     _estimator("maxrl"),
-    _estimator("grpo_passk"),
+    _estimator("grpo_passk", "trainer.algorithm.kl_loss_coef=0.003"),  # one sample in sixteen has an advantage
     _estimator("optimal_token_baseline"),
     _estimator("gdpo"),
     _estimator("grpo_per_turn"),
@@ -86,7 +86,7 @@ LOSSES = (
     _loss("dro"),
     _loss("importance_sampling"),
     _loss("rollout_is"),
-    _loss("reinforce"),
+    _loss("policy_gradient"),
 )
 
 RECIPES = (

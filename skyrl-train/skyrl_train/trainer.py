@@ -9,23 +9,28 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 import yaml
 
 from skyrl_train.algorithms.advantages import normalize_over_batch
-from skyrl_train.algorithms.contract import FROM_ENVIRONMENT, hyperparameters
-from skyrl_train.algorithms.filters import informative_groups, punish_overlong
+from skyrl_train.algorithms.filters import informative_groups
+from skyrl_train.algorithms.inputs import (
+    FROM_GREEDY_ROLLOUTS,
+    FROM_POLICY,
+    estimator_inputs,
+    named_inputs,
+    required_inputs,
+)
 from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
 from skyrl_train.algorithms.masked import masked_mean
-from skyrl_train.algorithms.registry import AdvantageEstimator, named_inputs, required_inputs
+from skyrl_train.algorithms.registry import AdvantageEstimator
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.prompts import ShuffledPrompts
-from skyrl_train.errors import CheckpointError, EnvError
+from skyrl_train.errors import CheckpointError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
 from skyrl_train.generators.sampling import RolloutSampler
@@ -37,9 +42,6 @@ from skyrl_train.workers.policy import PolicyWorker
 from skyrl_train.workers.ref import RefWorker
 
 logger = logging.getLogger(__name__)
-
-FROM_POLICY = frozenset({"old_log_probs", "entropies", "sum_pi_squared"})
-"""What an estimator may require that takes a pass of the policy."""
 
 
 class Trainer:
@@ -76,7 +78,10 @@ class Trainer:
         self._estimator = estimator
         self._required = required_inputs(estimator)
         self._kl_controller = kl_controller(cfg.trainer.algorithm)
-        self._sampler = RolloutSampler(cfg, generator, prompts, with_greedy_rewards="greedy_rewards" in self._required)
+        self._sampler = RolloutSampler(
+            cfg, generator, prompts, with_greedy_rewards=bool(self._required & FROM_GREEDY_ROLLOUTS)
+        )
+        self._n_epochs_over = 0  # when the step began
         self._pad_token_id = pad_token_id
         self._callbacks = list(callbacks)
         self._metrics: dict[str, float] = {}
@@ -126,6 +131,7 @@ class Trainer:
         """P prompts a step, until the last step or a request to stop."""
         while self.global_step < self.total_steps and not self.is_stopping:
             self.global_step += 1
+            self._n_epochs_over = self._prompts.n_epochs_over
             yield self._prompts.next_batch()
 
     async def rollout(self, prompts: Sequence[PromptRow]) -> list[Trajectory]:
@@ -139,15 +145,8 @@ class Trainer:
         return sample.rollouts
 
     def build_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Shape the rewards and the masks, and pad the trajectories into tensors (B, L)."""
+        """Pad the trajectories into tensors (B, L); leave groups of equal rewards out of the loss where asked to."""
         algorithm = self.cfg.trainer.algorithm
-        if algorithm.overlong_buffer_len is not None:
-            trajectories = punish_overlong(
-                trajectories,
-                self.cfg.generator.sampling_params.max_generate_length,
-                algorithm.overlong_buffer_len,
-                algorithm.overlong_buffer_penalty_factor,
-            )
         batch = build_training_batch(trajectories, self._pad_token_id)
         if algorithm.zero_variance_filter:
             kept = informative_groups(
@@ -175,8 +174,7 @@ class Trainer:
 
     def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:
         cfg, algorithm = self.cfg.trainer, self.cfg.trainer.algorithm
-        n_mini_batches = len(batch.chunk(cfg.policy_mini_batch_size))
-        is_updated_once = cfg.update_epochs_per_batch == 1 and n_mini_batches == 1
+        is_updated_once = cfg.update_epochs_per_batch == 1 and batch.n_prompts <= cfg.policy_mini_batch_size
         is_read_before = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
         return not is_updated_once or is_read_before or bool(self._required & FROM_POLICY)
 
@@ -186,19 +184,13 @@ class Trainer:
         with self.timer("compute_advantages_and_returns"):
             if algorithm.use_kl_in_reward:
                 batch.rewards = self._penalized_rewards(batch)
-            inputs = hyperparameters(algorithm) | _estimator_inputs(batch)
-            if FROM_ENVIRONMENT in self._required - inputs.keys():
-                raise EnvError(
-                    f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} needs the components of "
-                    "rewards, and no environment reports any; return "
-                    'metadata={"reward_components": {name: reward}} from step()'
-                )
+            inputs = estimator_inputs(batch, algorithm)
             batch.advantages, batch.returns = self._estimator(**named_inputs(self._estimator, inputs))
-            if algorithm.advantage_batch_normalize:
-                batch.advantages = normalize_over_batch(batch.advantages, batch.loss_mask)
         self._metrics["loss/avg_final_rewards"] = batch.rewards.sum(dim=-1).mean().item()
         self._metrics["loss/avg_raw_advantages"] = masked_mean(batch.advantages, batch.loss_mask).item()
         self._metrics["loss/avg_raw_advantages_abs"] = masked_mean(batch.advantages.abs(), batch.loss_mask).item()
+        if algorithm.advantage_batch_normalize:
+            batch.advantages = normalize_over_batch(batch.advantages, batch.loss_mask)
         return batch
 
     def _penalized_rewards(self, batch: TrainingBatch) -> torch.Tensor:
@@ -214,13 +206,11 @@ class Trainer:
             coefficient,
             self.cfg.trainer.algorithm.kl_estimator_type,
         )
-        divergence = masked_mean(kl, batch.loss_mask).item()
-        self._kl_controller.update(divergence, len(batch))
-        self._metrics |= {
-            "loss/avg_kl": divergence,
-            "loss/avg_kl_max": kl.max().item(),
-            "loss/kl_loss_coef": coefficient,
-        }
+        self._metrics["loss/kl_loss_coef"] = coefficient
+        on_tokens = kl[batch.loss_mask > 0]  # (N,)
+        if len(on_tokens):
+            self._metrics |= {"loss/avg_kl": on_tokens.mean().item(), "loss/avg_kl_max": on_tokens.max().item()}
+            self._kl_controller.update(on_tokens.mean().item(), len(batch))
         return rewards
 
     def update(self, batch: TrainingBatch) -> None:
@@ -229,25 +219,31 @@ class Trainer:
         if self.critic is not None:
             mini_batches = batch.chunk(cfg.critic_mini_batch_size)
             with self.timer("critic_train"):
-                self._log_means(
+                self._log_updates(
                     [self.critic.update(mini) for _ in range(cfg.update_epochs_per_batch) for mini in mini_batches]
                 )
         mini_batches = batch.chunk(cfg.policy_mini_batch_size)
         with self.timer("policy_train"):
-            self._log_means(
+            self._log_updates(
                 [self.policy.update(mini) for _ in range(cfg.update_epochs_per_batch) for mini in mini_batches]
             )
+        has_ended_epoch = self._prompts.n_epochs_over > self._n_epochs_over
         is_last_step = self.global_step == self.total_steps
-        if cfg.update_ref_every_epoch and self._ref is not None and self._prompts.is_epoch_over and not is_last_step:
+        if cfg.update_ref_every_epoch and self._ref is not None and has_ended_epoch and not is_last_step:
             self._ref.become(self.policy.model)
             logger.info("The reference is the policy of step %d from here on", self.global_step)
 
-    def _log_means(self, metrics: Sequence[dict[str, float]]) -> None:
-        """The means over updates, of which some may have been skipped; skipped updates are counted."""
+    def _log_updates(self, metrics: Sequence[dict[str, float]]) -> None:
+        """One number for the updates of a step, some of which may lack one: extremes, counts, else the mean."""
         for name in {name: None for m in metrics for name in m}:
             values = [m[name] for m in metrics if name in m]
-            is_count = name.endswith("/skipped_updates")
-            self._metrics[name] = sum(values) if is_count else sum(values) / len(values)
+            if name.endswith("_max"):
+                self._metrics[name] = max(values)
+            elif name.endswith("_min"):
+                self._metrics[name] = min(values)
+            else:
+                total = sum(values)
+                self._metrics[name] = total if name.endswith("/skipped_updates") else total / len(values)
 
     async def sync_weights(self) -> None:
         """From now on the engine samples from the policy as it is after `global_step` steps."""
@@ -298,30 +294,13 @@ class Trainer:
         try:
             state = torch.load(folder / "trainer_state.pt", weights_only=True)
             position = torch.load(folder / "data.pt", weights_only=True)
-        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            self._kl_controller.load_state_dict(state["kl_controller"])
+        except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError) as error:
             raise CheckpointError(f"cannot resume from {folder}: {error}; remove it and resume from another") from error
         self._prompts.load_state_dict(position)
         for name, worker in self._saved_workers().items():
             worker.load(folder / name)
-        self._kl_controller.load_state_dict(state["kl_controller"])
         self.global_step = state["global_step"]
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
             logger.warning("Changed since the checkpoint, whose optimizer and schedule go on as they were: %s", line)
-
-
-def _estimator_inputs(batch: TrainingBatch) -> dict[str, Any]:
-    """What a scored batch has for an advantage estimator."""
-    inputs = {
-        "token_level_rewards": batch.rewards,
-        "response_mask": batch.loss_mask,
-        "index": batch.uids,
-        "values": batch.values,
-        "old_log_probs": batch.old_logprobs,
-        "ref_log_probs": batch.ref_logprobs,
-        "entropies": batch.entropies,
-        "sum_pi_squared": batch.sum_pi_squared,
-        "greedy_rewards": batch.greedy_rewards,
-        "reward_components": batch.reward_components or None,
-    }
-    return {name: value for name, value in inputs.items() if value is not None}

@@ -137,11 +137,11 @@ class TrainingBatch:
         n_rows, length = self.sequences.shape
         response_length = self.loss_mask.shape[1]
         assert len(self.uids) == n_rows, f"{len(self.uids)} uids for {n_rows} rows"
-        assert self.attention_mask.shape == (n_rows, length), f"attention_mask: {tuple(self.attention_mask.shape)}"
         assert response_length <= length, f"responses of {response_length} tokens in sequences of {length}"
-        for name in TENSOR_FIELDS[2:]:
+        shapes = {"sequences": (n_rows, length), "attention_mask": (n_rows, length), "greedy_rewards": (n_rows,)}
+        for name in TENSOR_FIELDS:
             tensor = getattr(self, name)
-            shape = (n_rows,) if name == "greedy_rewards" else (n_rows, response_length)
+            shape = shapes.get(name, (n_rows, response_length))
             assert tensor is None or tensor.shape == shape, f"{name}: {tuple(tensor.shape)}"
         for name, tensor in self.reward_components.items():
             assert tensor.shape == (n_rows,), f"reward_components[{name!r}]: {tuple(tensor.shape)}"
@@ -154,6 +154,15 @@ class TrainingBatch:
         """R, the longest response of the batch in tokens."""
         return self.loss_mask.shape[1]
 
+    @property
+    def n_prompts(self) -> int:
+        """Prompts that the rows answer."""
+        return len(self._starts())
+
+    def _starts(self) -> list[int]:
+        """The first row of each prompt."""
+        return [row for row, uid in enumerate(self.uids) if row == 0 or uid != self.uids[row - 1]]
+
     def select(self, rows: Sequence[int]) -> TrainingBatch:
         """The given rows, in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
@@ -164,10 +173,15 @@ class TrainingBatch:
         return self._map(lambda tensor: tensor.to(device), uids=self.uids)
 
     def chunk(self, n_prompts: int) -> list[TrainingBatch]:
-        """Consecutive batches of `n_prompts` prompts each (the last may hold fewer), whatever rows a prompt has."""
-        starts = [row for row, uid in enumerate(self.uids) if row == 0 or uid != self.uids[row - 1]]
-        edges = [*starts[::n_prompts], len(self)]
-        return [self.select(range(start, end)) for start, end in pairwise(edges)]
+        """Consecutive batches of `n_prompts` prompts each (the last may hold fewer), whatever rows a prompt has.
+
+        Their tensors are views of this one's.
+        """
+        edges = [*self._starts()[::n_prompts], len(self)]
+        return [self._slice(start, end) for start, end in pairwise(edges)]
+
+    def _slice(self, start: int, end: int) -> TrainingBatch:
+        return self._map(lambda tensor: tensor[start:end], uids=self.uids[start:end])
 
     @staticmethod
     def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
@@ -178,10 +192,8 @@ class TrainingBatch:
             n_computed = sum(part is not None for part in parts)
             assert n_computed in (0, len(parts)), f"{name} is there in {n_computed} of {len(parts)} batches"
             joined[name] = torch.cat(parts) if n_computed else None
-        components = {
-            name: torch.cat([batch.reward_components[name] for batch in batches])
-            for name in batches[0].reward_components
-        }
+        names = {name for batch in batches for name in batch.reward_components}
+        components = {name: torch.cat([batch.reward_components[name] for batch in batches]) for name in names}
         uids = [uid for batch in batches for uid in batch.uids]
         return TrainingBatch(**joined, uids=uids, reward_components=components)
 

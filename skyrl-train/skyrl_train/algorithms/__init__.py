@@ -1,12 +1,12 @@
 """The mathematics of policy optimisation: pure functions over tensors, nothing else is imported here."""
 
 from skyrl_train.algorithms import advantages, losses
+from skyrl_train.algorithms.inputs import required_inputs
 from skyrl_train.algorithms.registry import (
     advantage_estimator,
     policy_loss,
     register_advantage_estimator,
     register_policy_loss,
-    required_inputs,
 )
 
 __all__ = [

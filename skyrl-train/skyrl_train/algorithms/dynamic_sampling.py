@@ -8,7 +8,7 @@ from random import Random
 
 from skyrl_train.algorithms.filters import informative_groups
 from skyrl_train.config.algorithm import DynamicSamplingConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import DataError
 from skyrl_train.types import Trajectory, TrajectoryID
 
 Group = list[Trajectory]  # the trajectories of one prompt
@@ -54,7 +54,7 @@ class GroupCollector:
         """Add one batch of valid trajectories; those of a prompt share `id.instance_id`.
 
         Raises:
-            ConfigError: `max_sample_batches` batches were not enough.
+            DataError: `max_sample_batches` batches were not enough.
         """
         assert not self._is_complete, "the step is complete: take() its trajectories"
         groups = _by_prompt(trajectories)
@@ -74,7 +74,7 @@ class GroupCollector:
                 if len(good) >= self._n_prompts or len(good) > self._config.min_replace_ratio * self._n_prompts:
                     self._groups, self._is_complete = self._filled_up(groups, good), True
         if not self._is_complete and self._n_batches == self._config.max_sample_batches:
-            raise ConfigError(self._why_it_is_not_enough())
+            raise DataError(self._why_it_is_not_enough())
 
     def take(self) -> list[Trajectory]:
         """The trajectories of the step, the groups in the order they were collected in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -133,19 +133,13 @@ def reads_whole_batch(loss: PolicyLoss) -> bool:
     return getattr(loss, "reads_whole_batch", False)
 
 
-def required_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
-    """The arguments that an estimator cannot do without."""
-    parameters = inspect.signature(estimator).parameters.values()
-    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return frozenset(p.name for p in named if p.default is p.empty)
-
-
-def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) -> dict[str, Any]:
-    """What an estimator is called with: of what is available, the arguments it names, or all with `**kwargs`."""
-    parameters = inspect.signature(estimator).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return dict(available)
-    return {name: value for name, value in available.items() if name in parameters}
+def call_policy_loss(loss: PolicyLoss, *inputs: Any) -> tuple[torch.Tensor, Any]:
+    """The loss of its six arguments in their order, or of as many of the first as it takes."""
+    parameters = inspect.signature(loss).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return loss(*inputs)
+    n_taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return loss(*inputs[:n_taken])
 
 
 advantage_estimator = ADVANTAGE_ESTIMATORS.get

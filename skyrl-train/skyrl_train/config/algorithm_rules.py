@@ -84,7 +84,7 @@ def sequence_loss_has_one_advantage(cfg: SkyRLConfig) -> Iterator[str]:
         yield (
             f"trainer.algorithm.policy_loss_type={loss} takes one advantage for each trajectory, and "
             f"trainer.algorithm.advantage_estimator={estimator} gives each token its own; try "
-            "trainer.algorithm.policy_loss_type=gspo_token or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
+            "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
         )
 
 
@@ -130,6 +130,16 @@ def kl_control_has_a_reward(cfg: SkyRLConfig) -> Iterator[str]:
             "trainer.algorithm.use_kl_in_reward=false leaves nothing to control; set "
             "trainer.algorithm.use_kl_in_reward=true and trainer.algorithm.use_kl_loss=false, or "
             "trainer.algorithm.kl_ctrl.type=fixed"
+        )
+
+
+def kl_control_has_a_start(cfg: SkyRLConfig) -> Iterator[str]:
+    """The controller multiplies the weight, and 0 stays 0."""
+    algorithm = cfg.trainer.algorithm
+    if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_loss_coef == 0:
+        yield (
+            "trainer.algorithm.kl_loss_coef=0.0 stays 0 whatever trainer.algorithm.kl_ctrl.type=adaptive multiplies it "
+            "by; try trainer.algorithm.kl_loss_coef=0.001"
         )
 
 
@@ -276,6 +286,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     reward_kl_is_read,
     reward_kl_needs_no_gradient,
     kl_control_has_a_reward,
+    kl_control_has_a_start,
     kl_correction_has_a_loss,
     reference_update_has_a_reference,
     correction_suits_the_loss,

@@ -8,9 +8,11 @@ from skyrl_train.config.base import value_at
 from skyrl_train.config.built_in import (
     CLIP_LIKE_PPO,
     COMPARE_ELSEWHERE,
+    COMPARE_PARTS,
     ESTIMATORS,
     LOSSES,
     READ_VALUES,
+    SEQUENCE_LOSSES,
     SEQUENCE_MEAN_LOSSES,
     WHITEN,
 )
@@ -28,15 +30,15 @@ def grpo_compares_one(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def equal_rewards_teach(cfg: SkyRLConfig) -> Iterator[str]:
-    """Where rewards are compared with something else than their group, no group is useless."""
+    """Where more than the totals of a group are compared, one of equal totals is not useless."""
     algorithm = cfg.trainer.algorithm
-    if algorithm.advantage_estimator not in COMPARE_ELSEWHERE:
+    if algorithm.advantage_estimator not in COMPARE_ELSEWHERE | COMPARE_PARTS:
         return
     for key, off in (("dynamic_sampling.type", None), ("zero_variance_filter", False)):
         value = value_at(algorithm, key)
         if value != off:
             yield (
-                f"trainer.algorithm.{key}={show(value)} leaves groups of equal rewards out, from which "
+                f"trainer.algorithm.{key}={show(value)} leaves groups of equal total rewards out, from which "
                 f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} learns too; "
                 f"trainer.algorithm.{key}={show(off)} keeps them"
             )
@@ -79,7 +81,7 @@ def cross_entropy_reads_no_rewards(cfg: SkyRLConfig) -> Iterator[str]:
     if cfg.trainer.algorithm.policy_loss_type == "cross_entropy":
         yield (
             "trainer.algorithm.policy_loss_type=cross_entropy imitates every rollout, whatever its reward; try "
-            "trainer.algorithm.policy_loss_type=reinforce"
+            "trainer.algorithm.policy_loss_type=policy_gradient"
         )
 
 
@@ -126,6 +128,35 @@ def one_token_never_stops(cfg: SkyRLConfig) -> Iterator[str]:
             )
 
 
+def k1_in_the_loss_is_noise(cfg: SkyRLConfig) -> Iterator[str]:
+    """The gradient of k1 is 0 on average where the policy samples its own tokens."""
+    algorithm = cfg.trainer.algorithm
+    if algorithm.use_kl_loss and algorithm.kl_estimator_type == "k1" and not algorithm.use_bias_correction_kl:
+        yield (
+            "trainer.algorithm.kl_estimator_type=k1 with trainer.algorithm.use_kl_loss=true has a gradient of 0 on "
+            "average, which is noise; try trainer.algorithm.kl_estimator_type=k1+ or k3"
+        )
+
+
+def token_weights_meet_a_trajectory(cfg: SkyRLConfig) -> Iterator[str]:
+    """The gradient of a loss of whole trajectories runs through all tokens, the ones that are left out too."""
+    algorithm = cfg.trainer.algorithm
+    correction = algorithm.off_policy_correction
+    if algorithm.policy_loss_type not in SEQUENCE_LOSSES:
+        return
+    for key, value in (
+        ("tis_ratio_type", correction.tis_ratio_type if correction.tis_ratio_type == "token" else None),
+        ("token_mask_is_threshold_high", correction.token_mask_is_threshold_high),
+    ):
+        if value is not None:
+            yield (
+                f"trainer.algorithm.off_policy_correction.{key}={show(value)} weighs single tokens, and "
+                f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} has one ratio for all tokens of a "
+                "trajectory; try trainer.algorithm.off_policy_correction.tis_ratio_type=sequence, or "
+                "trainer.algorithm.policy_loss_type=gspo"
+            )
+
+
 ALGORITHM_WARNINGS: tuple[Rule, ...] = (
     grpo_compares_one,
     equal_rewards_teach,
@@ -136,4 +167,6 @@ ALGORITHM_WARNINGS: tuple[Rule, ...] = (
     loss_means_over_sequences,
     clip_is_not_read,
     one_token_never_stops,
+    k1_in_the_loss_is_noise,
+    token_weights_meet_a_trajectory,
 )

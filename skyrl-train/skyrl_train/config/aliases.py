@@ -116,7 +116,7 @@ VERL = {
     "actor_rollout_ref.actor.clip_ratio_high": Alias("trainer.algorithm.eps_clip_high"),
     "actor_rollout_ref.actor.clip_ratio_c": Alias("trainer.algorithm.clip_ratio_c"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": Alias(
-        "trainer.algorithm.policy_loss_type", {"vanilla": "dual_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
+        "trainer.algorithm.policy_loss_type", {"vanilla": "dual_clip", "geo_mean": "gmpo", "gpg": "policy_gradient"}
     ),
     "actor_rollout_ref.actor.entropy_coeff": Alias(
         "trainer.algorithm.entropy_loss_coef", also={"trainer.algorithm.use_entropy_loss": bool}

@@ -30,7 +30,10 @@ COMPARE_SAMPLES = frozenset(
 COMPARE_ELSEWHERE = frozenset({"gae", "gae_per_turn", "reinforce++", "remax"})
 """Estimators that compare rewards with something else, so that a group of equal rewards still teaches."""
 
-COMPARE_NOTHING = frozenset({"on_policy_distillation", "no_op"})
+COMPARE_PARTS = frozenset({"gdpo", "grpo_per_turn", "rloo_per_turn", "optimal_token_baseline"})
+"""Of those, the ones that tell trajectories of equal total reward apart: by component, turn or token."""
+
+COMPARE_NOTHING = frozenset({"on_policy_distillation", "token_rewards"})
 """Estimators that compare no rewards."""
 
 PER_TOKEN = frozenset(
@@ -43,7 +46,7 @@ PER_TOKEN = frozenset(
         "remax",
         "optimal_token_baseline",
         "on_policy_distillation",
-        "no_op",
+        "token_rewards",
     }
 )
 """Estimators whose advantages differ within a trajectory."""
@@ -57,7 +60,7 @@ READ_NO_TOKEN_REWARDS = frozenset({"gdpo", "on_policy_distillation"})
 ESTIMATORS = COMPARE_SAMPLES | COMPARE_ELSEWHERE | COMPARE_NOTHING
 """Every estimator that comes with the package."""
 
-SEQUENCE_LOSSES = frozenset({"gspo", "gmpo", "luspo", "vespo"})
+SEQUENCE_LOSSES = frozenset({"gmpo", "luspo", "vespo"})
 """Losses of whole trajectories, which take one advantage for each."""
 
 SEQUENCE_MEAN_LOSSES = frozenset({"gspo", "gspo_token", "gmpo", "luspo", "sapo"})
@@ -73,7 +76,9 @@ LOSSES = (
     SEQUENCE_LOSSES
     | SEQUENCE_MEAN_LOSSES
     | CLIP_LIKE_PPO
-    | frozenset({"cispo", "cross_entropy", "dppo", "dro", "importance_sampling", "kl_cov", "reinforce", "rollout_is"})
+    | frozenset(
+        {"cispo", "cross_entropy", "dppo", "dro", "importance_sampling", "kl_cov", "policy_gradient", "rollout_is"}
+    )
 )
 """Every policy loss that comes with the package."""
 

@@ -101,13 +101,17 @@ class ShuffledPrompts:
         return len(self._dataset) // self._batch_size
 
     @property
-    def is_epoch_over(self) -> bool:
-        """Whether the next batch starts another epoch."""
+    def n_epochs_over(self) -> int:
+        """Epochs that have no batch left."""
+        return self._epoch + self._is_epoch_over
+
+    @property
+    def _is_epoch_over(self) -> bool:
         return self._row + self._batch_size > len(self._dataset)
 
     def next_batch(self) -> list[PromptRow]:
         """The next batch; starts the next epoch when this one is over."""
-        if self.is_epoch_over:
+        if self._is_epoch_over:
             self._epoch, self._row = self._epoch + 1, 0
         generator = torch.Generator().manual_seed(self._seed * EPOCHS_PER_SEED + self._epoch)
         order = torch.randperm(len(self._dataset), generator=generator)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_gym.envs.registration import spec as env_spec
 from skyrl_gym.error import UnregisteredEnv
 from skyrl_train.algorithms import advantage_estimator, policy_loss, required_inputs
-from skyrl_train.algorithms.contract import check_advantage_estimator, returns_scalar
+from skyrl_train.algorithms.contract import check_advantage_estimator, check_policy_loss
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -52,7 +52,7 @@ from skyrl_train.models.loading import (
     load_model,
     load_tokenizer,
 )
-from skyrl_train.models.value_head import load_value_model
+from skyrl_train.models.value_head import CRITIC_PATH, load_value_model
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.trainer import Trainer
 from skyrl_train.workers.critic import CriticWorker
@@ -173,7 +173,7 @@ class BasePPOExp:
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
         check_advantage_estimator(estimator, cfg.algorithm, has_critic=cfg.critic.model.path is not None)
         loss = policy_loss(cfg.algorithm.policy_loss_type)
-        returns_scalar(loss, cfg.algorithm)  # a loss that breaks its contract is refused before models are loaded
+        check_policy_loss(loss, cfg.algorithm)
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self._check_environments(datasets)
@@ -185,11 +185,14 @@ class BasePPOExp:
         policy = PolicyWorker(model, self.tokenizer, cfg, loss, n_updates // cfg.policy_mini_batch_size)
         critic, ref = None, None
         if cfg.critic.model.path is not None:
+            check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, self.tokenizer)
             value_model = self.get_value_model(cfg.critic.model.path)
             critic = CriticWorker(value_model, self.tokenizer, cfg, n_updates // cfg.critic_mini_batch_size)
         if cfg.algorithm.compares_with_reference or "ref_log_probs" in required_inputs(estimator):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, self.tokenizer)
             ref = RefWorker(self.get_model(cfg.ref.model.path, REF_PATH), cfg)
+            if cfg.update_ref_every_epoch:
+                ref.check_can_become(model)
         trained = [policy] if critic is None else [policy, critic]
         self._bytes_to_come = sum(worker.checkpoint_bytes() for worker in trained)  # with the first update
         engine = self.get_engine(policy)

@@ -129,7 +129,7 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
     """
     n_rollouts = len(input_batch["prompts"])
     required = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
-    for name in (*required, "rollout_logprobs"):
+    for name in (*required, "rollout_logprobs", "env_metrics", "reward_components"):
         values = output.get(name)
         n_values = len(values or ())  # type: ignore[arg-type]
         if n_values != n_rollouts and (values is not None or name in required):
@@ -139,11 +139,12 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
 
 def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Trajectory:
     response_ids = output["response_ids"][i]
-    rewards = _per_token(output["rewards"][i], len(response_ids))
+    loss_mask = output["loss_masks"][i]
+    rewards = _per_token(output["rewards"][i], len(response_ids), loss_mask)
     all_logprobs = output.get("rollout_logprobs")
     logprobs = None if all_logprobs is None else all_logprobs[i]
     columns: dict[str, Sequence[float] | None] = {
-        "loss_masks": output["loss_masks"][i],
+        "loss_masks": loss_mask,
         "rollout_logprobs": logprobs,
         "rewards": rewards,
     }
@@ -158,7 +159,7 @@ def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Tra
         data_source=request.row.data_source,
         prompt_ids=output["prompt_token_ids"][i],
         response_ids=response_ids,
-        loss_mask=output["loss_masks"][i],
+        loss_mask=loss_mask,
         logprobs=logprobs,
         rewards=rewards,
         stop_reason=output["stop_reasons"][i],
@@ -169,8 +170,12 @@ def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Tra
     )
 
 
-def _per_token(rewards: list[float] | float | None, n_tokens: int) -> list[float] | None:
-    """A reward of the whole response stands on its last token."""
+def _per_token(rewards: list[float] | float | None, n_tokens: int, loss_mask: Sequence[int]) -> list[float] | None:
+    """A reward of the whole response stands on its last sampled token."""
     if rewards is None or isinstance(rewards, list):
         return rewards
-    return ([0.0] * (n_tokens - 1) + [float(rewards)])[:n_tokens]
+    sampled = [position for position in range(min(n_tokens, len(loss_mask))) if loss_mask[position]]
+    per_token = [0.0] * n_tokens
+    if n_tokens:
+        per_token[sampled[-1] if sampled else -1] = float(rewards)
+    return per_token

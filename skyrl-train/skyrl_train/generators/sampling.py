@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector, original_uid
+from skyrl_train.algorithms.filters import punish_overlong
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.built_in import COMPARE_SAMPLES, ESTIMATORS
 from skyrl_train.dataset.prompts import ShuffledPrompts
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest, rollout_requests
@@ -75,10 +77,13 @@ class RolloutSampler:
             if collector.is_complete:
                 break
             prompts = self._prompts.next_batch()
-        rollouts = collector.take()
+        rollouts = self._punished(collector.take())
+        metrics = {"generate/n_left_alone": float(n_alone), **collector.metrics()}
         if self._with_greedy_rewards:
+            n_taken = len(rollouts)
             rollouts = await self._add_greedy_rewards(rollouts, rows, metadata)
-        return Sample(rollouts, played, {"generate/n_left_alone": float(n_alone), **collector.metrics()})
+            metrics["generate/n_without_baseline"] = float(n_taken - len(rollouts))
+        return Sample(rollouts, played, metrics)
 
     def _requests(self, prompts: Sequence[PromptRow]) -> list[RolloutRequest]:
         return rollout_requests(prompts, self._cfg.generator.n_samples_per_prompt, self._cfg.environment.env_class)
@@ -91,8 +96,10 @@ class RolloutSampler:
     def _usable(self, trajectories: Sequence[Trajectory], step: int) -> tuple[list[Trajectory], int]:
         """The valid trajectories that have something to be compared with, and how many valid ones have not."""
         n_samples = self._cfg.generator.n_samples_per_prompt
+        compares = self._cfg.trainer.algorithm.advantage_estimator not in ESTIMATORS - COMPARE_SAMPLES
+        n_needed = 2 if compares and n_samples > 1 else 1
         n_valid = Counter(t.id.instance_id for t in trajectories if t.is_valid)
-        usable = [t for t in trajectories if t.is_valid and (n_samples == 1 or n_valid[t.id.instance_id] > 1)]
+        usable = [t for t in trajectories if t.is_valid and n_valid[t.id.instance_id] >= n_needed]
         if not usable:
             failures = [t.error for t in trajectories if not t.is_valid]
             raise EnvError(
@@ -101,17 +108,25 @@ class RolloutSampler:
             )
         return usable, n_valid.total() - len(usable)
 
+    def _punished(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """With the soft overlong punishment, if there is one."""
+        algorithm, sampling = self._cfg.trainer.algorithm, self._cfg.generator.sampling_params
+        if algorithm.overlong_buffer_len is None:
+            return trajectories
+        buffer, factor = algorithm.overlong_buffer_len, algorithm.overlong_buffer_penalty_factor
+        return punish_overlong(trajectories, sampling.max_generate_length, buffer, factor)
+
     async def _add_greedy_rewards(
         self, rollouts: Sequence[Trajectory], rows: dict[str, PromptRow], metadata: BatchMetadata
     ) -> list[Trajectory]:
         """Rollouts that know what a greedy one of their prompt was rewarded; those of a prompt where it failed go."""
-        n_samples, env_class = self._cfg.generator.n_samples_per_prompt, self._cfg.environment.env_class
+        n_samples = self._cfg.generator.n_samples_per_prompt
         uids = dict.fromkeys(original_uid(t.id.instance_id) for t in rollouts)
         requests = [
-            RolloutRequest(TrajectoryID(uid, n_samples), replace(rows[uid], env_class=rows[uid].env_class or env_class))
-            for uid in uids
+            replace(request, id=TrajectoryID(request.row.uid, n_samples))  # beside the samples
+            for request in rollout_requests([rows[uid] for uid in uids], 1, self._cfg.environment.env_class)
         ]
-        greedy = await self._play(requests, replace(self._sampling, temperature=0.0), metadata)
+        greedy = self._punished(await self._play(requests, replace(self._sampling, temperature=0.0), metadata))
         rewards = {t.id.instance_id: t.total_reward for t in greedy if t.is_valid}
         with_baseline = [t for t in rollouts if original_uid(t.id.instance_id) in rewards]
         if not with_baseline:

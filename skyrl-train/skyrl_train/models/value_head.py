@@ -50,8 +50,8 @@ def load_value_model(
             "give a folder that save_pretrained wrote"
         )
     if report["missing_keys"]:
-        torch.nn.init.zeros_(model.score.weight)
-        torch.nn.init.zeros_(model.score.bias)
+        for parameter in model.score.parameters():
+            torch.nn.init.zeros_(parameter)
         logger.info("%s has no value head: it starts at zero", path)
     prepare(model, path, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing)
     return model
@@ -66,4 +66,7 @@ def response_values(
     """
     hidden = hidden_before(model, sequences, attention_mask, loss_mask)  # (N, H)
     value_head = cast(torch.nn.Linear, model.score)
-    return on_mask(value_head(hidden)[:, 0], loss_mask)
+    with torch.autocast(hidden.device.type, enabled=False):  # a value needs more digits than bfloat16 has
+        bias = None if value_head.bias is None else value_head.bias.float()
+        values = torch.nn.functional.linear(hidden.float(), value_head.weight.float(), bias)  # (N, 1)
+    return on_mask(values[:, 0], loss_mask)

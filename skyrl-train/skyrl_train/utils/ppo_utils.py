@@ -1,8 +1,8 @@
 """Algorithms under the names that SkyRL's scripts import. Everything lives in `skyrl_train.algorithms`.
 
-Two things differ behind the names. Policy losses return the loss of each token (B, R), which the trainer reduces over
-the whole mini-batch; a loss of your own may still return a scalar. The registries are plain ones in the driver, which
-hands functions to its workers, so there is nothing to synchronise.
+Three things differ behind the names. Policy losses return the loss of each token (B, R), which the trainer reduces over
+the whole mini-batch; a loss of your own may still return a scalar. `ppo_policy_loss` is `regular` alone. The registries
+are plain ones in the driver, which hands functions to its workers, so there is nothing to synchronise.
 """
 
 from skyrl_train.algorithms.advantages import gae as compute_gae_advantage_return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -45,21 +47,22 @@ class CriticWorker(TrainedModel):
 
     def forward_backward(self, batch: TrainingBatch) -> dict[str, float]:
         """Add the gradient of a mini-batch's value loss to the parameters; every trajectory counts the same."""
-        weights = token_weights(batch.loss_mask, "sequence_mean")
-        sums = dict.fromkeys(("critic_loss", "values_mean", "values_clipfrac"), 0.0)
+        by_sequence = token_weights(batch.loss_mask, "sequence_mean")
+        by_token = token_weights(batch.loss_mask, "token_mean")
+        sums: dict[str, float] = defaultdict(float)
         for rows in micro_batch_rows(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu):
             part = batch.select(rows).to(self.model.device)
-            part_weights = weights[rows].to(self.model.device)
+            of_loss, of_metrics = (weights[rows].to(self.model.device) for weights in (by_sequence, by_token))
             with self.checkpointed_layers():
                 values = self._values(part)
                 assert part.values is not None, "the trainer scores before it updates"
                 assert part.returns is not None, "the trainer computes returns before it updates"
                 token_loss, metrics = value_loss(values, part.values, part.returns, self._cfg.algorithm.value_clip)
-                loss = weighted_sum(token_loss, part_weights)
+                loss = weighted_sum(token_loss, of_loss)
                 loss.backward()
             sums["critic_loss"] += loss.item()
-            sums["values_mean"] += weighted_sum(values.detach(), part_weights).item()
-            sums["values_clipfrac"] += weighted_sum(metrics["values_clipfrac"], part_weights).item()
+            sums["values_mean"] += weighted_sum(values.detach(), of_metrics).item()
+            sums["values_clipfrac"] += weighted_sum(metrics["values_clipfrac"], of_metrics).item()
         return {f"critic/{name}": total for name, total in sums.items()}
 
     def _values(self, part: TrainingBatch) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from skyrl_train.algorithms.filters import top_entropy_mask
+from skyrl_train.algorithms.entropy import top_entropy_mask
 from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
 from skyrl_train.algorithms.off_policy import correction_weights, sequence_mask
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
-from skyrl_train.algorithms.registry import PolicyLoss
+from skyrl_train.algorithms.registry import PolicyLoss, call_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.logprobs import TokenScores
@@ -53,31 +53,25 @@ def start_logprobs(log_probs: torch.Tensor, part: TrainingBatch) -> torch.Tensor
     return log_probs.detach() if part.old_logprobs is None else part.old_logprobs
 
 
-def policy_terms(
+def policy_objective(
     policy_loss: PolicyLoss,
     log_probs: torch.Tensor,
     part: TrainingBatch,
     weights: Weights,
     algorithm: AlgorithmConfig,
-) -> Terms:
-    """`policy_loss` of these rows, differentiable in `log_probs` (B, R), and the metrics of the loss."""
+) -> tuple[torch.Tensor, Terms]:
+    """The policy loss of these rows, differentiable in `log_probs` (B, R), and what it measured, without gradient."""
     assert part.advantages is not None, "the trainer computes advantages before it updates"
     old = start_logprobs(log_probs, part)
-    loss, metrics = policy_loss(log_probs, old, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs)
+    inputs = (log_probs, old, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs)
+    loss, metrics = call_policy_loss(policy_loss, *inputs)
     if not isinstance(metrics, dict):
         metrics = {"ppo_clip_ratio": metrics}
-    factor, factor_metrics = _factors(log_probs, old, part.advantages, part, algorithm)
-    terms = {name: _average(values, weights.per_token) for name, values in {**metrics, **factor_metrics}.items()}
     if loss.ndim > 0:
-        kept = weights.loss if factor is None else weights.loss * factor
-        return terms | {"policy_loss": weighted_sum(loss, kept)}
-    if factor is not None or algorithm.top_entropy_quantile < 1:
-        raise ConfigError(
-            f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} returns a scalar, of which "
-            "off_policy_correction, off_policy_sequence_mask_threshold and top_entropy_quantile cannot weigh single "
-            "tokens; return the loss of each token, or leave them out"
-        )
-    return terms | {"policy_loss": loss}
+        factor, factor_metrics = _factors(log_probs, old, part.advantages, part, algorithm)
+        metrics = metrics | factor_metrics
+        loss = weighted_sum(loss, weights.loss if factor is None else weights.loss * factor)
+    return loss, {name: _average(values, weights.per_token) for name, values in metrics.items()}
 
 
 def _average(values: Any, weights: torch.Tensor) -> torch.Tensor:
@@ -132,7 +126,7 @@ def regularisation_terms(
 
 
 def total_loss(policy_loss: torch.Tensor, terms: Terms, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """What is differentiated: policy loss, plus the KL term, less the entropy term."""
+    """What is differentiated: policy loss, plus the KL term, less the entropy term of `regularisation_terms`."""
     loss = policy_loss
     if algorithm.use_kl_loss and "policy_kl" in terms:
         loss = loss + algorithm.kl_loss_coef * terms["policy_kl"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.algorithms.contract import returns_scalar
+from skyrl_train.algorithms.contract import check_policy_loss
 from skyrl_train.algorithms.off_policy import rollout_gap_metrics
 from skyrl_train.algorithms.registry import PolicyLoss, reads_whole_batch
 from skyrl_train.config.trainer import TrainerConfig
@@ -14,7 +14,7 @@ from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.objective import (
     Terms,
     Weights,
-    policy_terms,
+    policy_objective,
     regularisation_terms,
     start_logprobs,
     total_loss,
@@ -40,7 +40,7 @@ class PolicyWorker(TrainedModel):
         super().__init__(model, tokenizer, cfg.policy.optimizer_config, n_optimizer_steps)
         self._cfg = cfg
         self._policy_loss = policy_loss
-        self._needs_whole_batch = reads_whole_batch(policy_loss) or returns_scalar(policy_loss, cfg.algorithm)
+        self._needs_whole_batch = check_policy_loss(policy_loss, cfg.algorithm) or reads_whole_batch(policy_loss)
 
     def score(self, batch: TrainingBatch) -> TokenScores:
         """What the current weights say about the batch's sampled tokens (B, R)."""
@@ -57,41 +57,56 @@ class PolicyWorker(TrainedModel):
         `old_logprobs` the batch is the only one since its rollouts, and the current log-probs are the old ones.
         """
         algorithm, device = self._cfg.algorithm, self.model.device
-        parts = micro_batch_rows(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu)
         weights = Weights.of(batch, algorithm)
-        pull: torch.Tensor | None = None
-        totals: Terms = {}
-        if self._needs_whole_batch and len(parts) > 1:
-            pull, totals = self._whole_batch_pull(batch, weights)
-        started_from = torch.zeros_like(batch.loss_mask)  # (B, R)
+        parts = micro_batch_rows(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu)
+        totals: Terms = {}  # sums over the micro-batches
+        logprob_gradient: torch.Tensor | None = None  # (B, R)
+        if self._needs_whole_batch:
+            trained = sorted(row for part in parts for row in part)  # the rows, and their order, are always these
+            if len(parts) > 1:
+                logprob_gradient, totals = self._whole_batch_gradient(batch, weights, trained)
+            else:
+                parts = [trained] if trained else []
+        old_logprobs = torch.zeros_like(batch.loss_mask)  # (B, R)
         for rows in parts:
             part, part_weights = batch.select(rows).to(device), weights.select(rows).to(device)
             with self.checkpointed_layers():
                 scores = micro_batch_scores(self.model, part, self._cfg)  # (b, R)
                 terms = regularisation_terms(scores, part, part_weights, algorithm)
-                if pull is None:
-                    terms |= policy_terms(self._policy_loss, scores.logprobs, part, part_weights, algorithm)
-                    policy_loss = terms["policy_loss"]
+                if logprob_gradient is None:
+                    loss, metrics = policy_objective(self._policy_loss, scores.logprobs, part, part_weights, algorithm)
+                    _add(totals, {"policy_loss": loss, **metrics})
                 else:
-                    policy_loss = (scores.logprobs * pull[rows].to(device)).sum()
-                total_loss(policy_loss, terms, algorithm).backward()
-            for name, value in terms.items():
-                totals[name] = totals.get(name, 0.0) + value.detach()
-            started_from[rows] = start_logprobs(scores.logprobs, part).cpu()
+                    loss = (scores.logprobs * logprob_gradient[rows].to(device)).sum()
+                total_loss(loss, terms, algorithm).backward()
+            _add(totals, terms)
+            old_logprobs[rows] = start_logprobs(scores.logprobs, part).detach().cpu()
         if totals:
             totals["final_loss"] = total_loss(totals["policy_loss"], totals, algorithm)
-        metrics = {name: float(total) for name, total in totals.items()}
+        measured = {name: float(total) for name, total in totals.items()}
         if batch.rollout_logprobs is not None:
-            metrics |= rollout_gap_metrics(started_from, batch.rollout_logprobs, batch.loss_mask)
-        return {f"policy/{name}": value for name, value in metrics.items()}
+            measured |= rollout_gap_metrics(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+        return {f"policy/{name}": value for name, value in measured.items()}
 
-    def _whole_batch_pull(self, batch: TrainingBatch, weights: Weights) -> tuple[torch.Tensor, Terms]:
-        """The gradient (B, R) of the policy loss in each log-prob, and the terms it comes with.
+    def _whole_batch_gradient(
+        self, batch: TrainingBatch, weights: Weights, trained: list[int]
+    ) -> tuple[torch.Tensor, Terms]:
+        """The gradient (B, R) of the policy loss in each log-prob, and the loss with its metrics.
 
         A loss that compares tokens across the mini-batch, or reduces by itself, sees all of it at once; by the chain
         rule its gradient in the log-probs is all that the micro-batches need.
         """
-        log_probs = self.score(batch).logprobs.requires_grad_()
-        terms = policy_terms(self._policy_loss, log_probs, batch, weights, self._cfg.algorithm)
-        (pull,) = torch.autograd.grad(terms["policy_loss"], log_probs)
-        return pull, {name: value.detach() for name, value in terms.items()}
+        whole = batch.select(trained)
+        log_probs = self.score(whole).logprobs.requires_grad_()
+        loss, metrics = policy_objective(
+            self._policy_loss, log_probs, whole, weights.select(trained), self._cfg.algorithm
+        )
+        gradient = torch.zeros_like(batch.loss_mask)
+        (gradient[trained],) = torch.autograd.grad(loss, log_probs)
+        return gradient, {"policy_loss": loss.detach(), **metrics}
+
+
+def _add(totals: Terms, terms: Terms) -> None:
+    """Add the terms of a micro-batch to those of the mini-batch, without gradient."""
+    for name, value in terms.items():
+        totals[name] = totals[name] + value.detach() if name in totals else value.detach()

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.scoring import score_tokens
 
@@ -25,6 +25,15 @@ class RefWorker:
     def score(self, batch: TrainingBatch) -> torch.Tensor:
         """Log-probs (B, R) of the batch's sampled tokens."""
         return score_tokens(self.model, batch, self._cfg).logprobs
+
+    def check_can_become(self, model: PreTrainedModel) -> None:
+        """Raise ConfigError unless the model has weights of the same names and shapes."""
+        ours, theirs = ({name: tensor.shape for name, tensor in m.state_dict().items()} for m in (self.model, model))
+        if ours != theirs:
+            raise ConfigError(
+                "trainer.update_ref_every_epoch=true makes the policy the reference, and trainer.ref.model.path has "
+                "another architecture; set trainer.update_ref_every_epoch=false, or leave trainer.ref.model.path out"
+            )
 
     @torch.no_grad()
     def become(self, model: PreTrainedModel) -> None:

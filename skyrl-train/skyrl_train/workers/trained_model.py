@@ -58,8 +58,9 @@ class TrainedModel:
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         metrics = {f"{self.role}_lr": self._scheduler.get_last_lr()[0], "skipped_updates": 0.0}
         if grad_norm.isfinite():
-            metrics["grad_norm"] = grad_norm.item()
-            self._optimizer.step()
+            if any(parameter.grad is not None for parameter in self.model.parameters()):
+                metrics["grad_norm"] = grad_norm.item()
+            self._optimizer.step()  # without a gradient, from a mini-batch without a trained token, nothing moves
             self._scheduler.step()
         else:
             metrics["skipped_updates"] = 1.0

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.algorithms import dynamic_sampling
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.trainer import Trainer
 from skyrl_train.types import TrainingBatch
+from skyrl_train.workers.ref import RefWorker
 
 Metrics = list[dict[str, Any]]
 
@@ -144,6 +146,27 @@ def test_the_reference_becomes_the_policy_when_an_epoch_ends(train: Callable[...
     for step in second_of_epoch:
         assert moved[step]["policy/policy_kl"] > 1e-5
     assert fixed[3]["policy/policy_kl"] > 1e-5
+
+
+def test_an_epoch_that_ends_within_a_step_updates_the_reference_too(
+    train: Callable[..., Metrics], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two batches a step, three an epoch: the first epoch ends in the middle of the second step."""
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "more.jsonl").write_text("".join([*lines, *lines[:4]]))
+    updates: list[int] = []
+    monkeypatch.setattr(RefWorker, "become", lambda self, model: updates.append(1))
+    monkeypatch.setattr(dynamic_sampling, "informative_groups", lambda rewards, uids, tolerance: set(uids[:8]))
+    rows = train(
+        "crossing",
+        f"data.train_data=['{tmp_path}/more.jsonl']",
+        "trainer.algorithm.dynamic_sampling.type=filter",
+        "trainer.update_ref_every_epoch=true",
+        "trainer.epochs=2",
+        "trainer.max_training_steps=3",
+    )
+    assert [row["generate/n_sample_batches"] for row in rows[1:]] == [2, 2, 2]
+    assert len(updates) == 1, "the run's last step updates nothing"
 
 
 def test_a_kl_penalty_lowers_the_rewards_that_are_learned_from(

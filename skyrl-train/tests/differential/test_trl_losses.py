@@ -19,7 +19,8 @@ from trl.rewards import get_soft_overlong_punishment
 from trl_calls import MAX_LENGTH, ON_CPU, Inputs, gradient, random_inputs, scores_of, trainer_of_losses
 
 from skyrl_train.algorithms import policy_loss
-from skyrl_train.algorithms.filters import soft_overlong_punishment, top_entropy_mask
+from skyrl_train.algorithms.entropy import top_entropy_mask
+from skyrl_train.algorithms.filters import soft_overlong_punishment
 from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
 from skyrl_train.algorithms.off_policy import sequence_mask
 from skyrl_train.algorithms.reduction import reduce_loss

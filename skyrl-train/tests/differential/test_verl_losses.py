@@ -60,7 +60,7 @@ def test_importance_sampling(batch: Batch) -> None:
 def test_reinforce(batch: Batch) -> None:
     """What verl calls gpg."""
     theirs = their_loss("gpg", batch, batch.advantages, THEIRS)
-    assert_same_loss(our_loss("reinforce", batch, batch.advantages, OURS), theirs, EXACT)
+    assert_same_loss(our_loss("policy_gradient", batch, batch.advantages, OURS), theirs, EXACT)
 
 
 @given(batch=drifts)

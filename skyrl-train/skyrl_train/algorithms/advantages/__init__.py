@@ -20,12 +20,12 @@ from skyrl_train.algorithms.advantages.by_group import (
 )
 from skyrl_train.algorithms.advantages.by_token import (
     gae,
-    no_op,
     on_policy_distillation,
     optimal_token_baseline,
     reinforce_plus_plus,
     remax,
     reward_to_go,
+    token_rewards,
 )
 from skyrl_train.algorithms.advantages.by_turn import gae_per_turn, grpo_per_turn, rloo_per_turn, turn_index
 from skyrl_train.algorithms.advantages.components import gdpo
@@ -42,7 +42,6 @@ __all__ = [
     "grpo_passk",
     "grpo_per_turn",
     "maxrl",
-    "no_op",
     "normalize_over_batch",
     "on_policy_distillation",
     "opo",
@@ -53,6 +52,7 @@ __all__ = [
     "reward_to_go",
     "rloo",
     "rloo_per_turn",
+    "token_rewards",
     "trajectory_scores",
     "turn_index",
 ]

@@ -112,7 +112,7 @@ def gpg(
     sampled tokens. It presumes rewards of 0 for failure: with -1 for failure it is 1. (The paper counts out the
     trajectories of groups of equal rewards instead; what is here is how the method came into common use.)
 
-    Source: GPG (Chu et al., 2025, arXiv:2504.02546); its loss is `policy_loss_type=reinforce`.
+    Source: GPG (Chu et al., 2025, arXiv:2504.02546); its loss is `policy_loss_type=policy_gradient`.
     """
     scores = trajectory_scores(token_level_rewards, response_mask)  # (B,)
     mean, std, _size = group_statistics(scores, index)

@@ -34,6 +34,7 @@ def reinforce_plus_plus(
 @register_advantage_estimator("gae")
 def gae(
     token_level_rewards: torch.Tensor,
+    *,
     response_mask: torch.Tensor,
     values: torch.Tensor,
     gamma: float = 1.0,
@@ -131,8 +132,8 @@ def on_policy_distillation(
     return advantages, advantages
 
 
-@register_advantage_estimator("no_op")
-def no_op(
+@register_advantage_estimator("token_rewards")
+def token_rewards(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     **_: Any,

@@ -47,7 +47,8 @@ def gdpo(
 def _check(weights: Mapping[str, float], components: Mapping[str, torch.Tensor]) -> None:
     if not components:
         raise ConfigError(
-            "trainer.algorithm.advantage_estimator=gdpo needs named reward components, and the environments report none"
+            "trainer.algorithm.advantage_estimator=gdpo needs the components of rewards, and no environment reports "
+            'any; return metadata={"reward_components": {name: reward}} from step()'
         )
     unknown = sorted(set(weights) - set(components))
     if unknown:

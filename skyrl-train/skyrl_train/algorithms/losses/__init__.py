@@ -1,6 +1,7 @@
 """Policy losses: one value per token (B, R), to be reduced with `reduction.token_weights`; and the critic's loss.
 
-Each policy loss is registered under its name here, but for `clipped_surrogate`, which is `regular`.
+Each policy loss is registered under its name here, but for `clipped_surrogate`, which is `regular`; `gspo` is
+`gspo_token` too.
 """
 
 from skyrl_train.algorithms.losses.clipped import clipped_surrogate, dual_clip
@@ -8,14 +9,14 @@ from skyrl_train.algorithms.losses.covariance import clip_cov, kl_cov
 from skyrl_train.algorithms.losses.divergence import dppo
 from skyrl_train.algorithms.losses.masking import within_mask
 from skyrl_train.algorithms.losses.ratio import importance_ratio, sequence_ratio
-from skyrl_train.algorithms.losses.sequence import gmpo, gspo, gspo_token, luspo, vespo
+from skyrl_train.algorithms.losses.sequence import gmpo, gspo, luspo, vespo
 from skyrl_train.algorithms.losses.value import value_loss
 from skyrl_train.algorithms.losses.weighted import (
     cispo,
     cross_entropy,
     dro,
     importance_sampling,
-    reinforce,
+    policy_gradient,
     rollout_is,
     sapo,
 )
@@ -30,12 +31,11 @@ __all__ = [
     "dual_clip",
     "gmpo",
     "gspo",
-    "gspo_token",
     "importance_ratio",
     "importance_sampling",
     "kl_cov",
     "luspo",
-    "reinforce",
+    "policy_gradient",
     "rollout_is",
     "sapo",
     "sequence_ratio",

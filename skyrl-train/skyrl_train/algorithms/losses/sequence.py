@@ -12,6 +12,7 @@ from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
+@register_policy_loss("gspo_token")
 @register_policy_loss("gspo")
 @within_mask
 def gspo(
@@ -22,35 +23,16 @@ def gspo(
     loss_mask: torch.Tensor,
     rollout_logprobs: torch.Tensor | None,
 ) -> LossOutput:
-    """PPO's clip of the trajectory's ratio: -min(sA, clip(s) A) with s = exp(mean_t log(π / π_old)).
+    """PPO's clip of the trajectory's ratio: -min(s_t A, clip(s_t) A) with s_t = sg(s) · π / sg(π), sg without gradient.
 
-    All tensors (B, R); every token of a row has the loss of the row, so the advantage has to be the same on all of
-    them, and `loss_reduction=sequence_mean` is the mean over trajectories that the paper takes. The clip is narrow in
-    the paper: 3e-4 below and 4e-4 above. Metric `ppo_clip_ratio`: the share of tokens in clipped trajectories.
+    s = exp(mean_t log(π / π_old)) is the trajectory's ratio. The value of s_t is that of s, its gradient that of the
+    token alone: the paper's GSPO-token. Where the advantage is the same on all tokens, the mean over them has the value
+    and the gradient of -min(sA, clip(s) A), the paper's GSPO, so one function goes by both names.
 
-    Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), section 4.1.
-    """
-    ratio = sequence_ratio(log_probs - old_log_probs, loss_mask)  # (B, 1)
-    loss, is_clipped = pessimistic_surrogate(ratio, advantages, config)
-    return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
+    All tensors (B, R). `loss_reduction=sequence_mean` is the mean over trajectories that the paper takes. The clip is
+    narrow there: 3e-4 below and 4e-4 above. Metric `ppo_clip_ratio`: the share of tokens in clipped trajectories.
 
-
-@register_policy_loss("gspo_token")
-@within_mask
-def gspo_token(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
-    """GSPO for advantages that differ between tokens: s_t = sg(s) · π / sg(π) in the place of s, sg without gradient.
-
-    The value of s_t is that of the trajectory's ratio, its gradient that of the token alone. Where the advantage is
-    the same on all tokens, value and gradient are those of `gspo`. All tensors (B, R); metric as in `gspo`.
-
-    Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), section 4.3.
+    Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), sections 4.1 and 4.3.
     """
     mean_log_ratio = masked_mean(log_probs.detach() - old_log_probs, loss_mask, dim=-1)[:, None]  # (B, 1)
     ratio = bounded_exp(mean_log_ratio + (log_probs - log_probs.detach()))  # (B, R)

@@ -11,9 +11,9 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 
-@register_policy_loss("reinforce")
+@register_policy_loss("policy_gradient")
 @within_mask
-def reinforce(
+def policy_gradient(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,

@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.contract import check_advantage_estimator, returns_scalar
-from skyrl_train.algorithms.registry import (
-    ADVANTAGE_ESTIMATORS,
-    POLICY_LOSSES,
-    named_inputs,
-    reads_whole_batch,
-    required_inputs,
-)
+from skyrl_train.algorithms.contract import RESERVED_METRICS, check_advantage_estimator, check_policy_loss
+from skyrl_train.algorithms.inputs import named_inputs, required_inputs
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, call_policy_loss, reads_whole_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
 from skyrl_train.errors import ConfigError
 
 CONFIG = AlgorithmConfig(advantage_estimator="mine", policy_loss_type="mine")
@@ -90,11 +86,11 @@ def test_an_estimator_that_fails_is_refused_with_its_error() -> None:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.list_available())
 def test_every_loss_returns_that_of_each_token(name: str) -> None:
-    assert not returns_scalar(POLICY_LOSSES.get(name), CONFIG)
+    assert not check_policy_loss(POLICY_LOSSES.get(name), CONFIG)
 
 
 def test_a_loss_may_reduce_by_itself() -> None:
-    assert returns_scalar(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG)
+    assert check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +103,7 @@ def test_a_loss_may_reduce_by_itself() -> None:
 )
 def test_a_loss_that_returns_something_else_is_refused(outputs: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"policy_loss_type=mine {reason}"):
-        returns_scalar(lambda *_: outputs, CONFIG)
+        check_policy_loss(lambda *_: outputs, CONFIG)
 
 
 def test_losses_that_compare_tokens_across_the_mini_batch_say_so() -> None:
@@ -115,3 +111,44 @@ def test_losses_that_compare_tokens_across_the_mini_batch_say_so() -> None:
         "clip_cov",
         "kl_cov",
     ]
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_METRICS))
+def test_a_metric_that_the_trainer_logs_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"=mine returned a metric '{name}', which the trainer logs itself"):
+        check_policy_loss(lambda log_probs, *_: (log_probs, {name: 0.0}), CONFIG)
+
+
+@pytest.mark.parametrize("metrics", [None, {"mine": torch.zeros(2)}, {"mine": "high"}])
+def test_metrics_that_cannot_be_logged_are_refused(metrics: Any) -> None:
+    with pytest.raises(ConfigError, match=r"=mine returned .* as metric '.*'; return a number"):
+        check_policy_loss(lambda log_probs, *_: (log_probs, metrics), CONFIG)
+
+
+@pytest.mark.parametrize("metrics", [0.25, {}, {"mine": 1}, {"mine": torch.tensor(1.0)}, {"mine": torch.zeros(2, 3)}])
+def test_other_metrics_are_accepted(metrics: Any) -> None:
+    check_policy_loss(lambda log_probs, *_: (log_probs, metrics), CONFIG)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"off_policy_correction": OffPolicyCorrectionConfig(tis_ratio_type="token")},
+        {"off_policy_sequence_mask_threshold": 0.1},
+        {"top_entropy_quantile": 0.5},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_weighs_tokens_refuses_a_scalar(settings: dict[str, Any]) -> None:
+    config = AlgorithmConfig(policy_loss_type="mine", **settings)
+    with pytest.raises(ConfigError, match=rf"returns a scalar, of which trainer\.algorithm\.{next(iter(settings))}"):
+        check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), config)
+    assert not check_policy_loss(lambda log_probs, *_: (log_probs, 0.0), config)
+
+
+def test_a_loss_gets_as_many_arguments_as_it_takes() -> None:
+    def three(log_probs: int, old_log_probs: int, advantages: int) -> Any:
+        return log_probs, old_log_probs, advantages
+
+    assert call_policy_loss(three, 1, 2, 3, 4, 5, 6) == (1, 2, 3)  # type: ignore[arg-type]
+    assert call_policy_loss(lambda *inputs: inputs, 1, 2, 3, 4, 5, 6) == (1, 2, 3, 4, 5, 6)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from trajectories import make_trajectory
 
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector, original_uid
 from skyrl_train.config.algorithm import DynamicSamplingConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import DataError
 from skyrl_train.types import Trajectory
 
 
@@ -185,7 +185,7 @@ def test_the_same_seed_chooses_the_same_copies() -> None:
 def test_it_gives_up_after_so_many_batches(kind: str, needed: str) -> None:
     collected = collector(n_prompts=4, type=kind, max_sample_batches=2, min_replace_ratio=0.5)
     collected.add([*good("0"), *bad("1")])
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(DataError) as error:
         collected.add([*good("2"), *bad("3"), *bad("4")])
     for words in ("drew 2 batches", "2 of their 5 groups", needed, "temperature", "max_sample_batches=2", "too hard"):
         assert words in str(error.value)

@@ -103,26 +103,26 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
     ),
     (
         "filter_leaves_out_what_teaches_nothing",
-        [f"{ALGORITHM}.zero_variance_filter=true", estimator("no_op")],
+        [f"{ALGORITHM}.zero_variance_filter=true", estimator("token_rewards")],
         "trainer.algorithm.zero_variance_filter=true leaves groups of equal rewards out, but "
-        "trainer.algorithm.advantage_estimator=no_op compares no rewards and learns as much from them; set "
+        "trainer.algorithm.advantage_estimator=token_rewards compares no rewards and learns as much from them; set "
         "trainer.algorithm.zero_variance_filter=false",
-        [[estimator("no_op")], [f"{ALGORITHM}.zero_variance_filter=true", estimator("gae"), CRITIC]],
+        [[estimator("token_rewards")], [f"{ALGORITHM}.zero_variance_filter=true", estimator("gae"), CRITIC]],
     ),
     (
         "sequence_loss_has_one_advantage",
-        [loss("gspo"), estimator("grpo_per_turn")],
-        "trainer.algorithm.policy_loss_type=gspo takes one advantage for each trajectory, and "
+        [loss("gmpo"), estimator("grpo_per_turn")],
+        "trainer.algorithm.policy_loss_type=gmpo takes one advantage for each trajectory, and "
         "trainer.algorithm.advantage_estimator=grpo_per_turn gives each token its own; try "
-        "trainer.algorithm.policy_loss_type=gspo_token or dual_clip, or trainer.algorithm.advantage_estimator=grpo",
+        "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo",
         [
-            [loss("gspo"), estimator("rloo")],
-            [loss("gspo"), estimator("rloo"), *KL_IN_REWARD],
+            [loss("gmpo"), estimator("rloo")],
+            [loss("gmpo"), estimator("rloo"), *KL_IN_REWARD],
             [loss("vespo"), estimator("reinforce++-baseline")],
-            [loss("gspo_token"), estimator("grpo_per_turn")],
+            [loss("gspo"), estimator("grpo_per_turn")],
             [loss("dual_clip"), estimator("gae"), CRITIC],
             [loss("mine"), estimator("gae"), CRITIC],
-            [loss("gspo"), estimator("mine")],
+            [loss("gmpo"), estimator("mine")],
         ],
     ),
     (
@@ -139,7 +139,7 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
         "trainer.algorithm.advantage_estimator=gdpo does not read; set trainer.algorithm.use_kl_in_reward=false, and "
         "trainer.algorithm.use_kl_loss=true for a KL loss",
         [
-            [*KL_IN_REWARD, estimator("no_op")],
+            [*KL_IN_REWARD, estimator("token_rewards")],
             [*KL_IN_REWARD, estimator("mine")],
             [estimator("gdpo")],
         ],
@@ -159,6 +159,13 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
         "trainer.algorithm.use_kl_in_reward=true and trainer.algorithm.use_kl_loss=false, or "
         "trainer.algorithm.kl_ctrl.type=fixed",
         [[*KL_IN_REWARD, f"{ALGORITHM}.kl_ctrl.type=adaptive"], [f"{ALGORITHM}.kl_ctrl.type=fixed"]],
+    ),
+    (
+        "kl_control_has_a_start",
+        [*KL_IN_REWARD, f"{ALGORITHM}.kl_ctrl.type=adaptive", f"{ALGORITHM}.kl_loss_coef=0"],
+        "trainer.algorithm.kl_loss_coef=0.0 stays 0 whatever trainer.algorithm.kl_ctrl.type=adaptive multiplies it by; "
+        "try trainer.algorithm.kl_loss_coef=0.001",
+        [[*KL_IN_REWARD, f"{ALGORITHM}.kl_loss_coef=0"]],
     ),
     (
         "kl_correction_has_a_loss",

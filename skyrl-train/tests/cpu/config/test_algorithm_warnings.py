@@ -9,7 +9,14 @@ from omegaconf import OmegaConf
 
 from skyrl_train.config import load_config
 from skyrl_train.config.algorithm_warnings import ALGORITHM_WARNINGS
-from skyrl_train.config.built_in import CLIP_LIKE_PPO, COMPARE_ELSEWHERE, LOSSES, SEQUENCE_MEAN_LOSSES, WHITEN
+from skyrl_train.config.built_in import (
+    CLIP_LIKE_PPO,
+    COMPARE_ELSEWHERE,
+    COMPARE_PARTS,
+    LOSSES,
+    SEQUENCE_MEAN_LOSSES,
+    WHITEN,
+)
 from skyrl_train.config.validation import find_warnings
 
 ALGORITHM = "trainer.algorithm"
@@ -29,7 +36,31 @@ def loss(name: str) -> str:
     return f"{ALGORITHM}.policy_loss_type={name}"
 
 
+SEQUENCE_MEAN = f"{ALGORITHM}.loss_reduction=sequence_mean"
+
 CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
+    (
+        "k1_in_the_loss_is_noise",
+        [f"{ALGORITHM}.kl_estimator_type=k1"],
+        "trainer.algorithm.kl_estimator_type=k1 with trainer.algorithm.use_kl_loss=true has a gradient of 0 on "
+        "average, which is noise; try trainer.algorithm.kl_estimator_type=k1+ or k3",
+        [
+            [f"{ALGORITHM}.kl_estimator_type=k1+"],
+            [f"{ALGORITHM}.kl_estimator_type=k1", f"{ALGORITHM}.use_kl_loss=false"],
+            [f"{ALGORITHM}.kl_estimator_type=k1", f"{ALGORITHM}.use_bias_correction_kl=true"],
+        ],
+    ),
+    (
+        "token_weights_meet_a_trajectory",
+        [loss("gmpo"), SEQUENCE_MEAN, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"],
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token weighs single tokens, and "
+        "trainer.algorithm.policy_loss_type=gmpo has one ratio for all tokens of a trajectory; try "
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence, or trainer.algorithm.policy_loss_type=gspo",
+        [
+            [loss("gmpo"), SEQUENCE_MEAN, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=sequence"],
+            [loss("gspo"), SEQUENCE_MEAN, f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"],
+        ],
+    ),
     (
         "grpo_compares_one",
         ["generator.n_samples_per_prompt=1"],
@@ -40,7 +71,7 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
     (
         "equal_rewards_teach",
         [*estimator("reinforce++"), f"{ALGORITHM}.dynamic_sampling.type=filter"],
-        "trainer.algorithm.dynamic_sampling.type=filter leaves groups of equal rewards out, from which "
+        "trainer.algorithm.dynamic_sampling.type=filter leaves groups of equal total rewards out, from which "
         "trainer.algorithm.advantage_estimator=reinforce++ learns too; trainer.algorithm.dynamic_sampling.type=null "
         "keeps them",
         [estimator("reinforce++"), [*estimator("rloo"), f"{ALGORITHM}.dynamic_sampling.type=filter"]],
@@ -48,7 +79,7 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
     (
         "equal_rewards_teach",
         [*estimator("remax"), f"{ALGORITHM}.zero_variance_filter=true"],
-        "trainer.algorithm.zero_variance_filter=true leaves groups of equal rewards out, from which "
+        "trainer.algorithm.zero_variance_filter=true leaves groups of equal total rewards out, from which "
         "trainer.algorithm.advantage_estimator=remax learns too; trainer.algorithm.zero_variance_filter=false keeps "
         "them",
         [estimator("remax"), [*estimator("mine"), f"{ALGORITHM}.zero_variance_filter=true"]],
@@ -82,8 +113,8 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
         "cross_entropy_reads_no_rewards",
         [loss("cross_entropy")],
         "trainer.algorithm.policy_loss_type=cross_entropy imitates every rollout, whatever its reward; try "
-        "trainer.algorithm.policy_loss_type=reinforce",
-        [[loss("reinforce")]],
+        "trainer.algorithm.policy_loss_type=policy_gradient",
+        [[loss("policy_gradient")]],
     ),
     (
         "loss_means_over_sequences",
@@ -106,9 +137,9 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
     ),
     (
         "clip_is_not_read",
-        [loss("reinforce"), f"{ALGORITHM}.eps_clip_low=0.1"],
-        "trainer.algorithm.eps_clip_low=0.1 is not read by trainer.algorithm.policy_loss_type=reinforce, which clips "
-        "nothing",
+        [loss("policy_gradient"), f"{ALGORITHM}.eps_clip_low=0.1"],
+        "trainer.algorithm.eps_clip_low=0.1 is not read by trainer.algorithm.policy_loss_type=policy_gradient, "
+        "which clips nothing",
         [[loss("dual_clip"), f"{ALGORITHM}.eps_clip_low=0.1"]],
     ),
     (
@@ -153,7 +184,7 @@ def test_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == warnings([loss("cross_entropy")])
 
 
-@pytest.mark.parametrize("name", sorted(COMPARE_ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(COMPARE_ELSEWHERE | COMPARE_PARTS))
 def test_estimators_that_learn_from_equal_rewards(name: str) -> None:
     assert len(warnings([*estimator(name), f"{ALGORITHM}.zero_variance_filter=true"])) == 1
 

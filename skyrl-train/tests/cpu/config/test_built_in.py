@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from skyrl_train.algorithms import advantage_estimator, policy_loss
-from skyrl_train.algorithms.contract import hyperparameters
-from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, named_inputs, reads_whole_batch
+from skyrl_train.algorithms.inputs import named_inputs, settings
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, reads_whole_batch
 from skyrl_train.config import AlgorithmConfig, load_config
 from skyrl_train.config.built_in import (
     CHOOSE_TOKENS,
@@ -45,7 +45,7 @@ def advantages(name: str, rewards: torch.Tensor) -> torch.Tensor:
     """(B, R) of an estimator of the package; everything but the rewards is fixed."""
     noise = torch.Generator().manual_seed(0)
     tokens = -torch.rand(B, R, generator=noise)
-    inputs = hyperparameters(AlgorithmConfig()) | {
+    inputs = settings(AlgorithmConfig()) | {
         "token_level_rewards": rewards,
         "response_mask": MASK,
         "index": INDEX,

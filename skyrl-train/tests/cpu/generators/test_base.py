@@ -102,11 +102,19 @@ def test_one_reward_for_the_response_stands_on_its_last_token(reward: float) -> 
     assert (second.is_valid, second.error) == (False, "stop")
 
 
+def test_one_reward_for_the_response_stands_on_a_token_that_is_trained() -> None:
+    first, second = to_trajectories(two_answers(rewards=[1.0, 2.0], loss_masks=[[1, 0], [0]]), two_prompts())
+    assert first.rewards == [1.0, 0.0]
+    assert second.rewards == [2.0], "nothing is trained, and the reward still counts in its group"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rewards": [[0, 1]]}, "returned 1 rewards for 2 prompts"),
         ({"rollout_logprobs": []}, "returned 0 rollout_logprobs for 2 prompts"),
+        ({"env_metrics": []}, "returned 0 env_metrics for 2 prompts"),
+        ({"reward_components": [{}]}, "returned 1 reward_components for 2 prompts"),
         ({"stop_reasons": ["stop"] * 3}, "returned 3 stop_reasons for 2 prompts"),
         ({"loss_masks": [[1, 1], [1, 1]]}, r"loss_masks\[1\] has 2 values for 1 response tokens"),
         ({"rollout_logprobs": [[], [-1.0]]}, r"rollout_logprobs\[0\] has 0 values for 2 response tokens"),

@@ -11,7 +11,7 @@ from trajectories import make_trajectory
 
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
-from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.errors import DataError, EnvError
 from skyrl_train.generators.base import (
     BatchMetadata,
     GeneratorInput,
@@ -111,6 +111,31 @@ async def test_what_failed_is_played_and_not_learned_from() -> None:
         await sample(config(3), Scripted(lambda uid, i: None), Prompts(8, 3))
 
 
+async def test_a_lone_survivor_is_kept_where_samples_are_not_compared() -> None:
+    generator = Scripted(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
+    found = await sample(config(3, advantage_estimator="reinforce++"), generator, Prompts(8, 3))
+    assert [t.id.to_string() for t in found.rollouts] == ["0_0", "0_1", "1_0", "2_0", "2_1"]
+    assert found.metrics["generate/n_left_alone"] == 0
+
+
+async def test_greedy_rollouts_are_punished_for_their_length_as_the_others_are() -> None:
+    cfg = config(2, overlong_buffer_len=1, overlong_buffer_penalty_factor=10.0)
+    cfg = load_config(
+        {**cfg.model_dump(), "generator": {"n_samples_per_prompt": 2, "sampling_params": {"max_generate_length": 2}}}
+    )
+
+    class Long(Scripted):
+        async def rollout(self, *arguments: Any) -> list[Trajectory]:
+            short = await super().rollout(*arguments)
+            two = {"response_ids": [3, 4], "loss_mask": [1, 1], "logprobs": [-0.5, -0.5]}
+            return [replace(t, rewards=[0.0, t.total_reward], **two) for t in short]
+
+    found = await sample(cfg, Long(lambda uid, i: 1.0), Prompts(8, 2), greedy=True)
+    assert {t.total_reward for t in found.rollouts} == {-9.0}
+    assert {t.greedy_reward for t in found.rollouts} == {-9.0}
+    assert {t.total_reward for t in found.played} == {1.0}, "metrics are about what the environment gave"
+
+
 async def test_filter_draws_until_enough_groups_teach_something() -> None:
     good = {"1", "4", "5", "7"}
     prompts = Prompts(n_rows=12, batch_size=3)
@@ -145,7 +170,7 @@ async def test_replace_copies_good_groups_over_the_others() -> None:
 async def test_prompts_that_never_teach_anything_end_the_run_with_the_reason() -> None:
     cfg = config(2, dynamic_sampling={"type": "filter", "max_sample_batches": 3})
     prompts = Prompts(20, 2)
-    with pytest.raises(ConfigError, match="dynamic sampling drew 3 batches"):
+    with pytest.raises(DataError, match="dynamic sampling drew 3 batches"):
         await sample(cfg, Scripted(lambda uid, i: 1.0), prompts)
     assert len(prompts.batches) == 3
 
@@ -165,6 +190,7 @@ async def test_a_prompt_whose_greedy_rollout_failed_is_left_out() -> None:
     generator = Scripted(lambda uid, i: None if (uid, i) == ("1", N_SAMPLES) else float(i))
     found = await sample(config(3), generator, Prompts(8, 3), greedy=True)
     assert uids(found.rollouts) == ["0", "2"]
+    assert found.metrics["generate/n_without_baseline"] == N_SAMPLES
     with pytest.raises(EnvError, match="all 3 greedy rollouts failed; the first: it broke"):
         await sample(config(3), Scripted(lambda uid, i: None if i == N_SAMPLES else 1.0), Prompts(8, 3), greedy=True)
 

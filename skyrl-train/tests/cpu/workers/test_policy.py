@@ -227,10 +227,44 @@ def test_no_loss_depends_on_micro_batches(
             assert metrics == pytest.approx(results[0][1], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "a mean over everything"])
+def test_rows_that_are_left_out_do_not_matter_to_a_loss_of_the_whole_batch(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    def mean(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return (-log_probs * advantages).mean(), 0.0
+
+    batch = off_policy_batch(policy, len(tiny_tokenizer), seed=17)
+    batch.loss_mask[::2] = 0
+    chosen = {"clip_cov": {"clip_ratio": 0.2, "clip_cov_lb": -0.5}, "kl_cov": {"kl_cov_frac": 0.2}}
+    loss = policy_loss(name) if name in chosen else mean
+    results = []
+    for split in (16, 3):
+        torch.manual_seed(0)
+        worker = make_worker(policy, tiny_tokenizer, loss, algorithm=chosen, micro_train_batch_size_per_gpu=split)
+        results.append(gradients(worker, batch))
+    assert largest_difference(*results) < rounding(results[0])
+    if name == "clip_cov":
+        torch.manual_seed(1)
+        assert largest_difference(gradients(worker, batch), results[0]) > 1e-4, "nothing was chosen at random"
+
+
+def test_a_metric_of_a_loss_never_touches_the_kl_loss(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    def measured(log_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return 0 * log_probs, {"my_kl": log_probs.detach()}
+
+    batch = off_policy_batch(policy, len(tiny_tokenizer), seed=18)
+    assert gradients(make_worker(policy, tiny_tokenizer, measured), batch)
+    kl = make_worker(policy, tiny_tokenizer, measured).forward_backward(batch)
+    assert kl["policy/final_loss"] == pytest.approx(KL_COEF * kl["policy/policy_kl"])
+
+
 def test_a_scalar_loss_is_that_of_its_tokens(policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=12)
     split = {"micro_train_batch_size_per_gpu": 5}
-    by_token = make_worker(policy, tiny_tokenizer, policy_loss("reinforce"), **split)
+    by_token = make_worker(policy, tiny_tokenizer, policy_loss("policy_gradient"), **split)
     by_itself = make_worker(policy, tiny_tokenizer, scalar_reinforce, **split)
     assert largest_difference(gradients(by_token, batch), gradients(by_itself, batch)) < 1e-6
     metrics = by_itself.forward_backward(batch)
@@ -252,7 +286,7 @@ def test_what_puts_a_factor_on_tokens_refuses_a_scalar_loss_and_ignores_micro_ba
 ) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=13)
     with pytest.raises(ConfigError, match="returns a scalar"):
-        make_worker(policy, tiny_tokenizer, scalar_reinforce, algorithm=algorithm).forward_backward(batch)
+        make_worker(policy, tiny_tokenizer, scalar_reinforce, algorithm=algorithm)
     plain = gradients(make_worker(policy, tiny_tokenizer), batch)
     weighed = [
         gradients(make_worker(policy, tiny_tokenizer, algorithm=algorithm, micro_train_batch_size_per_gpu=n), batch)
@@ -335,9 +369,14 @@ def test_a_batch_without_trained_tokens_changes_nothing(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = as_batch(random_trajectories(1, 2, len(tiny_tokenizer), seed=6), config())
+    worker = make_worker(policy, tiny_tokenizer)
+    worker.update(batch)  # leaves momentum behind
+    before = copy.deepcopy(policy.state_dict())
     batch.loss_mask.zero_()
-    metrics = make_worker(policy, tiny_tokenizer).update(batch)
-    assert metrics["policy/grad_norm"] == 0
+    metrics = worker.update(batch)
+    assert "policy/grad_norm" not in metrics
+    assert metrics["policy/skipped_updates"] == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
 
 
 def test_save_and_load_continue_bit_for_bit(

@@ -12,11 +12,11 @@ from hypothesis import given
 
 from skyrl_train.algorithms.advantages import (
     gae,
-    no_op,
     on_policy_distillation,
     optimal_token_baseline,
     reinforce_plus_plus,
     remax,
+    token_rewards,
 )
 
 
@@ -164,6 +164,16 @@ class TestOptimalTokenBaseline:
         )
         assert advantages[:, 0].tolist() == [-1.5, 1.5]
 
+    def test_a_sum_that_was_rounded_below_what_it_can_be_is_no_negative_weight(self) -> None:
+        advantages, _ = optimal_token_baseline(
+            token_level_rewards=torch.cat([row(1), row(3)]),
+            response_mask=torch.ones(2, 1),
+            index=["a", "a"],
+            old_log_probs=torch.cat([row(0), row(math.log(0.5))]),
+            sum_pi_squared=torch.cat([row(0.5), row(0.5)]),  # at least 1 for the first
+        )
+        assert advantages[:, 0].tolist() == pytest.approx([-2, 0], abs=1e-6)
+
     def test_equal_rewards_give_exactly_zero(self) -> None:
         random = torch.Generator().manual_seed(0)
         rewards = torch.zeros(5, 3)
@@ -210,6 +220,6 @@ def test_distillation_prefers_what_the_teacher_finds_likelier() -> None:
     assert advantages.tolist() == returns.tolist() == [[0.5, -2, 0]]
 
 
-def test_no_op_passes_the_rewards_of_sampled_tokens_on() -> None:
-    advantages, returns = no_op(token_level_rewards=row(1, -2, 3), response_mask=row(1, 1, 0))
+def test_token_rewards_passes_the_rewards_of_sampled_tokens_on() -> None:
+    advantages, returns = token_rewards(token_level_rewards=row(1, -2, 3), response_mask=row(1, 1, 0))
     assert advantages.tolist() == returns.tolist() == [[1, -2, 0]]

@@ -58,9 +58,18 @@ def test_the_same_sum_earned_in_different_ways_is_told_apart() -> None:
 
 
 def test_equal_components_give_exactly_zero() -> None:
-    components = {"answer": torch.full((5,), 0.1), "format": torch.full((5,), 0.7)}
-    advantages, _ = gdpo(response_mask=torch.ones(5, 2), index=["a"] * 5, reward_components=components, config=config())
-    assert not advantages.any()
+    for size in range(2, 8):  # sums of 0.1 do not divide back to 0.1 for every size
+        components = {
+            "answer": torch.tensor([0.1] * size + [0.7] * size),
+            "format": torch.tensor([-0.3] * size + [0.1] * size),
+        }
+        advantages, _ = gdpo(
+            response_mask=torch.ones(2 * size, 2),
+            index=["a"] * size + ["b"] * size,
+            reward_components=components,
+            config=config(),
+        )
+        assert not advantages.any()
 
 
 def test_one_component_is_grpo_whitened() -> None:
@@ -77,5 +86,5 @@ def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
 
 
 def test_no_components_are_refused() -> None:
-    with pytest.raises(ConfigError, match="needs named reward components"):
+    with pytest.raises(ConfigError, match="needs the components of rewards"):
         gdpo(response_mask=MASK, index=UIDS, reward_components={}, config=config())

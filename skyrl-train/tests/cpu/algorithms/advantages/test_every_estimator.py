@@ -14,7 +14,7 @@ from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms import advantages as package
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 
-BY_ROW = {"no_op", "on_policy_distillation", "remax"}
+BY_ROW = {"token_rewards", "on_policy_distillation", "remax"}
 BY_GROUP = {"grpo", "grpo_passk", "maxrl", "opo", "optimal_token_baseline", "rloo"}
 BY_TURN = {"grpo_per_turn", "rloo_per_turn"}
 OVER_THE_BATCH = {"gae", "gae_per_turn", "gdpo", "gpg", "reinforce++", "reinforce++-baseline"}

@@ -64,7 +64,7 @@ def test_the_weight_of_a_token_is_bounded(score: Callable[..., Any], advantage: 
     [  # single precision rounds probabilities this close to 1 up to it
         (-1e-6, -1e-9, True),  # 1e-6 · log(1e-6 / 1e-9) = 7e-6
         (-1e-6, 0.0, True),
-        (-0.01, -3e-8, True),  # 0.01 · log(0.01 / 3e-8) - 0.01 = 0.117
+        (-0.01, -1e-8, True),  # 0.01 · log(0.01 / 1e-8) - 0.01 = 0.128
         (0.0, 0.0, True),
         (-0.7, 0.0, False),  # about 0.5 · log(0.5 / tiny)
         (-500.0, -1e-3, False),

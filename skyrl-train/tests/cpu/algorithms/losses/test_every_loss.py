@@ -126,7 +126,7 @@ def test_all_are_here() -> None:
                 "dro",
                 "importance_sampling",
                 "rollout_is",
-                "reinforce",
+                "policy_gradient",
                 "cross_entropy",
             ]
         )

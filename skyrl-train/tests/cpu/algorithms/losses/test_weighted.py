@@ -14,7 +14,7 @@ from skyrl_train.errors import ConfigError
 
 
 def test_reinforce(score: Callable[..., Any]) -> None:
-    scored = score("reinforce", [[-0.3, -2.0, -1.0]], [[1.5, -0.5, 0.0]], old=[[-9.0, -9.0, -9.0]])
+    scored = score("policy_gradient", [[-0.3, -2.0, -1.0]], [[1.5, -0.5, 0.0]], old=[[-9.0, -9.0, -9.0]])
     assert scored.loss[0] == pytest.approx([0.45, -1.0, 0.0])
     assert scored.gradient[0] == pytest.approx([-1.5, 0.5, 0.0])
     assert scored.metrics == {}

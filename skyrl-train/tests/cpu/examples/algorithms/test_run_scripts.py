@@ -123,7 +123,7 @@ def test_a_key_after_the_script_wins(record: Callable[..., Any]) -> None:
     cfg = parse_cli(argv)
     assert cfg.trainer.run_name == "mine"
     assert cfg.trainer.policy.model.path == cfg.trainer.critic.model.path == "another"
-    assert cfg.trainer.policy_mini_batch_size == cfg.trainer.critic_mini_batch_size
+    assert cfg.trainer.critic_mini_batch_size == 4
 
 
 def test_without_a_teacher_the_command_that_trains_one_is_named() -> None:

@@ -1,0 +1,78 @@
+"""What an advantage estimator may ask for, and what a scored batch gives it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.types import TrainingBatch
+
+ALWAYS_THERE = frozenset(
+    {
+        "token_level_rewards",
+        "response_mask",
+        "index",
+        "reward_components",
+        "config",
+        "gamma",
+        "lambd",
+        "grpo_norm_by_std",
+    }
+)
+"""What every estimator is given."""
+
+FROM_POLICY = frozenset({"old_log_probs", "entropies", "sum_pi_squared"})
+FROM_REFERENCE = frozenset({"ref_log_probs"})
+FROM_CRITIC = frozenset({"values"})
+FROM_GREEDY_ROLLOUTS = frozenset({"greedy_rewards"})
+"""What is computed when an estimator requires it; values only where there is a critic."""
+
+INPUTS = ALWAYS_THERE | FROM_POLICY | FROM_REFERENCE | FROM_CRITIC | FROM_GREEDY_ROLLOUTS
+
+
+def required_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
+    """The arguments that an estimator cannot do without."""
+    parameters = inspect.signature(estimator).parameters.values()
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return frozenset(p.name for p in named if p.default is p.empty)
+
+
+def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) -> dict[str, Any]:
+    """What an estimator is called with: of what is available, the arguments it names, or all with `**kwargs`."""
+    parameters = inspect.signature(estimator).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(available)
+    return {name: value for name, value in available.items() if name in parameters}
+
+
+def estimator_inputs(batch: TrainingBatch, config: AlgorithmConfig) -> dict[str, Any]:
+    """Everything that a scored batch and the settings have for an estimator."""
+    computed = {
+        "values": batch.values,
+        "old_log_probs": batch.old_logprobs,
+        "ref_log_probs": batch.ref_logprobs,
+        "entropies": batch.entropies,
+        "sum_pi_squared": batch.sum_pi_squared,
+        "greedy_rewards": batch.greedy_rewards,
+    }
+    return {
+        "token_level_rewards": batch.rewards,
+        "response_mask": batch.loss_mask,
+        "index": batch.uids,
+        "reward_components": batch.reward_components,
+        **{name: tensor for name, tensor in computed.items() if tensor is not None},
+        **settings(config),
+    }
+
+
+def settings(config: AlgorithmConfig) -> dict[str, Any]:
+    """The settings that every estimator is given."""
+    return {
+        "config": config,
+        "gamma": config.gamma,
+        "lambd": config.lambd,
+        "grpo_norm_by_std": config.grpo_norm_by_std,
+    }
