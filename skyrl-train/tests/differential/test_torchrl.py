@@ -25,7 +25,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 @given(batch=batches())
 def test_gae(gamma: float, lambd: float, batch: Batch) -> None:
     """TorchRL does not whiten: its advantages are, before they are compared."""
-    advantages, returns = gae(batch.rewards, batch.mask, values=batch.values, gamma=gamma, lambd=lambd)
+    advantages, returns = gae(batch.rewards, response_mask=batch.mask, values=batch.values, gamma=gamma, lambd=lambd)
     raw = torch.zeros_like(batch.rewards)
     for row in range(len(batch.mask)):
         sampled = batch.mask[row] > 0

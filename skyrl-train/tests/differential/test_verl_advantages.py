@@ -12,7 +12,7 @@ from verl.trainer.ppo import core_algos as verl
 from verl_calls import rewards_by_group
 
 from skyrl_train.algorithms import advantage_estimator
-from skyrl_train.algorithms.registry import named_inputs
+from skyrl_train.algorithms.inputs import named_inputs
 from skyrl_train.config.algorithm import AlgorithmConfig, GdpoConfig
 
 
