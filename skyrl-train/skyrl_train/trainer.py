@@ -82,6 +82,7 @@ class Trainer:
             cfg, generator, prompts, with_greedy_rewards=bool(self._required & FROM_GREEDY_ROLLOUTS)
         )
         self._n_epochs_over = 0  # when the step began
+        self._position = prompts.state_dict()  # likewise
         self._pad_token_id = pad_token_id
         self._callbacks = list(callbacks)
         self._metrics: dict[str, float] = {}
@@ -131,18 +132,30 @@ class Trainer:
         """P prompts a step, until the last step or a request to stop."""
         while self.global_step < self.total_steps and not self.is_stopping:
             self.global_step += 1
-            self._n_epochs_over = self._prompts.n_epochs_over
+            self._n_epochs_over, self._position = self._prompts.n_epochs_over, self._prompts.state_dict()
             yield self._prompts.next_batch()
 
     async def rollout(self, prompts: Sequence[PromptRow]) -> list[Trajectory]:
         """G trajectories of each prompt, those that failed left out; dynamic sampling may take more prompts."""
         with self.timer("generate"):
-            sample = await self._sampler.sample(prompts, self.global_step)
+            try:
+                sample = await self._sampler.sample(prompts, self.global_step)
+            except Exception:
+                self._step_back()
+                raise
         self._trajectories = sample.played
         self._metrics |= rollout_metrics(sample.played)
         self._metrics |= training_reward_metrics(sample.played, self.cfg.generator.n_samples_per_prompt)
         self._metrics |= sample.metrics
         return sample.rollouts
+
+    def _step_back(self) -> None:
+        """The step has failed before it changed a weight: save the one before it, so that a resumed run loses none."""
+        self.global_step -= 1
+        self._prompts.load_state_dict(self._position)
+        if self.cfg.trainer.ckpt_interval > 0 and self.global_step > 0:
+            self.save_checkpoint()
+            logger.warning("The checkpoint of step %d is saved; the same command goes on from there", self.global_step)
 
     def build_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """Pad the trajectories into tensors (B, L); leave groups of equal rewards out of the loss where asked to."""

@@ -136,6 +136,29 @@ def test_everything_that_has_a_state_resumes_bit_for_bit(
     assert last["timing/critic_train"] > 0
 
 
+def test_a_step_whose_rollouts_fail_loses_no_step_before_it(
+    train: Callable[..., Metrics], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["trainer.epochs=3", "trainer.ckpt_interval=100", "environment.skyrl_gym.max_env_workers=0"]
+    alone = train("alone", *settings)
+    step, n_turns = LettersEnv.step, 0
+
+    def fails_in_the_fourth_step(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
+        nonlocal n_turns
+        n_turns += 1
+        if n_turns > 3 * 4 * 4 * 2:
+            raise ConnectionError("the service is down")
+        return step(self, action)
+
+    monkeypatch.setattr(LettersEnv, "step", fails_in_the_fourth_step)
+    with pytest.raises(SystemExit):
+        train("interrupted", *settings)
+    assert "the service is down" in capsys.readouterr().err
+    assert (tmp_path / "skyrl/interrupted/ckpts/latest_ckpt_global_step.txt").read_text() == "3\n"
+    monkeypatch.setattr(LettersEnv, "step", step)
+    assert untimed(train("interrupted", *settings)) == untimed(alone)
+
+
 def test_the_reference_becomes_the_policy_when_an_epoch_ends(train: Callable[..., Metrics]) -> None:
     settings = ["trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.policy_mini_batch_size=4"]
     fixed = train("fixed", *settings)
