@@ -56,7 +56,7 @@ def train(pair: Pair, options: argparse.Namespace) -> None:
     run.prepare()
     where, started = conditions(), time.monotonic()
     run_command(run.train)
-    done = {"overrides": run.overrides, "conditions": where, "seconds": round(time.monotonic() - started)}
+    done = {"keys": pair.overrides, "conditions": where, "seconds": round(time.monotonic() - started)}
     (run.folder.path / DONE).write_text(json.dumps(done) + "\n")
 
 
@@ -67,7 +67,7 @@ def result_of(pair: Pair, options: argparse.Namespace) -> Result | None:
     if not done.is_file() or not rows or rows[-1]["step"] < options.steps:
         return None
     result = json.loads(done.read_text())
-    if result["overrides"] != list(run.overrides):
+    if result["keys"] != list(pair.overrides):
         return None  # it was another one
     return {"name": pair.name, "curve": {row["step"]: row[METRIC] for row in rows if METRIC in row}, **result}
 
@@ -145,7 +145,7 @@ def write_table(results: Results, baselines: Baselines, options: argparse.Namesp
         f"{baselines.optimal:.1%} of the validation set, random play {baselines.chance:.1%}.",
         "",
         "What each row changes in the recipe of `make catch` stands in [pairs.py](pairs.py). One seed and one task:",
-        "the table shows that everything learns, and how fast it does here. It is no ranking.",
+        "the table says how far each gets here, and how fast. It is no ranking.",
         "",
         "![Catch rates over training](results.png)",
     ]
