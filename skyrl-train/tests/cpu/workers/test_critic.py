@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.test_policy import as_batch, config, largest_difference, random_trajectories
+from workers.worker_batches import as_batch, config, largest_difference, random_trajectories
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.value_head import load_value_model
