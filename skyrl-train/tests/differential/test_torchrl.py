@@ -16,8 +16,8 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate, 
 from skyrl_train.algorithms.advantages import gae, reward_to_go
 from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import clipped_surrogate, importance_sampling
-from skyrl_train.algorithms.losses.masking import LossFunction
 from skyrl_train.algorithms.reduction import reduce_loss
+from skyrl_train.algorithms.registry import PolicyLoss
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 
 
@@ -90,7 +90,7 @@ class KnownPolicy(torch.nn.Module):
 
 
 def assert_same_loss(
-    batch: Batch, ours: LossFunction, config: AlgorithmConfig, reduction: LossReduction, theirs: type[GRPOLoss]
+    batch: Batch, ours: PolicyLoss, config: AlgorithmConfig, reduction: LossReduction, theirs: type[GRPOLoss]
 ) -> None:
     our_log_probs, their_log_probs = (batch.log_probs.clone().requires_grad_() for _ in range(2))
     loss, _ = ours(our_log_probs, batch.old_log_probs, batch.advantages, config, batch.mask, None)

@@ -7,7 +7,7 @@ Each policy loss is registered under its name here, but for `clipped_surrogate`,
 from skyrl_train.algorithms.losses.clipped import clipped_surrogate, dual_clip
 from skyrl_train.algorithms.losses.covariance import clip_cov, kl_cov
 from skyrl_train.algorithms.losses.divergence import dppo
-from skyrl_train.algorithms.losses.masking import within_mask
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.losses.ratio import importance_ratio, sequence_ratio
 from skyrl_train.algorithms.losses.sequence import gmpo, gspo, luspo, vespo
 from skyrl_train.algorithms.losses.value import value_loss
@@ -22,6 +22,8 @@ from skyrl_train.algorithms.losses.weighted import (
 )
 
 __all__ = [
+    "LossOutput",
+    "Tokens",
     "cispo",
     "clip_cov",
     "clipped_surrogate",

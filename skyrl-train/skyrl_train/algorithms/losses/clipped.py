@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
-from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
 @register_policy_loss("regular")
 @within_mask
-def clipped_surrogate(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def clipped_surrogate(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """PPO's clipped surrogate: -min(ρA, clip(ρ, 1 - eps_clip_low, 1 + eps_clip_high) A) with ρ = π / π_old.
 
     All tensors (B, R). Metric `ppo_clip_ratio`: the share of tokens where the clip wins, which have no gradient.
@@ -27,20 +19,13 @@ def clipped_surrogate(
     Source: Proximal Policy Optimization (Schulman et al., 2017, arXiv:1707.06347), equation 7. An upper bound of its
     own: DAPO (Yu et al., 2025, arXiv:2503.14476).
     """
-    loss, is_clipped = pessimistic_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    loss, is_clipped = pessimistic_surrogate(tokens.ratio, tokens.advantages, config)
     return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
 
 
 @register_policy_loss("dual_clip")
 @within_mask
-def dual_clip(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def dual_clip(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """The clipped surrogate, at most -A · clip_ratio_c where A < 0: PPO does not bound ρ there.
 
     With clip_ratio_c > 1 + eps_clip_high this is the two-sided clip, -min(min(ρ, δ) A, clip(ρ) A) for δ = clip_ratio_c.
@@ -49,9 +34,9 @@ def dual_clip(
     Source: Mastering Complex Control in MOBA Games (Ye et al., 2019, arXiv:1912.09729); as the two-sided
     clip, INTELLECT-2 (Prime Intellect Team, 2025, arXiv:2505.07291), section 4.1.
     """
-    loss, is_clipped = pessimistic_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
-    bound = -config.clip_ratio_c * advantages
-    is_bounded = (advantages < 0) & (loss > bound)
+    loss, is_clipped = pessimistic_surrogate(tokens.ratio, tokens.advantages, config)
+    bound = -config.clip_ratio_c * tokens.advantages
+    is_bounded = (tokens.advantages < 0) & (loss > bound)
     return torch.where(is_bounded, bound, loss), {
         "ppo_clip_ratio": is_clipped.to(loss.dtype),
         "dual_clip_ratio": is_bounded.to(loss.dtype),

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.algorithms.losses.clipped import pessimistic_surrogate
-from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
-from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -18,14 +17,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 
 @register_policy_loss("clip_cov", whole_batch=True)
 @within_mask
-def clip_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """PPO's clipped surrogate, and 0 for a few tokens of high covariance, which are chosen at random.
 
     Candidates are the tokens with clip_cov_lb < cov < clip_cov_ub that PPO does not clip; of these,
@@ -35,12 +27,12 @@ def clip_cov(
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
     """
-    loss, is_clipped = pessimistic_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
-    covariance = token_covariance(log_probs, advantages, loss_mask)
+    loss, is_clipped = pessimistic_surrogate(tokens.ratio, tokens.advantages, config)
+    covariance = token_covariance(tokens.log_probs, tokens.advantages, tokens.mask)
     settings = config.clip_cov
     is_high = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
-    candidates = (loss_mask > 0) & ~is_clipped & is_high
-    is_left_out = _choose(candidates, _n_chosen(settings.clip_ratio, loss_mask))
+    candidates = (tokens.mask > 0) & ~is_clipped & is_high
+    is_left_out = _choose(candidates, _n_chosen(settings.clip_ratio, tokens.mask))
     return torch.where(is_left_out, 0.0, loss), {
         "ppo_clip_ratio": is_clipped.to(loss.dtype),
         "masked_token_ratio": is_left_out.to(loss.dtype),
@@ -49,14 +41,7 @@ def clip_cov(
 
 @register_policy_loss("kl_cov", whole_batch=True)
 @within_mask
-def kl_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def kl_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-ρA, plus ppo_kl_coef · |log ρ| on the tokens of highest covariance, with ρ = π / π_old.
 
     These are max(⌊kl_cov_frac · N⌋, 1) of the N trained tokens of the mini-batch. All tensors (B, R). Metric
@@ -64,11 +49,16 @@ def kl_cov(
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
     """
-    covariance = token_covariance(log_probs, advantages, loss_mask).masked_fill(loss_mask <= 0, -torch.inf)
-    highest = covariance.flatten().topk(_n_chosen(config.kl_cov.kl_cov_frac, loss_mask)).indices
+    covariance = token_covariance(tokens.log_probs, tokens.advantages, tokens.mask)  # (B, R)
+    highest = (
+        covariance.masked_fill(tokens.mask <= 0, -torch.inf)
+        .flatten()
+        .topk(_n_chosen(config.kl_cov.kl_cov_frac, tokens.mask))
+        .indices
+    )
     pays = torch.zeros_like(covariance).flatten().index_fill(0, highest, 1.0).view_as(covariance)
-    penalty = config.kl_cov.ppo_kl_coef * (log_probs - old_log_probs).abs()
-    loss = -importance_ratio(log_probs, old_log_probs) * advantages + pays * penalty
+    penalty = config.kl_cov.ppo_kl_coef * tokens.log_ratio.abs()
+    loss = -tokens.ratio * tokens.advantages + pays * penalty
     return loss, {"kl_cov_ratio": pays}
 
 

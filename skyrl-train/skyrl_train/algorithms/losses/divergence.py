@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.losses.ratio import importance_ratio
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -12,14 +12,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 
 @register_policy_loss("dppo")
 @within_mask
-def dppo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside of the trust region.
 
     μ is the policy that sampled: the engine's probabilities, or the old ones where it reports none. A token is outside
@@ -31,14 +24,14 @@ def dppo(
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning (Qi et al., 2026, arXiv:2602.04879).
     """
-    behaviour = old_log_probs if rollout_logprobs is None else rollout_logprobs
+    behaviour = tokens.old_log_probs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
     distance = _binary_tv if config.dppo.dppo_type == "binary_tv" else _binary_kl
-    moved = distance(behaviour, log_probs.detach())  # (B, R)
-    rose, fell = log_probs > behaviour, log_probs < behaviour
-    is_left_out = (advantages > 0) & rose & (moved > config.dppo.delta_high)
-    is_left_out |= (advantages < 0) & fell & (moved > config.dppo.delta_low)
-    weight = importance_ratio(log_probs.detach(), behaviour).clamp(max=config.dppo.max_ratio)
-    loss = -torch.where(is_left_out, 0.0, weight) * advantages * log_probs
+    moved = distance(behaviour, tokens.log_probs.detach())  # (B, R)
+    rose, fell = tokens.log_probs > behaviour, tokens.log_probs < behaviour
+    is_left_out = (tokens.advantages > 0) & rose & (moved > config.dppo.delta_high)
+    is_left_out |= (tokens.advantages < 0) & fell & (moved > config.dppo.delta_low)
+    weight = importance_ratio(tokens.log_probs.detach(), behaviour).clamp(max=config.dppo.max_ratio)
+    loss = -torch.where(is_left_out, 0.0, weight) * tokens.advantages * tokens.log_probs
     return loss, {"masked_token_ratio": is_left_out.to(loss.dtype)}
 
 

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 
 import torch
 
+from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.registry import PolicyLoss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 LossOutput = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss of each token (B, R), and metrics (B, R) by name that are averaged over trained tokens."""
 
-LossFunction = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, AlgorithmConfig, torch.Tensor, torch.Tensor | None], LossOutput
-]
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a policy loss reads of each token; (B, R) all, and 0 outside of the mask."""
+
+    log_probs: torch.Tensor
+    """Of the policy; the only one with a gradient."""
+    old_log_probs: torch.Tensor
+    """At the start of the update."""
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    """Above 0 on trained tokens."""
+    rollout_logprobs: torch.Tensor | None
+    """Of the engine, if it reports them."""
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """log(π / π_old) (B, R)."""
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        """π / π_old (B, R)."""
+        return importance_ratio(self.log_probs, self.old_log_probs)
 
 
-def within_mask(loss: LossFunction) -> LossFunction:
-    """Call a policy loss with tensors that are 0 outside of the mask and of which only `log_probs` has a gradient.
+def within_mask(loss: Callable[[Tokens, AlgorithmConfig], LossOutput]) -> PolicyLoss:
+    """Make a policy loss of a function of `Tokens`, which are 0 outside of the mask.
 
     So a NaN of padding reaches no value and no gradient, a sum over a row is a sum over its trained tokens, and the
     gradient outside of the mask is exactly 0. Without a mask, every token is trained.
@@ -38,13 +63,14 @@ def within_mask(loss: LossFunction) -> LossFunction:
         def inside(values: torch.Tensor) -> torch.Tensor:
             return torch.where(mask > 0, values, 0.0)
 
-        return loss(
-            inside(log_probs),
-            inside(old_log_probs.detach()),
-            inside(advantages.detach()),
-            config,
-            mask,
-            None if rollout_logprobs is None else inside(rollout_logprobs.detach()),
+        tokens = Tokens(
+            log_probs=inside(log_probs),
+            old_log_probs=inside(old_log_probs.detach()),
+            advantages=inside(advantages.detach()),
+            mask=mask,
+            rollout_logprobs=None if rollout_logprobs is None else inside(rollout_logprobs.detach()),
         )
+        return loss(tokens, config)
 
+    masked.__signature__ = inspect.signature(masked, follow_wrapped=False)  # type: ignore[attr-defined]
     return masked

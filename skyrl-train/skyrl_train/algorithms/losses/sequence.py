@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.algorithms.losses.clipped import pessimistic_surrogate
-from skyrl_train.algorithms.losses.masking import LossOutput, within_mask
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.losses.ratio import bounded_exp, sequence_ratio
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import register_policy_loss
@@ -15,14 +15,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 @register_policy_loss("gspo_token")
 @register_policy_loss("gspo")
 @within_mask
-def gspo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """PPO's clip of the trajectory's ratio: -min(s_t A, clip(s_t) A) with s_t = sg(s) · π / sg(π), sg without gradient.
 
     s = exp(mean_t log(π / π_old)) is the trajectory's ratio. The value of s_t is that of s, its gradient that of the
@@ -34,22 +27,15 @@ def gspo(
 
     Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), sections 4.1 and 4.3.
     """
-    mean_log_ratio = masked_mean(log_probs.detach() - old_log_probs, loss_mask, dim=-1)[:, None]  # (B, 1)
-    ratio = bounded_exp(mean_log_ratio + (log_probs - log_probs.detach()))  # (B, R)
-    loss, is_clipped = pessimistic_surrogate(ratio, advantages, config)
+    mean_log_ratio = masked_mean(tokens.log_ratio.detach(), tokens.mask, dim=-1)[:, None]  # (B, 1)
+    ratio = bounded_exp(mean_log_ratio + (tokens.log_probs - tokens.log_probs.detach()))  # (B, R)
+    loss, is_clipped = pessimistic_surrogate(ratio, tokens.advantages, config)
     return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
 
 
 @register_policy_loss("luspo")
 @within_mask
-def luspo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """GSPO's loss of a trajectory times the number of its tokens, so that long ones are not held back.
 
     The ratio is GSPO's, the length-normalised s. All tensors (B, R); one advantage for a trajectory, and
@@ -58,22 +44,15 @@ def luspo(
 
     Source: Length-Unbiased Sequence Policy Optimization (Liu et al., 2026, arXiv:2602.05261).
     """
-    ratio = sequence_ratio(log_probs - old_log_probs, loss_mask)  # (B, 1)
-    loss, is_clipped = pessimistic_surrogate(ratio, advantages, config)
-    n_tokens = (loss_mask > 0).sum(dim=-1, keepdim=True)  # (B, 1)
+    ratio = sequence_ratio(tokens.log_ratio, tokens.mask)  # (B, 1)
+    loss, is_clipped = pessimistic_surrogate(ratio, tokens.advantages, config)
+    n_tokens = (tokens.mask > 0).sum(dim=-1, keepdim=True)  # (B, 1)
     return n_tokens * loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
 
 
 @register_policy_loss("gmpo")
 @within_mask
-def gmpo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def gmpo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-A · exp(mean_t l_t): the geometric mean of the ratios, each clipped before and only where A pushes it.
 
     l_t = min(log ρ_t, c) where A > 0, max(log ρ_t, -c) where A < 0, with c = gmpo.log_ratio_clip. All tensors (B, R);
@@ -82,23 +61,15 @@ def gmpo(
 
     Source: Geometric-Mean Policy Optimization (Zhao et al., 2025, arXiv:2507.20673).
     """
-    log_ratio = log_probs - old_log_probs
     bound = config.gmpo.log_ratio_clip
-    clipped = torch.where(advantages < 0, log_ratio.clamp(min=-bound), log_ratio.clamp(max=bound))
-    loss = -sequence_ratio(clipped, loss_mask) * advantages
-    return loss, {"ppo_clip_ratio": (clipped != log_ratio).to(loss.dtype)}
+    clipped = torch.where(tokens.advantages < 0, tokens.log_ratio.clamp(min=-bound), tokens.log_ratio.clamp(max=bound))
+    loss = -sequence_ratio(clipped, tokens.mask) * tokens.advantages
+    return loss, {"ppo_clip_ratio": (clipped != tokens.log_ratio).to(loss.dtype)}
 
 
 @register_policy_loss("vespo")
 @within_mask
-def vespo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def vespo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-φ(w) · A · log π with φ(w) = w^k e^(λ(1 - w)), without gradient, of the trajectory's full ratio w = Π_t ρ_t.
 
     k and λ are `k_pos`, `lambda_pos` where A ≥ 0, else `k_neg`, `lambda_neg`. φ is 1 on policy, falls to 0 far from it
@@ -107,10 +78,10 @@ def vespo(
     Source: Variational Sequence-Level Soft Policy Optimization (Shen et al., 2026, arXiv:2602.10693).
     """
     settings = config.vespo
-    log_w = (log_probs.detach() - old_log_probs).sum(dim=-1, keepdim=True)  # (B, 1)
-    is_positive = advantages >= 0
-    k = torch.full_like(advantages, settings.k_neg).masked_fill(is_positive, settings.k_pos)  # (B, R)
-    lambd = torch.full_like(advantages, settings.lambda_neg).masked_fill(is_positive, settings.lambda_pos)
+    log_w = tokens.log_ratio.detach().sum(dim=-1, keepdim=True)  # (B, 1)
+    is_positive = tokens.advantages >= 0
+    k = torch.full_like(tokens.advantages, settings.k_neg).masked_fill(is_positive, settings.k_pos)  # (B, R)
+    lambd = torch.full_like(tokens.advantages, settings.lambda_neg).masked_fill(is_positive, settings.lambda_pos)
     # w may overflow to infinity; φ is then e^-inf = 0, which is its limit.
     phi = (lambd + k * log_w - lambd * log_w.exp()).exp()  # (B, R)
-    return -phi * advantages * log_probs, {"vespo_weight": phi}
+    return -phi * tokens.advantages * tokens.log_probs, {"vespo_weight": phi}

@@ -6,23 +6,17 @@ import math
 
 import torch
 
-from skyrl_train.algorithms.losses import within_mask
-from skyrl_train.algorithms.losses.masking import LossOutput
+from skyrl_train.algorithms.losses import LossOutput, Tokens, within_mask
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
 @within_mask
-def sum_of_all(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: AlgorithmConfig,
-    loss_mask: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-) -> LossOutput:
+def sum_of_all(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """The products of everything, summed over each row."""
-    others = old_log_probs * advantages * (1 if rollout_logprobs is None else rollout_logprobs)
-    return (log_probs * others).sum(dim=-1, keepdim=True).expand_as(log_probs), {}
+    product = tokens.log_probs * tokens.old_log_probs * tokens.advantages
+    if tokens.rollout_logprobs is not None:
+        product = product * tokens.rollout_logprobs
+    return product.sum(dim=-1, keepdim=True).expand_as(product), {}
 
 
 def test_a_sum_over_a_row_is_a_sum_over_its_trained_tokens() -> None:
