@@ -25,12 +25,14 @@ from skyrl_train.algorithms.inputs import (
 from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.algorithms.stepwise import of_all_rows
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
+from skyrl_train.config.built_in import PER_TOKEN
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.prompts import ShuffledPrompts
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
 from skyrl_train.generators.sampling import RolloutSampler
@@ -197,14 +199,32 @@ class Trainer:
         with self.timer("compute_advantages_and_returns"):
             if algorithm.use_kl_in_reward:
                 batch.rewards = self._penalized_rewards(batch)
-            inputs = estimator_inputs(batch, algorithm)
-            batch.advantages, batch.returns = self._estimator(**named_inputs(self._estimator, inputs))
+            batch.advantages, batch.returns = self._estimate(batch)
         self._metrics["loss/avg_final_rewards"] = batch.rewards.sum(dim=-1).mean().item()
         self._metrics["loss/avg_raw_advantages"] = masked_mean(batch.advantages, batch.loss_mask).item()
         self._metrics["loss/avg_raw_advantages_abs"] = masked_mean(batch.advantages.abs(), batch.loss_mask).item()
         if algorithm.advantage_batch_normalize:
             batch.advantages = normalize_over_batch(batch.advantages, batch.loss_mask)
         return batch
+
+    def _estimate(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advantages and returns (B, R); rows of one trajectory share theirs."""
+        if batch.is_last_row is None:
+            inputs = estimator_inputs(batch, self.cfg.trainer.algorithm)
+            return self._estimator(**named_inputs(self._estimator, inputs))
+        name = self.cfg.trainer.algorithm.advantage_estimator
+        if name in PER_TOKEN:
+            raise ConfigError(
+                f"trainer.algorithm.advantage_estimator={name} takes a trajectory as one row of tokens, and an "
+                "environment has rewritten the history of some (modified_chat_history); try grpo"
+            )
+        last_rows = batch.select(batch.is_last_row.nonzero()[:, 0].tolist())
+        last_rows.is_last_row = None
+        advantages, returns = self._estimate(last_rows)
+        return (
+            of_all_rows(advantages, batch.is_last_row, batch.loss_mask),
+            of_all_rows(returns, batch.is_last_row, batch.loss_mask),
+        )
 
     def _penalized_rewards(self, batch: TrainingBatch) -> torch.Tensor:
         """The rewards (B, R) less the divergence from the reference at each token; moves the coefficient."""

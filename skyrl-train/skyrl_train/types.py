@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 
@@ -49,6 +49,13 @@ class TrajectoryID:
         return f"{self.instance_id}_{self.repetition_id}"
 
 
+class WeightSpan(NamedTuple):
+    """`n_tokens` in a row were sampled with the weights of one version."""
+
+    version: int
+    n_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One assistant turn: `response_ids[start:end]` was sampled from a prompt of `prompt_length` tokens."""
@@ -57,7 +64,27 @@ class Turn:
     end: int
     prompt_length: int  # tokens the engine was given for this turn, the first prompt included
     reward: float
-    stop_reason: str  # the engine's: "stop" or "length"
+    stop_reason: str  # the engine's: "stop", "length" or "abort"
+    segment: int = 0  # of the trajectory: which of its rows the turn is in
+    weight_spans: tuple[WeightSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens in one row that end before the last turn: what came after it does not begin with them.
+
+    The fields are those of `Trajectory`, of whose last row it is an earlier one.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float] | None
+    rewards: list[float]
+    sampling_logprobs: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +94,9 @@ class Trajectory:
     `response_ids` [r] holds everything after the prompt: sampled tokens (mask 1) and observations in between
     (mask 0, log-prob 0.0). `rewards` [r] are per token, each turn's on its last sampled token; None marks an
     *invalid* trajectory, which no baseline, metric or loss reads.
+
+    A conversation whose history was rewritten between two turns is no single row of tokens: `earlier` holds the rows
+    before the last one. They share the trajectory's reward and advantage.
     """
 
     id: TrajectoryID
@@ -83,15 +113,14 @@ class Trajectory:
     greedy_reward: float | None = None  # total reward of a greedy rollout of the same prompt, where one was played
     env_metrics: dict[str, Any] = field(default_factory=dict)
     env_extras: dict[str, Any] = field(default_factory=dict)
-    weight_versions: tuple[int, ...] = ()  # of the engine, one per turn
+    earlier: tuple[Segment, ...] = ()
+    sampling_logprobs: list[float] | None = None  # [r] of the truncated or penalised distribution that was sampled from
     timing: dict[str, float] = field(default_factory=dict)  # seconds: "generate", "env"
+    n_attempts: int = 1  # how often it was played until it was valid, or given up
     error: str | None = None  # what made it invalid
 
     def __post_init__(self) -> None:
-        n_tokens = len(self.response_ids)
-        for name in ("loss_mask", "logprobs", "rewards"):
-            values = getattr(self, name)
-            assert values is None or len(values) == n_tokens, f"{name}: {len(values)} values, {n_tokens} tokens"
+        _check_lengths(self)
 
     @property
     def is_valid(self) -> bool:
@@ -106,8 +135,30 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float:
-        """Sum of all rewards; only valid trajectories have one."""
-        return sum(self.valid_rewards)
+        """Sum of all rewards, those of earlier rows included; only valid trajectories have one."""
+        return sum(self.valid_rewards) + sum(sum(segment.rewards) for segment in self.earlier)
+
+    @property
+    def n_response_tokens(self) -> int:
+        """Tokens after the prompt, in all rows."""
+        return len(self.response_ids) + sum(len(segment.response_ids) for segment in self.earlier)
+
+    @property
+    def rows(self) -> tuple[Segment | Trajectory, ...]:
+        """Every row to learn from; the trajectory itself is the last."""
+        return (*self.earlier, self)
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """The versions of the weights that sampled it, ascending."""
+        return sorted({span.version for turn in self.turns for span in turn.weight_spans})
+
+
+def _check_lengths(row: Segment | Trajectory) -> None:
+    n_tokens = len(row.response_ids)
+    for name in ("loss_mask", "logprobs", "rewards", "sampling_logprobs"):
+        values = getattr(row, name)
+        assert values is None or len(values) == n_tokens, f"{name}: {len(values)} values, {n_tokens} tokens"
 
 
 @dataclass(slots=True)
@@ -131,6 +182,7 @@ class TrainingBatch:
     advantages: torch.Tensor | None = None  # (B, R)
     returns: torch.Tensor | None = None  # (B, R)
     greedy_rewards: torch.Tensor | None = None  # (B,) total reward of a greedy rollout of each row's prompt
+    is_last_row: torch.Tensor | None = None  # (B,) of its trajectory, which ends there; None: all are
     reward_components: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,) each, totals by name
 
     def __post_init__(self) -> None:
@@ -138,7 +190,12 @@ class TrainingBatch:
         response_length = self.loss_mask.shape[1]
         assert len(self.uids) == n_rows, f"{len(self.uids)} uids for {n_rows} rows"
         assert response_length <= length, f"responses of {response_length} tokens in sequences of {length}"
-        shapes = {"sequences": (n_rows, length), "attention_mask": (n_rows, length), "greedy_rewards": (n_rows,)}
+        shapes = {
+            "sequences": (n_rows, length),
+            "attention_mask": (n_rows, length),
+            "greedy_rewards": (n_rows,),
+            "is_last_row": (n_rows,),
+        }
         for name in TENSOR_FIELDS:
             tensor = getattr(self, name)
             shape = shapes.get(name, (n_rows, response_length))

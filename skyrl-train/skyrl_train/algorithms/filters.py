@@ -35,10 +35,15 @@ def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
     Source: overlong filtering in DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.4.
     """
-    return [
-        replace(t, loss_mask=[0] * len(t.loss_mask)) if t.is_valid and t.stop_reason == "length" else t
-        for t in trajectories
-    ]
+    return [_left_out(t) if t.is_valid and t.stop_reason == "length" else t for t in trajectories]
+
+
+def _left_out(trajectory: Trajectory) -> Trajectory:
+    return replace(
+        trajectory,
+        loss_mask=[0] * len(trajectory.loss_mask),
+        earlier=tuple(replace(row, loss_mask=[0] * len(row.loss_mask)) for row in trajectory.earlier),
+    )
 
 
 def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
@@ -50,6 +55,7 @@ def _without_reward(trajectory: Trajectory) -> Trajectory:
     return replace(
         trajectory,
         rewards=[0.0] * len(trajectory.valid_rewards),
+        earlier=tuple(replace(row, rewards=[0.0] * len(row.rewards)) for row in trajectory.earlier),
         reward_components=dict.fromkeys(trajectory.reward_components, 0.0),
     )
 

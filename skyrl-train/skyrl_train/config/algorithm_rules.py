@@ -33,6 +33,25 @@ def estimator_has_a_critic(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def steps_share_one_advantage(cfg: SkyRLConfig) -> Iterator[str]:
+    """Rows of one trajectory share its advantage, so that it cannot differ from token to token."""
+    algorithm = cfg.trainer.algorithm
+    if not cfg.generator.step_wise_trajectories:
+        return
+    if algorithm.advantage_estimator in PER_TOKEN:
+        yield (
+            "generator.step_wise_trajectories=true gives all rows of a trajectory one advantage, and those of "
+            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} differ from token to token; try "
+            "grpo, or leave step_wise_trajectories out: by default, too, a trajectory's turns are learned from together"
+        )
+    if algorithm.use_kl_in_reward:
+        yield (
+            "generator.step_wise_trajectories=true takes the rewards of a trajectory's last row, and "
+            "trainer.algorithm.use_kl_in_reward=true puts penalties on all of them; set "
+            "trainer.algorithm.use_kl_in_reward=false trainer.algorithm.use_kl_loss=true"
+        )
+
+
 def distillation_has_a_teacher(cfg: SkyRLConfig) -> Iterator[str]:
     """The difference of a model from itself teaches nothing."""
     teacher, pupil = cfg.trainer.ref.model.path, cfg.trainer.policy.model.path
@@ -279,6 +298,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     estimator_has_a_critic,
     distillation_has_a_teacher,
     estimator_has_a_group,
+    steps_share_one_advantage,
     filter_has_a_group,
     filter_leaves_out_what_teaches_nothing,
     sequence_loss_has_one_advantage,

@@ -90,6 +90,7 @@ StringList = Annotated[list[Text], BeforeValidator(_null_as_empty), Allowed("a s
 OptionalStringList = Annotated[
     list[Text] | None, BeforeValidator(_as_list), Allowed("a string, a list of strings, or null")
 ]
+TokenIdList = Annotated[list[Annotated[int, Ge(0)]], Allowed("a list of token ids")]
 FREE_VALUE = "a finite number, a string, true, false, null, or a list or section of these"
 FreeValue = Annotated[Any, AfterValidator(_only_plain), Allowed(FREE_VALUE)]
 """A value under a key that a user chose: anything that the run folder's YAML can hold."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from pydantic import ConfigDict, Field
 
 from skyrl_train.config.base import FreeValue, Section, Text
@@ -18,7 +18,17 @@ class SkyRLGymConfig(Section):
     __pydantic_extra__: dict[str, dict[str, FreeValue]] = Field(init=False)
 
     max_env_workers: Annotated[int, Ge(0)] = 32
-    """Threads that environment calls run in; 0 calls them inline."""
+    """Threads that environment calls run in, or processes; 0 calls them inline, without a limit in time."""
+
+    call_timeout_seconds: Annotated[float, Gt(0)] | None = 300.0
+    """A call into an environment that takes longer makes its rollout invalid (`env_timeout`); null waits forever."""
+
+    isolation: Literal["thread", "process"] = "thread"
+    """`process` gives each environment a process of its own while it is played, at most `max_env_workers` at once: what
+    hangs there is killed, what crashes there hurts nobody. `thread` is faster."""
+
+    python: Text | None = None
+    """With `isolation=process`, the Python interpreter that environments run in; null takes the trainer's own."""
 
     def env_config(self, env_class: str) -> dict[str, Any]:
         """The free section of one environment class; empty where nothing was set."""

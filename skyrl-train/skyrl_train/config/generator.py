@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
+from pydantic import Field
 
 from skyrl_train.config.base import (
     Allowed,
     Count,
     CountOrMinusOne,
+    FreeValue,
     OptionalCount,
     OptionalStringList,
     Resolved,
     Section,
+    Text,
+    TokenIdList,
     resolved_later,
 )
 
@@ -38,11 +42,26 @@ class SamplingConfig(Section):
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
     """Leave out tokens less likely than this fraction of the most likely one."""
 
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    """Positive logits of tokens that prompt and response already hold are divided by this, negative ones multiplied."""
+
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the response already holds."""
+
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens that the response already holds, times how often."""
+
+    min_tokens: Annotated[int, Ge(0)] = 0
+    """Before this many new tokens, a turn cannot end."""
+
     logprobs: Annotated[int, Ge(0), Le(0), Allowed("0")] | None = 0
     """The engine always returns the log-prob of each sampled token; 0 says the same."""
 
     stop: OptionalStringList = None
     """Strings that end a turn. One string stands for a list of one."""
+
+    stop_token_ids: TokenIdList = Field(default=[])
+    """Tokens that end a turn, besides the model's own end of sequence."""
 
 
 class EvalSamplingConfig(SamplingConfig):
@@ -53,6 +72,18 @@ class EvalSamplingConfig(SamplingConfig):
 
     temperature: Temperature = 0.0
     """Logits are divided by this before sampling; 0 takes the most likely token."""
+
+
+class ChatTemplateConfig(Section):
+    """A chat template in the place of the tokenizer's own."""
+
+    source: Literal["name", "file"] = "name"
+    """Whether `name_or_path` names a template that comes with the package, or a file of yours."""
+
+    name_or_path: Text | None = None
+    """`qwen3_with_thinking`, `qwen3_without_thinking`, or the path of a Jinja file. With one, conversations are
+    rendered anew before each turn, and the template's `generation` blocks say what is learned from. null takes the
+    tokenizer's."""
 
 
 class GeneratorConfig(Section):
@@ -87,7 +118,42 @@ class GeneratorConfig(Section):
     """Trajectories per evaluation prompt."""
 
     max_turns: Count = 1
-    """Told to every environment as `extras["max_turns"]`; the environment says when it is done."""
+    """Most turns of a trajectory. Told to every environment as `extras["max_turns"]`; a trajectory that is not done by
+    then ends with stop reason `max_turns`."""
+
+    max_response_length: OptionalCount = None
+    """Most tokens of a trajectory after its prompt, observations included; the turn that reaches it is cut
+    (`length`)."""
+
+    use_conversation_multi_turn: bool = True
+    """Each turn is a message of the assistant. false: all turns make one, and observations are plain text in it."""
+
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    """A turn that a stop string ended gets the template's end of turn, which is not learned from."""
+
+    chat_template: ChatTemplateConfig = ChatTemplateConfig()
+    """A chat template in the place of the tokenizer's own."""
+
+    chat_template_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of variables of the template")] = Field(
+        default={}
+    )
+    """Handed to the chat template, e.g. `chat_template_kwargs.enable_thinking=false`."""
+
+    step_wise_trajectories: bool = False
+    """Learn from each turn on its own, with the history that the template renders before it. All turns get the
+    trajectory's advantage, so that a long trajectory weighs more."""
+
+    merge_stepwise_output: bool = False
+    """With `step_wise_trajectories`, a turn whose prompt begins with all tokens so far is no row of its own."""
+
+    inject_context_status: bool = False
+    """Tell the model, at the end of each observation, how much of its context and of its turns it has used."""
+
+    n_rollout_retries: Annotated[int, Ge(0)] = 1
+    """How often a rollout that failed is played again, with a fresh environment, before it counts as invalid."""
+
+    trajectory_timeout_seconds: Annotated[float, Gt(0)] | None = None
+    """A rollout that takes longer, waiting for the engine included, is invalid (`trajectory_timeout`)."""
 
     max_input_length: OptionalCount = None
     """A trajectory whose input for the next turn is longer, in tokens, ends with stop reason `length`. null takes
@@ -106,6 +172,9 @@ class GeneratorConfig(Section):
 
     max_num_seqs: Count = 1024
     """Most sequences that the engine decodes at once."""
+
+    max_num_batched_tokens: Count = 8192
+    """Most tokens that the engine reads in one step: one of every running sequence, the rest of new prompts."""
 
     enforce_eager: bool = True
     """Run the model without CUDA graphs."""

@@ -141,6 +141,7 @@ class BasePPOExp:
             policy.model,
             self.tokenizer,
             max_num_seqs=self.cfg.generator.max_num_seqs,
+            max_num_batched_tokens=self.cfg.generator.max_num_batched_tokens,
             max_cache_bytes=int(max(free, 0) * self.cfg.generator.gpu_memory_utilization),
             bf16=self.cfg.trainer.bf16,
         )
@@ -217,7 +218,7 @@ class BasePPOExp:
                 if trainer.is_stopping and trainer.global_step < total_steps:
                     raise KeyboardInterrupt
         finally:
-            generator.close()
+            await generator.close()
             await engine.close()
 
     def _check_environments(self, datasets: Sequence[PromptDataset]) -> None:

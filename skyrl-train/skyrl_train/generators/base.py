@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID, all_or_none
+from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID, all_or_none
 
 TrainingPhase = Literal["train", "eval"]
 
@@ -56,7 +56,11 @@ class GeneratorInput(TypedDict):
 
 
 class GeneratorOutput(TypedDict):
-    """SkyRL's output: n trajectories as parallel lists of length n, in input order. Other keys are ignored."""
+    """SkyRL's output: n trajectories as parallel lists of length n, in input order. Other keys are ignored.
+
+    Step-wise trajectories have several entries each, side by side, which `trajectory_ids` and `is_last_step` tell
+    apart; the last one speaks for the trajectory.
+    """
 
     prompt_token_ids: list[list[int]]
     response_ids: list[list[int]]
@@ -66,6 +70,8 @@ class GeneratorOutput(TypedDict):
     rollout_logprobs: list[list[float]] | None  # None when the engine does not report them
     env_metrics: NotRequired[list[dict[str, Any]]]
     reward_components: NotRequired[list[dict[str, float]]]  # totals by name
+    trajectory_ids: NotRequired[list[TrajectoryID] | None]
+    is_last_step: NotRequired[list[bool] | None]
 
 
 class GeneratorInterface(ABC):
@@ -82,7 +88,7 @@ class GeneratorInterface(ABC):
         input_batch = to_generator_input(requests, sampling, metadata)
         return to_trajectories(await self.generate(input_batch), input_batch)
 
-    def close(self) -> None:  # noqa: B027 (most hold nothing)
+    async def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Release what the generator holds. Nothing by default."""
 
 
@@ -109,16 +115,21 @@ def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
 
 def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
     """The parallel-list view of trajectories."""
-    return GeneratorOutput(
-        prompt_token_ids=[t.prompt_ids for t in trajectories],
-        response_ids=[t.response_ids for t in trajectories],
-        rewards=[t.rewards for t in trajectories],
-        loss_masks=[t.loss_mask for t in trajectories],
-        stop_reasons=[t.stop_reason for t in trajectories],
-        rollout_logprobs=all_or_none([t.logprobs for t in trajectories]),
-        env_metrics=[t.env_metrics for t in trajectories],
-        reward_components=[t.reward_components for t in trajectories],
+    pairs = [(t, row) for t in trajectories for row in t.rows]
+    output = GeneratorOutput(
+        prompt_token_ids=[row.prompt_ids for _, row in pairs],
+        response_ids=[row.response_ids for _, row in pairs],
+        rewards=[row.rewards if t.is_valid else None for t, row in pairs],
+        loss_masks=[row.loss_mask for _, row in pairs],
+        stop_reasons=[t.stop_reason for t, _ in pairs],
+        rollout_logprobs=all_or_none([row.logprobs for _, row in pairs]),
+        env_metrics=[t.env_metrics for t, _ in pairs],
+        reward_components=[t.reward_components for t, _ in pairs],
     )
+    if len(pairs) > len(trajectories):
+        output["trajectory_ids"] = [t.id for t, _ in pairs]
+        output["is_last_step"] = [row is t for t, row in pairs]
+    return output
 
 
 def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
@@ -127,14 +138,34 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
     Raises:
         DataError: lists of different lengths, named with both.
     """
-    n_rollouts = len(input_batch["prompts"])
+    requests = to_requests(input_batch)
+    is_last = output.get("is_last_step") or [True] * len(requests)
+    ends = [row for row, ends_here in enumerate(is_last, start=1) if ends_here]
+    if len(ends) != len(requests) or (ends and ends[-1] != len(is_last)):
+        raise DataError(f"the generator's is_last_step ends {len(ends)} trajectories for {len(requests)} prompts")
     required = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
-    for name in (*required, "rollout_logprobs", "env_metrics", "reward_components"):
+    for name in (*required, "rollout_logprobs", "env_metrics", "reward_components", "trajectory_ids"):
         values = output.get(name)
         n_values = len(values or ())  # type: ignore[arg-type]
-        if n_values != n_rollouts and (values is not None or name in required):
-            raise DataError(f"the generator returned {n_values} {name} for {n_rollouts} prompts; return one for each")
-    return [_trajectory(output, request, i) for i, request in enumerate(to_requests(input_batch))]
+        if n_values != len(is_last) and (values is not None or name in required):
+            raise DataError(f"the generator returned {n_values} {name} for {len(is_last)} prompts; return one for each")
+    trajectories = []
+    for request, start, end in zip(requests, [0, *ends], ends, strict=False):
+        last = _trajectory(output, request, end - 1)
+        earlier = [_trajectory(output, request, row) for row in range(start, end - 1)]
+        trajectories.append(replace(last, earlier=tuple(_segment(t) for t in earlier)))
+    return trajectories
+
+
+def _segment(trajectory: Trajectory) -> Segment:
+    """An earlier row, which was read as a trajectory of its own."""
+    return Segment(
+        prompt_ids=trajectory.prompt_ids,
+        response_ids=trajectory.response_ids,
+        loss_mask=trajectory.loss_mask,
+        logprobs=trajectory.logprobs,
+        rewards=trajectory.rewards or [0.0] * len(trajectory.response_ids),
+    )
 
 
 def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Trajectory:

@@ -1,7 +1,7 @@
-"""Messages to token ids, through the tokenizer's chat template.
+"""Messages to token ids, through a chat template.
 
 The template is applied to what *enters* a conversation: the prompt, then each observation. What the model sampled
-is never rendered again, so a conversation is exactly the tokens the engine saw.
+is rendered again only by the modes that say so.
 """
 
 from __future__ import annotations
@@ -9,68 +9,138 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 
 ASSISTANT_TURN = "ASSISTANT_TURN"  # stands for a sampled turn while its surroundings are rendered
 CACHED_TEXTS = 4096  # the samples of a group share their prompt, and many environments repeat their observations
+TEMPLATES = Path(__file__).parent / "templates"
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatEncoder:
     """Encodes prompts and observations for one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ConfigError if the tokenizer's chat template cannot join turns."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`template` takes the place of the tokenizer's own; `template_kwargs` are handed to it.
+
+        Raises:
+            ConfigError: the chat template cannot join turns.
+        """
         self._tokenizer = tokenizer
+        self._template = template
+        self._template_kwargs = dict(template_kwargs or {})
         self._prompt = lru_cache(maxsize=CACHED_TEXTS)(self._render_prompt)
         self._after_turn = lru_cache(maxsize=CACHED_TEXTS)(self._render_after_turn)
+        self._text = lru_cache(maxsize=CACHED_TEXTS)(self._decode)
         self._after_turn("[]")  # a template that cannot is refused now, not in the first rollout
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Messages) -> list[int]:
         """The conversation so far and the header of the assistant's turn."""
-        return list(self._prompt(json.dumps(list(messages))))
+        return list(self._prompt(json.dumps(messages)))
 
-    def observation_ids(self, observations: Sequence[Mapping[str, Any]], last_token_id: int) -> list[int]:
+    def observation_ids(self, observations: Messages, last_token_id: int, *, ends_turn: bool = True) -> list[int]:
         """What stands between a sampled turn and the next: its end, the observations, the assistant's header.
 
         The end of the turn is left out when the model sampled it itself (`last_token_id` is that token); a turn that
-        was cut by its length, or ended by a stop string, gets one, so that the conversation stays well formed.
+        was cut by its length, or ended by a stop string, gets one, so that the conversation stays well formed. Without
+        `ends_turn`, no turn gets one.
         """
-        token_ids = self._after_turn(json.dumps(list(observations)))
-        n_end = token_ids.index(last_token_id) + 1 if last_token_id in token_ids else 0
+        token_ids = self._after_turn(json.dumps(observations))
+        end_of_turn = last_token_id if ends_turn else self._tokenizer.eos_token_id
+        n_end = token_ids.index(end_of_turn) + 1 if end_of_turn in token_ids else 0
         is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
         return list(token_ids[n_end:] if is_end else token_ids)
 
+    def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
+        """A whole conversation, and 1 for each token of the assistant's, by the template's generation blocks."""
+        encoded: Any = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=self._template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._template_kwargs,
+        )
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text for an environment: without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self._text(tuple(token_ids))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text for people: with special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """What ends the model's turn."""
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos
+
+    def _decode(self, token_ids: tuple[int, ...]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
     def _render_prompt(self, messages: str) -> tuple[int, ...]:
         """Token ids of a prompt; `messages` are JSON, as the key of a cache."""
-        return tuple(self._encode(self._render(json.loads(messages))))
+        return tuple(self.encode(self._render(json.loads(messages))))
 
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
         """Token ids of everything after a sampled turn; `observations` are JSON, as the key of a cache."""
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ASSISTANT_TURN}]
         _, found, tail = self._render([*before, *json.loads(observations)]).partition(ASSISTANT_TURN)
-        token_ids = self._encode(tail)
+        token_ids = self.encode(tail)
         if not found or not token_ids:
             raise ConfigError(
-                "the tokenizer's chat template does not show the text of assistant messages, so turns cannot be "
-                "joined; use a template with plain user and assistant turns"
+                "the chat template does not show the text of assistant messages, so turns cannot be joined; use a "
+                "template with plain user and assistant turns"
             )
         return tuple(token_ids)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        conversation = [dict(message) for message in messages]
-        return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    def _render(self, messages: Messages) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._template_kwargs,
+            )
+        )
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+def custom_chat_template(section: ChatTemplateConfig) -> str | None:
+    """The template that `generator.chat_template` names, None where the tokenizer's own is used.
+
+    Raises:
+        ConfigError: there is no template of that name, or no such file.
+    """
+    name = section.name_or_path
+    if name is None:
+        return None
+    if section.source == "name":
+        known = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
+        if name not in known:
+            raise ConfigError(
+                f"generator.chat_template.name_or_path={name!r} is not a template that comes with the package: "
+                f"{', '.join(known)}; for a file of your own set generator.chat_template.source=file"
+            )
+        return known[name].read_text(encoding="utf-8")
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"generator.chat_template.name_or_path={name!r} cannot be read: {error.strerror}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from skyrl_gym.metrics import aggregate_by_environment
@@ -12,10 +13,15 @@ from skyrl_train.types import Trajectory
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`generate/*` and `environment/*`: response lengths in tokens, turns, and what the environments report."""
     valid = [t for t in trajectories if t.is_valid]
-    metrics = {"generate/n_invalid": float(len(trajectories) - len(valid))}
+    metrics = {
+        "generate/n_invalid": float(len(trajectories) - len(valid)),
+        "generate/n_retries": float(sum(t.n_attempts - 1 for t in trajectories)),
+    }
+    for stop_reason, n in Counter(t.stop_reason for t in trajectories if not t.is_valid).items():
+        metrics[f"generate/n_invalid/{stop_reason}"] = float(n)
     if not valid:
         return metrics
-    lengths = [len(t.response_ids) for t in valid]
+    lengths = [t.n_response_tokens for t in valid]
     metrics |= {
         "generate/min_num_tokens": min(lengths),
         "generate/max_num_tokens": max(lengths),
@@ -25,9 +31,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if any(t.turns for t in valid):  # a generator of one's own may not say
         metrics["generate/avg_turns"] = statistics.fmean(len(t.turns) for t in valid)
     for name, keep in (("non_zero", lambda t: t.total_reward != 0), ("zero", lambda t: t.total_reward == 0)):
-        if some := [len(t.response_ids) for t in valid if keep(t)]:
+        if some := [t.n_response_tokens for t in valid if keep(t)]:
             metrics[f"generate/avg_tokens_{name}_rewards"] = statistics.fmean(some)
+    metrics |= _component_metrics(valid)
     return metrics | aggregate_by_environment([t.env_class for t in valid], [t.env_metrics for t in valid])
+
+
+def _component_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`reward/component/*`: the mean total of each named part of the reward over the trajectories that report it."""
+    totals: dict[str, list[float]] = {}
+    for t in trajectories:
+        for name, total in t.reward_components.items():
+            totals.setdefault(name, []).append(total)
+    return {f"reward/component/{name}": statistics.fmean(values) for name, values in sorted(totals.items())}
 
 
 def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """The agent loop: an environment and a model take turns until the environment says it is done.
 
-    start → generate → step → generate → step → … → finish
+    open → init → generate → step → generate → step → … → get_metrics → close
 
-Tokens are the truth: a turn's prompt is the previous prompt, the sampled tokens, and the observation's tokens.
+Each rollout is alone. What its environment does, or the engine, ends this rollout as invalid and no other; first it is
+tried again with a fresh environment.
 """
 
 from __future__ import annotations
@@ -10,25 +11,27 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any
 
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.dataset.prompts import is_conversation
-from skyrl_train.errors import EnvError
+from skyrl_train.errors import EngineError
+from skyrl_train.generators.answers import (
+    UnknownReward,
+    checked_metrics,
+    checked_output,
+    checked_prompt,
+    reward_components,
+    turn_reward,
+)
 from skyrl_train.generators.base import (
     BatchMetadata,
     GeneratorInput,
@@ -38,76 +41,25 @@ from skyrl_train.generators.base import (
     to_generator_output,
     to_requests,
 )
-from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
+from skyrl_train.generators.conversation import conversation_class
+from skyrl_train.generators.env_processes import ProcessEpisodes
+from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episodes, LocalEpisodes
+from skyrl_train.generators.rollout import Rollout, TurnRecord
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
-from skyrl_train.types import Trajectory, Turn
+from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
+FAILURES: tuple[tuple[type[BaseException], str], ...] = (
+    (EnvTimeout, "env_timeout"),
+    (EnvCrashed, "env_crashed"),
+    (UnknownReward, "reward_unknown"),
+)
+"""Stop reasons of what can go wrong in an environment; anything else is `env_error`."""
 
-@dataclass(slots=True)
-class _Rollout:
-    """A trajectory in the making. `token_ids` is the whole conversation, `n_prompt` of them before the first turn."""
-
-    request: RolloutRequest
-    seed: int
-    env: BaseTextEnv | None = None
-    token_ids: list[int] = field(default_factory=list)
-    n_prompt: int = 0
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    reward_components: dict[str, float] = field(default_factory=dict)
-    env_metrics: dict[str, Any] = field(default_factory=dict)
-    timing: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "env": 0.0})
-    stop_reason: str | None = None  # set when the rollout is over
-    error: str | None = None
-    cause: Exception | None = None  # of the error, when an environment raised it
-
-    @property
-    def env_class(self) -> str:
-        return self.request.row.env_class or "unknown"
-
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Add sampled tokens, or observation tokens when there are no log-probs."""
-        self.token_ids.extend(token_ids)
-        self.loss_mask.extend([0 if logprobs is None else 1] * len(token_ids))
-        self.logprobs.extend([0.0] * len(token_ids) if logprobs is None else logprobs)
-
-    def fail(self, stop_reason: str, error: str, cause: Exception | None = None) -> None:
-        """End as an invalid trajectory; what went wrong first is the reason."""
-        if self.error is None:
-            self.stop_reason, self.error, self.cause = stop_reason, error, cause
-
-    def trajectory(self) -> Trajectory:
-        """What the trainer sees: the response ends with the last sampled token."""
-        end = self.turns[-1].end if self.turns else 0
-        rewards: list[float] | None = None
-        if self.error is None:
-            rewards = [0.0] * end
-            for turn in self.turns:
-                rewards[turn.end - 1] += turn.reward
-        assert self.stop_reason is not None
-        return Trajectory(
-            id=self.request.id,
-            env_class=self.env_class,
-            data_source=self.request.row.data_source,
-            prompt_ids=self.token_ids[: self.n_prompt],
-            response_ids=self.token_ids[self.n_prompt : self.n_prompt + end],
-            loss_mask=self.loss_mask[:end],
-            logprobs=self.logprobs[:end],
-            rewards=rewards,
-            stop_reason=self.stop_reason,
-            turns=tuple(self.turns),
-            reward_components=self.reward_components,
-            env_metrics=self.env_metrics,
-            env_extras=self.request.row.env_extras,
-            weight_versions=tuple(self.weight_versions),
-            timing=self.timing,
-            error=self.error,
-        )
+FINAL = frozenset({"prompt_too_long", "reward_unknown", "abort"})
+"""Stop reasons of invalid trajectories that another attempt would not change."""
 
 
 class SkyRLGymGenerator(GeneratorInterface):
@@ -127,11 +79,14 @@ class SkyRLGymGenerator(GeneratorInterface):
     ) -> None:
         """`model_name` is for callers that know the engine by name; one engine needs none."""
         self._cfg = generator_cfg
-        self._gym_cfg = skyrl_gym_cfg
         self._engine = inference_engine_client
-        self._chat = ChatEncoder(tokenizer)
-        n_workers = skyrl_gym_cfg.max_env_workers
-        self._pool = ThreadPoolExecutor(n_workers, thread_name_prefix="skyrl-gym-env") if n_workers else None
+        template = custom_chat_template(generator_cfg.chat_template)
+        self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
+        self._converse = conversation_class(generator_cfg, self._chat)
+        is_apart = skyrl_gym_cfg.isolation == "process"
+        self._episodes: Episodes = ProcessEpisodes(skyrl_gym_cfg) if is_apart else LocalEpisodes(skyrl_gym_cfg)
+        longest = inference_engine_client.context_length - 1  # leaves room for a token
+        self._max_input_length = min(generator_cfg.max_input_length or longest, longest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass that overrides `generate` alone, as SkyRL's do, is asked through it."""
@@ -149,13 +104,19 @@ class SkyRLGymGenerator(GeneratorInterface):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """See `GeneratorInterface.rollout`. A rollout whose environment fails comes back invalid, never as reward 0."""
-        rollouts = [_Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
-        groups = [rollouts] if self._cfg.batched else [[rollout] for rollout in rollouts]
-        async with asyncio.TaskGroup() as tasks:
-            for group in groups:
-                tasks.create_task(self._play(group, sampling))
-        _report_failures(rollouts)
+        """See `GeneratorInterface.rollout`. A rollout that fails comes back invalid, never as reward 0."""
+        rollouts = [Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
+        await self._play_all(rollouts, sampling)
+        for attempt in range(1, self._cfg.n_rollout_retries + 1):
+            failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in FINAL]
+            if not failed:
+                break
+            _report_failures([rollouts[i] for i in failed], len(rollouts), "are played again")
+            again = [Rollout(rollouts[i].request, rollouts[i].seed, attempt) for i in failed]
+            await self._play_all(again, sampling)
+            for i, rollout in zip(failed, again, strict=True):
+                rollouts[i] = rollout
+        _report_failures([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid")
         trajectories = [rollout.trajectory() for rollout in rollouts]
         if self._cfg.zero_reward_on_non_stop:
             trajectories = zero_reward_on_non_stop(trajectories)
@@ -163,180 +124,164 @@ class SkyRLGymGenerator(GeneratorInterface):
             trajectories = leave_out_truncated(trajectories)
         return trajectories
 
-    def close(self) -> None:
-        """End the environment threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+    async def close(self) -> None:
+        """See `GeneratorInterface.close`: no thread and no process is left."""
+        await self._episodes.close()
 
-    async def _play(self, rollouts: Sequence[_Rollout], sampling: SamplingParams) -> None:
+    async def _play_all(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
+        groups = [rollouts] if self._cfg.batched else [[rollout] for rollout in rollouts]
+        await _all(self._play(group, sampling) for group in groups)
+
+    async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
         """Play rollouts turn by turn, all of them in step."""
         try:
-            await self._each(self._start(rollout) for rollout in rollouts)
-            while active := self._still_playing(rollouts):
-                started = time.perf_counter()
-                results = await self._engine.generate([_engine_request(rollout, sampling) for rollout in active])
-                seconds = time.perf_counter() - started
-                await self._each(self._take_turn(*pair, seconds) for pair in zip(active, results, strict=True))
+            async with asyncio.timeout(self._cfg.trajectory_timeout_seconds):
+                await _all(self._start(rollout) for rollout in rollouts)
+                while active := [rollout for rollout in rollouts if not rollout.is_over]:
+                    await _all(self._take_turn(rollout, sampling) for rollout in active)
+        except TimeoutError:
+            seconds = self._cfg.trajectory_timeout_seconds
+            for rollout in rollouts:
+                if not rollout.is_over:
+                    rollout.fail("trajectory_timeout", f"it was not over after {seconds:g} s")
         finally:
-            await self._each(self._finish(rollout) for rollout in rollouts)
+            await _all(self._finish(rollout) for rollout in rollouts)
 
-    def _still_playing(self, rollouts: Sequence[_Rollout]) -> list[_Rollout]:
-        """Rollouts that take another turn; those whose conversation has grown too long end here."""
-        longest = self._engine.context_length - 1  # leaves room for a token
-        limit = min(self._cfg.max_input_length or longest, longest)
-        active = [rollout for rollout in rollouts if rollout.stop_reason is None]
-        for rollout in active:
-            if len(rollout.token_ids) > limit:
-                if rollout.turns:
-                    rollout.stop_reason = "length"
-                else:
-                    n_tokens = len(rollout.token_ids)
-                    rollout.fail("prompt_too_long", f"the prompt has {n_tokens} tokens and the limit is {limit}")
-        return [rollout for rollout in active if rollout.stop_reason is None]
-
-    async def _each(self, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run coroutines concurrently, the first error cancels the rest; one by one where calls are inline anyway."""
-        if self._pool is None:
-            for coroutine in coroutines:
-                await coroutine
-            return
-        async with asyncio.TaskGroup() as tasks:
-            for coroutine in coroutines:
-                tasks.create_task(coroutine)
-
-    async def _start(self, rollout: _Rollout) -> None:
+    async def _start(self, rollout: Rollout) -> None:
         """Make the environment and encode its first prompt."""
         row = rollout.request.row
         extras = copy.deepcopy(row.env_extras)
         extras["max_turns"] = self._cfg.max_turns
-
-        def start() -> list[Any]:
-            env_config = OmegaConf.create(self._gym_cfg.env_config(rollout.env_class))
-            env = skyrl_gym.make(rollout.env_class, env_config=env_config, extras=extras)
-            rollout.env = cast(BaseTextEnv, env)
-            prompt, _ = env.init(copy.deepcopy(row.prompt))
-            return prompt
-
         with _boundary(rollout, "init"):
-            prompt = await self._in_thread(rollout, start)
-            if not prompt or not is_conversation(prompt):
-                raise EnvError(f"init() returned prompt={prompt!r}; it must be a list of messages")
-            rollout.token_ids = self._chat.prompt_ids(prompt)
-            rollout.n_prompt = len(rollout.token_ids)
+            rollout.episode = await self._episodes.open(rollout.env_class, extras)
+            prompt = checked_prompt(await rollout.episode.init(copy.deepcopy([*map(dict, row.prompt)])))
+            rollout.conversation = self._converse(prompt)
+            n_tokens = len(rollout.conversation.next_prompt())
+            if n_tokens > self._max_input_length:
+                reason = f"the prompt has {n_tokens} tokens and the limit is {self._max_input_length}"
+                rollout.fail("prompt_too_long", reason)
 
-    async def _take_turn(self, rollout: _Rollout, result: EngineResult, seconds: float) -> None:
-        """Append the sampled turn, let the environment answer, and append its observation."""
-        n_prompt = len(rollout.token_ids)
-        rollout.append(result.token_ids, result.logprobs)
-        rollout.timing["generate"] += seconds
-        env, action = rollout.env, self._chat.decode(result.token_ids)
-        assert env is not None
+    async def _take_turn(self, rollout: Rollout, sampling: SamplingParams) -> None:
+        """Sample a turn, let the environment answer, and add its observations."""
+        conversation, episode = rollout.conversation, rollout.episode
+        assert conversation is not None
+        assert episode is not None
+        prompt_ids = conversation.next_prompt()
+        with _boundary(rollout, "generate"):
+            result = await self._sample(rollout, prompt_ids, sampling)
+            text = self._chat.decode(result.token_ids)
+            rollout.turns.append(TurnRecord(result, len(prompt_ids)))
+            conversation.add_turn(result, text)
+            if result.stop_reason == "abort":
+                rollout.fail("abort", "the engine was told to abort it")
+        if rollout.is_over:
+            return
+        started = time.perf_counter()
         with _boundary(rollout, "step"):
-            output = _checked(await self._in_thread(rollout, lambda: env.step(action)), action)
-            start = n_prompt - rollout.n_prompt
-            end = start + len(result.token_ids)
-            rollout.turns.append(Turn(start, end, n_prompt, float(output["reward"]), result.stop_reason))
-            for name, reward in _components(output).items():
-                rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + reward
-            rollout.weight_versions.append(result.weight_version)
-            if output["done"]:
-                rollout.stop_reason = result.stop_reason
-            else:
-                rollout.append(self._chat.observation_ids(output["observations"], result.token_ids[-1]), None)
+            output = checked_output(await episode.step(text))
+            self._take_answer(rollout, output, text)
+        rollout.env_s += time.perf_counter() - started
 
-    async def _finish(self, rollout: _Rollout) -> None:
+    async def _sample(self, rollout: Rollout, prompt_ids: list[int], sampling: SamplingParams) -> EngineResult:
+        """The model's turn, within what is left of the trajectory's budget."""
+        if (budget := self._cfg.max_response_length) is not None:
+            n_left = budget - rollout.n_response_tokens
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
+        request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.request.id.to_string())
+        started = time.perf_counter()
+        (result,) = await self._engine.generate([request])
+        rollout.generate_s += time.perf_counter() - started
+        return result
+
+    def _take_answer(self, rollout: Rollout, output: BaseTextEnvStepOutput, text: str) -> None:
+        """Note the reward of the last turn, and go on with what the environment says, or end."""
+        conversation, record = rollout.conversation, rollout.turns[-1]
+        assert conversation is not None
+        record.reward = turn_reward(output, len(record.result.token_ids))
+        for name, reward in reward_components(output).items():
+            rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + reward
+        action = output.get("postprocessed_action")
+        if action is not None and action != text:
+            conversation.replace_turn(action)
+        if output["done"]:
+            rollout.stop_reason = record.result.stop_reason
+            return
+        if len(rollout.turns) >= self._cfg.max_turns:
+            rollout.stop_reason = "max_turns"
+            return
+        observations = self._with_status(rollout, output["observations"])
+        history = (output.get("metadata") or {}).get("modified_chat_history")
+        if history is None:
+            conversation.observe(observations, was_stopped=record.result.stop_reason == "stop")
+        else:
+            conversation.replace_history([*history, *observations])
+        if len(conversation.next_prompt()) > self._max_input_length or self._is_spent(rollout):
+            rollout.stop_reason = "length"
+
+    def _is_spent(self, rollout: Rollout) -> bool:
+        budget = self._cfg.max_response_length
+        return budget is not None and rollout.n_response_tokens >= budget
+
+    def _with_status(self, rollout: Rollout, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With a line on what is left of the context and of the turns, where that is asked for."""
+        if not self._cfg.inject_context_status or not observations:
+            return observations
+        assert rollout.conversation is not None
+        n_tokens, n_turns = len(rollout.conversation.next_prompt()), len(rollout.turns)
+        share = round(100 * n_tokens / self._max_input_length)
+        status = (
+            f"[Context: {n_tokens}/{self._max_input_length} tokens ({share}%), Turn {n_turns}/{self._cfg.max_turns}]"
+        )
+        last = observations[-1]
+        return [*observations[:-1], {**last, "content": f"{last['content']}\n{status}"}]
+
+    async def _finish(self, rollout: Rollout) -> None:
         """Collect the environment's metrics, close it, and free the engine's cache of the conversation."""
         self._engine.end_session(rollout.request.id.to_string())
-        env = rollout.env
-        if env is None:
+        episode = rollout.episode
+        if episode is None:
             return
         if rollout.error is None:
             with _boundary(rollout, "get_metrics"):
-                env_metrics = await self._in_thread(rollout, env.get_metrics)
-                if not isinstance(env_metrics, dict):
-                    raise EnvError(f"get_metrics() returned {env_metrics!r}; it must be a dict")
-                rollout.env_metrics = env_metrics
+                rollout.env_metrics = checked_metrics(await episode.get_metrics())
         try:
-            await self._in_thread(rollout, env.close)
+            await episode.close()
         except Exception:  # what it was good for is over: the rollout stays what it is
             logger.warning("%s.close failed after rollout %s", rollout.env_class, rollout.request.id, exc_info=True)
 
-    async def _in_thread(self, rollout: _Rollout, call: Callable[[], T]) -> T:
-        """Call into an environment without holding up the others.
-
-        A thread cannot be interrupted. When the rollout is cancelled, its call ends first, so that nothing closes an
-        environment that is still being made or is still at work.
-        """
-        started = time.perf_counter()
-        try:
-            if self._pool is None:
-                return call()
-            running = self._pool.submit(call)
-            future = asyncio.wrap_future(running)
-            try:
-                return await asyncio.shield(future)
-            except asyncio.CancelledError:
-                if not running.cancel():
-                    await asyncio.wait([future])
-                raise
-        finally:
-            rollout.timing["env"] += time.perf_counter() - started
-
 
 @contextmanager
-def _boundary(rollout: _Rollout, method: str) -> Iterator[None]:
-    """What an environment raises, or what its answer makes us raise, ends its rollout as invalid, and no other."""
+def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
+    """What goes wrong in a rollout ends it as invalid, and no other."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001, the boundary of a rollout
-        rollout.fail("env_error", f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}", error)
+    except EngineError as error:
+        rollout.fail("engine_error", str(error), error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001, the boundary of a rollout
+        stop_reason = next((reason for kind, reason in FAILURES if isinstance(error, kind)), "env_error")
+        rollout.fail(stop_reason, f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}", error)
 
 
-def _report_failures(rollouts: Sequence[_Rollout]) -> None:
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines concurrently, the first error cancels the rest; a single one is just awaited."""
+    listed = list(coroutines)
+    if len(listed) == 1:
+        await listed[0]
+        return
+    async with asyncio.TaskGroup() as tasks:
+        for coroutine in listed:
+            tasks.create_task(coroutine)
+
+
+def _report_failures(failed: Sequence[Rollout], n_rollouts: int, what: str) -> None:
     """One warning for each kind of failure, with the traceback of the first."""
-    kinds: dict[tuple[str | None, str], list[_Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.error is not None:
-            kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
-    for failed in kinds.values():
-        first = failed[0]
+    kinds: dict[tuple[str | None, str], list[Rollout]] = {}
+    for rollout in failed:
+        kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
+    for alike in kinds.values():
+        first = alike[0]
         logger.warning(
-            "%d of %d rollouts are invalid; the first, %s: %s",
-            *(len(failed), len(rollouts), first.request.id.to_string(), first.error),
+            "%d of %d rollouts %s; the first, %s: %s",
+            *(len(alike), n_rollouts, what, first.request.id.to_string(), first.error),
             exc_info=first.cause,
         )
-
-
-def _engine_request(rollout: _Rollout, sampling: SamplingParams) -> EngineRequest:
-    return EngineRequest(rollout.token_ids, sampling, rollout.seed, rollout.request.id.to_string())
-
-
-def _checked(output: BaseTextEnvStepOutput, action: str) -> BaseTextEnvStepOutput:
-    """An environment's answer, or EnvError naming what is wrong with it."""
-    if not isinstance(output, dict):
-        raise EnvError(f"step() returned {output!r}; return BaseTextEnvStepOutput(observations, reward, done)")
-    for name in ("observations", "reward", "done"):
-        if name not in output:
-            raise EnvError(f"step() returned no {name!r}; return BaseTextEnvStepOutput(observations, reward, done)")
-    if output.get("postprocessed_action") not in (None, action):
-        raise EnvError(
-            "step() returned a postprocessed_action: replacing what was sampled is not supported; leave it out, and "
-            "interpret the action inside step()"
-        )
-    if not _is_reward(output["reward"]):
-        raise EnvError(f"step() returned reward={output['reward']!r}; it must be a finite number")
-    if not output["done"] and not is_conversation(output["observations"]):
-        raise EnvError(f"step() returned observations={output['observations']!r}; they must be a list of messages")
-    return output
-
-
-def _components(output: BaseTextEnvStepOutput) -> dict[str, float]:
-    """The named parts of a turn's reward, which an environment may report as `metadata["reward_components"]`."""
-    components = (output.get("metadata") or {}).get("reward_components") or {}
-    if not isinstance(components, Mapping) or not all(_is_reward(reward) for reward in components.values()):
-        raise EnvError(f"step() returned reward_components={components!r}; they must be finite numbers by name")
-    return {name: float(reward) for name, reward in components.items()}
-
-
-def _is_reward(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)

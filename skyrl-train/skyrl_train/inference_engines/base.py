@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl_train.config.generator import SamplingConfig
+from skyrl_train.types import WeightSpan
+
+StopReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one response."""
+    """How to sample one response. Penalties act on logits; then come temperature, min-p, top-k and top-p."""
 
     max_new_tokens: int
+    min_new_tokens: int = 0  # before that, no token that would end the response
     temperature: float = 1.0  # 0: the most likely token
     top_p: float = 1.0  # 1: off
     top_k: int = -1  # -1: off
     min_p: float = 0.0  # 0: off
+    repetition_penalty: float = (
+        1.0  # divides positive logits of tokens of prompt and response, multiplies negative ones
+    )
+    presence_penalty: float = 0.0  # taken from the logits of tokens of the response
+    frequency_penalty: float = 0.0  # likewise, times how often each is there
     stop: tuple[str, ...] = ()  # stop after the token that completes one of these; the text keeps it
+    stop_token_ids: tuple[int, ...] = ()  # stop after one of these, as after the model's own end of sequence
+    ignore_eos: bool = False  # the model's own end of sequence is a token like others
+    n_top_logprobs: int = 0  # report this many most likely tokens at every position
+    with_raw_logprobs: bool = False  # report log-probs at temperature 1 as well
 
     @staticmethod
     def from_config(section: SamplingConfig) -> SamplingParams:
         """The engine's view of `generator.sampling_params` or `generator.eval_sampling_params`."""
         return SamplingParams(
             max_new_tokens=section.max_generate_length,
+            min_new_tokens=section.min_tokens,
             temperature=section.temperature,
             top_p=section.top_p,
             top_k=section.top_k,
             min_p=section.min_p,
+            repetition_penalty=section.repetition_penalty,
+            presence_penalty=section.presence_penalty,
+            frequency_penalty=section.frequency_penalty,
             stop=tuple(section.stop or ()),
+            stop_token_ids=tuple(section.stop_token_ids),
         )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens that are there already."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are out of reach."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +73,24 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """What was sampled. `logprobs` [n] are of `token_ids` [n] at the request's temperature (1 if that is 0)."""
+    """What was sampled: n tokens and what the model said about each.
+
+    `logprobs` [n] are of the model at the request's temperature (1 if that is 0), before penalties and truncation: the
+    number the trainer computes.
+    """
 
     token_ids: list[int]
-    logprobs: list[float]
-    stop_reason: Literal["stop", "length"]
-    weight_version: int
+    logprobs: list[float] | None  # None: the engine cannot know them, e.g. of a truncated distribution
+    stop_reason: StopReason
+    weight_spans: tuple[WeightSpan, ...]
+    sampling_logprobs: list[float] | None = None  # [n] of the distribution sampled from; None where it is the same
+    raw_logprobs: list[float] | None = None  # [n] at temperature 1, on request
+    top_logprobs: list[dict[int, float]] | None = None  # [n] most likely tokens, like `logprobs`, on request
+    n_cached: int = 0  # tokens of the prompt that were not read again
+
+
+OnTokens = Callable[[int, list[int], list[float]], None]
+"""Told the index of a request, its new tokens and their log-probs, as they are sampled."""
 
 
 class InferenceEngine(Protocol):
@@ -59,12 +99,28 @@ class InferenceEngine(Protocol):
     context_length: int
     """Tokens of prompt and response together that a sequence can have."""
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+    async def generate(
+        self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
+    ) -> list[EngineResult]:
         """One result for each request, in order. Concurrent calls share the engine's batches.
+
+        Cancelling the call ends its requests.
 
         Raises:
             EngineError: a request that cannot be served, named with its numbers.
         """
+        ...
+
+    def abort(self, session_id: str | None = None) -> None:
+        """End the requests of a session, or all, with what they have: their stop reason is `abort`."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two steps. Requests wait, new ones too; EngineError if it is paused already."""
+        ...
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped; EngineError if it is not paused."""
         ...
 
     def end_session(self, session_id: str) -> None:
@@ -72,7 +128,19 @@ class InferenceEngine(Protocol):
         ...
 
     async def sync_weights(self, weight_version: int) -> None:
-        """Take over the policy's current weights and report `weight_version` from now on."""
+        """Take over the policy's current weights and report `weight_version` from now on.
+
+        While the engine is paused, requests may be unfinished: they go on with the new weights, and what they have is
+        read again. Otherwise that is an EngineError.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give memory back until `wake_up`; EngineError while requests are running."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Be ready for requests again."""
         ...
 
     async def close(self) -> None:

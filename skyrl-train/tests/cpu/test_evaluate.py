@@ -100,8 +100,14 @@ async def test_metrics_over_everything_and_per_source(dataset: PromptDataset, cf
 
 def test_invalid_trajectories_are_counted_and_read_by_nothing_else() -> None:
     good = [make_trajectory("a", [1.0], data_source="s"), make_trajectory("b", [0.0], data_source="s")]
-    bad = [make_trajectory("c", None, data_source="s"), make_trajectory("d", None, data_source="broken")]
-    assert eval_metrics([*good, *bad], 1) == eval_metrics(good, 1) | {"eval/generate/n_invalid": 2.0}
+    bad = [
+        make_trajectory(uid, None, data_source=source, stop_reason="env_error")
+        for uid, source in (("c", "s"), ("d", "broken"))
+    ]
+    assert eval_metrics([*good, *bad], 1) == eval_metrics(good, 1) | {
+        "eval/generate/n_invalid": 2.0,
+        "eval/generate/n_invalid/env_error": 2.0,
+    }
 
 
 def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(

@@ -139,6 +139,7 @@ def test_a_trajectory_whose_group_failed_is_left_out(
     train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlakyEnv, "failing", frozenset({1, 2, 3, 5}))  # of groups of four
-    step = train("environment.skyrl_gym.max_env_workers=0")[-1]
-    assert step["generate/n_invalid"] == 4
+    inline = "environment.skyrl_gym.max_env_workers=0"
+    step = train(inline, "generator.n_rollout_retries=0")[-1]
+    assert step["generate/n_invalid"] == step["generate/n_invalid/env_error"] == 4
     assert step["generate/n_left_alone"] == 1

@@ -1,9 +1,10 @@
 """The embedded engine: an asyncio front, and one step loop over a Hugging Face model.
 
-A step is one forward pass: the prompts that just arrived, or one token for every running sequence. Sequences join
-and leave between steps. The key-value cache of a session stays, so that its next turn reads only its new tokens.
+A step is one forward pass: one token of every running sequence, and as many tokens of new prompts as its budget has
+left. Sequences join and leave between steps. What a session, or any other sequence, has stored of a prompt is not read
+again.
 
-Only the forward pass runs in a thread; requests, slots and sessions belong to the event loop's.
+Only the forward pass runs in a thread; requests, regions and sessions belong to the event loop's.
 """
 
 from __future__ import annotations
@@ -12,62 +13,29 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Literal
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult
-from skyrl_train.inference_engines.hf.kv_memory import KVMemory, StepCache, rounded_length
-from skyrl_train.inference_engines.hf.sampling import sample_tokens, uniforms
-from skyrl_train.inference_engines.hf.slot_table import SlotTable
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, OnTokens
+from skyrl_train.inference_engines.hf.attention import PackedCache, packed
+from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
+from skyrl_train.inference_engines.hf.region_table import RegionTable
+from skyrl_train.inference_engines.hf.sampling import Choice, Draw, choose_tokens
+from skyrl_train.inference_engines.hf.scheduler import Scheduler, Step
+from skyrl_train.inference_engines.hf.sequence import Call
+from skyrl_train.inference_engines.hf.sequence import Sequence as Sampled
+from skyrl_train.inference_engines.hf.stopping import StopRules
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.logprobs import lm_head_logits
 
 logger = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 16384  # of one forward pass; a longer prompt gets a pass of its own
-
-
-@dataclass(slots=True)
-class _Call:
-    """One `generate` call: its results as they come in, and the future that waits for the last."""
-
-    results: list[EngineResult | None]
-    n_left: int
-    done: asyncio.Future[None]
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """A request that is being served."""
-
-    request: EngineRequest
-    call: _Call
-    index: int  # of the request in its call
-    max_new_tokens: int
-    slot: int = -1
-    n_cached: int = 0  # tokens whose keys and values are stored
-    token_ids: list[int] = field(default_factory=list)  # prompt and response
-    logprobs: list[float] = field(default_factory=list)
-    stop_reason: Literal["stop", "length"] | None = None
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
-    def max_tokens(self) -> int:
-        return self.n_prompt + self.max_new_tokens
-
-    @property
-    def is_over(self) -> bool:
-        """Complete, or nobody waits for it any more."""
-        return self.stop_reason is not None or self.call.done.done()
+CHUNK_LOGITS = 1 << 24  # logits held at once: 64 MiB
 
 
 class HFEngine:
@@ -79,34 +47,64 @@ class HFEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_cache_bytes: int,
         bf16: bool = False,
     ) -> None:
-        """`max_num_seqs` sequences run at once; their keys and values take at most `max_cache_bytes`."""
+        """`max_num_seqs` sequences run at once; their keys and values take at most `max_cache_bytes`.
+
+        Raises:
+            EngineError: the model's attention is not one that the engine can replace.
+        """
+        _check_attention(model)
         self._model = model
-        self._tokenizer = tokenizer
-        self._max_num_seqs = max_num_seqs
         self._bf16 = bf16
-        self.context_length = _context_length(model)
-        self._eos_ids = _eos_ids(model, tokenizer)
-        self._slots = KVMemory()
-        self._table = SlotTable(max_cache_bytes, _cache_bytes_per_token(model))
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
+        self.context_length = int(model.config.get_text_config().max_position_embeddings)
+        self._rules = StopRules(model, tokenizer)
+        self._bytes_per_token = _cache_bytes_per_token(model)
+        self._max_cache_bytes = max_cache_bytes
+        size = max_cache_bytes // self._bytes_per_token // UNIT * UNIT
+        self._memory = KVMemory(size)
+        self._table = RegionTable(size)
+        self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
         self._weight_version = 0
+        self._is_paused = False
         self._loop_task: asyncio.Task[None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+    async def generate(
+        self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
+    ) -> list[EngineResult]:
         """See `InferenceEngine.generate`."""
         if not requests:
             return []
-        call = _Call([None] * len(requests), len(requests), asyncio.get_running_loop().create_future())
-        self._waiting.extend([self._sequence(request, call, index) for index, request in enumerate(requests)])
-        if self._loop_task is None or self._loop_task.done():
-            self._loop_task = asyncio.create_task(self._run())
-        await call.done
+        done = asyncio.get_running_loop().create_future()
+        call = Call([None] * len(requests), len(requests), done, on_tokens)
+        self._scheduler.waiting.extend([self._sequence(r, call, index) for index, r in enumerate(requests)])
+        self._start_loop()
+        await done
         return [result for result in call.results if result is not None]
+
+    def abort(self, session_id: str | None = None) -> None:
+        """See `InferenceEngine.abort`."""
+        for sequence in self._unfinished():
+            if session_id is None or sequence.request.session_id == session_id:
+                sequence.stop_reason = "abort"
+        self._start_loop()
+
+    async def pause(self) -> None:
+        """See `InferenceEngine.pause`."""
+        if self._is_paused:
+            raise EngineError("the engine is paused already; whoever paused it must resume it first")
+        self._is_paused = True
+        await self._last_step()
+
+    def resume(self) -> None:
+        """See `InferenceEngine.resume`."""
+        if not self._is_paused:
+            raise EngineError("the engine is not paused")
+        self._is_paused = False
+        self._start_loop()
 
     def end_session(self, session_id: str) -> None:
         """See `InferenceEngine.end_session`."""
@@ -114,211 +112,156 @@ class HFEngine:
 
     async def sync_weights(self, weight_version: int) -> None:
         """See `InferenceEngine.sync_weights`. The tensors are the policy's own: only caches are dropped."""
-        n_unfinished = sum(not sequence.is_over for sequence in [*self._running, *self._waiting])
-        if n_unfinished:
+        n_unfinished = len(self._unfinished())
+        if n_unfinished and not self._is_paused:
             raise EngineError(
                 f"weights changed to version {weight_version} while {n_unfinished} sequences were being generated; "
-                "wait for generate() to return before updating the policy"
+                "pause() the engine first, or wait for generate() to return"
             )
-        if self._loop_task is not None and not self._loop_task.done():
-            await asyncio.wait([self._loop_task])  # the last step of calls that were cancelled
-        self._forget_slots()  # computed with other weights; while the policy trains, their memory is its to use
+        await self._last_step()  # of calls that were cancelled
+        self._forget()  # computed with other weights; while the policy trains, their memory is its to use
         self._weight_version = weight_version
+
+    async def sleep(self) -> None:
+        """See `InferenceEngine.sleep`."""
+        if n_unfinished := len(self._unfinished()):
+            raise EngineError(f"the engine cannot sleep while {n_unfinished} sequences are being generated")
+        await self._last_step()
+        self._forget()
+
+    async def wake_up(self) -> None:
+        """See `InferenceEngine.wake_up`. Memory is taken when it is written."""
 
     async def close(self) -> None:
         """See `InferenceEngine.close`."""
         if self._loop_task is not None and not self._loop_task.done():
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
-        self._executor.shutdown(wait=True)  # the step it is in still needs the slots
+        self._executor.shutdown(wait=True)  # the step it is in still needs the memory
         self._fail(EngineError("the engine was closed while requests were waiting"))
 
     # -- the step loop
 
+    def _start_loop(self) -> None:
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.create_task(self._run())
+
+    async def _last_step(self) -> None:
+        """Wait until no step is running; the loop ends by itself when it is paused or has nothing to do."""
+        if self._loop_task is not None and not self._loop_task.done():
+            await asyncio.wait([self._loop_task])
+
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._unfinished():
+        while self._has_work():
             try:
-                slot_length = self._admit()
-                await loop.run_in_executor(self._executor, self._step, slot_length)
+                step = self._scheduler.next_step()
+                choices = await loop.run_in_executor(self._executor, self._forward, step)
+                self._take(step, choices)
             except Exception as error:  # the boundary of a request: every caller learns why, and the engine goes on
                 logger.exception("A generation step failed")
                 self._fail(error if isinstance(error, EngineError) else EngineError(f"generation failed: {error!r}"))
 
-    def _unfinished(self) -> bool:
-        """Hand out what is complete, drop what nobody waits for any more; whether there is more to do."""
-        over = [sequence for sequence in self._running if sequence.is_over]
-        self._running = [sequence for sequence in self._running if not sequence.is_over]
-        self._waiting = deque(sequence for sequence in self._waiting if not sequence.is_over)
-        for sequence in over:
-            cached_ids = sequence.token_ids[: sequence.n_cached]
-            self._table.give_back(sequence.slot, sequence.request.session_id, cached_ids)
+    def _has_work(self) -> bool:
+        """Hand out what is complete, drop what nobody waits for any more; whether there is a step to do."""
+        for sequence in self._scheduler.take_finished():
             if sequence.stop_reason is not None:
-                self._deliver(sequence)
-        return bool(self._running or self._waiting)
+                sequence.call.deliver(sequence.index, sequence.result())
+        return not self._is_paused and bool(self._scheduler.running or self._scheduler.waiting)
 
     @torch.inference_mode()
-    def _step(self, slot_length: int) -> None:
-        """One forward pass, and one sampled token for each sequence in it."""
-        self._slots.reserve(self._table.n_slots, slot_length)
-        batch = self._prompts_to_read() or self._running
-        with autocast(self._model.device, self._bf16):
-            logits = self._next_logits(batch)  # (b, V)
-        positions = [len(sequence.token_ids) for sequence in batch]
-        randomness = uniforms([sequence.request.seed for sequence in batch], positions)
-        token_ids, logprobs = sample_tokens(
-            logits,
-            [sequence.request.sampling for sequence in batch],
-            torch.from_numpy(randomness).to(logits.device),
+    def _forward(self, step: Step) -> list[Choice]:
+        """One forward pass; the next token of every sequence that has read all it has, in the order of the rows."""
+        self._memory.copy(step.copies)
+        device = self._model.device
+        cache = PackedCache(self._memory, step.rows, device)
+        new_ids = [row.sequence.token_ids[row.sequence.n_cached :][: row.n_new] for row in step.rows]
+        input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=device)  # (N,)
+        ends = torch.tensor([row.n_new for row in step.rows]).cumsum(0) - 1
+        is_complete = torch.tensor([row.is_complete for row in step.rows])
+        with autocast(device, self._bf16), packed(self._model):
+            hidden = self._model.base_model(
+                input_ids=input_ids[None],
+                position_ids=cache.position_ids[None],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[0]  # (N, H)
+            hidden = hidden[ends[is_complete].to(device)]  # (b, H)
+            draws = [self._draw(row.sequence) for row in step.rows if row.is_complete]
+            n_rows = max(1, CHUNK_LOGITS // self._model.get_output_embeddings().weight.shape[0])
+            return [
+                choice
+                for i in range(0, len(draws), n_rows)
+                for choice in choose_tokens(lm_head_logits(self._model, hidden[i : i + n_rows]), draws[i : i + n_rows])
+            ]
+
+    def _draw(self, sequence: Sampled) -> Draw:
+        return Draw(
+            sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, self._rules.eos_ids
         )
-        for sequence, token_id, logprob in zip(batch, token_ids.tolist(), logprobs.tolist(), strict=True):
-            if not math.isfinite(logprob):
+
+    def _take(self, step: Step, choices: Sequence[Choice]) -> None:
+        """Note what was read and sampled."""
+        sampled = iter(choices)
+        for row in step.rows:
+            sequence, is_complete = row.sequence, row.is_complete
+            assert sequence.region is not None
+            sequence.region.n_cached += row.n_new
+            if not is_complete:
+                continue
+            choice = next(sampled)
+            if not math.isfinite(choice.logprob):
                 raise EngineError(
                     f"the model's logits are not finite (weight version {self._weight_version}): the policy has "
                     "diverged; resume from an earlier checkpoint with a lower learning rate"
                 )
-            sequence.n_cached = len(sequence.token_ids)
-            sequence.token_ids.append(token_id)
-            sequence.logprobs.append(logprob)
-            sequence.stop_reason = self._stop_reason(sequence)
-
-    def _next_logits(self, batch: Sequence[_Sequence]) -> torch.Tensor:
-        """Logits (b, V) after the last token of each sequence. A prompt that several share is read once."""
-        leaders: dict[tuple[int, ...], int] = {}  # prompt -> row of `unique`
-        unique: list[_Sequence] = []
-        row_of = []
-        for sequence in batch:
-            is_new = sequence.n_cached == 0
-            row = leaders.setdefault(tuple(sequence.token_ids), len(unique)) if is_new else len(unique)
-            if row == len(unique):
-                unique.append(sequence)
-            row_of.append(row)
-        logits = self._forward(unique)
-        if len(unique) == len(batch):
-            return logits
-        copies = [(unique[row], s) for row, s in zip(row_of, batch, strict=True) if unique[row] is not s]
-        n_tokens = max(len(sequence.token_ids) for _, sequence in copies)
-        self._slots.copy([leader.slot for leader, _ in copies], [s.slot for _, s in copies], n_tokens)
-        return logits[row_of]
-
-    def _forward(self, batch: Sequence[_Sequence]) -> torch.Tensor:
-        """Feed each sequence the tokens that are not cached yet; logits (b, V) after its last token."""
-        device = self._model.device
-        new_ids = [sequence.token_ids[sequence.n_cached :] for sequence in batch]
-        n_new = torch.tensor([len(ids) for ids in new_ids])
-        width = int(n_new.max())  # T
-        input_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in new_ids], device=device)  # (b, T)
-        n_new = n_new.to(device)
-        start = torch.tensor([sequence.n_cached for sequence in batch], device=device)
-        positions = start[:, None] + torch.arange(width, device=device)  # (b, T)
-        positions = positions.clamp(max=self.context_length - 1)  # of padding
-        cache = StepCache(self._slots, [sequence.slot for sequence in batch], positions, n_new)
-        mask = torch.arange(cache.length, device=device) <= positions[:, None, :, None]  # (b, 1, T, length)
-        hidden = self._model.base_model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        last = hidden[torch.arange(len(batch), device=device), n_new - 1]  # (b, H)
-        return lm_head_logits(self._model, last)
-
-    def _prompts_to_read(self) -> list[_Sequence]:
-        """Sequences with more than their last token to read, as many as one pass takes."""
-        batch: list[_Sequence] = []
-        width = 0
-        for sequence in self._running:
-            n_new = len(sequence.token_ids) - sequence.n_cached
-            if n_new == 1 and sequence.n_cached:
-                continue
-            width = max(width, n_new)
-            if batch and width * (len(batch) + 1) > PREFILL_TOKENS:
-                break
-            batch.append(sequence)
-        return batch
-
-    def _stop_reason(self, sequence: _Sequence) -> Literal["stop", "length"] | None:
-        if sequence.token_ids[-1] in self._eos_ids:
-            return "stop"
-        stop_strings = sequence.request.sampling.stop
-        if stop_strings:
-            # A token is a byte or more. One that goes on after the end of a stop string ends the text all the same.
-            n_tail = min(max(len(stop.encode()) for stop in stop_strings) + 1, len(sequence.logprobs))
-            tail = self._tokenizer.decode(sequence.token_ids[-n_tail:])
-            if any(stop in tail for stop in stop_strings):
-                return "stop"
-        return "length" if len(sequence.logprobs) >= sequence.max_new_tokens else None
+            sequence.append(choice, self._weight_version)
+            sequence.stop_reason = self._rules.stop_reason(sequence) or sequence.stop_reason
+            sequence.tell()
 
     # -- requests and results
 
-    def _sequence(self, request: EngineRequest, call: _Call, index: int) -> _Sequence:
+    def _sequence(self, request: EngineRequest, call: Call, index: int) -> Sampled:
         n_prompt = len(request.prompt_ids)
-        room = self.context_length - n_prompt
-        if n_prompt == 0 or room <= 0:
+        if not 0 < n_prompt < self.context_length:
             raise EngineError(
-                f"a prompt of {n_prompt} tokens does not fit the model's context of {self.context_length}; "
-                "lower generator.max_input_length"
+                f"a prompt of {n_prompt} tokens: this model takes between 1 and {self.context_length - 1}; lower "
+                "generator.max_input_length or shorten the prompt"
             )
-        sequence = _Sequence(request, call, index, min(request.sampling.max_new_tokens, room))
-        if not self._table.fits(1, rounded_length(sequence.max_tokens)):
-            n_bytes = sequence.max_tokens * self._table.bytes_per_token
+        max_tokens = min(n_prompt + request.sampling.max_new_tokens, self.context_length)
+        if -(-max_tokens // UNIT) * UNIT > self._memory.size:
             raise EngineError(
-                f"a sequence of {sequence.max_tokens} tokens needs {n_bytes:,} "
-                f"bytes of key-value cache, {self._table.max_bytes:,} are allowed; raise "
-                "generator.gpu_memory_utilization or lower generator.max_input_length or "
-                "sampling_params.max_generate_length"
+                f"a sequence of {max_tokens} tokens needs {max_tokens * self._bytes_per_token:,} bytes of key-value "
+                f"cache and {self._max_cache_bytes:,} are allowed; raise generator.gpu_memory_utilization or lower "
+                "generator.max_input_length or sampling_params.max_generate_length"
             )
-        sequence.token_ids = list(request.prompt_ids)
-        return sequence
+        return Sampled(request, call, index, max_tokens, list(request.prompt_ids))
 
-    def _admit(self) -> int:
-        """Give waiting sequences a slot, first come first served, while there are sequences and memory to spare.
-
-        Returns the length that all slots must have for them.
-        """
-        length = self._slots.length
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            longer = max(length, rounded_length(sequence.max_tokens))
-            taken = self._table.take(sequence.request.session_id, sequence.token_ids, longer)
-            if taken is None:
-                if self._running:
-                    break
-                self._forget_slots()  # a longer sequence than before may fit in fewer slots
-                longer = rounded_length(sequence.max_tokens)
-                taken = self._table.take(None, sequence.token_ids, longer)
-                assert taken is not None, "whether it fits alone was checked when the request came in"
-            sequence.slot, sequence.n_cached = taken
-            length = longer
-            self._running.append(self._waiting.popleft())
-        return length
-
-    def _deliver(self, sequence: _Sequence) -> None:
-        """Hand the result to its caller."""
-        assert sequence.stop_reason is not None
-        sequence.call.results[sequence.index] = EngineResult(
-            token_ids=sequence.token_ids[sequence.n_prompt :],
-            logprobs=sequence.logprobs,
-            stop_reason=sequence.stop_reason,
-            weight_version=self._weight_version,
-        )
-        sequence.call.n_left -= 1
-        if sequence.call.n_left == 0 and not sequence.call.done.done():
-            sequence.call.done.set_result(None)
+    def _unfinished(self) -> list[Sampled]:
+        held: Iterable[Sampled] = chain(self._scheduler.running, self._scheduler.waiting)
+        return [sequence for sequence in held if not sequence.is_over]
 
     def _fail(self, error: EngineError) -> None:
-        """Tell everyone who waits, and start over with empty slots."""
-        for sequence in [*self._running, *self._waiting]:
+        """Tell everyone who waits, and start over with empty memory."""
+        for sequence in self._unfinished():
             if not sequence.call.done.done():
                 sequence.call.done.set_exception(error)
-        self._running = []
-        self._waiting.clear()
-        self._forget_slots()
+        self._scheduler.running = []
+        self._scheduler.waiting = deque()
+        self._forget()
 
-    def _forget_slots(self) -> None:
-        self._table.clear()
-        self._slots.release()
+    def _forget(self) -> None:
+        """Drop all keys and values; sequences that still run are read again."""
+        self._scheduler.restart_all()
+        self._memory.release()
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    if not model._supports_attention_backend:
+        raise EngineError(
+            f"the embedded engine cannot run {type(model).__name__}, whose attention is its own; use "
+            "generator.backend=vllm"
+        )
 
 
 def _cache_bytes_per_token(model: PreTrainedModel) -> int:
@@ -326,20 +269,3 @@ def _cache_bytes_per_token(model: PreTrainedModel) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * n_heads * head_dim * model.dtype.itemsize
-
-
-def _context_length(model: PreTrainedModel) -> int:
-    """Tokens the engine lets a sequence grow to. A sliding window is not modelled: it ends there."""
-    config = model.config.get_text_config()
-    length = int(config.max_position_embeddings)
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)  # None: all layers alike
-    if window is not None and (layer_types is None or "sliding_attention" in layer_types):
-        return min(length, int(window))
-    return length
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)

@@ -1,99 +1,104 @@
-"""Key-value memory of the embedded engine: one slot a sequence, all slots of one length, grown when needed."""
+"""Key-value memory of the embedded engine: one flat pool of tokens per layer, handed out in regions.
+
+A region is contiguous, so that attention reads the keys of neighbouring sequences in place.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-GROW_TO_MULTIPLE_OF = 64  # tokens
+UNIT = 64  # tokens; the smallest region
 
 
-def rounded_length(n_tokens: int) -> int:
-    """The slot length for a sequence of `n_tokens`: rounded up, so that slots grow rarely."""
-    return -(-n_tokens // GROW_TO_MULTIPLE_OF) * GROW_TO_MULTIPLE_OF
+class Extents:
+    """Which parts of [0, size) are free: first fit, and neighbours merge."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Everything is free."""
+        self._starts, self._sizes = ([0], [self._size]) if self._size else ([], [])
+
+    def allocate(self, size: int) -> int | None:
+        """Where the first free part of that size begins, now taken; None if there is none."""
+        for i, there in enumerate(self._sizes):
+            if there >= size:
+                start = self._starts[i]
+                self._starts[i], self._sizes[i] = start + size, there - size
+                if there == size:
+                    del self._starts[i], self._sizes[i]
+                return start
+        return None
+
+    def free(self, start: int, size: int) -> None:
+        """Give a part back."""
+        i = bisect_left(self._starts, start)
+        if i < len(self._starts) and start + size == self._starts[i]:  # up to the next free part
+            size += self._sizes[i]
+            del self._starts[i], self._sizes[i]
+        if i > 0 and self._starts[i - 1] + self._sizes[i - 1] == start:  # from the one before
+            self._sizes[i - 1] += size
+        else:
+            self._starts.insert(i, start)
+            self._sizes.insert(i, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The keys and values of `n_tokens` tokens, to be copied from one place of the pool to another."""
+
+    source: int
+    target: int
+    n_tokens: int
 
 
 class KVMemory:
-    """Keys and values of `n_slots` sequences, per layer two tensors (n_slots, heads, length, head_dim).
+    """Keys and values of `size` tokens, per layer two tensors (size, heads, head_dim), zero at first.
 
-    Layers are allocated when the model first writes to them, so that no model configuration is read here.
+    Layers are made when the model first writes to them, so that no model configuration is read here. On a CPU, memory
+    is taken as it is written.
     """
 
-    def __init__(self) -> None:
-        self.n_slots = 0
-        self.length = 0
+    def __init__(self, size: int) -> None:
+        self.size = size
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def reserve(self, n_slots: int, length: int) -> None:
-        """Make room for at least `n_slots` sequences of `length` tokens, keeping what is stored."""
-        if n_slots <= self.n_slots and length <= self.length:
-            return
-        self.n_slots = max(n_slots, self.n_slots)
-        self.length = max(length, self.length)
-        for index, (keys, values) in self._layers.items():
-            self._layers[index] = (self._grown(keys), self._grown(values))
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int], n_tokens: int) -> None:
-        """Copy the first `n_tokens` of each source slot into its target slot."""
-        for keys, values in self._layers.values():
-            for tensor in (keys, values):
-                tensor[targets, :, :n_tokens] = tensor[sources, :, :n_tokens]
-
-    def release(self) -> None:
-        """Give the memory back."""
-        self._layers.clear()
-        self.n_slots = self.length = 0
-
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored keys and values of one layer, with heads and types like those given (b, heads, T, head_dim).
+        """The pool of one layer, with heads and types like those given (…, heads, head_dim).
 
         Under autocast the two have different types: rotary embeddings leave keys in float32.
         """
         if index not in self._layers:
-            self._layers[index] = (self._empty(keys), self._empty(values))
+            self._layers[index] = (self._zeros(keys), self._zeros(values))
         return self._layers[index]
 
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(self.n_slots, like.shape[1], self.length, like.shape[3])
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Carry out copies, as if all at once."""
+        if not copies or not self._layers:
+            return
+        source = np.concatenate([np.arange(c.source, c.source + c.n_tokens) for c in copies])
+        target = np.concatenate([np.arange(c.target, c.target + c.n_tokens) for c in copies])
+        device = self._layers[0][0].device
+        to, of = torch.from_numpy(target).to(device), torch.from_numpy(source).to(device)
+        for pools in self._layers.values():
+            for pool in pools:
+                pool.index_copy_(0, to, pool.index_select(0, of))
 
-    def _grown(self, tensor: torch.Tensor) -> torch.Tensor:
-        grown = self._empty(tensor)
-        grown[: tensor.shape[0], :, : tensor.shape[2]] = tensor
-        return grown
+    def release(self) -> None:
+        """Give the memory back."""
+        self._layers.clear()
 
-
-class StepCache:
-    """The cache of one forward pass: b slots, each with T new tokens (padded on the right) after its stored ones.
-
-    A Hugging Face model calls `update` in every attention layer and attends to what it returns.
-    """
-
-    is_compileable = False
-
-    def __init__(self, slots: KVMemory, rows: Sequence[int], positions: torch.Tensor, n_new: torch.Tensor) -> None:
-        self._slots = slots
-        self._rows = torch.as_tensor(rows, device=positions.device)  # (b,)
-        is_token = torch.arange(positions.shape[1], device=positions.device) < n_new[:, None]  # (b, T)
-        self._source = is_token.nonzero(as_tuple=True)  # rows of the pass, columns of the pass
-        self._target = (self._rows[self._source[0]], positions[is_token])  # slots, positions
-        self.length = int(positions[is_token].max()) + 1  # longest sequence after this pass
-        first = rows[0]
-        self._is_range = list(rows) == list(range(first, first + len(rows)))
-        self._range = slice(first, first + len(rows))
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values (b, heads, T, head_dim); return all stored ones (b, heads, length, head_dim)."""
-        stored = self._slots.layer(layer_idx, keys, values)
-        rows, columns = self._source
-        slots, positions = self._target
-        for memory, new in zip(stored, (keys, values), strict=True):
-            memory[slots, :, positions] = new[rows, :, columns]
-        picked = self._range if self._is_range else self._rows
-        return stored[0][picked, :, : self.length], stored[1][picked, :, : self.length]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen before this pass; positions and mask are given explicitly, so nothing depends on it."""
-        return 0
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros, so that what a sequence has not written yet is finite; on a CPU, pages that nobody has touched."""
+        shape = (self.size, *like.shape[-2:])
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        n_bytes = self.size * like.shape[-2] * like.shape[-1] * like.itemsize
+        return torch.from_numpy(np.zeros(n_bytes, dtype=np.uint8)).view(like.dtype).view(shape)

@@ -2,36 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from skyrl_train.inference_engines.base import SamplingParams
 
+CHUNK = 512  # tokens of the vocabulary that are summed up before the search
+CANDIDATES = 1024  # most likely tokens among which top-p usually ends
 
-def sample_tokens(
-    logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What the next token of a sequence depends on besides its logits."""
+
+    sampling: SamplingParams
+    seed: int
+    token_ids: Sequence[int]  # prompt and response so far
+    n_prompt: int
+    eos_ids: frozenset[int]  # of the model
+
+    @property
+    def banned(self) -> list[int]:
+        """Tokens that would end a response that is still too short."""
+        if len(self.token_ids) - self.n_prompt >= self.sampling.min_new_tokens:
+            return []
+        return [*(() if self.sampling.ignore_eos else self.eos_ids), *self.sampling.stop_token_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A sampled token. `logprob` is of the model at the row's temperature, before penalties and truncation."""
+
+    token_id: int
+    logprob: float
+    sampling_logprob: float | None = None  # of the distribution sampled from, where that is another
+    raw_logprob: float | None = None  # at temperature 1, on request
+    top_logprobs: dict[int, float] | None = None  # on request
+
+
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """Sample one token a row by searching the cumulative distribution.
 
     Args:
-        logits: (B, V) float32.
-        params: [B] how to sample each row; temperature 0 takes the most likely token.
-        uniforms: (B,) in [0, 1), the randomness of each row.
-
-    Returns:
-        Token ids (B,) and their log-probs (B,) at the row's temperature (1 where that is 0), before top-k, top-p
-        and min-p cut the distribution: the number the trainer computes.
+        logits: (B, V) float32; overwritten.
+        draws: [B] how to sample each row. Temperature 0 takes the most likely token.
     """
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
-    greedy = temperature == 0
-    logprobs = (logits / temperature.where(~greedy, 1.0)[:, None]).log_softmax(dim=-1)  # (B, V)
-    token_ids = logprobs.argmax(dim=-1) if bool(greedy.any()) else None
-    if token_ids is None or not bool(greedy.all()):
-        sampled = _search(_truncated(logprobs, params), uniforms)
-        token_ids = sampled if token_ids is None else token_ids.where(greedy, sampled)
-    return token_ids, logprobs.gather(-1, token_ids[:, None])[:, 0]
+    raw_rows = [row for row, draw in enumerate(draws) if draw.sampling.with_raw_logprobs]
+    raw = logits[raw_rows]  # (b, V)
+    shaped_rows = [row for row, draw in enumerate(draws) if _is_shaped(draw)]
+    shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows])  # (s, V)
+
+    temperature = torch.tensor([d.sampling.temperature or 1.0 for d in draws], device=logits.device)  # (B,)
+    if any(d.sampling.temperature not in (0, 1) for d in draws):
+        logits.div_(temperature[:, None])
+    greedy_rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
+    highest = logits.amax(dim=-1, keepdim=True)  # (B, 1)
+    weights = (logits - highest).exp_()  # (B, V), not normalised
+    sums = _chunk_sums(weights)  # (B, V / CHUNK)
+    log_total = sums.sum(dim=-1).log() + highest[:, 0]  # (B,)
+    if shaped_rows:
+        peak = shaped.amax(dim=-1, keepdim=True)
+        weights[shaped_rows] = (shaped - peak).exp_()
+        sums[shaped_rows] = _chunk_sums(weights[shaped_rows])
+    randomness = uniforms([draw.seed for draw in draws], [len(draw.token_ids) for draw in draws])
+    token_ids = _search(weights, sums, torch.from_numpy(randomness).to(logits.device))  # (B,)
+    if greedy_rows:  # of the logits: exponentials round close ones to the same number
+        token_ids[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
+        shaped_and_greedy = [(i, row) for i, row in enumerate(shaped_rows) if draws[row].sampling.temperature == 0]
+        for i, row in shaped_and_greedy:
+            token_ids[row] = shaped[i].argmax()
+
+    def of_chosen(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return values.gather(-1, token_ids[list(rows), None])[:, 0]
+
+    logprobs = logits.gather(-1, token_ids[:, None])[:, 0] - log_total  # (B,)
+    sampling = of_chosen(shaped, shaped_rows) - shaped.logsumexp(dim=-1)
+    at_one = of_chosen(raw, raw_rows) - raw.logsumexp(dim=-1)
+    sampling_of = dict(zip(shaped_rows, sampling.tolist(), strict=True))
+    raw_of = dict(zip(raw_rows, at_one.tolist(), strict=True))
+    top_of = _top_logprobs(logits, log_total, draws)
+    return [
+        Choice(token_id, logprob, sampling_of.get(row), raw_of.get(row), top_of.get(row))
+        for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
+    ]
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -50,33 +107,128 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def _search(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token (B,) at which the cumulative sum of `probs` (B, V) passes uniform · total.
+# -- the distribution that is sampled from
 
-    A row that holds a NaN gets some token; its log-prob is NaN.
+
+def _is_shaped(draw: Draw) -> bool:
+    return draw.sampling.penalizes or draw.sampling.truncates or bool(draw.banned)
+
+
+def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Tensor:
+    """The logits (s, V) of some rows after penalties and temperature, -inf for tokens out of reach."""
+    shaped = logits[[row for row, _ in draws]]  # a copy
+    for values, (_, draw) in zip(shaped, draws, strict=True):
+        _penalize(values, draw)
+    temperature = torch.tensor([draw.sampling.temperature or 1.0 for _, draw in draws], device=logits.device)
+    shaped.div_(temperature[:, None])
+    params = [draw.sampling for _, draw in draws]
+    truncated = [row for row, p in enumerate(params) if p.truncates]
+    if truncated:
+        shaped[truncated] = _truncated(shaped[truncated], [params[row] for row in truncated])
+    return shaped
+
+
+def _penalize(logits: torch.Tensor, draw: Draw) -> None:
+    """Change the logits (V,) of one row by what is there already, and rule out what would end it too soon."""
+    sampling = draw.sampling
+    if sampling.repetition_penalty != 1:
+        there = torch.tensor(sorted(set(draw.token_ids)), device=logits.device)
+        values = logits[there]
+        logits[there] = torch.where(
+            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+        )
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counts = Counter(draw.token_ids[draw.n_prompt :])
+        sampled = torch.tensor(list(counts), dtype=torch.long, device=logits.device)
+        n_times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        logits[sampled] -= sampling.presence_penalty + sampling.frequency_penalty * n_times
+    if banned := draw.banned:
+        logits[banned] = -torch.inf
+
+
+def _truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The logits (b, V) with -inf for tokens that min-p, then top-k, then top-p leave out. Ties stay together."""
+    n_tokens = logits.shape[-1]
+
+    def column(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), device=logits.device)[:, None]
+
+    min_p = column(p.min_p for p in params)  # (b, 1)
+    highest = logits.amax(dim=-1, keepdim=True)
+    logits = logits.masked_fill(logits < highest + min_p.log(), -torch.inf)
+    if any(p.top_k > 0 for p in params):
+        n_kept = [min(p.top_k, n_tokens) if p.top_k > 0 else n_tokens for p in params]
+        n_largest = max((n for n, p in zip(n_kept, params, strict=True) if p.top_k > 0))
+        ordered = logits.topk(n_largest, dim=-1).values
+        is_cut = column(p.top_k > 0 for p in params)
+        last = column(min(n, n_largest) - 1 for n in n_kept)
+        logits = logits.masked_fill(is_cut & (logits < ordered.gather(-1, last)), -torch.inf)
+    if any(p.top_p < 1 for p in params):
+        threshold = _top_p_threshold(logits, column(p.top_p for p in params))
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    return logits
+
+
+def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest logit (b, 1) of the fewest tokens that hold `top_p` (b, 1) of the probability; -inf where p is 1."""
+    log_total = logits.logsumexp(dim=-1, keepdim=True)
+    for n_largest in (min(CANDIDATES, logits.shape[-1]), logits.shape[-1]):
+        ordered = logits.topk(n_largest, dim=-1).values  # (b, n)
+        probs = (ordered - log_total).exp()
+        mass_before = probs.cumsum(dim=-1) - probs
+        n_kept = (mass_before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+        if bool(((n_kept < n_largest) | (top_p >= 1)).all()):
+            break
+    return ordered.gather(-1, n_kept - 1).masked_fill(top_p >= 1, -torch.inf)
+
+
+# -- the search
+
+
+def _chunk_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Sums (B, ⌈V / CHUNK⌉) over neighbouring tokens of `weights` (B, V)."""
+    n_whole = weights.shape[-1] // CHUNK * CHUNK
+    sums = weights[:, :n_whole].unflatten(-1, (-1, CHUNK)).sum(dim=-1) if n_whole else weights[:, :0]
+    if n_whole == weights.shape[-1]:
+        return sums
+    return torch.cat([sums, weights[:, n_whole:].sum(dim=-1, keepdim=True)], dim=-1)
+
+
+def _search(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token (B,) at which the cumulative sum of `weights` (B, V) passes uniform · total.
+
+    First the chunk is found in the cumulative `sums` of chunks, then the token in it. A row that holds a NaN gets some
+    token; its log-prob is NaN.
     """
-    cumulative = probs.cumsum(dim=-1)
+    n_tokens = weights.shape[-1]
+    cumulative = sums.cumsum(dim=-1)  # (B, n)
+    target = uniforms * cumulative[:, -1]
+    chunk = _first_above(cumulative, target)  # (B,)
+    before = torch.where(chunk > 0, cumulative.gather(-1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    offsets = torch.arange(min(CHUNK, n_tokens), device=weights.device)
+    columns = chunk[:, None] * CHUNK + offsets  # (B, CHUNK)
+    inside = weights.gather(-1, columns.clamp(max=n_tokens - 1)).masked_fill(columns >= n_tokens, 0.0)
+    token = _first_above(inside.cumsum(dim=-1), target - before)
+    return (chunk * CHUNK + token).clamp(max=n_tokens - 1)
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first column (B,) whose cumulative sum is above the target, which rounding may put at the very end."""
     total = cumulative[:, -1]
-    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+    below = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
+    found = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
+    return found.clamp(max=cumulative.shape[-1] - 1)
 
 
-def _truncated(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Probabilities (B, V), zero where a row's top-k, top-p or min-p rules a token out; not normalised."""
-    probs = logprobs.exp()
-    rows = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+def _top_logprobs(logits: torch.Tensor, log_total: torch.Tensor, draws: Sequence[Draw]) -> dict[int, dict[int, float]]:
+    """For each row that asks for them, its most likely tokens and their log-probs."""
+    rows = [row for row, draw in enumerate(draws) if draw.sampling.n_top_logprobs > 0]
     if not rows:
-        return probs
-    some = probs[rows]  # (n, V)
-    ordered, order = some.sort(dim=-1, descending=True)
-    n_tokens = some.shape[-1]
-    top_k = torch.tensor([params[r].top_k if params[r].top_k > 0 else n_tokens for r in rows], device=some.device)
-    top_p = torch.tensor([params[r].top_p for r in rows], device=some.device)
-    min_p = torch.tensor([params[r].min_p for r in rows], device=some.device)
-    keep = torch.arange(n_tokens, device=some.device) < top_k[:, None]
-    mass_before = ordered.cumsum(dim=-1) - ordered
-    keep &= (mass_before < top_p[:, None]) | (top_p[:, None] >= 1)
-    keep &= ordered >= min_p[:, None] * ordered[:, :1]
-    keep[:, 0] = True
-    probs[rows] = some * torch.zeros_like(keep).scatter(-1, order, keep)
-    return probs
+        return {}
+    n_most = min(max(draws[row].sampling.n_top_logprobs for row in rows), logits.shape[-1])
+    values, token_ids = (logits[rows] - log_total[rows, None]).topk(n_most, dim=-1)
+    columns = zip(rows, token_ids.tolist(), values.tolist(), strict=True)
+    return {
+        row: dict(list(zip(ids, logprobs, strict=True))[: draws[row].sampling.n_top_logprobs])
+        for row, ids, logprobs in columns
+    }

@@ -51,6 +51,22 @@ CASES: list[tuple[str, list[str], str, list[list[str]]]] = [
         [[estimator("gae"), CRITIC], [estimator("gae_per_turn"), CRITIC], [estimator("reinforce++")]],
     ),
     (
+        "steps_share_one_advantage",
+        [estimator("reinforce++"), "generator.step_wise_trajectories=true"],
+        "generator.step_wise_trajectories=true gives all rows of a trajectory one advantage, and those of "
+        "trainer.algorithm.advantage_estimator=reinforce++ differ from token to token; try grpo, or leave "
+        "step_wise_trajectories out: by default, too, a trajectory's turns are learned from together",
+        [[estimator("reinforce++")], [estimator("rloo"), "generator.step_wise_trajectories=true"]],
+    ),
+    (
+        "steps_share_one_advantage",
+        [*KL_IN_REWARD, "generator.step_wise_trajectories=true"],
+        "generator.step_wise_trajectories=true takes the rewards of a trajectory's last row, and "
+        "trainer.algorithm.use_kl_in_reward=true puts penalties on all of them; set "
+        "trainer.algorithm.use_kl_in_reward=false trainer.algorithm.use_kl_loss=true",
+        [KL_IN_REWARD],
+    ),
+    (
         "distillation_has_a_teacher",
         [estimator("on_policy_distillation"), "trainer.policy.model.path=my/model"],
         "trainer.algorithm.advantage_estimator=on_policy_distillation learns from trainer.ref.model.path=my/model, "

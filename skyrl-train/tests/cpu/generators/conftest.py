@@ -18,7 +18,7 @@ from skyrl_train.config import load_config
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, OnTokens, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
 
@@ -31,9 +31,11 @@ class RecordedEngine(HFEngine):
         self.exchanges: list[tuple[EngineRequest, EngineResult]] = []
         self.ended: list[str] = []
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+    async def generate(
+        self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
+    ) -> list[EngineResult]:
         asked = copy.deepcopy(list(requests))
-        results = await super().generate(requests)
+        results = await super().generate(requests, on_tokens)
         self.exchanges += zip(asked, results, strict=True)
         return results
 
@@ -94,14 +96,16 @@ async def make_stage(
 
     def make(skyrl_gym: dict[str, Any] | None = None, **generator: Any) -> Stage:
         environment = {"env_class": "story", "skyrl_gym": {"max_env_workers": 4} | (skyrl_gym or {})}
-        generator = {"max_turns": 3} | generator
+        generator = {"max_turns": 9, "n_rollout_retries": 0} | generator
         cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": generator, "environment": environment})
-        engine = RecordedEngine(talker, tiny_tokenizer, max_num_seqs=16, max_cache_bytes=2**24)
+        engine = RecordedEngine(
+            talker, tiny_tokenizer, max_num_seqs=16, max_num_batched_tokens=512, max_cache_bytes=2**24
+        )
         played_by = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tiny_tokenizer)
         stages.append(Stage(played_by, engine, ChatEncoder(tiny_tokenizer)))
         return stages[-1]
 
     yield make
     for stage in stages:
-        stage.generator.close()
+        await stage.generator.close()
         await stage.engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from skyrl_train.generators.base import (
     to_trajectories,
 )
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
+from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, stop=("END",))
 
@@ -41,6 +42,19 @@ def two_prompts() -> GeneratorInput:
 def two_answers(**changes: Any) -> GeneratorOutput:
     answers = to_generator_output([make_trajectory("a", [0, 1]), make_trajectory("b", [0.5])])
     return GeneratorOutput(**(answers | changes))  # type: ignore[typeddict-item]
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    n_tokens = draw(st.integers(1, 3))
+    per_token = {"min_size": n_tokens, "max_size": n_tokens}
+    return Segment(
+        prompt_ids=draw(st.lists(st.integers(0, 99), min_size=1, max_size=4)),
+        response_ids=draw(st.lists(st.integers(0, 99), **per_token)),
+        loss_mask=draw(st.lists(st.integers(0, 1), **per_token)),
+        logprobs=draw(st.lists(st.floats(-9, 0), **per_token)),
+        rewards=draw(st.lists(st.floats(-2, 2), **per_token)),
+    )
 
 
 @st.composite
@@ -64,6 +78,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         stop_reason=stop_reason,
         env_metrics=draw(st.dictionaries(st.sampled_from("mn"), st.integers())),
         env_extras=extras,
+        earlier=() if rewards is None else tuple(draw(st.lists(segments(), max_size=2))),
         error=stop_reason if rewards is None else None,
     )
 
@@ -83,11 +98,8 @@ def test_the_input_view_has_skyrls_fields() -> None:
         "env_classes": ["guess", "guess"],
         "env_extras": [{}, {}],
         "sampling_params": {
-            "max_new_tokens": 4,
+            **asdict(SamplingParams(max_new_tokens=4)),
             "temperature": 0.5,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
             "stop": ("END",),
         },
         "trajectory_ids": [TrajectoryID("a", 0), TrajectoryID("b", 0)],

@@ -18,7 +18,7 @@ def rollouts() -> list[Trajectory]:
         make_trajectory("a", [0.5, -0.25, 1.0], turns=(TURN, TURN), env_metrics={"won": 1}),
         make_trajectory("a", [0.0, 0.0], repetition=1, turns=(TURN,), env_metrics={"won": 0}),
         make_trajectory("b", [-1.0, 0.5, 0.0, 0.0], turns=(TURN,), env_metrics={"won": 0}),
-        make_trajectory("c", None, response_ids=[1], stop_reason="env_error", env_metrics={"won": 1}),
+        make_trajectory("c", None, response_ids=[1], stop_reason="env_error", env_metrics={"won": 1}, n_attempts=3),
     ]
 
 
@@ -38,6 +38,8 @@ def test_rewards_by_hand(rollouts: list[Trajectory]) -> None:
 def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:
     assert rollout_metrics(rollouts) == {
         "generate/n_invalid": 1,
+        "generate/n_invalid/env_error": 1,
+        "generate/n_retries": 2,
         "generate/min_num_tokens": 2,
         "generate/max_num_tokens": 4,
         "generate/avg_num_tokens": 3,
@@ -53,13 +55,15 @@ def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:
 def test_invalid_trajectories_change_nothing_but_their_count(rollouts: list[Trajectory]) -> None:
     valid = rollouts[:3]
     assert reward_metrics(rollouts, 2) == reward_metrics(valid, 2)
-    assert rollout_metrics(rollouts) == rollout_metrics(valid) | {"generate/n_invalid": 1}
+    counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
+    assert rollout_metrics(rollouts) == rollout_metrics(valid) | counts
 
 
-def test_without_a_valid_trajectory_there_is_only_the_count(rollouts: list[Trajectory]) -> None:
-    assert rollout_metrics(rollouts[3:]) == {"generate/n_invalid": 1}
+def test_without_a_valid_trajectory_there_is_only_counts(rollouts: list[Trajectory]) -> None:
+    counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
+    assert rollout_metrics(rollouts[3:]) == counts
     assert reward_metrics(rollouts[3:], 2) == {}
-    assert rollout_metrics([]) == {"generate/n_invalid": 0}
+    assert rollout_metrics([]) == {"generate/n_invalid": 0, "generate/n_retries": 0}
 
 
 def test_lengths_by_reward_are_left_out_where_there_are_none() -> None:

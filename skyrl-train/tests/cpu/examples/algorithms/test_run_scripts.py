@@ -98,7 +98,7 @@ def undocumented(metrics: dict[str, Any]) -> set[str]:
     """The metrics that docs/concepts.md does not list; those of environments and of a loss of one's own aside."""
     page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
     listed = {name for word in re.findall(r"`([^`\n]+)`", page) for name in spelt_out(word)}
-    own = ("environment/", "policy/ratio_distance", "step", "reward/avg_pass_at_")
+    own = ("environment/", "policy/ratio_distance", "step", "reward/avg_pass_at_", "reward/component/")
     return {m for m in metrics if not {m, m.rpartition("/")[2]} & listed and not m.startswith(own)}
 
 

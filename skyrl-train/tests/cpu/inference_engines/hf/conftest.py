@@ -19,7 +19,8 @@ async def new_engine(
     engines = []
 
     def make(model: PreTrainedModel = tiny_model, **options: Any) -> HFEngine:
-        engines.append(HFEngine(model, tiny_tokenizer, **{"max_num_seqs": 32, "max_cache_bytes": 1 << 28} | options))
+        defaults = {"max_num_seqs": 32, "max_num_batched_tokens": 4096, "max_cache_bytes": 1 << 28}
+        engines.append(HFEngine(model, tiny_tokenizer, **defaults | options))
         return engines[-1]
 
     yield make
@@ -28,15 +29,15 @@ async def new_engine(
 
 
 @pytest.fixture
-def forward_passes(tiny_model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
-    """Sequences and new tokens of every forward pass of the tiny model, e.g. (4, 1)."""
-    shapes: list[tuple[int, ...]] = []
+def forward_passes(tiny_model: PreTrainedModel) -> Iterator[list[int]]:
+    """Tokens that every forward pass of the tiny model read."""
+    n_tokens: list[int] = []
 
     def note(_: torch.nn.Module, __: tuple[()], inputs: dict[str, Any]) -> None:
-        shapes.append(tuple(inputs["input_ids"].shape))
+        n_tokens.append(inputs["input_ids"].numel())
 
     hook = tiny_model.base_model.register_forward_pre_hook(note, with_kwargs=True)
-    yield shapes
+    yield n_tokens
     hook.remove()
 
 

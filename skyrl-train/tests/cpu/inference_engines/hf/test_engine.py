@@ -17,7 +17,7 @@ from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.logprobs import response_logprobs
 
 NewEngine = Callable[..., HFEngine]
-Shapes = list[tuple[int, ...]]
+Passes = list[int]
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 61) -> list[int]:
@@ -85,7 +85,9 @@ async def test_greedy_is_what_transformers_generates(new_engine: NewEngine, tiny
 
 async def test_other_architectures_agree_with_transformers(new_engine: NewEngine, other_model: PreTrainedModel) -> None:
     engine = new_engine(other_model)
-    requests = [request(prompt(n), n_new=12, temperature=0.0, session=str(n)) for n in (1, 9, 23)]
+    requests = [
+        request(prompt(n), n_new=12, temperature=0.0, session=str(n)) for n in (1, 9, 60, 90)
+    ]  # a sliding window ends at 64
     first = await engine.generate(requests)
     assert [r.token_ids for r in first] == [greedy(other_model, r.prompt_ids, 12) for r in requests]
     longer = [
@@ -127,9 +129,9 @@ async def test_new_weights_are_used_after_a_sync(new_engine: NewEngine, tiny_mod
     await engine.sync_weights(7)
     second = replace(first, prompt_ids=first.prompt_ids + before.token_ids + prompt(3))
     for r, result in zip([first, second], await engine.generate([first, second]), strict=True):
-        assert result.weight_version == 7
+        assert result.weight_spans == ((7, len(result.token_ids)),)
         assert result.logprobs == pytest.approx(trainer_logprobs(model, r, result), abs=1e-5)
-    assert before.weight_version == 0
+    assert before.weight_spans == ((0, len(before.token_ids)),)
     assert before.logprobs == pytest.approx(trainer_logprobs(tiny_model, first, before), abs=1e-5)
 
 
@@ -137,7 +139,7 @@ async def test_new_weights_are_used_after_a_sync(new_engine: NewEngine, tiny_mod
 
 
 async def test_results_do_not_depend_on_what_else_is_in_the_batch(
-    new_engine: NewEngine, forward_passes: Shapes
+    new_engine: NewEngine, forward_passes: Passes
 ) -> None:
     requests = ragged_requests()
     expected = await alone(new_engine, requests)
@@ -146,7 +148,7 @@ async def test_results_do_not_depend_on_what_else_is_in_the_batch(
     one_at_a_time = await new_engine(max_num_seqs=1).generate(requests)
     forward_passes.clear()
     two_at_a_time = await new_engine(max_num_seqs=2).generate(requests)
-    assert max(rows for rows, _ in forward_passes) == 2
+    assert 2 in forward_passes
     for results in (together, backwards[::-1], one_at_a_time, two_at_a_time):
         for actual, result in zip(results, expected, strict=True):
             assert_same(actual, result)
@@ -156,14 +158,14 @@ async def test_results_do_not_depend_on_what_else_is_in_the_batch(
 async def test_the_seed_decides_and_nothing_else(new_engine: NewEngine) -> None:
     engine = new_engine()
     same, again, other = await engine.generate([request(prompt(5), seed=s, n_new=16) for s in (1, 1, 2)])
-    assert same == again
+    assert_same(again, same)
     assert same.token_ids != other.token_ids
     (later,) = await engine.generate([request(prompt(5), seed=1, n_new=16)])
     assert_same(later, same)
 
 
 async def test_results_do_not_depend_on_the_time_of_arrival(
-    new_engine: NewEngine, forward_passes: Shapes, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
+    new_engine: NewEngine, forward_passes: Passes, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
 ) -> None:
     requests = ragged_requests()
     expected = await alone(new_engine, requests)
@@ -175,7 +177,7 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
         calls.append(asyncio.create_task(engine.generate([r])))
     for call, result in zip(calls, expected, strict=True):
         assert_same((await call)[0], result)
-    assert max(rows for rows, _ in forward_passes) > 1  # they did share passes
+    assert {2, 3} <= set(forward_passes)  # they did share passes
 
 
 async def test_no_requests_no_results(new_engine: NewEngine) -> None:
@@ -186,7 +188,7 @@ async def test_no_requests_no_results(new_engine: NewEngine) -> None:
 
 
 async def test_a_sessions_next_turn_reads_only_what_is_new(
-    new_engine: NewEngine, tiny_model: PreTrainedModel, forward_passes: Shapes
+    new_engine: NewEngine, tiny_model: PreTrainedModel, forward_passes: Passes
 ) -> None:
     engine = new_engine()
     turn = request(prompt(30), n_new=5, session="game", temperature=0.9)
@@ -195,14 +197,15 @@ async def test_a_sessions_next_turn_reads_only_what_is_new(
         forward_passes.clear()
         (result,) = await engine.generate([turn])
         n_new = 30 if len(turn.prompt_ids) == 30 else 12  # the last sampled token and 11 observed ones
-        assert forward_passes == [(1, n_new), (1, 1), (1, 1), (1, 1), (1, 1)]
+        assert forward_passes == [n_new, 1, 1, 1, 1]
+        assert result.n_cached == len(turn.prompt_ids) - n_new
         assert_same(result, without)
         assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, turn, result), abs=1e-5)
         turn = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + prompt(11))
 
 
 async def test_a_session_that_changed_its_mind_reads_from_there_on(
-    new_engine: NewEngine, forward_passes: Shapes
+    new_engine: NewEngine, forward_passes: Passes
 ) -> None:
     engine = new_engine()
     first = request(prompt(30), session="game")
@@ -212,46 +215,45 @@ async def test_a_session_that_changed_its_mind_reads_from_there_on(
     forward_passes.clear()
     (result,) = await engine.generate([edited])
     assert_same(result, expected)
-    assert forward_passes[0] == (1, 15)
+    assert forward_passes[0] == 15
     forward_passes.clear()
     (shorter,) = await engine.generate([replace(first, prompt_ids=first.prompt_ids[:10])])
-    assert forward_passes[0] == (1, 1)  # one token is always read: its logits are needed
+    assert forward_passes[0] == 1  # one token is always read: its logits are needed
     assert_same(shorter, (await alone(new_engine, [replace(first, prompt_ids=first.prompt_ids[:10])]))[0])
 
 
-async def test_an_ended_session_is_read_anew(new_engine: NewEngine, forward_passes: Shapes) -> None:
+async def test_an_ended_session_is_read_anew(new_engine: NewEngine, forward_passes: Passes) -> None:
     engine = new_engine()
     await engine.generate([request(prompt(30), session="game")])
     engine.end_session("game")
     engine.end_session("never heard of")
     forward_passes.clear()
     await engine.generate([request(prompt(30), session="game")])
-    assert forward_passes[0] == (1, 30)
+    assert forward_passes[0] == 30
 
 
 async def test_a_shared_prompt_is_read_once(
-    new_engine: NewEngine, tiny_model: PreTrainedModel, forward_passes: Shapes
+    new_engine: NewEngine, tiny_model: PreTrainedModel, forward_passes: Passes
 ) -> None:
     group = [request(prompt(40), seed=s, session=str(s), temperature=0.7) for s in range(4)]
     other = request(prompt(10), session="other")
     results = await new_engine().generate([group[0], other, *group[1:]])
-    assert forward_passes[0] == (2, 40)
-    assert forward_passes[1] == (5, 1)
+    assert forward_passes[:3] == [40 + 10, 2 + 3, 5]  # the three others read the last token of the prompt
+    assert [result.n_cached for result in results] == [0, 0, 39, 39, 39]
     assert len({tuple(result.token_ids) for result in results}) == 5
     for r, result in zip([group[0], other, *group[1:]], results, strict=True):
         assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, r, result), abs=1e-5)
 
 
-async def test_prompts_larger_than_a_pass_are_read_in_several(
-    new_engine: NewEngine, forward_passes: Shapes, monkeypatch: pytest.MonkeyPatch
+async def test_long_prompts_are_read_in_chunks_while_others_go_on(
+    new_engine: NewEngine, forward_passes: Passes
 ) -> None:
-    requests = ragged_requests()
+    requests = [request(prompt(5), n_new=20), request(prompt(300, seed=1), n_new=4), request(prompt(90, seed=2))]
     expected = await alone(new_engine, requests)
-    monkeypatch.setattr("skyrl_train.inference_engines.hf.engine.PREFILL_TOKENS", 30)
     forward_passes.clear()
-    for actual, result in zip(await new_engine().generate(requests), expected, strict=True):
+    for actual, result in zip(await new_engine(max_num_batched_tokens=70).generate(requests), expected, strict=True):
         assert_same(actual, result)
-    assert all(rows * tokens <= 30 or rows == 1 for rows, tokens in forward_passes)
+    assert forward_passes[:7] == [5 + 65, 1 + 69, 1 + 69, 1 + 69, 1 + 28 + 41, 1 + 1 + 49, 3]
 
 
 async def test_bfloat16_autocast_runs_on_float32_weights(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.inference_engines.hf.sampling import sample_tokens, uniforms
+from skyrl_train.inference_engines.hf import sampling
+from skyrl_train.inference_engines.hf.sampling import Choice, Draw, choose_tokens, uniforms
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3])
 LOGITS = PROBABILITIES.log() + 3
+Sample = Callable[..., list[Choice]]
 ALMOST_ONE = float(np.float32(1) - np.float32(2**-24))
 
 
@@ -22,37 +34,48 @@ def params(**options: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=1, **options)
 
 
-def sample(
-    u: torch.Tensor | np.ndarray, logits: torch.Tensor = LOGITS, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample the same logits (V,) once for each uniform number."""
-    rows = torch.as_tensor(u, dtype=torch.float32)
-    return sample_tokens(logits.expand(len(rows), -1), [params(**options)] * len(rows), rows)
+def draw(token_ids: Sequence[int] = (9,), n_prompt: int | None = None, seed: int = 0, **options: Any) -> Draw:
+    return Draw(params(**options), seed, token_ids, len(token_ids) if n_prompt is None else n_prompt, frozenset({2}))
 
 
-def support(**options: Any) -> set[int]:
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch) -> Sample:
+    """Samples the same logits (V,) once for each given uniform number."""
+
+    def choose(u: Iterable[float], logits: torch.Tensor = LOGITS, **options: Any) -> list[Choice]:
+        numbers = np.asarray(list(u), dtype=np.float32)
+        monkeypatch.setattr(sampling, "uniforms", lambda *_: numbers)
+        return choose_tokens(logits.repeat(len(numbers), 1), [draw(**options)] * len(numbers))
+
+    return choose
+
+
+def support(sample: Sample, **options: Any) -> set[int]:
     """The tokens that any randomness can reach."""
-    grid = torch.cat([torch.arange(0, 1, 1 / 512), torch.tensor([ALMOST_ONE])])
-    return set(sample(grid, **options)[0].tolist())
+    return {choice.token_id for choice in sample([*(i / 512 for i in range(512)), ALMOST_ONE], **options)}
+
+
+def counts(n: int, **options: Any) -> torch.Tensor:
+    """How often each of five tokens is sampled with n seeds."""
+    choices = choose_tokens(LOGITS.repeat(n, 1), [draw(seed=seed, **options) for seed in range(n)])
+    return torch.bincount(torch.tensor([choice.token_id for choice in choices]), minlength=5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_tokens_follow_the_softmax(temperature: float) -> None:
     n = 40_000
-    token_ids, _ = sample(uniforms(range(n), [7] * n), temperature=temperature)
     expected = (LOGITS / temperature).softmax(-1) * n
-    chi_square = ((torch.bincount(token_ids, minlength=5) - expected).square() / expected).sum()
+    chi_square = ((counts(n, temperature=temperature) - expected).square() / expected).sum()
     assert chi_square < 18.5  # 4 degrees of freedom: one in a thousand
 
 
 def test_truncated_tokens_follow_the_renormalised_softmax() -> None:
     n = 40_000
-    token_ids, _ = sample(uniforms(range(n), [7] * n), top_k=3)
     expected = torch.tensor([0.0, 0.4, 0.15, 0.0, 0.3]) / 0.85 * n
-    counts = torch.bincount(token_ids, minlength=5)
-    assert counts[[0, 3]].tolist() == [0, 0]
+    sampled = counts(n, top_k=3)
+    assert sampled[[0, 3]].tolist() == [0, 0]
     kept = [1, 2, 4]
-    assert ((counts[kept] - expected[kept]).square() / expected[kept]).sum() < 13.8  # 2 degrees of freedom
+    assert ((sampled[kept] - expected[kept]).square() / expected[kept]).sum() < 13.8  # 2 degrees of freedom
 
 
 @pytest.mark.parametrize(
@@ -72,12 +95,14 @@ def test_truncated_tokens_follow_the_renormalised_softmax() -> None:
         ({"min_p": 0.5}, {1, 4}),
         ({"min_p": 1.0}, {1}),
         ({"top_k": 4, "top_p": 0.8, "min_p": 0.5}, {1, 4}),
+        ({"top_k": 2, "top_p": 0.5}, {1}),  # of what top-k left: .57, .43
+        ({"min_p": 0.5, "top_p": 0.56}, {1}),
         ({"top_p": 0.6, "temperature": 0.5}, {1, 4}),  # of the tempered distribution: .57, .32, .08, …
         ({"top_p": 0.5, "temperature": 0.5}, {1}),
     ],
 )
-def test_truncation_leaves_exactly_the_right_tokens(options: dict[str, Any], tokens: set[int]) -> None:
-    assert support(**options) == tokens
+def test_truncation_leaves_exactly_the_right_tokens(sample: Sample, options: dict[str, Any], tokens: set[int]) -> None:
+    assert support(sample, **options) == tokens
 
 
 @pytest.mark.parametrize(
@@ -85,40 +110,145 @@ def test_truncation_leaves_exactly_the_right_tokens(options: dict[str, Any], tok
     [({}, 1.0), ({"temperature": 0.5}, 0.5), ({"temperature": 0.0}, 1.0), ({"top_k": 2, "temperature": 2.0}, 2.0)],
 )
 def test_log_probs_are_of_the_tempered_distribution_before_truncation(
-    options: dict[str, Any], temperature: float
+    sample: Sample, options: dict[str, Any], temperature: float
 ) -> None:
-    token_ids, logprobs = sample(np.array([0.1, 0.6, 0.9]), **options)
-    torch.testing.assert_close(logprobs, (LOGITS / temperature).log_softmax(-1)[token_ids])
+    expected = (LOGITS / temperature).log_softmax(-1)
+    for choice in sample([0.1, 0.6, 0.9], **options):
+        assert choice.logprob == pytest.approx(float(expected[choice.token_id]), abs=1e-6)
 
 
-def test_the_ends_of_the_interval_never_reach_an_impossible_token() -> None:
+def test_the_distribution_sampled_from_is_reported_where_it_is_another(sample: Sample) -> None:
+    kept = torch.tensor([0.0, 0.4, 0.0, 0.0, 0.3]).log().log_softmax(-1)
+    for choice in sample([0.1, 0.6, 0.9], top_k=2):
+        assert choice.sampling_logprob == pytest.approx(float(kept[choice.token_id]), abs=1e-6)
+    assert {choice.sampling_logprob for choice in sample([0.1, 0.9], temperature=0.5)} == {None}
+
+
+def test_log_probs_at_temperature_one_on_request(sample: Sample) -> None:
+    raw = LOGITS.log_softmax(-1)
+    for choice in sample([0.1, 0.6, 0.9], temperature=0.3, top_p=0.8, with_raw_logprobs=True):
+        assert choice.raw_logprob == pytest.approx(float(raw[choice.token_id]), abs=1e-6)
+    assert sample([0.5])[0].raw_logprob is None
+
+
+def test_the_most_likely_tokens_on_request(sample: Sample) -> None:
+    (choice,) = sample([0.01], temperature=0.5, n_top_logprobs=2)
+    expected = (LOGITS / 0.5).log_softmax(-1)
+    assert list(choice.top_logprobs or {}) == [1, 4]
+    assert choice.top_logprobs == pytest.approx({1: float(expected[1]), 4: float(expected[4])}, abs=1e-6)
+    (choice,) = sample([0.01], n_top_logprobs=99)
+    assert list(choice.top_logprobs or {}) == [1, 4, 2, 3, 0]
+
+
+@given(
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    top_k=st.sampled_from([-1, 1, 3, 700, 5000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.5, 0.01]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    seed=st.integers(0, 99),
+)
+def test_the_distribution_is_that_of_transformers(
+    temperature: float, top_k: int, top_p: float, repetition_penalty: float, seed: int
+) -> None:
+    logits = 2 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(seed))
+    token_ids = [5, 7, 7, 2999, 11]
+    processors: list[LogitsProcessor] = [
+        RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        TemperatureLogitsWarper(temperature),
+        *([TopKLogitsWarper(top_k)] if top_k > 0 else []),
+        *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
+    ]
+    expected = logits
+    for processor in processors:
+        expected = processor(torch.tensor([token_ids]), expected)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
+    shaped = sampling._shaped(logits.clone(), [(0, draw(token_ids, n_prompt=2, **options))])
+    torch.testing.assert_close(shaped.softmax(-1), expected.softmax(-1), atol=1e-7, rtol=1e-4)
+
+
+@given(min_p=st.sampled_from([0.001, 0.1, 0.5, 1.0]), seed=st.integers(0, 99))
+def test_min_p_is_that_of_transformers(min_p: float, seed: int) -> None:
+    logits = 2 * torch.randn(1, 300, generator=torch.Generator().manual_seed(seed))
+    expected = MinPLogitsWarper(min_p)(torch.tensor([[1]]), logits)
+    shaped = sampling._shaped(logits.clone(), [(0, draw(min_p=min_p))])
+    torch.testing.assert_close(shaped.softmax(-1), expected.softmax(-1))
+
+
+def test_presence_and_frequency_count_the_response_alone() -> None:
+    logits = torch.zeros(1, 5)
+    penalized = draw([0, 1, 3, 3, 1], n_prompt=2, presence_penalty=1.0, frequency_penalty=0.25)
+    assert sampling._shaped(logits, [(0, penalized)]).tolist() == [[0.0, -1.25, 0.0, -1.5, 0.0]]
+
+
+def test_greedy_sees_the_penalties(sample: Sample) -> None:
+    assert sample([0.5], temperature=0.0)[0].token_id == 1
+    (choice,) = sample([0.5], temperature=0.0, token_ids=[1], n_prompt=0, presence_penalty=9.0)
+    assert choice.token_id == 4
+    assert choice.logprob == pytest.approx(float(PROBABILITIES[4].log()), abs=1e-6)
+
+
+def test_greedy_takes_the_larger_of_two_that_round_to_one_weight(sample: Sample) -> None:
+    logits = torch.tensor([1.0, 1.0000001, 0.0])
+    assert logits[0] < logits[1]
+    assert sample([0.0], logits, temperature=0.0)[0].token_id == 1
+
+
+def test_what_would_end_a_short_response_is_out_of_reach(sample: Sample) -> None:
+    short = {"token_ids": [9, 9, 3], "n_prompt": 2, "min_new_tokens": 2}
+    assert support(sample, **short) == {0, 1, 3, 4}  # 2 is the end of sequence
+    assert support(sample, **short, stop_token_ids=(4,)) == {0, 1, 3}
+    assert support(sample, **short, ignore_eos=True) == {0, 1, 2, 3, 4}
+    assert support(sample, **short | {"token_ids": [9, 9, 3, 3]}) == {0, 1, 2, 3, 4}
+
+
+def test_the_ends_of_the_interval_never_reach_an_impossible_token(sample: Sample) -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf])
-    assert sample(np.array([0.0, ALMOST_ONE, 1.0]), logits)[0].tolist() == [1, 3, 3]
+    assert [choice.token_id for choice in sample([0.0, ALMOST_ONE, 1.0], logits)] == [1, 3, 3]
 
 
-def test_the_last_token_is_in_reach_in_a_large_vocabulary() -> None:
-    logits = torch.zeros(150_000)
-    token_ids, _ = sample(np.array([0.0, ALMOST_ONE]), logits)
-    assert token_ids[0] == 0
-    assert token_ids[1] > 149_900  # float32 sums are coarse, but not that coarse
+@pytest.mark.parametrize("n_tokens", [511, 512, 513, 1024, 150_000])
+def test_the_last_token_is_in_reach_in_any_vocabulary(sample: Sample, n_tokens: int) -> None:
+    first, middle, last = sample([0.0, 0.5, ALMOST_ONE], torch.zeros(n_tokens))
+    assert first.token_id == 0
+    assert middle.token_id == pytest.approx(n_tokens / 2, abs=1)
+    assert last.token_id > n_tokens - 50  # float32 sums are coarse, but not that coarse
+
+
+@given(seed=st.integers(0, 2**32), n_tokens=st.integers(1, 2000))
+def test_the_search_finds_what_a_plain_one_does(seed: int, n_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(3, n_tokens, generator=generator, dtype=torch.float64) + 1e-3
+    u = torch.rand(3, generator=generator, dtype=torch.float64)
+    cumulative = weights.cumsum(-1)
+    expected = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+    assert sampling._search(weights, sampling._chunk_sums(weights), u).tolist() == expected.tolist()
 
 
 def test_every_row_has_its_own_parameters() -> None:
-    rows = [params(temperature=0.0), params(), params(top_k=1), params(temperature=3.0), params(min_p=0.9)]
-    token_ids, logprobs = sample_tokens(LOGITS.expand(5, -1), rows, torch.full((5,), 0.99))
-    alone = [sample_tokens(LOGITS[None], [row], torch.tensor([0.99])) for row in rows]
-    assert token_ids.tolist() == [1, 4, 1, 4, 1]
-    torch.testing.assert_close(token_ids, torch.cat([ids for ids, _ in alone]))
-    torch.testing.assert_close(logprobs, torch.cat([values for _, values in alone]))
+    rows = [
+        draw(temperature=0.0),
+        draw(seed=1),
+        draw(top_k=1),
+        draw(seed=2, temperature=3.0, with_raw_logprobs=True),
+        draw(min_p=0.9, n_top_logprobs=2),
+        draw([0, 1, 1], n_prompt=1, seed=3, presence_penalty=2.0, top_p=0.7),
+    ]
+    together = choose_tokens(LOGITS.repeat(6, 1), rows)
+    assert [choice.token_id for choice in together[:3:2]] == [1, 1]
+    for choice, row in zip(together, rows, strict=True):
+        (alone,) = choose_tokens(LOGITS[None].clone(), [row])
+        assert (choice.token_id, choice.top_logprobs) == (alone.token_id, alone.top_logprobs)
+        for name in ("logprob", "sampling_logprob", "raw_logprob"):
+            assert getattr(choice, name) == pytest.approx(getattr(alone, name), abs=1e-6)
 
 
 def test_logits_that_are_not_finite_show_in_the_log_prob_only() -> None:
     logits = torch.stack([LOGITS, torch.full_like(LOGITS, torch.nan)])
     for options in ({}, {"temperature": 0.0}, {"top_p": 0.5}):
-        token_ids, logprobs = sample_tokens(logits, [params(**options)] * 2, torch.tensor([0.5, 0.5]))
-        assert 0 <= token_ids[1] < 5
-        assert logprobs[0].isfinite()
-        assert logprobs[1].isnan()
+        good, bad = choose_tokens(logits.clone(), [draw(**options)] * 2)
+        assert 0 <= bad.token_id < 5
+        assert math.isfinite(good.logprob)
+        assert math.isnan(bad.logprob)
 
 
 # -- randomness

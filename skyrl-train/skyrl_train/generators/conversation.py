@@ -1,0 +1,245 @@
+"""A conversation as tokens: what the engine reads before each turn, and the rows that are learned from in the end.
+
+    prompt → turn → observations → turn → …
+
+Four ways to keep it. `TokenConversation`, the default, never renders what was sampled again. The others follow from
+the configuration; see `conversation_class`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.generators.chat_template import ChatEncoder, Messages
+from skyrl_train.inference_engines.base import EngineResult
+from skyrl_train.types import Message
+
+
+@dataclass(slots=True)
+class Row:
+    """Tokens side by side: a prompt of `n_prompt`, and after it what was sampled (mask 1) and observed (mask 0)."""
+
+    token_ids: list[int]
+    n_prompt: int
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)  # None once a turn came without
+    sampling_logprobs: list[float] | None = None  # None until a turn was sampled from another distribution
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.loss_mask)
+
+    def append_sampled(self, result: EngineResult) -> None:
+        """Add a turn."""
+        n_tokens = len(result.token_ids)
+        if result.sampling_logprobs is not None and self.sampling_logprobs is None:
+            self.sampling_logprobs = list(self.logprobs or [0.0] * self.response_length)
+        if self.sampling_logprobs is not None:
+            self.sampling_logprobs += result.sampling_logprobs or result.logprobs or [0.0] * n_tokens
+        if result.logprobs is None:
+            self.logprobs = None
+        elif self.logprobs is not None:
+            self.logprobs += result.logprobs
+        self.token_ids += result.token_ids
+        self.loss_mask += [1] * n_tokens
+
+    def append_observed(self, token_ids: list[int]) -> None:
+        """Add tokens that nobody sampled."""
+        zeros = [0.0] * len(token_ids)
+        self.token_ids += token_ids
+        self.loss_mask += [0] * len(token_ids)
+        for values in (self.logprobs, self.sampling_logprobs):
+            if values is not None:
+                values += zeros
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens of the response."""
+        del self.token_ids[self.n_prompt + length :]
+        for values in (self.loss_mask, self.logprobs, self.sampling_logprobs):
+            if values is not None:
+                del values[length:]
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a turn stands: tokens `start` to `end` of the response of row `row`."""
+
+    row: int
+    start: int
+    end: int
+
+
+class TokenConversation:
+    """Tokens are the truth: the next prompt is the last one, the sampled tokens, and those of the observations."""
+
+    def __init__(self, chat: ChatEncoder, prompt: Messages, *, ends_stopped_turns: bool = True) -> None:
+        """`ends_stopped_turns`: a turn that a stop string ended gets the template's end of turn."""
+        self._chat = chat
+        self._ends_stopped_turns = ends_stopped_turns
+        self.rows: list[Row] = []
+        self.places: list[Place] = []
+        self._begin_row(chat.prompt_ids(prompt))
+
+    def next_prompt(self) -> list[int]:
+        """What the engine reads now."""
+        return self.rows[-1].token_ids
+
+    def add_turn(self, result: EngineResult, text: str) -> None:
+        """The model has spoken: `text` is what the environment is told."""
+        row = self.rows[-1]
+        start = row.response_length
+        row.append_sampled(result)
+        self.places.append(Place(len(self.rows) - 1, start, row.response_length))
+
+    def replace_turn(self, text: str) -> None:
+        """The environment has understood the last turn as another text.
+
+        A beginning of what was sampled is kept as it was sampled. Anything else is read by the model, but nobody
+        sampled it, so that it is not learned from.
+        """
+        row, place = self.rows[-1], self.places[-1]
+        token_ids = row.token_ids[row.n_prompt + place.start :]
+        n_kept = _tokens_of_beginning(self._chat.decode, token_ids, text)
+        row.cut(place.start + (n_kept or 0))
+        if n_kept is None:
+            row.append_observed(self._chat.encode(text))
+        place.end = row.response_length
+
+    def observe(self, observations: Messages, *, was_stopped: bool) -> None:
+        """Add what the environment says; `was_stopped` by something else than its length."""
+        row = self.rows[-1]
+        ends_turn = self._ends_stopped_turns or not was_stopped
+        row.append_observed(self._chat.observation_ids(observations, row.token_ids[-1], ends_turn=ends_turn))
+
+    def replace_history(self, messages: Messages) -> None:
+        """The conversation is now `messages`: they begin a new row."""
+        self._begin_row(self._chat.prompt_ids(messages))
+
+    def finish(self) -> None:
+        """The rollout is over: rows end with their last turn."""
+        for index, row in enumerate(self.rows):
+            ends = [place.end for place in self.places if place.row == index]
+            row.cut(max(ends, default=0))
+
+    def _begin_row(self, token_ids: list[int]) -> None:
+        self.rows.append(Row(token_ids, len(token_ids)))
+
+
+class SingleMessageConversation(TokenConversation):
+    """All turns make one assistant message: observations are plain text in it, and only the last turn has an end."""
+
+    def observe(self, observations: Messages, *, was_stopped: bool) -> None:
+        """See `TokenConversation.observe`."""
+        row, place = self.rows[-1], self.places[-1]
+        if row.token_ids[-1] == self._chat.eos_token_id and place.end > place.start:
+            row.cut(row.response_length - 1)
+            place.end = row.response_length
+        row.append_observed([token for message in observations for token in self._chat.encode(message["content"])])
+
+
+class StepwiseConversation(TokenConversation):
+    """The template renders the whole history before each turn, and each turn has a row of its own.
+
+    With `merges`, a turn whose prompt begins with the row before goes on with it.
+    """
+
+    def __init__(self, chat: ChatEncoder, prompt: Messages, *, merges: bool) -> None:
+        super().__init__(chat, prompt)
+        self._merges = merges
+        self._messages = [dict(message) for message in prompt]
+
+    def add_turn(self, result: EngineResult, text: str) -> None:
+        """See `TokenConversation.add_turn`."""
+        super().add_turn(result, text)
+        self._messages.append(dict(Message(role="assistant", content=text)))
+
+    def replace_turn(self, text: str) -> None:
+        """See `TokenConversation.replace_turn`. What was sampled stays as it is; the history changes."""
+        self._messages[-1]["content"] = text
+
+    def observe(self, observations: Messages, *, was_stopped: bool) -> None:
+        """See `TokenConversation.observe`."""
+        self._messages += [dict(message) for message in observations]
+        self._continue()
+
+    def replace_history(self, messages: Messages) -> None:
+        """See `TokenConversation.replace_history`."""
+        self._messages = [dict(message) for message in messages]
+        self._continue()
+
+    def _continue(self) -> None:
+        prompt = self._chat.prompt_ids(self._messages)
+        row = self.rows[-1]
+        n_tokens = len(row.token_ids)
+        if self._merges and prompt[:n_tokens] == row.token_ids:
+            row.append_observed(prompt[n_tokens:])
+        else:
+            self._begin_row(prompt)
+
+
+class RetokenizedConversation(StepwiseConversation):
+    """The template renders the whole history before each turn, and once more in the end, as the only row.
+
+    The template's generation blocks say which tokens are the model's. They may not be those that were sampled, so
+    there are no log-probs.
+    """
+
+    def __init__(self, chat: ChatEncoder, prompt: Messages) -> None:
+        super().__init__(chat, prompt, merges=False)
+
+    def finish(self) -> None:
+        """See `TokenConversation.finish`."""
+        n_prompt, n_turns = self.rows[0].n_prompt, len(self.places)
+        while self._messages and self._messages[-1]["role"] != "assistant":
+            self._messages.pop()
+        token_ids, is_assistant = self._chat.conversation_ids(self._messages)
+        if token_ids[:n_prompt] != self.rows[0].token_ids[:n_prompt] and 1 in is_assistant:
+            n_prompt = is_assistant.index(1)
+        loss_mask = is_assistant[n_prompt:]
+        self.rows = [Row(token_ids, n_prompt, loss_mask, logprobs=None)]
+        self.places = _runs_of_ones(loss_mask)[-n_turns:] if n_turns else []
+        # a history that lost turns has fewer of them: those rewards go to the first that is left
+        self.places = [self.places[0]] * (n_turns - len(self.places)) + self.places if self.places else []
+        self.rows[0].cut(self.places[-1].end if self.places else 0)
+
+
+MakeConversation = Callable[[Messages], TokenConversation]
+
+
+def conversation_class(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConversation:
+    """How the configuration wants conversations kept."""
+    if cfg.step_wise_trajectories:
+        return partial(StepwiseConversation, chat, merges=cfg.merge_stepwise_output)
+    if not cfg.use_conversation_multi_turn:
+        return partial(SingleMessageConversation, chat)
+    if cfg.chat_template.name_or_path is not None:
+        return partial(RetokenizedConversation, chat)
+    return partial(TokenConversation, chat, ends_stopped_turns=cfg.append_eos_token_after_stop_str_in_multi_turn)
+
+
+def _tokens_of_beginning(decode: Callable[[list[int]], str], token_ids: list[int], text: str) -> int | None:
+    """How many of the tokens spell exactly `text`; None if no beginning of them does."""
+    fewest, most = 0, len(token_ids)
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if len(decode(token_ids[:middle])) < len(text):
+            fewest = middle + 1
+        else:
+            most = middle
+    return fewest if decode(token_ids[:fewest]) == text else None
+
+
+def _runs_of_ones(mask: list[int]) -> list[Place]:
+    """Where the neighbouring ones of a mask are."""
+    runs, position = [], 0
+    for is_one, group in groupby(mask):
+        n = len(list(group))
+        if is_one:
+            runs.append(Place(0, position, position + n))
+        position += n
+    return runs

@@ -1,0 +1,189 @@
+"""Attention of one packed forward pass: the new tokens of all sequences side by side, keys read where they lie.
+
+Sequences whose regions are neighbours form a run, which is one call of PyTorch's attention. Query heads that share a
+key head are folded into one (n, key heads, heads per key head · T, d) query, so that keys are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from skyrl_train.inference_engines.hf.kv_memory import KVMemory
+from skyrl_train.inference_engines.hf.scheduler import Row
+
+NAME = "skyrl_packed"
+
+
+@dataclass(slots=True)
+class Run:
+    """n sequences of T new tokens each, in neighbouring regions of one size."""
+
+    tokens: slice  # of the pass
+    start: int  # of the first region
+    capacity: int  # of each region
+    positions: torch.Tensor  # (n, T)
+    length: int  # tokens of the longest sequence after the pass, L
+    is_causal: bool  # nothing is stored yet, so that queries and keys are the same tokens
+    is_even: bool  # every query sees all keys
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def view(self, pool: torch.Tensor) -> torch.Tensor:
+        """What the run has stored (n, heads, L, d), in place."""
+        of_token, of_head, of_value = pool.stride()
+        shape = (len(self.positions), pool.shape[1], self.length, pool.shape[2])
+        return pool.as_strided(shape, (self.capacity * of_token, of_head, of_token, of_value), self.start * of_token)
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Which keys each query sees (n, 1, T, L): those up to itself, of a sliding window the last ones."""
+        if window not in self._masks:
+            keys = torch.arange(self.length, device=self.positions.device)
+            distance = self.positions[:, None, :, None] - keys  # (n, 1, T, L)
+            self._masks[window] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self._masks[window]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Keys or values as attention finds them: the pool of a layer, and the runs of the pass."""
+
+    pool: torch.Tensor  # (size, heads, d)
+    runs: Sequence[Run]
+
+
+class PackedCache:
+    """The cache of one pass, N tokens of several sequences in one row.
+
+    A Hugging Face model calls `update` in every attention layer and hands what it returns to `packed_attention`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, memory: KVMemory, rows: Sequence[Row], device: torch.device) -> None:
+        """`rows` are in the order of their regions."""
+        self._memory = memory
+        spans = [(row.sequence.n_cached, row.n_new) for row in rows]
+        self.position_ids = torch.cat([torch.arange(n, n + n_new) for n, n_new in spans]).to(device)  # (N,)
+        starts = torch.tensor([row.start for row in rows]).repeat_interleave(torch.tensor([n for _, n in spans]))
+        self._target = self.position_ids + starts.to(device)  # (N,) places in the pool
+        self._runs = list(_runs(rows, self.position_ids))
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[_Stored, _Stored]:
+        """Store new keys and values (1, heads, N, d)."""
+        pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
+        for pool, new in zip(pools, (keys, values), strict=True):
+            pool.index_copy_(0, self._target, new[0].transpose(0, 1))
+        return _Stored(pools[0], self._runs), _Stored(pools[1], self._runs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen before this pass; positions are given explicitly, so nothing depends on it."""
+        return 0
+
+
+def _runs(rows: Sequence[Row], position_ids: torch.Tensor) -> Iterator[Run]:
+    """Join rows as long as they are neighbours and alike."""
+    n_tokens = 0
+    first = 0
+    while first < len(rows):
+        region = rows[first].sequence.region
+        assert region is not None
+        n_new = rows[first].n_new
+        end = first + 1
+        while end < len(rows) and _continues(rows[first], rows[end], end - first):
+            end += 1
+        lengths = [row.sequence.n_cached + n_new for row in rows[first:end]]
+        tokens = slice(n_tokens, n_tokens + n_new * (end - first))
+        yield Run(
+            tokens=tokens,
+            start=region.start,
+            capacity=region.capacity,
+            positions=position_ids[tokens].view(end - first, n_new),
+            length=max(lengths),
+            is_causal=max(lengths) == n_new,
+            is_even=n_new == 1 and min(lengths) == max(lengths),
+        )
+        n_tokens, first = tokens.stop, end
+
+
+def _continues(first: Row, row: Row, distance: int) -> bool:
+    region, other = first.sequence.region, row.sequence.region
+    assert region is not None
+    assert other is not None
+    return (
+        row.n_new == first.n_new
+        and other.capacity == region.capacity
+        and other.start == region.start + distance * region.capacity
+    )
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: _Stored,
+    value: _Stored,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the new tokens' queries (1, heads, N, d) to what their sequences have stored.
+
+    The signature is that of transformers' attention functions; the mask is the runs' own. Returns (1, N, heads, d).
+    """
+    n_heads, n_tokens = query.shape[1:3]
+    out = value.pool.new_empty(n_heads, n_tokens, value.pool.shape[-1])
+    for run in key.runs:
+        keys, values = run.view(key.pool), run.view(value.pool)  # (n, key heads, L, d)
+        n_rows, n_new = run.positions.shape
+        # heads are grouped by the key head they share
+        grouped = query[0, :, run.tokens].view(keys.shape[1], -1, n_rows, n_new, query.shape[-1])
+        queries = grouped.permute(2, 0, 1, 3, 4).to(keys.dtype)  # (n, key heads, heads per key head, T, d)
+        attended = _attend(queries, keys, values, run, scaling, sliding_window)
+        out[:, run.tokens] = attended.permute(1, 2, 0, 3, 4).reshape(n_heads, n_rows * n_new, -1)
+    return out.transpose(0, 1)[None], None
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    run: Run,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of one run (n, key heads, heads per key head, T, d)."""
+    if window is not None and run.length <= window:
+        window = None
+    if run.is_causal and window is None and run.positions.shape[1] > 1:
+        whole = scaled_dot_product_attention(
+            queries.flatten(1, 2), keys, values, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return whole.view(*queries.shape[:4], -1)
+    mask = None
+    if not (run.is_even and window is None):
+        mask = run.mask(window).repeat(1, 1, queries.shape[2], 1)  # (n, 1, heads per key head · T, L)
+    folded = scaled_dot_product_attention(queries.flatten(2, 3), keys, values, attn_mask=mask, scale=scaling)
+    return folded.view(*queries.shape[:4], -1)
+
+
+@contextmanager
+def packed(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model's attention is `packed_attention`."""
+    config = model.config.get_text_config()
+    chosen = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,111 @@
+"""A request that is being served."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from skyrl_train.inference_engines.base import (
+    EngineRequest,
+    EngineResult,
+    OnTokens,
+    SamplingParams,
+    StopReason,
+)
+from skyrl_train.inference_engines.hf.region_table import Region
+from skyrl_train.inference_engines.hf.sampling import Choice
+from skyrl_train.types import WeightSpan
+
+
+@dataclass(slots=True)
+class Call:
+    """One `generate` call: its results as they come in, and the future that waits for the last."""
+
+    results: list[EngineResult | None]
+    n_left: int
+    done: asyncio.Future[None]
+    on_tokens: OnTokens | None
+
+    def deliver(self, index: int, result: EngineResult) -> None:
+        """Take the result of one request; the last one wakes the caller."""
+        self.results[index] = result
+        self.n_left -= 1
+        if self.n_left == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way: n tokens of response so far."""
+
+    request: EngineRequest
+    call: Call
+    index: int  # of the request in its call
+    max_tokens: int  # of prompt and response
+    token_ids: list[int]  # prompt and response
+    region: Region | None = None
+    n_reused: int | None = None  # tokens of the prompt that were stored when it was first placed
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    n_told: int = 0  # tokens that `on_tokens` has heard of
+    stop_reason: StopReason | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How to sample it."""
+        return self.request.sampling
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens whose keys and values are stored."""
+        return 0 if self.region is None else self.region.n_cached
+
+    @property
+    def is_over(self) -> bool:
+        """Complete, or nobody waits for it any more."""
+        return self.stop_reason is not None or self.call.done.done()
+
+    def append(self, choice: Choice, weight_version: int) -> None:
+        """Add a sampled token."""
+        self.token_ids.append(choice.token_id)
+        self.logprobs.append(choice.logprob)
+        for values, value in (
+            (self.sampling_logprobs, choice.sampling_logprob),
+            (self.raw_logprobs, choice.raw_logprob),
+            (self.top_logprobs, choice.top_logprobs),
+        ):
+            if value is not None:
+                values.append(value)  # type: ignore[arg-type]
+        n_before = 0
+        if self.weight_spans and self.weight_spans[-1].version == weight_version:
+            n_before = self.weight_spans.pop().n_tokens
+        self.weight_spans.append(WeightSpan(weight_version, n_before + 1))
+
+    def tell(self) -> None:
+        """Report new tokens to who asked for them."""
+        if self.call.on_tokens is not None and self.n_told < len(self.logprobs):
+            n_prompt, n_told = self.n_prompt, self.n_told
+            self.n_told = len(self.logprobs)
+            self.call.on_tokens(self.index, self.token_ids[n_prompt + n_told :], self.logprobs[n_told:])
+
+    def result(self) -> EngineResult:
+        """What the caller gets."""
+        assert self.stop_reason is not None
+        return EngineResult(
+            token_ids=self.token_ids[self.n_prompt :],
+            logprobs=self.logprobs,
+            stop_reason=self.stop_reason,
+            weight_spans=tuple(self.weight_spans),
+            sampling_logprobs=self.sampling_logprobs or None,
+            raw_logprobs=self.raw_logprobs or None,
+            top_logprobs=self.top_logprobs or None,
+            n_cached=self.n_reused or 0,
+        )

@@ -1,0 +1,190 @@
+"""Regions: whatever comes and goes, what a sequence finds stored is its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from skyrl_train.inference_engines.hf.kv_memory import UNIT, Extents
+from skyrl_train.inference_engines.hf.region_table import (
+    Refusal,
+    Region,
+    RegionTable,
+    capacity_for,
+    common_prefix,
+    prefix_keys,
+)
+
+SIZE = 12 * UNIT
+
+
+class Regions(RuleBasedStateMachine):
+    """Sequences that come, read, grow and go, over a memory that holds their token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = RegionTable(SIZE)
+        self.memory = np.full(SIZE, -1)
+        self.busy: list[Region] = []
+        self.n_refused = 0
+
+    def run_step(self) -> None:
+        copies = self.table.take_copies()
+        moved = [self.memory[c.source : c.source + c.n_tokens].copy() for c in copies]
+        for copy, tokens in zip(copies, moved, strict=True):
+            self.memory[copy.target : copy.target + copy.n_tokens] = tokens
+        for region in self.busy:  # every sequence reads all it has
+            end = len(region.token_ids)
+            assert end <= region.capacity
+            self.memory[region.start + region.n_cached : region.start + end] = region.token_ids[region.n_cached :]
+            region.n_cached = end
+
+    @rule(
+        start=st.integers(1, 3),
+        n_tokens=st.integers(1, 200),
+        tail=st.integers(0, 2),
+        session=st.sampled_from([None, "a", "b"]),
+        n_at_once=st.integers(1, 3),
+    )
+    def arrive(self, start: int, n_tokens: int, tail: int, session: str | None, n_at_once: int) -> None:
+        """Prompts that begin alike, with other last tokens."""
+        token_ids = [start] * n_tokens + [9] * tail
+        for _ in range(n_at_once):
+            placed = self.table.place(list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
+            if isinstance(placed, Region):
+                assert placed.n_cached < len(token_ids)
+                self.busy.append(placed)
+            else:
+                assert placed is Refusal.SOON or self.busy
+        self.run_step()
+
+    @precondition(lambda self: self.busy)
+    @rule(index=st.integers(0, 99), n_tokens=st.integers(1, 90))
+    def grow(self, index: int, n_tokens: int) -> None:
+        """A sequence goes on, or is dropped for want of memory."""
+        region = self.busy[index % len(self.busy)]
+        region.token_ids += [7] * n_tokens
+        if not self.table.grow(region, len(region.token_ids), 1000):
+            self.table.free(region)
+            self.busy.remove(region)
+        self.run_step()
+
+    @precondition(lambda self: self.busy)
+    @rule(index=st.integers(0, 99))
+    def finish(self, index: int) -> None:
+        """A sequence is over."""
+        self.table.give_back(self.busy.pop(index % len(self.busy)))
+
+    @rule(session=st.sampled_from(["a", "b", "c"]))
+    def end_session(self, session: str) -> None:
+        """Nobody comes back to a session."""
+        self.table.end_session(session)
+
+    @precondition(lambda self: not self.busy)
+    @rule()
+    def clear(self) -> None:
+        """New weights."""
+        self.table.clear()
+
+    @invariant()
+    def regions_do_not_overlap(self) -> None:
+        """Regions, idle ones too, and free extents fill the memory exactly."""
+        extents = self.table._extents
+        parts = [(r.start, r.capacity) for r in (*self.busy, *self.table._idle)]
+        parts += list(zip(extents._starts, extents._sizes, strict=True))
+        parts.sort()
+        assert sum(size for _, size in parts) == SIZE
+        assert all(start + size == following for (start, size), (following, _) in pairwise(parts))
+
+    @invariant()
+    def what_is_stored_is_their_own(self) -> None:
+        """Also of idle regions, which others may copy from."""
+        for region in (*self.busy, *self.table._idle):
+            stored = self.memory[region.start : region.start + region.n_cached]
+            assert stored.tolist() == region.token_ids[: region.n_cached]
+
+    @invariant()
+    def indexes_name_living_regions(self) -> None:
+        """Nothing that was freed is ever found."""
+        living = {*self.busy, *self.table._idle}
+        assert set(self.table._by_prefix.values()) <= living
+        assert set(self.table._sessions.values()) <= set(self.table._idle)
+
+
+TestRegions = Regions.TestCase
+
+
+def placed(table: RegionTable, token_ids: list[int], session: str | None = None) -> Region:
+    region = table.place(token_ids, len(token_ids), len(token_ids) + 100, session)
+    assert isinstance(region, Region)
+    return region
+
+
+def read(table: RegionTable, region: Region) -> None:
+    table.take_copies()
+    region.n_cached = len(region.token_ids)
+
+
+def test_a_prompt_that_is_being_read_is_waited_for_and_then_copied() -> None:
+    table = RegionTable(SIZE)
+    leader = placed(table, [1] * 100)
+    assert table.place([1] * 100, 100, 200, None) is Refusal.SOON
+    assert table.place([1] * 80 + [2] * 20, 100, 200, None) is Refusal.SOON
+    read(table, leader)
+    same, similar = placed(table, [1] * 100), placed(table, [1] * 80 + [2] * 20)
+    assert (same.n_cached, similar.n_cached) == (99, 80)
+    assert {(copy.source, copy.n_tokens) for copy in table.take_copies()} == {(leader.start, 99), (leader.start, 80)}
+
+
+def test_an_idle_sequence_that_goes_on_keeps_its_place() -> None:
+    table = RegionTable(SIZE)
+    first = placed(table, [1] * 70)
+    read(table, first)
+    table.give_back(first)
+    longer = placed(table, [1] * 70 + [2] * 10)
+    assert longer is first
+    assert longer.n_cached == 70
+    assert not table.take_copies()
+
+
+def test_short_prefixes_are_not_looked_for() -> None:
+    table = RegionTable(SIZE)
+    first = placed(table, [1] * 30)
+    read(table, first)
+    assert placed(table, [1] * 20 + [2]).n_cached == 0
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_most", "n_units"),
+    [(1, 1, 1), (64, 64, 1), (65, 999, 2), (129, 999, 4), (129, 190, 3), (300, 310, 5)],
+)
+def test_capacities_double_up_to_the_longest_that_a_sequence_can_get(n_tokens: int, n_most: int, n_units: int) -> None:
+    assert capacity_for(n_tokens, n_most) == n_units * UNIT
+
+
+def test_extents_are_taken_first_fit_and_merge_with_their_neighbours() -> None:
+    extents = Extents(100)
+    assert [extents.allocate(size) for size in (30, 30, 30, 20)] == [0, 30, 60, None]
+    extents.free(0, 30)
+    extents.free(60, 30)
+    assert extents.allocate(35) == 60
+    extents.free(30, 30)
+    assert extents.allocate(60) == 0
+
+
+def test_prefix_keys_name_the_whole_and_every_block() -> None:
+    token_ids = list(range(150))
+    keys = prefix_keys(token_ids)
+    assert len(keys) == 3
+    assert prefix_keys(token_ids[:128]) == keys[:2]
+    assert prefix_keys([*token_ids[:149], 0])[2] != keys[2]
+
+
+def test_the_last_token_of_a_prompt_is_never_taken_from_a_cache() -> None:
+    assert common_prefix([1, 2, 3], [1, 2, 3], 3) == 2
+    assert common_prefix([1, 2, 3], [1, 2, 3, 4], 3) == 3
+    assert common_prefix([1, 2, 3], [1, 5, 3, 4], 3) == 1
