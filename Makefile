@@ -15,6 +15,8 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml constraints.txt
 DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
+VLLM := .venv-vllm
+VLLM_REQUIREMENTS := skyrl-train/tests/vllm/requirements.txt
 IN_TRAIN := cd skyrl-train && ../$(BIN)/python
 BENCH := cd skyrl-train && PYTHONPATH=.:../benchmarks ../$(BIN)/python ../benchmarks
 
@@ -45,6 +47,14 @@ bench-catch: .venv/.runtime ## catch over three seeds and both kinds of reward; 
 bench-algorithms: .venv/.runtime ## every algorithm on catch; writes benchmarks/algorithms/results.md (ARGS='--only rloo')
 	@$(BENCH)/algorithms/compare.py --output_dir ../outputs/bench-algorithms $(ARGS)
 
+.PHONY: bench-rollout
+bench-rollout: .venv/.runtime ## tokens per second against transformers.generate and vLLM; writes benchmarks/rollout/engines.md
+	@$(BENCH)/rollout/engines.py $(ARGS)
+
+.PHONY: bench-loop
+bench-loop: .venv/.runtime ## what the agent loop costs; writes benchmarks/rollout/loop.md
+	@$(BENCH)/rollout/loop.py $(ARGS)
+
 .PHONY: test
 test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
@@ -53,6 +63,11 @@ test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
 test-differential: $(DIFFERENTIAL)/.ready ## compare algorithms with TRL, verl and TorchRL, in an environment of its own
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
 	  $(DIFFERENTIAL)/bin/python -m pytest -q skyrl-train/tests/differential $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: $(VLLM)/.ready ## run the vLLM engine on the CPU build of vLLM, in an environment of its own
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
+	  $(VLLM)/bin/python -m pytest -q skyrl-train/tests/vllm $(ARGS)
 
 # --- for a change --------------------------------------------------------------------------------------------
 
@@ -107,7 +122,7 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 
 # --- set-up --------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python:
+.venv/bin/python $(DIFFERENTIAL)/bin/python $(VLLM)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …"; exit 1; }
 	@echo "setup: creating $(@:/bin/python=)"
@@ -124,16 +139,21 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 	@$(PIP) -c constraints.txt -e skyrl-gym -e 'skyrl-train[dev]'
 	@touch $@
 
+$(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)
+$(DIFFERENTIAL)/.ready: $(DIFFERENTIAL_REQUIREMENTS)
+$(VLLM)/.ready: REQUIREMENTS := $(VLLM_REQUIREMENTS)
+$(VLLM)/.ready: $(VLLM_REQUIREMENTS)
+
 # First what the lock knows, then the other packages, which may not choose versions: each would want its own torch.
-$(DIFFERENTIAL)/.ready: $(MANIFESTS) $(DIFFERENTIAL_REQUIREMENTS) | $(DIFFERENTIAL)/bin/python
-	@echo "setup: installing what the differential tests compare with into $(DIFFERENTIAL) (the first time takes minutes)"
-	@$(DIFFERENTIAL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+$(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
+	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
+	@$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	  -e skyrl-gym -e skyrl-train hypothesis pytest pytest-asyncio pytest-timeout requests
-	@$(DIFFERENTIAL)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(DIFFERENTIAL_REQUIREMENTS)
+	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt -r $(REQUIREMENTS)
 	@touch $@
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; outputs/ stays
-	@rm -rf .venv $(DIFFERENTIAL) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

@@ -37,7 +37,7 @@ from skyrl_train.callbacks import (
 )
 from skyrl_train.config import SkyRLConfig, config_dir, parse_cli, validate_cfg, what_runs_here
 from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
-from skyrl_train.entrypoints.command import log_to_console, on_first_interrupt, run_command
+from skyrl_train.entrypoints.command import collect_rarely, log_to_console, on_first_interrupt, run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -93,6 +93,7 @@ class BasePPOExp:
             ):
                 logger.info(line)
             _seed_everything(self.cfg.trainer.seed)
+            collect_rarely()
             asyncio.run(self._run())
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
 

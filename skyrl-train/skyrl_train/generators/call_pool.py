@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
-CHECKS_PER_LIMIT = 10  # how often running calls are looked at in the time that one may take
+BLOCKED_S = 0.005  # after which a thread in the middle of a call is taken to be waiting for something
+LATEST_CHECK_S = 1.0
 
 
 class CallTimeout(Exception):
@@ -50,35 +51,42 @@ class _Call:
 
 
 class CallPool:
-    """`n_workers` threads, started when they are needed. One event loop uses it."""
+    """At most `n_workers` threads, for one event loop.
 
-    def __init__(self, n_workers: int, name: str) -> None:
+    Calls that compute get one thread, since Python runs no two at a time; others are started when calls block.
+    """
+
+    def __init__(self, n_workers: int, limit_s: float | None, name: str) -> None:
+        """A call may run for `limit_s` seconds; the time it waits for a thread does not count."""
         self._n_workers = n_workers
+        self._limit_s = limit_s
         self._name = name
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()  # at work or waiting for it
         self._late: set[threading.Thread] = set()  # written off and still busy
         self._running: dict[threading.Thread, _Call] = {}
         self._n_open = 0  # calls queued or running
+        self._n_ended = 0  # calls so far
+        self._n_ended_before = 0  # at the last check
         self._lock = threading.Lock()
         self._answers: deque[tuple[_Call, Any, Exception | None]] = deque()
         self._is_woken = False
         self._watch: asyncio.TimerHandle | None = None
 
-    async def run(self, function: Callable[[], Any], limit_s: float | None, owner: CallOwner | None = None) -> Any:
+    async def run(self, function: Callable[[], Any], owner: CallOwner | None = None) -> Any:
         """What `function` returns or raises.
 
         Raises:
-            CallTimeout: it ran for `limit_s` seconds; the time it waited for a thread does not count.
+            CallTimeout: it took too long.
         """
         loop = asyncio.get_running_loop()
         call = _Call(function, owner, loop.create_future())
         self._n_open += 1
-        if len(self._threads) < min(self._n_workers, self._n_open):
+        if not self._threads:
             self._start_thread(loop)
         self._queue.put(call)
-        if limit_s is not None and self._watch is None:
-            self._watch = loop.call_later(limit_s / CHECKS_PER_LIMIT, self._check, loop, limit_s)
+        if self._watch is None or self._watch.when() > loop.time() + BLOCKED_S:
+            self._check_in(BLOCKED_S, loop)
         try:
             return await call.future
         finally:
@@ -94,6 +102,8 @@ class CallPool:
             running = list(self._running.values())
         for call in running:
             self._write_off(call)
+        for thread in list(self._late):  # it may be stuck in cleaning up
+            _interrupt(thread)
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + 2
@@ -140,7 +150,7 @@ class CallPool:
             is_written_off = call.is_written_off
         if is_written_off:
             if call.owner is not None:
-                call.owner.clean_up()
+                _clean_up(call.owner)
             return False
         self._answers.append((call, result, error))
         if not self._is_woken:
@@ -161,6 +171,7 @@ class CallPool:
         self._is_woken = False
         while self._answers:
             call, result, error = self._answers.popleft()
+            self._n_ended += 1
             if call.future.done():
                 continue
             if error is None:
@@ -168,15 +179,29 @@ class CallPool:
             else:
                 call.future.set_exception(error)
 
-    def _check(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
-        """Write off calls that have run for too long."""
-        now = time.monotonic()
-        with self._lock:
-            late = [call for call in self._running.values() if now - (call.started or now) >= limit_s]
-        for call in late:
-            if self._write_off(call) and not call.future.done():
-                call.future.set_exception(CallTimeout(f"took longer than {limit_s:g} s"))
-        self._watch = loop.call_later(limit_s / CHECKS_PER_LIMIT, self._check, loop, limit_s) if self._n_open else None
+    def _check_in(self, delay: float, loop: asyncio.AbstractEventLoop) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = loop.call_later(delay, self._check, loop)
+
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give queued calls threads where those there are block, and write off calls that have run for too long."""
+        n_queued = self._queue.qsize()
+        if n_queued and self._n_ended == self._n_ended_before:
+            for _ in range(min(n_queued, self._n_workers - len(self._threads))):
+                self._start_thread(loop)
+        self._n_ended_before = self._n_ended
+        if self._limit_s is not None:
+            now = time.monotonic()
+            with self._lock:
+                late = [call for call in self._running.values() if now - (call.started or now) >= self._limit_s]
+            for call in late:
+                if self._write_off(call) and not call.future.done():
+                    call.future.set_exception(CallTimeout(f"took longer than {self._limit_s:g} s"))
+        if self._n_open:
+            self._check_in(BLOCKED_S if n_queued else min((self._limit_s or 1) / 10, LATEST_CHECK_S), loop)
+        else:
+            self._watch = None
 
     def _write_off(self, call: _Call) -> bool:
         """Give a call up; its thread, if it has one, is interrupted and gets no other. False if it has ended."""
@@ -190,8 +215,20 @@ class CallPool:
         self._late.add(thread)
         if call.owner is not None:
             call.owner.lose()
-        if thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
-        if self._queue.qsize() and len(self._threads) < self._n_workers:
+        _interrupt(thread)
+        if self._queue.qsize() and not self._threads:
             self._start_thread(call.future.get_loop())
         return True
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise `_Interrupted` in a thread, as soon as it runs Python code."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
+
+
+def _clean_up(owner: CallOwner) -> None:
+    try:
+        owner.clean_up()
+    except Exception:  # nobody waits for it any more
+        logger.warning("Cleaning up after a call that took too long failed", exc_info=True)

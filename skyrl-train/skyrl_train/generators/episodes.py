@@ -67,7 +67,7 @@ class LocalEpisodes:
         """With `max_env_workers=0`, methods are called where they stand, and cannot be bounded in time."""
         self._cfg = cfg
         self._limit_s = cfg.call_timeout_seconds
-        self._pool = CallPool(cfg.max_env_workers, "skyrl-gym-env") if cfg.max_env_workers else None
+        self._pool = CallPool(cfg.max_env_workers, self._limit_s, "skyrl-gym-env") if cfg.max_env_workers else None
 
     async def open(self, env_class: str, extras: dict[str, Any]) -> Episode:
         """See `Episodes.open`."""
@@ -81,12 +81,12 @@ class LocalEpisodes:
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
 
-    async def call(self, function: Callable[[], Any], owner: CallOwner) -> Any:
+    async def call(self, function: Callable[[], Any], owner: CallOwner | None) -> Any:
         """A blocking call, in a thread where there are any."""
         if self._pool is None:
             return function()
         try:
-            return await self._pool.run(function, self._limit_s, owner)
+            return await self._pool.run(function, owner)
         except CallTimeout as error:
             raise EnvTimeout(str(error)) from error
 
@@ -120,7 +120,7 @@ class _LocalEpisode(Episode):
 
     async def close(self) -> None:
         if not self._is_lost and self._env is not None:
-            await self._call("close")
+            await self._call("close")  # of one that hangs there, nothing else can be asked
 
     def lose(self) -> None:
         """See `CallOwner.lose`."""
@@ -136,4 +136,4 @@ class _LocalEpisode(Episode):
         if inspect.iscoroutinefunction(native):
             return await self._episodes.wait_for(native(*args))
         bound = getattr(self._env, method)
-        return await self._episodes.call(lambda: bound(*args), self)
+        return await self._episodes.call(lambda: bound(*args), None if method == "close" else self)

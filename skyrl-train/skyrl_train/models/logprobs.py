@@ -107,7 +107,11 @@ def chosen_logprobs(
 
 def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Float32 logits (..., V), with the scaling some architectures apply after the head."""
-    logits = model.get_output_embeddings()(hidden).float()
+    return scaled_logits(model, model.get_output_embeddings()(hidden).float())
+
+
+def scaled_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+    """What the model makes of the logits (..., V) that leave its head."""
     config = model.config
     if scale := getattr(config, "logit_scale", None):  # Cohere
         logits = logits * scale

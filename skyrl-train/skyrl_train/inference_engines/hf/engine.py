@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, OnTokens
 from skyrl_train.inference_engines.hf.attention import PackedCache, packed
+from skyrl_train.inference_engines.hf.head import Head
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import RegionTable
 from skyrl_train.inference_engines.hf.sampling import Choice, Draw, choose_tokens
@@ -31,11 +32,8 @@ from skyrl_train.inference_engines.hf.sequence import Call
 from skyrl_train.inference_engines.hf.sequence import Sequence as Sampled
 from skyrl_train.inference_engines.hf.stopping import StopRules
 from skyrl_train.models.loading import autocast
-from skyrl_train.models.logprobs import lm_head_logits
 
 logger = logging.getLogger(__name__)
-
-CHUNK_LOGITS = 1 << 24  # logits held at once: 64 MiB
 
 
 class HFEngine:
@@ -61,6 +59,7 @@ class HFEngine:
         self._bf16 = bf16
         self.context_length = int(model.config.get_text_config().max_position_embeddings)
         self._rules = StopRules(model, tokenizer)
+        self._head = Head(model)
         self._bytes_per_token = _cache_bytes_per_token(model)
         self._max_cache_bytes = max_cache_bytes
         size = max_cache_bytes // self._bytes_per_token // UNIT * UNIT
@@ -188,11 +187,11 @@ class HFEngine:
             ).last_hidden_state[0]  # (N, H)
             hidden = hidden[ends[is_complete].to(device)]  # (b, H)
             draws = [self._draw(row.sequence) for row in step.rows if row.is_complete]
-            n_rows = max(1, CHUNK_LOGITS // self._model.get_output_embeddings().weight.shape[0])
+            n_rows = self._head.max_rows
             return [
                 choice
                 for i in range(0, len(draws), n_rows)
-                for choice in choose_tokens(lm_head_logits(self._model, hidden[i : i + n_rows]), draws[i : i + n_rows])
+                for choice in choose_tokens(self._head.logits(hidden[i : i + n_rows]), draws[i : i + n_rows])
             ]
 
     def _draw(self, sequence: Sampled) -> Draw:
@@ -254,6 +253,7 @@ class HFEngine:
         """Drop all keys and values; sequences that still run are read again."""
         self._scheduler.restart_all()
         self._memory.release()
+        self._head.release()
 
 
 def _check_attention(model: PreTrainedModel) -> None:

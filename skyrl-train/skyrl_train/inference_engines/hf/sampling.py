@@ -48,47 +48,55 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """Sample one token a row by searching the cumulative distribution.
 
     Args:
-        logits: (B, V) float32; overwritten.
+        logits: (B, V) float32; overwritten, so that a large vocabulary needs no second tensor of this size.
         draws: [B] how to sample each row. Temperature 0 takes the most likely token.
     """
     raw_rows = [row for row, draw in enumerate(draws) if draw.sampling.with_raw_logprobs]
-    raw = logits[raw_rows]  # (b, V)
     shaped_rows = [row for row, draw in enumerate(draws) if _is_shaped(draw)]
-    shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows])  # (s, V)
-
-    temperature = torch.tensor([d.sampling.temperature or 1.0 for d in draws], device=logits.device)  # (B,)
-    if any(d.sampling.temperature not in (0, 1) for d in draws):
-        logits.div_(temperature[:, None])
     greedy_rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
+    raw = logits[raw_rows]  # (b, V)
+    shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows])  # (s, V)
+    if any(d.sampling.temperature not in (0, 1) for d in draws):
+        logits.div_(torch.tensor([[d.sampling.temperature or 1.0] for d in draws], device=logits.device))
+    tempered = logits[shaped_rows]  # (s, V)
+    # of the logits: exponentials round close ones to the same number
+    most_likely = logits.argmax(dim=-1) if len(greedy_rows) == len(draws) else logits[greedy_rows].argmax(dim=-1)
+    top = _top_logits(logits, draws)
+
     highest = logits.amax(dim=-1, keepdim=True)  # (B, 1)
-    weights = (logits - highest).exp_()  # (B, V), not normalised
+    weights = logits.sub_(highest).exp_()  # (B, V), not normalised
     sums = _chunk_sums(weights)  # (B, V / CHUNK)
-    log_total = sums.sum(dim=-1).log() + highest[:, 0]  # (B,)
+    log_total = sums.sum(dim=-1).log()  # (B,) of the weights
     if shaped_rows:
-        peak = shaped.amax(dim=-1, keepdim=True)
-        weights[shaped_rows] = (shaped - peak).exp_()
+        weights[shaped_rows] = (shaped - shaped.amax(dim=-1, keepdim=True)).exp_()
         sums[shaped_rows] = _chunk_sums(weights[shaped_rows])
     randomness = uniforms([draw.seed for draw in draws], [len(draw.token_ids) for draw in draws])
     token_ids = _search(weights, sums, torch.from_numpy(randomness).to(logits.device))  # (B,)
-    if greedy_rows:  # of the logits: exponentials round close ones to the same number
-        token_ids[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
-        shaped_and_greedy = [(i, row) for i, row in enumerate(shaped_rows) if draws[row].sampling.temperature == 0]
-        for i, row in shaped_and_greedy:
+    token_ids[greedy_rows] = most_likely
+    for i, row in enumerate(shaped_rows):
+        if draws[row].sampling.temperature == 0:
             token_ids[row] = shaped[i].argmax()
 
-    def of_chosen(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        return values.gather(-1, token_ids[list(rows), None])[:, 0]
-
-    logprobs = logits.gather(-1, token_ids[:, None])[:, 0] - log_total  # (B,)
-    sampling = of_chosen(shaped, shaped_rows) - shaped.logsumexp(dim=-1)
-    at_one = of_chosen(raw, raw_rows) - raw.logsumexp(dim=-1)
+    logprobs = _of_chosen(weights, token_ids).log() - log_total  # (B,)
+    log_normalizer = (highest[:, 0] + log_total)[shaped_rows]
+    logprobs[shaped_rows] = _of_chosen(tempered, token_ids[shaped_rows]) - log_normalizer
+    sampling = _of_chosen(shaped, token_ids[shaped_rows]) - shaped.logsumexp(dim=-1)
+    at_one = _of_chosen(raw, token_ids[raw_rows]) - raw.logsumexp(dim=-1)
     sampling_of = dict(zip(shaped_rows, sampling.tolist(), strict=True))
     raw_of = dict(zip(raw_rows, at_one.tolist(), strict=True))
-    top_of = _top_logprobs(logits, log_total, draws)
+    top_of = {
+        row: dict(zip(ids, (values - highest[row, 0] - log_total[row]).tolist(), strict=True))
+        for row, (ids, values) in top.items()
+    }
     return [
         Choice(token_id, logprob, sampling_of.get(row), raw_of.get(row), top_of.get(row))
         for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
     ]
+
+
+def _of_chosen(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The value (b,) of each row's token in (b, V)."""
+    return values.gather(-1, token_ids[:, None])[:, 0]
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -220,15 +228,11 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
     return found.clamp(max=cumulative.shape[-1] - 1)
 
 
-def _top_logprobs(logits: torch.Tensor, log_total: torch.Tensor, draws: Sequence[Draw]) -> dict[int, dict[int, float]]:
-    """For each row that asks for them, its most likely tokens and their log-probs."""
-    rows = [row for row, draw in enumerate(draws) if draw.sampling.n_top_logprobs > 0]
-    if not rows:
-        return {}
-    n_most = min(max(draws[row].sampling.n_top_logprobs for row in rows), logits.shape[-1])
-    values, token_ids = (logits[rows] - log_total[rows, None]).topk(n_most, dim=-1)
-    columns = zip(rows, token_ids.tolist(), values.tolist(), strict=True)
+def _top_logits(logits: torch.Tensor, draws: Sequence[Draw]) -> dict[int, tuple[list[int], torch.Tensor]]:
+    """For each row that asks for them, its most likely tokens and their logits."""
     return {
-        row: dict(list(zip(ids, logprobs, strict=True))[: draws[row].sampling.n_top_logprobs])
-        for row, ids, logprobs in columns
+        row: (best.indices.tolist(), best.values)
+        for row, draw in enumerate(draws)
+        if (n := min(draw.sampling.n_top_logprobs, logits.shape[-1])) > 0
+        for best in [logits[row].topk(n)]
     }

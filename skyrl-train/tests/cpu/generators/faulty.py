@@ -1,0 +1,121 @@
+"""Environments that fail as their dataset row says, importable by worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+
+RAISED = ("raise", "exit", "stop_iteration")
+RUBBISH = ("none", "string", "nan", "no_reward", "unknown_reward")
+HANGS = ("spin", "sleep", "lock")
+DEATHS = ("segfault", "os_exit", "sigkill")
+METHODS = ("make", "init", "step", "get_metrics", "close")
+
+
+class FaultyEnv(BaseTextEnv):
+    """Three turns. `fault` happens in method `where`, in turn `turn` if that is `step`."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.extras = extras
+        self.leaks: list[Any] = []
+        self._fault("make")
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        answer = self._fault("init")
+        return (prompt, {}) if answer is None else answer
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        answer = self._fault("step") if self.turns == self.extras.get("turn", 1) else None
+        if answer is not None:
+            return answer
+        observation = {"role": "user", "content": f"{self.turns} of 3: {len(action)}"}
+        return BaseTextEnvStepOutput(
+            observations=[observation], reward=float(self.turns), done=self.turns == 3, metadata={}
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        answer = self._fault("get_metrics")
+        return {"turns": self.turns} if answer is None else answer
+
+    def close(self) -> None:
+        self._fault("close")
+
+    def _fault(self, method: str) -> Any:
+        return commit(self.extras.get("fault", ""), self.leaks) if self.extras.get("where") == method else None
+
+
+class FaultyAsyncEnv(FaultyEnv):
+    """The same, with methods that are awaited."""
+
+    async def init_async(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        await self._hang("init")
+        return self.init(prompt)
+
+    async def step_async(self, action: str) -> BaseTextEnvStepOutput:
+        if self.turns + 1 == self.extras.get("turn", 1):
+            await self._hang("step")
+        return self.step(action)
+
+    async def close_async(self) -> None:
+        await self._hang("close")
+        self.close()
+
+    async def _hang(self, method: str) -> None:
+        if self.extras.get("where") == method and self.extras.get("fault") == "await":
+            await asyncio.Event().wait()
+
+
+def hang(how: str) -> None:
+    """Never come back."""
+    if how == "lock":
+        threading.Event().wait()
+    while True:
+        if how == "sleep":
+            time.sleep(0.01)
+
+
+def die(how: str) -> None:
+    """Take the process along."""
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "os_exit":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def commit(fault: str, leaks: list[Any]) -> Any:
+    """Do what `fault` says; what is returned takes the place of an answer."""
+    if fault == "raise":
+        raise RuntimeError("no")
+    if fault == "exit":
+        sys.exit(3)
+    if fault == "stop_iteration":
+        next(iter(()))
+    if fault in HANGS:
+        hang(fault)
+    if fault in DEATHS:
+        die(fault)
+    if fault == "leak":
+        leaks.append(open(os.devnull))  # noqa: SIM115
+        leaks.append(subprocess.Popen(["sleep", "1000"]))
+        leaks.append(threading.Thread(target=time.sleep, args=(1000,), daemon=True))
+        leaks[-1].start()
+    step = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}
+    return {
+        "string": "rubbish",
+        "none": ["rubbish"],
+        "nan": step | {"reward": float("nan")},
+        "no_reward": {"observations": [], "done": True},
+        "unknown_reward": step | {"reward": None},
+    }.get(fault)

@@ -1,0 +1,157 @@
+"""Blocking calls in threads: bounded, interrupted where that is possible, and none of them in another's way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from skyrl_train.generators.call_pool import CallPool, CallTimeout
+
+Make = Callable[..., CallPool]
+
+
+@pytest.fixture
+async def make_pool() -> AsyncIterator[Make]:
+    """Makes pools; none of their threads is left after the test."""
+    before = set(threading.enumerate())
+    pools: list[CallPool] = []
+
+    def make(n_workers: int = 4, limit_s: float | None = 5.0) -> CallPool:
+        pools.append(CallPool(n_workers, limit_s, "pool"))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await asyncio.to_thread(pool.close)
+    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("pool")]
+    assert not left
+
+
+class Owner:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def lose(self) -> None:
+        self.told.append(("lose", threading.current_thread().name))
+
+    def clean_up(self) -> None:
+        self.told.append(("clean_up", threading.current_thread().name))
+
+
+async def test_answers_and_errors_reach_their_callers(make_pool: Make) -> None:
+    pool = make_pool()
+
+    def fail() -> None:
+        raise OSError("no")
+
+    answers = await asyncio.gather(
+        *(pool.run(lambda i=i: i) for i in range(100)), pool.run(fail), return_exceptions=True
+    )
+    assert answers[:100] == list(range(100))
+    assert isinstance(answers[100], OSError)
+
+
+@pytest.mark.parametrize("raised", [StopIteration("over"), SystemExit(3), KeyboardInterrupt()])
+async def test_what_an_event_loop_must_not_see_becomes_an_error(make_pool: Make, raised: BaseException) -> None:
+    def call() -> None:
+        raise raised
+
+    with pytest.raises(RuntimeError, match=type(raised).__name__) as caught:
+        await make_pool().run(call)
+    assert caught.value.__cause__ is raised
+
+
+async def test_calls_that_compute_share_one_thread(make_pool: Make) -> None:
+    pool = make_pool(n_workers=8)
+    names = await asyncio.gather(*(pool.run(lambda: threading.current_thread().name) for _ in range(500)))
+    assert len(set(names)) <= 2
+
+
+async def test_calls_that_block_run_beside_each_other(make_pool: Make) -> None:
+    pool = make_pool(n_workers=16)
+    started = time.monotonic()
+    await asyncio.gather(*(pool.run(lambda: time.sleep(0.2)) for _ in range(16)))
+    assert time.monotonic() - started < 16 * 0.2 / 2
+    barrier = threading.Barrier(17, timeout=5)  # each waits for all others
+    await asyncio.gather(*(pool.run(barrier.wait) for _ in range(16)), asyncio.to_thread(barrier.wait))
+
+
+async def test_no_more_threads_than_workers(make_pool: Make) -> None:
+    pool, running, most = make_pool(n_workers=3), [0], [0]
+    lock = threading.Lock()
+
+    def call() -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+
+    await asyncio.gather(*(pool.run(call) for _ in range(30)))
+    assert most[0] == 3
+
+
+async def test_a_call_that_takes_too_long_is_interrupted_and_its_thread_replaced(make_pool: Make) -> None:
+    pool, owner = make_pool(n_workers=1, limit_s=0.1), Owner()
+
+    def spin() -> None:
+        while True:
+            time.sleep(0.005)
+
+    with pytest.raises(CallTimeout, match=r"longer than 0\.1 s"):
+        await pool.run(spin, owner)
+    assert owner.told[0] == ("lose", "MainThread")
+    assert await pool.run(lambda: "next") == "next"
+    async with asyncio.timeout(5):
+        while len(owner.told) < 2:
+            await asyncio.sleep(0.01)
+    assert owner.told[1][0] == "clean_up"
+    assert owner.told[1][1].startswith("pool")
+
+
+async def test_waiting_for_a_thread_does_not_count(make_pool: Make) -> None:
+    pool = make_pool(n_workers=1, limit_s=0.5)
+    await asyncio.gather(*(pool.run(lambda: time.sleep(0.2)) for _ in range(5)))
+
+
+async def test_a_cancelled_call_that_had_not_begun_never_begins(make_pool: Make) -> None:
+    pool, owner, begun = make_pool(n_workers=1), Owner(), []
+    first = asyncio.create_task(pool.run(lambda: time.sleep(0.2)))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(pool.run(lambda: begun.append(1), owner))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert await pool.run(lambda: "after") == "after"
+    assert (begun, owner.told) == ([], [])
+
+
+async def test_a_cancelled_call_in_the_middle_is_lost_to_its_owner(make_pool: Make) -> None:
+    pool, owner = make_pool(), Owner()
+    call = asyncio.create_task(pool.run(lambda: time.sleep(0.3), owner))
+    await asyncio.sleep(0.1)
+    call.cancel()
+    await asyncio.wait([call])
+    assert owner.told == [("lose", "MainThread")]
+
+
+async def test_a_thread_that_nothing_can_interrupt_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    pool = CallPool(1, 0.05, "stuck")
+    with pytest.raises(CallTimeout):
+        await pool.run(gate.wait)
+    with caplog.at_level(logging.WARNING):
+        await asyncio.to_thread(pool.close)
+    assert "1 calls never returned and their threads are left behind: stuck-0" in caplog.text
+    assert "environment.skyrl_gym.isolation=process" in caplog.text
+    gate.set()

@@ -1,0 +1,278 @@
+"""Ways to keep a conversation, in the real loop with the real engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from generators.conftest import MakeStage, Stage, story
+from generators.environments import Journal
+
+from skyrl_train.generators.chat_template import TEMPLATES, ChatEncoder
+from skyrl_train.generators.conversation import Row, TokenConversation
+from skyrl_train.inference_engines.base import EngineResult
+from skyrl_train.types import Trajectory, WeightSpan
+
+ON = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}
+PROMPT = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "Story a"}]
+
+
+def result(token_ids: list[int], **fields: Any) -> EngineResult:
+    return EngineResult(token_ids, [-0.5] * len(token_ids), "stop", (WeightSpan(0, len(token_ids)),), **fields)
+
+
+async def play(stage: Stage, **extras: Any) -> Trajectory:
+    (t,) = await stage.play([story("a", **extras)])
+    assert t.is_valid, t.error
+    return t
+
+
+def sampled(stage: Stage) -> list[list[int]]:
+    return [result.token_ids for _, result in stage.engine.exchanges]
+
+
+def prompts(stage: Stage) -> list[list[int]]:
+    return [request.prompt_ids for request, _ in stage.engine.exchanges]
+
+
+# -- one assistant message
+
+
+async def test_turns_of_a_single_message_are_joined_by_plain_text(make_stage: MakeStage) -> None:
+    stage = make_stage(use_conversation_multi_turn=False)
+    stage.sampling = replace(stage.sampling, max_new_tokens=25)
+    n_turns = 9
+    t = await play(stage, n_turns=n_turns)
+    eos = stage.chat.eos_token_id
+    turns, expected, mask = sampled(stage), [], []
+    for k, turn in enumerate(turns, start=1):
+        kept = turn[:-1] if turn[-1] == eos and k < n_turns else turn
+        expected += kept
+        mask += [1] * len(kept)
+        if k < n_turns:
+            observation = stage.chat.encode(f"And then? ({k} of {n_turns})")
+            expected += observation
+            mask += [0] * len(observation)
+    assert any(turn[-1] == eos for turn in turns[:-1]), "a turn ended by itself, so that its end was taken away"
+    assert (t.response_ids, t.loss_mask) == (expected, mask)
+    assert [turn.reward for turn in t.turns] == [k / 4 for k in range(1, n_turns + 1)]
+    assert t.total_reward == sum(range(1, n_turns + 1)) / 4
+
+
+# -- step-wise
+
+
+async def test_each_turn_is_a_row_with_the_history_before_it(make_stage: MakeStage) -> None:
+    stage = make_stage(step_wise_trajectories=True)
+    t = await play(stage, n_turns=3)
+    assert len(t.rows) == 3
+    history = list(PROMPT)
+    for k, (row, turn) in enumerate(zip(t.rows, sampled(stage), strict=True), start=1):
+        assert row.prompt_ids == stage.chat.prompt_ids(history) == prompts(stage)[k - 1]
+        assert (row.response_ids, row.loss_mask) == (turn, [1] * len(turn))
+        assert row.rewards == [0.0] * (len(turn) - 1) + [k / 4]
+        assert row.logprobs is not None
+        history += [
+            {"role": "assistant", "content": stage.chat.decode(turn)},
+            {"role": "user", "content": f"And then? ({k} of 3)"},
+        ]
+    assert [turn.segment for turn in t.turns] == [0, 1, 2]
+    assert t.total_reward == 1.5
+
+
+async def test_rows_that_continue_each_other_are_merged(make_stage: MakeStage) -> None:
+    """The template of the tiny tokenizer changes nothing of what was said, so that only broken tokens split."""
+    separate, merged = (
+        make_stage(step_wise_trajectories=True),
+        make_stage(step_wise_trajectories=True, merge_stepwise_output=True),
+    )
+    whole = await play(merged, n_turns=4)
+    parts = await play(separate, n_turns=4)
+    assert len(parts.rows) == 4
+    assert len(whole.rows) < 4
+    for k, row in enumerate(whole.rows):
+        turns = [turn for turn in whole.turns if turn.segment == k]
+        for earlier, later in pairwise(turns):
+            assert later.prompt_length == len(row.prompt_ids) + later.start
+            assert earlier.end < later.start
+        assert sum(row.loss_mask) == sum(turn.end - turn.start for turn in turns)
+    assert whole.total_reward == parts.total_reward
+    assert sum(sum(row.loss_mask) for row in whole.rows) == sum(sum(row.loss_mask) for row in parts.rows)
+
+
+# -- a template of one's own
+
+
+async def test_a_template_of_ones_own_masks_by_its_generation_blocks(make_stage: MakeStage) -> None:
+    stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"})
+    t = await play(stage, n_turns=3)
+    chat = ChatEncoder(stage.generator._chat._tokenizer, (TEMPLATES / "qwen3_with_thinking.jinja").read_text())
+    assert t.logprobs is None
+    assert len(t.rows) == 1
+    said = [chat.decode(turn) for turn in sampled(stage)]
+    text = chat.decode_all([token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one])
+    assert text == "".join(f"{turn}<|im_end|>" for turn in said)
+    assert [t.rewards[turn.end - 1] for turn in t.turns] == [0.25, 0.5, 0.75]
+    assert t.total_reward == 1.5
+
+
+def test_thoughts_of_earlier_turns_are_kept_or_not(make_stage: MakeStage) -> None:
+    tokenizer = make_stage().generator._chat._tokenizer
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nA"},
+        {"role": "user", "content": "2"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nB"},
+    ]
+
+    def rendered(name: str) -> tuple[str, str]:
+        chat = ChatEncoder(tokenizer, (TEMPLATES / f"{name}.jinja").read_text())
+        token_ids, mask = chat.conversation_ids(messages)
+        return chat.decode_all(token_ids), chat.decode_all(
+            [token for token, is_one in zip(token_ids, mask, strict=True) if is_one]
+        )
+
+    thinking = "<think>\nhm\n</think>\n\n"
+    user = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    whole, masked = rendered("qwen3_with_thinking")
+    assert masked == f"{thinking}A<|im_end|>{thinking}B<|im_end|>"
+    assert whole == f"{user.format(1)}{thinking}A<|im_end|>\n{user.format(2)}{thinking}B<|im_end|>\n"
+    whole, masked = rendered("qwen3_without_thinking")
+    assert masked == f"A<|im_end|>{thinking}B<|im_end|>"
+    assert whole == f"{user.format(1)}A<|im_end|>\n{user.format(2)}{thinking}B<|im_end|>\n"
+
+
+async def test_variables_of_the_template_reach_it(make_stage: MakeStage) -> None:
+    template = {"name_or_path": "qwen3_with_thinking"}
+    plain = make_stage(chat_template=template)
+    quiet = make_stage(chat_template=template, chat_template_kwargs={"enable_thinking": False})
+    for stage in (plain, quiet):
+        await play(stage, n_turns=1)
+    added = quiet.chat.decode_all(prompts(quiet)[0]).removeprefix(plain.chat.decode_all(prompts(plain)[0]))
+    assert added == "<think>\n\n</think>\n\n"
+
+
+# -- what environments may do to a conversation
+
+
+async def test_an_action_cut_short_keeps_the_tokens_that_spell_it(make_stage: MakeStage, journal: Journal) -> None:
+    stage = make_stage()
+    (free,) = await stage.play([story("a", n_turns=1)])
+    tokens = free.response_ids
+    short = stage.chat.decode(tokens[:2])
+    t = await play(make_stage(), returns={"step": ON | {"postprocessed_action": short, "done": True}})
+    assert t.response_ids == tokens[:2]
+    assert t.loss_mask == [1, 1]
+    assert t.rewards == [0.0, 1.0]
+
+
+async def test_an_action_that_nobody_sampled_is_not_learned_from(make_stage: MakeStage, journal: Journal) -> None:
+    stage = make_stage()
+    t = await play(stage, returns={"step": ON | {"postprocessed_action": "L or R", "done": True}})
+    assert stage.chat.decode(t.response_ids) == "L or R"
+    assert set(t.loss_mask) == {0}
+    assert t.total_reward == 1.0
+
+
+async def test_a_history_that_was_rewritten_begins_a_row(make_stage: MakeStage, journal: Journal) -> None:
+    short = [{"role": "user", "content": "In short."}]
+    stage = make_stage(max_turns=3)
+    t = await play(stage, returns={"step": ON | {"metadata": {"modified_chat_history": short}}})
+    assert t.stop_reason == "max_turns"
+    assert len(t.rows) == 3
+    again = stage.chat.prompt_ids([*short, *ON["observations"]])  # type: ignore[misc]
+    assert [row.prompt_ids for row in t.rows] == [stage.chat.prompt_ids(PROMPT), again, again]
+    assert [row.response_ids for row in t.rows] == sampled(stage)
+    assert t.total_reward == 3.0
+
+
+async def test_an_environment_that_is_never_done_takes_no_more_turns_than_allowed(make_stage: MakeStage) -> None:
+    stage = make_stage(max_turns=4)
+    t = await play(stage, n_turns=-1)
+    assert (len(t.turns), t.stop_reason, t.total_reward) == (4, "max_turns", 0.25 * (1 + 2 + 3 + 4))
+
+
+async def test_a_trajectory_has_a_budget_of_tokens(make_stage: MakeStage) -> None:
+    free = await play(make_stage(), n_turns=3)
+    for budget in (len(free.response_ids) - 1, free.turns[1].end, free.turns[1].start, 2):
+        stage = make_stage(max_response_length=budget)
+        t = await play(stage, n_turns=3)
+        assert len(t.response_ids) <= budget
+        assert t.response_ids == free.response_ids[: len(t.response_ids)]
+        assert t.stop_reason == "length"
+
+
+async def test_the_model_is_told_what_is_left(make_stage: MakeStage) -> None:
+    stage = make_stage(inject_context_status=True, max_turns=5, max_input_length=400)
+    t = await play(stage, n_turns=2)
+    text = stage.chat.decode_all(t.response_ids[t.turns[0].end : t.turns[1].start])
+    n_tokens = t.turns[0].prompt_length + t.turns[0].end
+    share = round(100 * n_tokens / 400)
+    assert f"And then? (1 of 2)\n[Context: {n_tokens}/400 tokens ({share}%), Turn 1/5]<|im_end|>" in text
+
+
+async def test_a_stopped_turn_gets_no_end_where_that_is_asked_for(make_stage: MakeStage) -> None:
+    stage = make_stage(append_eos_token_after_stop_str_in_multi_turn=False)
+    stage.sampling = replace(stage.sampling, max_new_tokens=40, stop=tuple("aeiou "))
+    t = await play(stage, n_turns=2)
+    assert t.turns[0].stop_reason == "stop"
+    between = stage.chat.decode_all(t.response_ids[t.turns[0].end : t.turns[1].start])
+    assert between.startswith("\n<|im_start|>user")
+
+
+async def test_each_token_may_have_a_reward_of_its_own(make_stage: MakeStage, journal: Journal) -> None:
+    stage = make_stage()
+    stage.sampling = replace(stage.sampling, min_new_tokens=4)
+    t = await play(stage, returns={"step": ON | {"reward": [0.5, 0, -1, 2], "done": True}})
+    assert t.rewards == [0.5, 0.0, -1.0, 2.0]
+    assert t.turns[0].reward == 1.5
+
+
+# -- rows
+
+
+def test_a_row_knows_two_kinds_of_log_probs_once_a_turn_was_truncated() -> None:
+    row = Row([1, 2], 2)
+    row.append_sampled(result([5, 6]))
+    row.append_observed([7])
+    assert row.sampling_logprobs is None
+    row.append_sampled(result([8], sampling_logprobs=[-0.1]))
+    row.append_observed([9])
+    assert row.logprobs == [-0.5, -0.5, 0.0, -0.5, 0.0]
+    assert row.sampling_logprobs == [-0.5, -0.5, 0.0, -0.1, 0.0]
+    row.cut(4)
+    assert (row.token_ids, row.loss_mask) == ([1, 2, 5, 6, 7, 8], [1, 1, 0, 1])
+    assert row.sampling_logprobs == [-0.5, -0.5, 0.0, -0.1]
+
+
+async def test_both_kinds_of_log_probs_are_on_the_trajectory(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    stage.sampling = replace(stage.sampling, top_p=0.7, repetition_penalty=1.2)
+    t = await play(stage, n_turns=2)
+    assert t.logprobs is not None
+    assert t.sampling_logprobs is not None
+    for position, is_sampled in enumerate(t.loss_mask):
+        assert (t.sampling_logprobs[position] == 0.0) or is_sampled
+    assert t.sampling_logprobs != t.logprobs
+
+
+def test_two_hundred_turns_keep_every_token_once(make_stage: MakeStage) -> None:
+    conversation = TokenConversation(make_stage().chat, PROMPT)
+    for _ in range(200):
+        conversation.add_turn(result([11, 12]), "x")
+        conversation.observe([{"role": "user", "content": "on"}], was_stopped=True)
+    conversation.finish()
+    (row,) = conversation.rows
+    assert sum(row.loss_mask) == 400
+    assert len(conversation.places) == 200
+
+
+def test_a_template_that_is_not_there(make_stage: MakeStage, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"'qwen4' is not a template .* qwen3_with_thinking, qwen3_without_thinking"):
+        make_stage(chat_template={"name_or_path": "qwen4"})
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        make_stage(chat_template={"source": "file", "name_or_path": "nowhere.jinja"})
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

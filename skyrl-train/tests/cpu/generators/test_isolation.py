@@ -1,0 +1,197 @@
+"""Whatever some environments do, the others play on, everything ends, and nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+from generators.conftest import MakeStage, Stage, story
+from generators.faulty import DEATHS, HANGS, METHODS, RAISED, RUBBISH
+from generators.test_skyrl_gym_generator_failures import tokens_and_rewards
+
+import skyrl_gym
+from skyrl_gym.envs.registration import deregister
+from skyrl_train.errors import EngineError
+from skyrl_train.generators.base import RolloutRequest
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult
+from skyrl_train.types import Trajectory
+
+ENVS = {"faulty": "generators.faulty:FaultyEnv", "faulty_async": "generators.faulty:FaultyAsyncEnv"}
+
+
+@pytest.fixture(autouse=True)
+def environments() -> Iterator[None]:
+    for name, entry_point in ENVS.items():
+        skyrl_gym.register(name, entry_point)
+    yield
+    for name in ENVS:
+        deregister(name)
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left() -> AsyncIterator[None]:
+    """Threads, children and file descriptors are counted before and after."""
+    process = psutil.Process()
+    threads, n_fds = set(threading.enumerate()), process.num_fds()
+    yield
+    assert process.children(recursive=True) == []
+    await asyncio.sleep(0)
+    left = {t for t in set(threading.enumerate()) - threads if not t.name.startswith(("asyncio", "hf-engine"))}
+    assert left == set()
+    assert process.num_fds() <= n_fds
+
+
+def faulty(uid: str, env_class: str = "faulty", **extras: Any) -> RolloutRequest:
+    return story(uid, env_class=env_class, **extras)
+
+
+def thread_faults() -> list[dict[str, Any]]:
+    """What an environment in a thread can do without ending the whole process, and come back from."""
+    faults = [{"where": where, "fault": fault} for where in METHODS for fault in (*RAISED, "sleep", "spin")]
+    faults += [{"where": "init", "fault": fault} for fault in ("none", "string")]
+    return faults + [{"where": "step", "fault": fault, "turn": turn} for fault in RUBBISH for turn in (1, 2, 3)]
+
+
+async def play(stage: Stage, requests: list[RolloutRequest]) -> list[Trajectory]:
+    stage.sampling = replace(stage.sampling, max_new_tokens=2)
+    try:
+        async with asyncio.timeout(240):
+            return await stage.play(requests)
+    finally:
+        await stage.generator.close()
+
+
+def check(trajectories: list[Trajectory], requests: list[RolloutRequest], healthy: Trajectory) -> Counter[str]:
+    """Healthy rollouts are whole, faulty ones invalid; their stop reasons."""
+    reasons: Counter[str] = Counter()
+    for t, request in zip(trajectories, requests, strict=True):
+        where = request.row.env_extras.get("where")
+        if where is None or where == "close":
+            assert t.is_valid, (t.error, request)
+            assert (len(t.turns), t.total_reward) == (len(healthy.turns), 6.0)
+        else:
+            assert not t.is_valid, request
+            assert t.error
+            reasons[t.stop_reason] += 1
+    return reasons
+
+
+async def test_every_fault_in_a_thread_ends_one_rollout(make_stage: MakeStage) -> None:
+    requests = [faulty(str(i), **extras) for i, extras in enumerate(thread_faults())]
+    requests += [faulty(f"h{i}") for i in range(20)]
+    requests += [
+        faulty(f"a{i}", "faulty_async", where=where, fault="await") for i, where in enumerate(("init", "step"))
+    ]
+    requests.append(faulty("a9", "faulty_async"))
+    stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.3, "max_env_workers": 8}, n_rollout_retries=1)
+    trajectories = await play(stage, requests)
+    reasons = check(trajectories, requests, trajectories[-1])
+    assert reasons["env_timeout"] == 2 * 4 + 2
+    assert reasons["reward_unknown"] == 3
+    assert {t.n_attempts for t in trajectories if t.stop_reason == "env_timeout"} == {2}
+    assert {t.n_attempts for t in trajectories if t.stop_reason == "reward_unknown"} == {1}
+
+
+async def test_two_thousand_rollouts_with_faults_in_a_tenth_of_them(make_stage: MakeStage) -> None:
+    rng = random.Random(0)
+    faults = [fault for fault in thread_faults() if fault["fault"] not in ("spin", "sleep")]
+    faults += [{"where": where, "fault": "sleep"} for where in ("init", "step", "close")]
+    requests = [faulty(str(i), **(rng.choice(faults) if rng.random() < 0.1 else {})) for i in range(2000)]
+    stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.5, "max_env_workers": 16}, n_rollout_retries=1)
+    trajectories = await play(stage, requests)
+    reasons = check(trajectories, requests, next(t for t in trajectories if t.is_valid))
+    assert 120 < sum(reasons.values()) < 220
+    assert set(reasons) == {"env_error", "env_timeout", "reward_unknown"}
+    again = make_stage(skyrl_gym={"max_env_workers": 16})
+    healthy = [i for i, request in enumerate(requests) if not request.row.env_extras.get("where")][:100]
+    expected = await play(again, [requests[i] for i in healthy])
+    assert tokens_and_rewards([trajectories[i] for i in healthy]) == tokens_and_rewards(expected)
+
+
+async def test_processes_hold_what_hangs_dies_and_leaks(make_stage: MakeStage) -> None:
+    faults = [{"where": where, "fault": fault} for where in METHODS for fault in ("raise", "exit")]
+    faults += [{"where": "step", "fault": fault, "turn": 2} for fault in (*HANGS, *DEATHS, *RUBBISH)]
+    faults += [{"where": where, "fault": "os_exit"} for where in METHODS]
+    requests = [faulty(str(i), **extras) for i, extras in enumerate(faults)] + [faulty(f"h{i}") for i in range(40)]
+    stage = make_stage(
+        skyrl_gym={"isolation": "process", "call_timeout_seconds": 3.0, "max_env_workers": 4}, n_rollout_retries=0
+    )
+    trajectories = await play(stage, requests)
+    reasons = check(trajectories, requests, trajectories[-1])
+    assert reasons["env_timeout"] == len(HANGS)
+    # a process that ends in `close` has done its work; one that exits by sys.exit says so
+    assert reasons["env_crashed"] == len(DEATHS) + 4 + 4
+    crash = next(t for t in trajectories if t.error and "SIGKILL" in t.error)
+    assert crash.error == "faulty.step raised EnvCrashed: its process ended by signal SIGKILL"
+
+
+async def test_what_an_environment_leaks_dies_with_its_process(make_stage: MakeStage) -> None:
+    leaky = [faulty(str(i), where="get_metrics", fault="leak") for i in range(6)]
+    stage = make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 2})
+    trajectories = await play(stage, leaky)
+    assert all(t.is_valid for t in trajectories)
+
+
+async def test_processes_and_threads_play_alike(make_stage: MakeStage) -> None:
+    requests = [faulty(str(i)) for i in range(5)]
+    in_threads = await play(make_stage(), requests)
+    apart = await play(make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 2}), requests)
+    assert tokens_and_rewards(apart) == tokens_and_rewards(in_threads)
+    assert [t.env_metrics for t in apart] == [t.env_metrics for t in in_threads]
+
+
+async def test_an_environment_that_no_process_can_import(make_stage: MakeStage) -> None:
+    (t,) = await play(make_stage(skyrl_gym={"isolation": "process"}), [story("a")])
+    assert not t.is_valid
+    assert "register it as 'module:ClassName'" in str(t.error)
+
+
+async def test_an_interpreter_that_is_not_there_or_lacks_the_package(make_stage: MakeStage, tmp_path: Any) -> None:
+    for python, reason in (("/nowhere/python", "cannot be run: No such file"), ("/bin/true", "did not start")):
+        stage = make_stage(skyrl_gym={"isolation": "process", "python": python})
+        (t,) = await play(stage, [faulty("a")])
+        assert reason in str(t.error)
+
+
+async def test_a_rollout_that_takes_too_long(make_stage: MakeStage) -> None:
+    stage = make_stage(trajectory_timeout_seconds=3, skyrl_gym={"max_env_workers": 2})
+    slow = faulty("slow", where="step", fault="sleep", turn=2)
+    trajectories = await play(stage, [slow, faulty("a")])
+    assert (trajectories[0].stop_reason, trajectories[1].is_valid) == ("trajectory_timeout", True)
+    assert trajectories[0].error == "it was not over after 3 s"
+    assert len(trajectories[0].turns) == 2
+
+
+async def test_an_engine_error_is_the_rollouts_problem_and_is_tried_again(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(n_rollout_retries=1)
+    expected = await stage.play([faulty("a"), faulty("b")])
+    generate, n_calls = stage.engine.generate, [0]
+
+    async def flaky(requests: list[EngineRequest], on_tokens: object = None) -> list[EngineResult]:
+        n_calls[0] += 1
+        if n_calls[0] == 2:
+            raise EngineError("out of memory")
+        return await generate(requests)
+
+    monkeypatch.setattr(stage.engine, "generate", flaky)
+    trajectories = await stage.play([faulty("a"), faulty("b")])
+    assert sorted(t.n_attempts for t in trajectories) == [1, 2]
+    assert tokens_and_rewards(trajectories) == tokens_and_rewards(expected)
+
+    async def broken(requests: object, on_tokens: object = None) -> list[EngineResult]:
+        raise EngineError("out of memory")
+
+    monkeypatch.setattr(stage.engine, "generate", broken)
+    (t,) = await stage.play([faulty("a")])
+    assert (t.stop_reason, t.error, t.n_attempts) == ("engine_error", "out of memory", 2)
+    assert os.getpid()  # still here
