@@ -1,4 +1,4 @@
-"""`make bench-loop`: what the agent loop costs, on five-turn Catch with a real tokenizer and an engine that does nothing.
+"""`make bench-loop`: what the agent loop costs, on five-turn Catch with a real tokenizer and an idle engine.
 
 Writes `loop.md` beside this file. Time is that of the whole process per turn, the environment's own included; memory
 is what the process grows by while all trajectories are in flight.

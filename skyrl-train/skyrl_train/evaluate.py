@@ -12,7 +12,7 @@ from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, with_prefix
+from skyrl_train.generators.metrics import pass_at_k, reward_metrics, rollout_metrics, with_prefix
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import Trajectory
 
@@ -41,9 +41,9 @@ async def evaluate(
 
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
     """The metrics of `evaluate` from trajectories."""
-    metrics = with_prefix("eval/all", reward_metrics(trajectories, n_samples))
-    for name, some in _by_source(trajectories).items():
-        metrics |= with_prefix(f"eval/{name}", reward_metrics(some, n_samples))
+    metrics: dict[str, float] = {}
+    for name, some in {"all": list(trajectories), **_by_source(trajectories)}.items():
+        metrics |= with_prefix(f"eval/{name}", pass_at_k(some) | reward_metrics(some, n_samples))
     return metrics | with_prefix("eval", rollout_metrics(trajectories))
 
 

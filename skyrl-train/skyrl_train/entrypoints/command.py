@@ -8,11 +8,13 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
+from skyrl_train.config import SkyRLConfig, config_dir, parse_cli
 from skyrl_train.errors import SkyRLError
 
 
@@ -30,6 +32,16 @@ def run_command(command: Callable[[], None]) -> None:
             "Stopped. Given again, the same command goes on from its last checkpoint, if it has one.", file=sys.stderr
         )
         sys.exit(130)
+
+
+def run_main(doc: str | None, run: Callable[[SkyRLConfig], None], argv: Sequence[str] | None) -> None:
+    """A command line of `key=value` overrides: `run` with the configuration, or `--help`: `doc` and every key."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        keys = Path(config_dir, "ppo_base_config.yaml").read_text(encoding="utf-8")
+        print(doc, "Every key, its meaning and its default:", keys, sep="\n")
+        return
+    run_command(lambda: run(parse_cli(argv)))
 
 
 def log_to_console() -> None:

@@ -10,10 +10,8 @@ import asyncio
 import importlib.util
 import logging
 import random
-import sys
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -35,9 +33,15 @@ from skyrl_train.callbacks import (
     SavedConfig,
     TrajectoryDump,
 )
-from skyrl_train.config import SkyRLConfig, config_dir, parse_cli, validate_cfg, what_runs_here
+from skyrl_train.config import SkyRLConfig, config_dir, validate_cfg, what_runs_here
 from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
-from skyrl_train.entrypoints.command import collect_rarely, log_to_console, on_first_interrupt, run_command
+from skyrl_train.entrypoints.command import (
+    collect_rarely,
+    log_to_console,
+    on_first_interrupt,
+    run_command,
+    run_main,
+)
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -92,7 +96,7 @@ class BasePPOExp:
                 has_vllm=importlib.util.find_spec("vllm") is not None,
             ):
                 logger.info(line)
-            _seed_everything(self.cfg.trainer.seed)
+            seed_everything(self.cfg.trainer.seed)
             collect_rarely()
             asyncio.run(self._run())
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
@@ -135,11 +139,11 @@ class BasePPOExp:
             gradient_checkpointing=self.cfg.trainer.gradient_checkpointing,
         )
 
-    def get_engine(self, policy: PolicyWorker) -> InferenceEngine:
-        """The engine that rollouts are sampled with; it shares the policy's tensors."""
+    def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
+        """The engine that rollouts are sampled with; it shares the tensors of `model`, the policy."""
         free = _free_memory() - self._bytes_to_come
         return HFEngine(
-            policy.model,
+            model,
             self.tokenizer,
             max_num_seqs=self.cfg.generator.max_num_seqs,
             max_num_batched_tokens=self.cfg.generator.max_num_batched_tokens,
@@ -178,7 +182,7 @@ class BasePPOExp:
         check_policy_loss(loss, cfg.algorithm)
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
-        self._check_environments(datasets)
+        self.check_environments(datasets)
         prompts = ShuffledPrompts(train_dataset, cfg.train_batch_size, cfg.seed)
         total_steps = cfg.epochs * prompts.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
@@ -197,7 +201,7 @@ class BasePPOExp:
                 ref.check_can_become(model)
         trained = [policy] if critic is None else [policy, critic]
         self._bytes_to_come = sum(worker.checkpoint_bytes() for worker in trained)  # with the first update
-        engine = self.get_engine(policy)
+        engine = self.get_engine(policy.model)
         generator = self.get_generator(self.cfg, self.tokenizer, engine)
         try:
             with self.get_tracker() as tracker:
@@ -222,7 +226,7 @@ class BasePPOExp:
             await generator.close()
             await engine.close()
 
-    def _check_environments(self, datasets: Sequence[PromptDataset]) -> None:
+    def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Every environment the rows name must be registered, unless a generator of one's own plays them."""
         if type(self).get_generator is not BasePPOExp.get_generator:
             return
@@ -239,15 +243,10 @@ class BasePPOExp:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: `key=value` overrides of the configuration."""
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        keys = Path(config_dir, "ppo_base_config.yaml").read_text(encoding="utf-8")
-        print(__doc__, "Every key, its meaning and its default:", keys, sep="\n")
-        return
-    run_command(lambda: BasePPOExp(parse_cli(argv)).run())
+    run_main(__doc__, lambda cfg: BasePPOExp(cfg).run(), argv)
 
 
-def _seed_everything(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -63,6 +64,26 @@ def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[s
         f"pass_at_{n_samples}": statistics.fmean(passed.values()),
         "mean_positive_reward": statistics.fmean(sum(r for r in t.valid_rewards if r > 0) for t in valid),
     }
+
+
+def pass_at_k(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`pass_at_k` for k = 1, 2, 4, …: the probability that one of k samples of a prompt passes, averaged over prompts.
+
+    Of the n valid samples of a prompt, c pass: 1 - C(n - c, k) / C(n, k), over the prompts that have k samples.
+
+    Source: Evaluating Large Language Models Trained on Code (Chen et al., 2021, arXiv:2107.03374), equation 1.
+    """
+    samples: dict[str, list[bool]] = {}
+    for t in trajectories:
+        if t.is_valid:
+            samples.setdefault(t.id.instance_id, []).append(t.total_reward > 0)
+    most = max(map(len, samples.values()), default=0)
+    metrics = {}
+    for k in (2**i for i in range(most.bit_length())):
+        enough = [passed for passed in samples.values() if len(passed) >= k]
+        failing = [math.comb(passed.count(False), k) / math.comb(len(passed), k) for passed in enough]
+        metrics[f"pass_at_{k}"] = 1 - statistics.fmean(failing)
+    return metrics
 
 
 def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:

@@ -54,9 +54,12 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
-    def evals(self, step: int) -> Path:
-        """The folder of one evaluation: a `<data_source>.jsonl` per source and `aggregated_results.jsonl`."""
-        return _folder(self.path / "evals" / f"global_step_{step}")
+    def evals(self, step: int | None) -> Path:
+        """The folder of one evaluation: a `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
+
+        `step` is None where nothing was trained.
+        """
+        return _folder(self.path / "evals" / ("eval_only" if step is None else f"global_step_{step}"))
 
     def eval_steps(self) -> list[int]:
         """The steps that have an evaluation folder, ascending."""

@@ -82,15 +82,19 @@ async def test_metrics_over_everything_and_per_source(dataset: PromptDataset, cf
     scores = {name: value for name, value in metrics.items() if not name.startswith(("eval/generate", "eval/env"))}
     assert scores == {
         "eval/all/avg_score": 1.0,
+        "eval/all/pass_at_1": pytest.approx(0.4),
         "eval/all/pass_at_2": 0.8,
         "eval/all/mean_positive_reward": 1.0,
         "eval/maths_easy/avg_score": 0.75,
+        "eval/maths_easy/pass_at_1": 0.25,
         "eval/maths_easy/pass_at_2": 0.5,
         "eval/maths_easy/mean_positive_reward": 0.75,
         "eval/games/avg_score": 1.25,
+        "eval/games/pass_at_1": 0.5,
         "eval/games/pass_at_2": 1.0,
         "eval/games/mean_positive_reward": 1.25,
         "eval/unknown/avg_score": 1.0,
+        "eval/unknown/pass_at_1": 0.5,
         "eval/unknown/pass_at_2": 1.0,
         "eval/unknown/mean_positive_reward": 1.0,
     }

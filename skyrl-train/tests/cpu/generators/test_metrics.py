@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+from itertools import combinations
+
 import pytest
 from trajectories import make_trajectory
 
-from skyrl_train.generators.metrics import reward_metrics, rollout_metrics, training_reward_metrics, with_prefix
+from skyrl_train.generators.metrics import (
+    pass_at_k,
+    reward_metrics,
+    rollout_metrics,
+    training_reward_metrics,
+    with_prefix,
+)
 from skyrl_train.types import Trajectory, Turn
 
 TURN = Turn(0, 1, 2, 0.0, "stop")
@@ -33,6 +42,26 @@ def test_rewards_by_hand(rollouts: list[Trajectory]) -> None:
         "reward/avg_pass_at_5",
         "reward/mean_positive_reward",
     }
+
+
+def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k_samples() -> None:
+    passed = {"a": [1, 0, 0, 1, 0], "b": [0, 0, 0], "c": [1, 1], "d": [0, 1, 0, 0]}
+    many = [
+        make_trajectory(uid, [float(reward)], repetition=i)
+        for uid, rewards in passed.items()
+        for i, reward in enumerate(rewards)
+    ]
+    many.append(make_trajectory("b", None, repetition=9, stop_reason="env_error"))
+    expected = {}
+    for k in (1, 2, 4):
+        shares = [
+            statistics.fmean(any(chosen) for chosen in combinations(rewards, k))
+            for rewards in passed.values()
+            if len(rewards) >= k
+        ]
+        expected[f"pass_at_{k}"] = pytest.approx(statistics.fmean(shares))
+    assert pass_at_k(many) == expected
+    assert pass_at_k([]) == {}
 
 
 def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:

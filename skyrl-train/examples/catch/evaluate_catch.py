@@ -1,0 +1,24 @@
+r"""Evaluate a model on Catch without training it.
+
+python -m examples.catch.evaluate_catch data.val_data="['…/validation.parquet']" trainer.policy.model.path=… \
+    generator.max_turns=5
+"""
+
+from __future__ import annotations
+
+import sys
+
+from examples.catch.main_catch import register_catch
+from skyrl_train.config import parse_cli
+from skyrl_train.entrypoints.main_base import run_command
+from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
+
+
+def main() -> None:
+    """The command line: `key=value` overrides."""
+    register_catch()
+    run_command(lambda: EvalOnlyEntrypoint(parse_cli(sys.argv[1:])).run())
+
+
+if __name__ == "__main__":
+    main()

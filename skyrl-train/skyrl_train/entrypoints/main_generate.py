@@ -1,0 +1,69 @@
+"""Evaluate a model without training it: `python -m skyrl_train.entrypoints.main_generate data.val_data=… …`.
+
+It plays the validation prompts as an evaluation during training would, with `generator.eval_sampling_params` and
+`generator.eval_n_samples_per_prompt`, and writes the same files, under `evals/eval_only/` in the run folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.entrypoints.command import collect_rarely, log_to_console, run_main
+from skyrl_train.entrypoints.main_base import BasePPOExp, seed_everything
+from skyrl_train.errors import ConfigError
+from skyrl_train.evaluate import dump_evaluation, evaluate
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.models.loading import POLICY_PATH
+from skyrl_train.tracking import log_to_file
+
+logger = logging.getLogger(__name__)
+
+
+class EvalOnlyEntrypoint(BasePPOExp):
+    """One evaluation. The `get_*` methods are those of a training run."""
+
+    def run(self) -> None:
+        """Evaluate, and write down what came of it."""
+        log_to_console()
+        with log_to_file(self.run_folder.train_log):
+            seed_everything(self.cfg.trainer.seed)
+            collect_rarely()
+            metrics = asyncio.run(self.evaluate())
+            for name, value in sorted(metrics.items()):
+                print(f"{name:<50} {value:.6g}")
+
+    def get_eval_dataset(self) -> PromptDataset:
+        """The prompts to evaluate on."""
+        if not self.cfg.data.val_data:
+            raise ConfigError("data.val_data=[] leaves nothing to evaluate; set data.val_data=[<file or dataset name>]")
+        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+
+    async def evaluate(self) -> dict[str, float]:
+        """The metrics of `trainer.policy.model.path` on the validation prompts."""
+        dataset = self.get_eval_dataset()
+        self.check_environments([dataset])
+        engine = self.get_engine(self.get_model(self.cfg.trainer.policy.model.path, POLICY_PATH))
+        generator = self.get_generator(self.cfg, self.tokenizer, engine)
+        try:
+            with self.get_tracker() as tracker:
+                metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
+                tracker.log(metrics, 0)
+        finally:
+            await generator.close()
+            await engine.close()
+        folder = self.run_folder.evals(None)
+        dump_evaluation(folder, trajectories, metrics, ChatEncoder(self.tokenizer))
+        logger.info("%d trajectories are in %s", len(trajectories), folder)
+        return metrics
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line: `key=value` overrides of the configuration."""
+    run_main(__doc__, lambda cfg: EvalOnlyEntrypoint(cfg).run(), argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Evaluating without training, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyrl_gym
+from examples.catch.catch_dataset import CatchDataset, write_dataset
+from examples.catch.main_catch import register_catch
+from skyrl_train.entrypoints import main_base, main_generate
+
+
+@pytest.fixture(autouse=True)
+def _catch() -> Iterator[None]:
+    register_catch()
+    yield
+    skyrl_gym.envs.deregister("catch")
+
+
+@pytest.fixture
+def arguments(tiny_model_path: Path, tmp_path: Path) -> list[str]:
+    write_dataset(CatchDataset(train_size=4, test_size=4), tmp_path)
+    return [
+        f"data.val_data=['{tmp_path}/validation.parquet','{tmp_path}/train.parquet']",
+        f"trainer.policy.model.path='{tiny_model_path}'",
+        f"trainer.output_dir='{tmp_path}'",
+        "trainer.logger=jsonl",
+        "generator.max_turns=5",
+        "generator.eval_n_samples_per_prompt=4",
+        "generator.eval_sampling_params.temperature=1",
+        "generator.eval_sampling_params.max_generate_length=1",
+    ]
+
+
+def test_it_writes_and_prints_what_an_evaluation_does(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main_generate.main(arguments)
+    folder = tmp_path / "skyrl/test_run"
+    (metrics,) = [json.loads(line) for line in (folder / "evals/eval_only/aggregated_results.jsonl").open()]
+    rows = [json.loads(line) for path in folder.glob("evals/eval_only/*.jsonl") for line in path.open()]
+    rows = [row for row in rows if "output_response" in row]
+    assert len(rows) == 8 * 4
+    assert metrics["eval/all/avg_score"] == pytest.approx(sum(sum(row["score"]) for row in rows) / 32)
+    assert {"eval/all/pass_at_1", "eval/all/pass_at_2", "eval/all/pass_at_4"} <= set(metrics)
+    printed = capsys.readouterr().out
+    assert f"{'eval/all/avg_score':<50} {metrics['eval/all/avg_score']:.6g}" in printed
+    assert not (folder / "ckpts").exists()
+
+
+def test_it_is_what_a_training_run_measures_before_it_trains(arguments: list[str], tmp_path: Path) -> None:
+    main_generate.main(arguments)
+    train = [f"data.train_data=['{tmp_path}/train.parquet']", "trainer.train_batch_size=4", "trainer.epochs=1"]
+    rest = ["trainer.policy_mini_batch_size=4", "trainer.run_name=trained", "trainer.eval_batch_size=3"]
+    main_base.main([*arguments, *train, *rest])
+    alone, before = (
+        json.loads((tmp_path / "skyrl" / name / "metrics.jsonl").read_text().splitlines()[0])
+        for name in ("test_run", "trained")
+    )
+    scores = {name for name in alone if name.startswith(("eval/all", "eval/environment"))}
+    assert len(scores) > 5
+    assert {name: before[name] for name in scores} == pytest.approx({name: alone[name] for name in scores})
+
+
+def test_without_prompts_there_is_nothing_to_do(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        main_generate.main([*arguments, "data.val_data=[]", "trainer.eval_interval=-1"])
+    assert exit_status.value.code == 1
+    assert "data.val_data=[] leaves nothing to evaluate" in capsys.readouterr().err
+
+
+def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    main_generate.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "main_generate" in printed
+    assert "eval_n_samples_per_prompt" in printed
