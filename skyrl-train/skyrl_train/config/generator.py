@@ -16,6 +16,7 @@ from skyrl_train.config.base import (
     OptionalStringList,
     Resolved,
     Section,
+    StringList,
     Text,
     TokenIdList,
     resolved_later,
@@ -148,6 +149,13 @@ class GeneratorConfig(Section):
 
     inject_context_status: bool = False
     """Tell the model, at the end of each observation, how much of its context and of its turns it has used."""
+
+    reward_functions: StringList = Field(default=[])
+    """Reward functions of yours (`register_reward_function`) that are added to what environments give."""
+
+    reward_weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
+    """Weights of the named components of the reward, 1 where none is given. Where an environment reports components,
+    their weighted sum takes the place of the reward of a turn, if any of them has a weight here."""
 
     n_rollout_retries: Annotated[int, Ge(0)] = 1
     """How often a rollout that failed is played again, with a fresh environment, before it counts as invalid."""

@@ -45,6 +45,7 @@ from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_templa
 from skyrl_train.generators.conversation import conversation_class
 from skyrl_train.generators.env_processes import ProcessEpisodes
 from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episodes, LocalEpisodes
+from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, TurnRecord
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.types import Trajectory
@@ -83,6 +84,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         template = custom_chat_template(generator_cfg.chat_template)
         self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
         self._converse = conversation_class(generator_cfg, self._chat)
+        self._rewards = RewardFunctions(generator_cfg.reward_functions, generator_cfg.reward_weights, self._chat)
         is_apart = skyrl_gym_cfg.isolation == "process"
         self._episodes: Episodes = ProcessEpisodes(skyrl_gym_cfg) if is_apart else LocalEpisodes(skyrl_gym_cfg)
         longest = inference_engine_client.context_length - 1  # leaves room for a token
@@ -117,7 +119,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             for i, rollout in zip(failed, again, strict=True):
                 rollouts[i] = rollout
         _report_failures([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid")
-        trajectories = [rollout.trajectory() for rollout in rollouts]
+        trajectories = await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
         if self._cfg.zero_reward_on_non_stop:
             trajectories = zero_reward_on_non_stop(trajectories)
         if self._cfg.apply_overlong_filtering:
@@ -197,9 +199,15 @@ class SkyRLGymGenerator(GeneratorInterface):
         """Note the reward of the last turn, and go on with what the environment says, or end."""
         conversation, record = rollout.conversation, rollout.turns[-1]
         assert conversation is not None
+        components = reward_components(output)
         record.reward = turn_reward(output, len(record.result.token_ids))
-        for name, reward in reward_components(output).items():
-            rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + reward
+        if weights := self._cfg.reward_weights.keys() & components.keys():
+            record.reward = sum(
+                self._cfg.reward_weights[name] * value if name in weights else value
+                for name, value in components.items()
+            )
+        for name, value in components.items():
+            rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + value
         action = output.get("postprocessed_action")
         if action is not None and action != text:
             conversation.replace_turn(action)

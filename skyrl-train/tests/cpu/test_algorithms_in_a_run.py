@@ -356,3 +356,29 @@ def test_advantages_are_normalised_over_the_batch_where_asked_for(
     on_mask = batch.advantages[batch.loss_mask > 0]
     assert on_mask.mean().item() == pytest.approx(0, abs=1e-5)
     assert on_mask.std(correction=0).item() == pytest.approx(1, abs=1e-4)
+
+
+def test_every_turn_is_learned_from_with_the_advantage_of_its_trajectory(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    rows = train("steps", "generator.step_wise_trajectories=true", "trainer.max_training_steps=1")
+    (batch,) = batches
+    assert batch.is_last_row is not None
+    assert batch.is_last_row.tolist() == [False, True] * 16
+    assert batch.advantages is not None
+    for first, last in zip(range(0, 32, 2), range(1, 32, 2), strict=True):
+        (one,) = batch.advantages[first][batch.loss_mask[first] > 0].unique()
+        (other,) = batch.advantages[last][batch.loss_mask[last] > 0].unique()
+        assert one == other
+    assert rows[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+    assert rows[-1]["policy/grad_norm"] > 0
+    assert rows[-1]["generate/avg_turns"] == 2
+
+
+def test_a_template_of_ones_own_trains_without_log_probs_of_the_engine(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    rows = train("template", "generator.chat_template.name_or_path=qwen3_with_thinking", "trainer.max_training_steps=1")
+    assert batches[0].rollout_logprobs is None
+    assert rows[-1]["policy/grad_norm"] > 0
+    assert "policy/rollout_train_logprobs_abs_diff_mean" not in rows[-1]

@@ -16,6 +16,7 @@ from examples.catch.main_catch import register_catch
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.entrypoints.main_base import main
+from skyrl_train.generators.rewards import REWARD_FUNCTIONS
 
 ROOT = Path(__file__).parents[3]
 EXTENDING = ROOT / "docs/extending.md"
@@ -27,13 +28,14 @@ KEY = re.compile(r"\b(?:data|trainer|generator|environment)\.\w+(?:\.\w+)*")
 
 @pytest.fixture
 def registered() -> Iterator[list[str]]:
-    """Runs the first four examples; the names they registered."""
+    """Runs the first five examples; the names of estimators and losses they registered."""
     register_catch()
     before = [set(registry.list_available()) for registry in REGISTRIES]
-    for code in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(encoding="utf-8"), re.DOTALL)[:4]:
+    for code in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(encoding="utf-8"), re.DOTALL)[:5]:
         exec(code, {})
     added = [set(registry.list_available()) - names for registry, names in zip(REGISTRIES, before, strict=True)]
     yield [name for names in added for name in sorted(names)]
+    del REWARD_FUNCTIONS["brevity"]
     for registry, names in zip(REGISTRIES, added, strict=True):
         for name in names:
             registry.unregister(name)
@@ -63,6 +65,8 @@ def test_an_estimator_and_a_loss_of_ones_own_train(
             f"trainer.algorithm.advantage_estimator={estimator}",
             f"trainer.algorithm.policy_loss_type={loss}",
             "trainer.algorithm.custom.negative_share=0.5",
+            "generator.reward_functions=[brevity]",
+            "generator.reward_weights.brevity=0.1",
             "trainer.train_batch_size=4",
             "trainer.policy_mini_batch_size=2",
             "trainer.logger=jsonl",
@@ -73,6 +77,7 @@ def test_an_estimator_and_a_loss_of_ones_own_train(
     last = json.loads((tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 1
     assert abs(last[metric]) <= 1
+    assert 0 < last["reward/component/brevity"] <= 1
 
 
 def keys_of_tables(section: str) -> list[str]:
@@ -103,10 +108,19 @@ def test_the_page_of_algorithms_names_nothing_that_is_not_there() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", [ALGORITHMS, EXTENDING, *(ROOT / "skyrl-train/examples/algorithms").rglob("*.md")])
+@pytest.mark.parametrize(
+    "page",
+    [ALGORITHMS, EXTENDING, ROOT / "docs/rollouts.md", *(ROOT / "skyrl-train/examples/algorithms").rglob("*.md")],
+)
 def test_every_key_exists(page: Path) -> None:
     sections = {key.rpartition(".")[0] for key in FIELDS}
     words = [word for word in KEY.findall(page.read_text(encoding="utf-8")) if not word.endswith((".py", ".md"))]
-    free = ("trainer.algorithm.custom.", "trainer.algorithm.gdpo.weights.", "environment.skyrl_gym.")
+    free = (
+        "trainer.algorithm.custom.",
+        "trainer.algorithm.gdpo.weights.",
+        "generator.reward_weights.",
+        "generator.chat_template_kwargs.",
+        "environment.skyrl_gym.",
+    )
     unknown = {word for word in words if word not in FIELDS and word not in sections and not word.startswith(free)}
     assert not unknown

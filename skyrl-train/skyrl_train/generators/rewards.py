@@ -1,0 +1,187 @@
+"""Rewards that no environment gives by itself: functions of finished rollouts, alone, by group, or by batch.
+
+    @register_reward_function("brevity")
+    def brevity(samples):
+        return [-0.001 * len(sample.response) for sample in samples]
+
+`generator.reward_functions=[brevity]` adds it to the reward of each trajectory's last token, times
+`generator.reward_weights.brevity`, and logs it as a component of the reward. None for a sample makes it invalid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal
+
+from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["group", "batch"]
+Reward = float | list[float] | None
+"""For the trajectory, for each token of its response, or None: it cannot be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """A valid trajectory as a reward function sees it."""
+
+    trajectory: Trajectory
+    prompt: str  # with special tokens
+    response: str  # likewise, of the last row
+
+
+RewardFunction = Callable[[Sequence[RewardSample]], Sequence[Reward] | Awaitable[Sequence[Reward]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    function: RewardFunction
+    level: Level
+
+
+REWARD_FUNCTIONS: dict[str, _Registered] = {}
+
+
+def register_reward_function(name: str, *, level: Level = "group") -> Callable[[RewardFunction], RewardFunction]:
+    """Make a function available to `generator.reward_functions`.
+
+    It is called, or awaited, with the samples of one prompt (`group`), or with all of a step (`batch`), and returns a
+    reward for each.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+
+    def decorator(function: RewardFunction) -> RewardFunction:
+        if name in REWARD_FUNCTIONS:
+            raise ConfigError(f"reward function {name!r} is already registered; choose another name")
+        REWARD_FUNCTIONS[name] = _Registered(function, level)
+        return function
+
+    return decorator
+
+
+def judge(
+    ask: Callable[[RewardSample], Awaitable[float | None]],
+    *,
+    max_concurrency: int = 8,
+    n_retries: int = 2,
+    timeout_s: float = 60.0,
+    first_wait_s: float = 1.0,
+) -> RewardFunction:
+    """A reward function that asks about each sample by itself, a judge model behind an API for example.
+
+    At most `max_concurrency` questions are open at once. One that fails, or takes longer than `timeout_s`, is asked
+    again `n_retries` times, after `first_wait_s`, then twice as long, …; then the sample's reward is unknown.
+    """
+
+    async def reward(samples: Sequence[RewardSample]) -> list[Reward]:
+        free = asyncio.Semaphore(max_concurrency)
+
+        async def patiently(sample: RewardSample) -> float | None:
+            for attempt in range(n_retries + 1):
+                try:
+                    async with free, asyncio.timeout(timeout_s):
+                        return await ask(sample)
+                except Exception as error:  # noqa: BLE001, the boundary of a question
+                    last = attempt == n_retries
+                    logger.log(
+                        logging.WARNING if last else logging.INFO,
+                        "A judge failed on %s, attempt %d of %d: %r",
+                        *(sample.trajectory.id.to_string(), attempt + 1, n_retries + 1, error),
+                    )
+                    if not last:
+                        await asyncio.sleep(first_wait_s * 2**attempt)
+            return None
+
+        return await asyncio.gather(*(patiently(sample) for sample in samples))
+
+    return reward
+
+
+class RewardFunctions:
+    """The functions that a run has chosen, and their weights."""
+
+    def __init__(self, names: Sequence[str], weights: Mapping[str, float], chat: ChatEncoder) -> None:
+        """Raises ConfigError for a name that is not registered."""
+        for name in names:
+            if name not in REWARD_FUNCTIONS:
+                known = ", ".join(sorted(REWARD_FUNCTIONS)) or "none"
+                raise ConfigError(f"generator.reward_functions={name!r} is not registered; available: {known}")
+        self._names = list(names)
+        self._weights = weights
+        self._chat = chat
+
+    async def add_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The trajectories with what every function says of the valid ones."""
+        for name in self._names:
+            trajectories = await self._add(name, list(trajectories))
+        return list(trajectories)
+
+    async def _add(self, name: str, trajectories: list[Trajectory]) -> list[Trajectory]:
+        registered = REWARD_FUNCTIONS[name]
+        valid = [i for i, t in enumerate(trajectories) if t.is_valid]
+        groups: list[list[int]] = [valid] if valid else []
+        if registered.level == "group":
+            groups = [list(group) for _, group in groupby(valid, key=lambda i: trajectories[i].id.instance_id)]
+        rewards = await asyncio.gather(
+            *(self._ask(name, registered.function, [trajectories[i] for i in group]) for group in groups)
+        )
+        for group, of_group in zip(groups, rewards, strict=True):
+            for i, reward in zip(group, of_group, strict=True):
+                trajectories[i] = _with_reward(trajectories[i], name, reward, self._weights.get(name, 1.0))
+        return trajectories
+
+    async def _ask(self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
+        """One reward for each; all unknown when the function fails."""
+        samples = [
+            RewardSample(t, self._chat.decode_all(t.prompt_ids), self._chat.decode_all(t.response_ids))
+            for t in trajectories
+        ]
+        try:
+            answer: Any = function(samples)
+            rewards = await answer if inspect.isawaitable(answer) else answer
+            return _checked(rewards, trajectories)
+        except Exception:  # the boundary of a user's function: its samples have no reward
+            logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
+            return [None] * len(samples)
+
+
+def _checked(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
+    if len(rewards) != len(trajectories):
+        raise EnvError(f"it returned {len(rewards)} rewards for {len(trajectories)} samples; return one for each")
+    for reward, t in zip(rewards, trajectories, strict=True):
+        values = reward if isinstance(reward, list) else [] if reward is None else [reward]
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            raise EnvError(f"it returned {reward!r}; rewards are finite numbers, or None where they are unknown")
+        if isinstance(reward, list) and len(reward) != len(t.response_ids):
+            raise EnvError(f"it returned {len(reward)} rewards for a response of {len(t.response_ids)} tokens")
+    return list(rewards)
+
+
+def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: float) -> Trajectory:
+    """The trajectory with one more component of its reward."""
+    if reward is None:
+        error = f"reward function {name} does not know its reward"
+        return replace(trajectory, rewards=None, stop_reason="reward_unknown", error=error)
+    rewards = list(trajectory.valid_rewards)
+    if isinstance(reward, list):
+        rewards = [there + weight * value for there, value in zip(rewards, reward, strict=True)]
+    elif rewards:
+        rewards[_last_sampled(trajectory)] += weight * reward
+    total = sum(reward) if isinstance(reward, list) else float(reward)
+    return replace(trajectory, rewards=rewards, reward_components={**trajectory.reward_components, name: total})
+
+
+def _last_sampled(trajectory: Trajectory) -> int:
+    sampled = [position for position, is_sampled in enumerate(trajectory.loss_mask) if is_sampled]
+    return sampled[-1] if sampled else len(trajectory.loss_mask) - 1

@@ -1,0 +1,142 @@
+"""Rewards of functions: by group, by batch, per token, of judges that fail, and how they are combined."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from generators.conftest import MakeStage, Stage, story
+from generators.environments import Journal
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.rewards import (
+    REWARD_FUNCTIONS,
+    RewardFunction,
+    RewardSample,
+    judge,
+    register_reward_function,
+)
+from skyrl_train.types import Trajectory
+
+DONE = {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., None]]:
+    """Registers reward functions until the end of the test."""
+    names = []
+
+    def add(name: str, function: RewardFunction, **options: Any) -> None:
+        register_reward_function(name, **options)(function)
+        names.append(name)
+
+    yield add
+    for name in names:
+        del REWARD_FUNCTIONS[name]
+
+
+async def play(stage: Stage) -> list[Trajectory]:
+    """Two prompts, two samples each; an environment's reward of 1."""
+    return await stage.play([story(uid, i, returns={"step": DONE}) for uid in "ab" for i in range(2)])
+
+
+async def test_a_group_function_sees_the_samples_of_one_prompt(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+) -> None:
+    seen: list[list[str]] = []
+
+    def rank(samples: Sequence[RewardSample]) -> list[float]:
+        seen.append([sample.trajectory.id.to_string() for sample in samples])
+        assert all(sample.prompt.startswith("<|im_start|>system") and sample.response for sample in samples)
+        return [float(i) for i in range(len(samples))]
+
+    register("rank", rank)
+    trajectories = await play(make_stage(reward_functions=["rank"], reward_weights={"rank": 0.5}))
+    assert seen == [["a_0", "a_1"], ["b_0", "b_1"]]
+    assert [t.total_reward for t in trajectories] == [1.0, 1.5, 1.0, 1.5]
+    assert [t.reward_components for t in trajectories] == [{"rank": 0.0}, {"rank": 1.0}] * 2
+
+
+async def test_a_batch_function_is_awaited_once(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+) -> None:
+    sizes = []
+
+    async def centre(samples: Sequence[RewardSample]) -> list[float]:
+        await asyncio.sleep(0)
+        sizes.append(len(samples))
+        return [2.0] * len(samples)
+
+    register("centre", centre, level="batch")
+    trajectories = await play(make_stage(reward_functions=["centre"]))
+    assert sizes == [4]
+    assert [t.rewards[-1] for t in trajectories] == [3.0] * 4
+
+
+async def test_a_function_may_reward_each_token(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+) -> None:
+    register("each", lambda samples: [[0.25] * len(s.trajectory.response_ids) for s in samples])
+    for t in await play(make_stage(reward_functions=["each"])):
+        assert t.rewards == [0.25] * (len(t.response_ids) - 1) + [1.25]
+
+
+@pytest.mark.parametrize("answer", [[None, 1.0], [float("nan"), 1.0], [1.0], ["good", 1.0], [[1.0] * 99, 1.0]])
+async def test_what_is_not_known_is_invalid_and_never_zero(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None], answer: list[Any]
+) -> None:
+    register("odd", lambda samples: answer)
+    trajectories = await play(make_stage(reward_functions=["odd"]))
+    n_valid = 1 if answer[0] is None else 0
+    assert [t.is_valid for t in trajectories] == ([False, True] if n_valid else [False, False]) * 2
+    assert {t.stop_reason for t in trajectories if not t.is_valid} == {"reward_unknown"}
+    assert trajectories[0].error == "reward function odd does not know its reward"
+
+
+async def test_a_judge_is_asked_again_and_never_by_too_many_at_once(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+) -> None:
+    n_open, most, n_asked = 0, 0, dict.fromkeys(("a_0", "a_1", "b_0", "b_1"), 0)
+
+    async def ask(sample: RewardSample) -> float:
+        nonlocal n_open, most
+        name = sample.trajectory.id.to_string()
+        n_asked[name] += 1
+        n_open += 1
+        most = max(most, n_open)
+        try:
+            await asyncio.sleep(0.01)
+            if name == "a_1" and n_asked[name] < 3:
+                raise ConnectionError("busy")
+            if name == "b_0":
+                await asyncio.sleep(60)
+        finally:
+            n_open -= 1
+        return 0.5
+
+    register("judge", judge(ask, max_concurrency=2, timeout_s=0.2, first_wait_s=0.01), level="batch")
+    trajectories = await play(make_stage(reward_functions=["judge"]))
+    assert n_asked == {"a_0": 1, "a_1": 3, "b_0": 3, "b_1": 1}
+    assert most == 2
+    assert [t.is_valid for t in trajectories] == [True, True, False, True]
+    assert trajectories[1].total_reward == 1.5
+
+
+async def test_components_of_an_environment_are_weighed(make_stage: MakeStage, journal: Journal) -> None:
+    answer = DONE | {"metadata": {"reward_components": {"right": 1.0, "brief": 0.5, "polite": 0.25}}}
+    stage = make_stage(reward_weights={"right": 2.0, "brief": 0.0})
+    (t,) = await stage.play([story("a", returns={"step": answer})])
+    assert t.total_reward == 2.25
+    assert t.reward_components == {"right": 1.0, "brief": 0.5, "polite": 0.25}
+    (t,) = await make_stage(reward_weights={"other": 3.0}).play([story("a", returns={"step": answer})])
+    assert t.total_reward == 1.0
+
+
+def test_names_are_checked_before_anything_is_played(make_stage: MakeStage, register: Callable[..., None]) -> None:
+    register("brevity", lambda samples: [])
+    with pytest.raises(ConfigError, match=r"'brevety' is not registered; available: brevity"):
+        make_stage(reward_functions=["brevety"])
+    with pytest.raises(ConfigError, match="already registered"):
+        register_reward_function("brevity")(lambda samples: [])
