@@ -149,7 +149,7 @@ $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
 	@$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	  -e skyrl-gym -e skyrl-train hypothesis pytest pytest-asyncio pytest-timeout requests
-	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt -r $(REQUIREMENTS)
+	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
 .PHONY: clean

@@ -12,6 +12,17 @@ from skyrl_train.inference_engines.base import SamplingParams
 
 @pytest.mark.parametrize(("stop", "expected"), [(None, ()), ("END", ("END",)), (["a", "b"], ("a", "b"))])
 def test_sampling_parameters_are_passed_on(stop: Any, expected: tuple[str, ...]) -> None:
-    section = {"max_generate_length": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": stop}
+    same = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+    }
+    section = same | {"max_generate_length": 5, "min_tokens": 2, "stop": stop, "stop_token_ids": [7]}
     cfg = load_config({"generator": {"sampling_params": section}})
-    assert SamplingParams.from_config(cfg.generator.sampling_params) == SamplingParams(5, 0.5, 0.9, 3, 0.1, expected)
+    assert SamplingParams.from_config(cfg.generator.sampling_params) == SamplingParams(
+        max_new_tokens=5, min_new_tokens=2, stop=expected, stop_token_ids=(7,), **same
+    )

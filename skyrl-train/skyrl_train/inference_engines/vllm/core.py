@@ -1,0 +1,188 @@
+"""vLLM's engine core in this process: what it is started with, and what goes in and out of a step."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_initialized
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor import Executor
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.hf.sampling import Choice
+from skyrl_train.inference_engines.hf.sequence import Sequence
+from skyrl_train.inference_engines.vllm.sampler import REQUEST, install_sampler, unpacked
+from skyrl_train.inference_engines.vllm.weights import load_weights
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",  # it would start a thread that outlives the engine
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner, on GPUs only, calls samplers in another way
+}
+OWN_OPTIONS = {
+    "async_scheduling": False,  # a step's tokens are known before the next one starts
+    "disable_log_stats": True,
+    "skip_tokenizer_init": True,
+    "speculative_config": None,  # another sampler would accept the drafts
+    "tensor_parallel_size": 1,  # in this process
+    "use_tqdm_on_load": False,
+}
+
+Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""The policy's current tensors, named as in a checkpoint."""
+
+
+class Output(NamedTuple):
+    """What a step brought for one request."""
+
+    request_id: str
+    choices: list[Choice]
+    n_cached: int | None  # tokens of the prompt that were not read; None after the first output
+    is_over: bool
+
+
+class Core:
+    """The one vLLM engine core of this process. All its methods belong to one thread."""
+
+    def __init__(self, options: Mapping[str, Any], eos_token_id: int | None) -> None:
+        """`options` are fields of vLLM's `EngineArgs`; `eos_token_id` is the tokenizer's.
+
+        Raises:
+            EngineError: vLLM does not start with these options.
+        """
+        if clashes := sorted(OWN_OPTIONS.keys() & options.keys()):
+            raise EngineError(f"engine_init_kwargs.{clashes[0]} is the engine's own to set; remove it")
+        if model_parallel_is_initialized():
+            raise EngineError("there is a vLLM engine in this process already; close() it first")
+        with _undisturbed():
+            try:
+                config = EngineArgs(
+                    **OWN_OPTIONS, **{"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}
+                ).create_engine_config()
+                if config.model_config.is_moe:  # on a CPU, vLLM would compute something else from then on
+                    raise ValueError("a mixture of experts cannot take over new weights; use generator.backend=hf")
+                self._client = EngineCoreClient.make_client(
+                    multiprocess_mode=False,
+                    asyncio_mode=False,
+                    vllm_config=config,
+                    executor_class=Executor.get_class(config),
+                    log_stats=False,
+                )
+            except Exception as error:
+                cleanup_dist_env_and_memory()
+                raise EngineError(f"vLLM cannot start with {dict(options)}: {error}") from error
+        self.context_length = int(config.model_config.max_model_len)
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        ids = config.model_config.try_get_generation_config().get("eos_token_id")
+        listed = ids if isinstance(ids, list) else [ids]
+        self.eos_ids = frozenset(i for i in [*listed, eos_token_id] if i is not None)
+        self._sleeps = bool(config.model_config.enable_sleep_mode)
+        self._client.collective_rpc(install_sampler, args=(self.eos_ids,))
+
+    def step(self, new: Mapping[str, Sequence], dropped: list[str]) -> list[Output]:
+        """Take new requests, forget the dropped ones, and sample the next token of those whose turn it is."""
+        self._client.abort_requests(dropped)
+        for request_id, sequence in new.items():
+            self._client.add_request(self._request(request_id, sequence))
+        return [_output(output) for output in self._client.get_output().outputs]
+
+    def load_weights(self, weights: Weights, dropped: list[str]) -> None:
+        """Take over new weights; requests that are left read what they have again.
+
+        Raises:
+            EngineError: the names do not fit the model.
+        """
+        self.forget(dropped)
+        try:
+            (missing,) = self._client.collective_rpc(load_weights, args=(weights(),))
+        except Exception as error:
+            raise EngineError(f"vLLM cannot take over the policy's weights: {error}") from error
+        if missing:
+            raise EngineError(
+                f"the policy has no tensor for {min(missing)} and {len(missing) - 1} other parameters of vLLM's model; "
+                "it would go on with old values, so use generator.backend=hf for this architecture"
+            )
+
+    def forget(self, dropped: list[str]) -> None:
+        """Drop all keys and values, and some requests; the others start over."""
+        self._client.abort_requests(dropped)
+        self._client.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self, dropped: list[str]) -> None:
+        """Give the device's memory back, where vLLM can: not on a CPU."""
+        self.forget(dropped)
+        if self._sleeps:
+            self._client.sleep(level=1)
+
+    def wake_up(self) -> None:
+        """The inverse of `sleep`."""
+        if self._sleeps:
+            self._client.wake_up()
+
+    def shutdown(self) -> None:
+        """Release everything."""
+        self._client.shutdown()
+
+    def _request(self, request_id: str, sequence: Sequence) -> EngineCoreRequest:
+        sampling = sequence.sampling
+        params = SamplingParams(
+            max_tokens=sequence.max_tokens - sequence.n_prompt,
+            stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)],
+            logprobs=0,  # whatever the sampler reports comes back
+            detokenize=False,
+            extra_args={REQUEST: sequence.request},
+        )
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=list(sequence.request.prompt_ids),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+
+
+def _output(output: EngineCoreOutput) -> Output:
+    stats = output.prefill_stats
+    return Output(
+        output.request_id,
+        [] if output.new_logprobs is None else unpacked(output.new_logprobs),
+        None if stats is None else stats.num_cached_tokens,
+        output.finish_reason is not None,
+    )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Start vLLM without a trace in the process that it shares with the trainer.
+
+    It seeds every random generator, sets environment variables that child processes would inherit (LD_PRELOAD among
+    them), and on a CPU replaces `torch.set_num_threads`.
+    """
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    os.environ.update(ENVIRONMENT)
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)

@@ -1,0 +1,413 @@
+"""What every inference engine does. A backend's test module subclasses `EngineContract` and gives an `engine_kit`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from dataclasses import replace
+from string import ascii_lowercase
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
+from tests.contract.engine_kit import EngineKit, Listener
+
+LONG = {"n_new": 400, "ignore_eos": True}  # still running when a test looks at it
+B_TO_Z = ascii_lowercase[1:]
+SHAPED: list[dict[str, Any]] = [
+    {"top_p": 0.6},
+    {"top_k": 5},
+    {"min_p": 0.4},
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.9},
+    {"min_new_tokens": 12, "stop_token_ids": (7, 8, 9)},
+    {"top_p": 0.8, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+]
+
+
+def assert_same(actual: EngineResult, expected: EngineResult, tolerance: float) -> None:
+    assert actual.token_ids == expected.token_ids
+    assert actual.stop_reason == expected.stop_reason
+    assert actual.logprobs == pytest.approx(expected.logprobs, abs=2 * tolerance)
+
+
+def assert_agrees(kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
+    """The engine and the trainer say the same about the sampled tokens."""
+    assert result.logprobs == pytest.approx(kit.trainer_logprobs(request, result), abs=kit.tolerance), request.sampling
+
+
+class EngineContract:
+    """One test for each promise of `InferenceEngine`, against the policy's own model."""
+
+    # -- what is sampled, and what is said about it
+
+    async def test_greedy_is_what_transformers_generates(self, engine_kit: EngineKit) -> None:
+        lengths = [1, 2, 31, 32, 33, 63, 64, 65, 200]  # around the sizes in which caches grow
+        requests = [engine_kit.request(n, 20, seed=n, temperature=0.0) for n in lengths]
+        results = await engine_kit.new().generate(requests)
+        assert [r.token_ids for r in results] == [engine_kit.greedy(r.prompt_ids, 20) for r in requests]
+
+    async def test_log_probs_are_the_trainers_at_the_temperature_of_the_request(self, engine_kit: EngineKit) -> None:
+        temperatures = (0.0, 0.4, 1.0, 1.7)
+        requests = [engine_kit.request(9 + 20 * i, 12, seed=i, temperature=t) for i, t in enumerate(temperatures)]
+        for request, result in zip(requests, await engine_kit.new().generate(requests), strict=True):
+            assert_agrees(engine_kit, request, result)
+            assert result.sampling_logprobs is result.raw_logprobs is result.top_logprobs is None
+
+    async def test_penalties_and_truncation_change_what_is_sampled_and_not_the_log_probs(
+        self, engine_kit: EngineKit
+    ) -> None:
+        requests = [
+            engine_kit.request(20, 16, seed=seed, temperature=temperature, **options)
+            for seed, options in enumerate(SHAPED)
+            for temperature in (1.0, 0.7)
+        ]
+        for request, result in zip(requests, await engine_kit.new().generate(requests), strict=True):
+            assert_agrees(engine_kit, request, result)
+            shaped = engine_kit.sampling_logprobs(request, result)
+            n_shaped = len(result.sampling_logprobs or [])  # once nothing is banned any more, there is none to tell
+            assert n_shaped == min(len(shaped), request.sampling.min_new_tokens or len(shaped))
+            assert result.sampling_logprobs == pytest.approx(shaped[:n_shaped], abs=engine_kit.tolerance)
+
+    async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
+        plain = engine_kit.request(20, 6, temperature=0.6, top_p=0.9)
+        raw = replace(plain, sampling=replace(plain.sampling, with_raw_logprobs=True))
+        top = replace(plain, sampling=replace(plain.sampling, n_top_logprobs=3))
+        without, with_raw, with_top = await engine_kit.new().generate([plain, raw, top])
+        assert without.raw_logprobs is without.top_logprobs is None
+        expected = engine_kit.trainer_logprobs(raw, with_raw, temperature=1.0)
+        assert with_raw.raw_logprobs == pytest.approx(expected, abs=engine_kit.tolerance)
+        logprobs = (engine_kit.logits(top, with_top) / 0.6).log_softmax(-1)
+        assert with_top.top_logprobs is not None
+        assert with_top.raw_logprobs is None
+        for row, told in zip(logprobs, with_top.top_logprobs, strict=True):
+            values, token_ids = row.topk(3)
+            expected_row = dict(zip(token_ids.tolist(), values.tolist(), strict=True))
+            assert told == pytest.approx(expected_row, abs=engine_kit.tolerance)
+
+    async def test_tokens_follow_the_models_distribution(self, engine_kit: EngineKit) -> None:
+        n = 600
+        one = engine_kit.request(20, 1, temperature=0.5)
+        requests = [replace(one, seed=seed) for seed in range(n)]
+        results = await engine_kit.new(max_num_seqs=64).generate(requests)
+        probs = (engine_kit.logits(one, results[0])[0] / 0.5).softmax(-1)
+        counts = torch.bincount(torch.tensor([r.token_ids[0] for r in results]), minlength=len(probs)).float()
+        largest = probs.topk(5).indices
+        expected = torch.cat([probs[largest], 1 - probs[largest].sum(dim=0, keepdim=True)]) * n
+        found = torch.cat([counts[largest], n - counts[largest].sum(dim=0, keepdim=True)])
+        assert ((found - expected).square() / expected).sum() < 20.5  # 5 degrees of freedom: one in a thousand
+
+    async def test_the_seed_decides_and_nothing_else(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        requests = [engine_kit.request(5 + 3 * i, 16, seed=i) for i in range(4)]
+        together = await engine.generate([*requests, requests[1], replace(requests[1], seed=99)])
+        assert_same(together[4], together[1], engine_kit.tolerance)
+        assert together[5].token_ids != together[1].token_ids
+        for request, expected in zip(requests, together, strict=False):
+            (alone,) = await engine.generate([request])
+            assert_same(alone, expected, engine_kit.tolerance)
+
+    # -- which request got what
+
+    async def test_results_are_in_the_order_of_their_requests(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new(max_num_seqs=2)
+        assert await engine.generate([]) == []
+        lengths = [9, 1, 5, 3]
+        requests = [engine_kit.request(10, n, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
+        results = await engine.generate(requests)
+        assert [len(r.token_ids) for r in results] == lengths
+        assert {r.stop_reason for r in results} == {"length"}
+        for request, result in zip(requests, results, strict=True):
+            assert_agrees(engine_kit, request, result)
+
+    async def test_calls_at_the_same_time(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        requests = [[engine_kit.request(10 + i, 12, seed=10 * i + j) for j in range(3)] for i in range(4)]
+        together = await asyncio.gather(*(engine.generate(group) for group in requests))
+        for group, results in zip(requests, together, strict=True):
+            for result, expected in zip(results, await engine.generate(group), strict=True):
+                assert_same(result, expected, engine_kit.tolerance)
+
+    async def test_tokens_are_told_as_they_are_sampled(self, engine_kit: EngineKit) -> None:
+        listener = Listener()
+        requests = [engine_kit.request(10, 6, ignore_eos=True), engine_kit.request(12, 9, ignore_eos=True)]
+        results = await engine_kit.new().generate(requests, on_tokens=listener)
+        assert len(listener.told) == 15
+        for index, result in enumerate(results):
+            mine = [(token_ids, logprobs) for i, token_ids, logprobs in listener.told if i == index]
+            assert [token for token_ids, _ in mine for token in token_ids] == result.token_ids
+            assert [value for _, logprobs in mine for value in logprobs] == result.logprobs
+
+    # -- when a response ends
+
+    @pytest.mark.parametrize(
+        ("options", "text", "reason"),
+        [
+            ({}, f"{B_TO_Z}7<|im_end|>", "stop"),
+            ({"n_new": 5}, "bcdef", "length"),
+            ({"stop": ("fgh",)}, "bcdefgh", "stop"),
+            ({"stop": ("fgh",), "n_new": 7}, "bcdefgh", "stop"),  # the last token allowed completes it
+            ({"stop": ("fgh",), "n_new": 6}, "bcdefg", "length"),
+            ({"stop": ("xyz", "q", "fgi")}, "bcdefghijklmnopq", "stop"),  # whichever comes first
+            ({"stop": ("abc", "uvw")}, "bcdefghijklmnopqrstuvw", "stop"),  # the prompt's a does not count
+            ({"stop": ("cde",), "min_new_tokens": 9}, f"{B_TO_Z}7<|im_end|>", "stop"),
+            ({"stop_token_ids": "m"}, "bcdefghijklm", "stop"),
+            ({"ignore_eos": True, "n_new": 30}, f"{B_TO_Z}7<|im_end|>abc", "length"),
+            ({"ignore_eos": True, "stop": ("7",)}, f"{B_TO_Z}7", "stop"),
+        ],
+    )
+    async def test_a_response_ends_when_it_should(
+        self, engine_kit: EngineKit, options: dict[str, Any], text: str, reason: str
+    ) -> None:
+        engine_kit.teach_spelling()
+        engine = engine_kit.new()
+        await engine.sync_weights(1)
+        options = {"n_new": 100, **options}
+        if letter := options.get("stop_token_ids"):
+            options["stop_token_ids"] = (engine_kit.tokenizer.convert_tokens_to_ids(letter),)
+        sampling = SamplingParams(options.pop("n_new"), **options)
+        prompt_ids = engine_kit.tokenizer.convert_tokens_to_ids(["a"])
+        (result,) = await engine.generate([EngineRequest(prompt_ids, sampling, seed=0)])
+        assert (engine_kit.tokenizer.decode(result.token_ids), result.stop_reason) == (text, reason)
+
+    async def test_no_response_ends_before_its_least_length(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        requests = [engine_kit.request(9, 60, seed=seed, temperature=3.0) for seed in range(40)]
+        free = await engine.generate(requests)
+        assert any(result.stop_reason == "stop" for result in free)
+        forced = [replace(r, sampling=replace(r.sampling, min_new_tokens=60)) for r in requests]
+        for result in await engine.generate(forced):
+            assert (len(result.token_ids), result.stop_reason) == (60, "length")
+            assert engine_kit.eos_id not in result.token_ids
+
+    async def test_a_response_ends_with_the_context(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        n = engine.context_length
+        assert n == engine_kit.model.config.max_position_embeddings
+        request = engine_kit.request(n - 4, 50, ignore_eos=True)
+        (result,) = await engine.generate([request])
+        assert (len(result.token_ids), result.stop_reason) == (4, "length")
+        assert_agrees(engine_kit, request, result)
+
+    async def test_a_prompt_that_cannot_be_served_is_refused_alone(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        n = engine.context_length
+        served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
+        for n_prompt in (0, n, n + 88):
+            with pytest.raises(EngineError, match=f"a prompt of {n_prompt} tokens: .* between 1 and {n - 1}"):
+                await engine.generate([engine_kit.request(5), EngineRequest([5] * n_prompt, SamplingParams(4), 0)])
+        assert len((await served)[0].token_ids) == 20
+
+    # -- what is read again
+
+    async def test_every_turn_of_a_session_agrees_with_the_trainer_and_reuses_what_was_read(
+        self, engine_kit: EngineKit
+    ) -> None:
+        engine = engine_kit.new()
+        turns = [
+            engine_kit.request(100, 20, seed=seed, session=session, temperature=0.8, ignore_eos=True)
+            for seed, session in enumerate(["a", "b", None])
+        ]
+        for n_turn in range(3):
+            results = await engine.generate(turns)
+            for i, (turn, result) in enumerate(zip(turns, results, strict=True)):
+                assert_agrees(engine_kit, turn, result)
+                if n_turn and turn.session_id:
+                    assert len(turn.prompt_ids) - 12 - engine_kit.reused_at_once < result.n_cached
+                assert 0 <= result.n_cached < len(turn.prompt_ids)
+                observation = engine_kit.prompt(11, seed=i)
+                turns[i] = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + observation)
+
+    async def test_a_session_that_changed_its_mind_is_read_from_there_on(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        first = engine_kit.request(150, 8, session="game")
+        (result,) = await engine.generate([first])
+        assert result.n_cached == 0
+        edited = replace(first, prompt_ids=[*first.prompt_ids[:100], *engine_kit.prompt(40, seed=5)])
+        (result,) = await engine.generate([edited])
+        assert 100 - engine_kit.reused_at_once < result.n_cached <= 100
+        assert_agrees(engine_kit, edited, result)
+
+    async def test_an_ended_session_starts_over(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        request = engine_kit.request(80, 8, session="game")
+        (first,) = await engine.generate([request])
+        engine.end_session("game")
+        engine.end_session("never heard of")
+        assert_same((await engine.generate([request]))[0], first, engine_kit.tolerance)
+
+    async def test_long_prompts_are_read_in_pieces(self, engine_kit: EngineKit) -> None:
+        requests = [engine_kit.request(n, 10, seed=n) for n in (5, 300, 90)]
+        for request, result in zip(
+            requests, await engine_kit.new(max_num_batched_tokens=64).generate(requests), strict=True
+        ):
+            assert_agrees(engine_kit, request, result)
+
+    # -- weights
+
+    async def test_new_weights_are_used_after_a_sync(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        request = engine_kit.request(100, 8, session="game", temperature=0.8, ignore_eos=True)
+        for version in range(3):
+            (result,) = await engine.generate([request])
+            assert result.weight_spans == ((version, 8),)
+            assert result.n_cached == 0  # what other weights computed is forgotten
+            assert_agrees(engine_kit, request, result)
+            engine_kit.add_noise(seed=version)
+            outdated = engine_kit.trainer_logprobs(request, result)
+            assert result.logprobs != pytest.approx(outdated, abs=10 * engine_kit.tolerance)
+            await engine.sync_weights(version + 1)
+        top = engine_kit.request(40, 6, temperature=0.0, ignore_eos=True)
+        assert (await engine.generate([top]))[0].token_ids == engine_kit.greedy(top.prompt_ids, 6)
+
+    async def test_a_sync_while_requests_run_is_refused(self, engine_kit: EngineKit) -> None:
+        engine, listener = engine_kit.new(), Listener()
+        call = asyncio.create_task(
+            engine.generate([engine_kit.request(10, **LONG), engine_kit.request(11, **LONG)], listener)
+        )
+        await listener.heard(3)
+        with pytest.raises(EngineError, match="version 3 while 2 sequences were being generated"):
+            await engine.sync_weights(3)
+        assert {result.weight_spans for result in await call} == {((0, 400),)}
+        await engine.sync_weights(3)
+        assert (await engine.generate([engine_kit.request(10, 1)]))[0].weight_spans == ((3, 1),)
+
+    async def test_new_weights_in_the_middle_of_a_response(self, engine_kit: EngineKit) -> None:
+        engine, listener, before = engine_kit.new(), Listener(), copy.deepcopy(engine_kit.model)
+        request = engine_kit.request(70, 60, ignore_eos=True)
+        call = asyncio.create_task(engine.generate([request], listener))
+        await listener.heard(10)
+        await engine.pause()
+        n_before = listener.n_tokens
+        engine_kit.add_noise()
+        await engine.sync_weights(5)
+        engine.resume()
+        (result,) = await call
+        assert [token for _, token_ids, _ in listener.told for token in token_ids] == result.token_ids
+        assert result.weight_spans == ((0, n_before), (5, 60 - n_before))
+        old = replace(engine_kit, model=before).trainer_logprobs(request, result)
+        new = engine_kit.trainer_logprobs(request, result)
+        assert result.logprobs == pytest.approx([*old[:n_before], *new[n_before:]], abs=engine_kit.tolerance)
+
+    async def test_weights_that_diverged_are_an_error_that_says_so(self, engine_kit: EngineKit) -> None:
+        engine, request = engine_kit.new(), engine_kit.request(40, 4)
+        (expected,) = await engine.generate([request])
+        weight = engine_kit.model.lm_head.weight
+        healthy = weight.detach().clone()
+        with torch.no_grad():
+            weight.fill_(torch.nan)
+        await engine.sync_weights(1)
+        for options in ({}, {"temperature": 0.0}, {"top_p": 0.9}):
+            with pytest.raises(EngineError, match=r"logits are not finite \(weight version 1\)"):
+                await engine.generate([engine_kit.request(40, 4, **options)])
+        with torch.no_grad():
+            weight.copy_(healthy)
+        await engine.sync_weights(2)
+        assert_same((await engine.generate([request]))[0], expected, engine_kit.tolerance)
+
+    # -- aborting, pausing, cancelling
+
+    async def test_an_aborted_session_returns_what_it_has(self, engine_kit: EngineKit) -> None:
+        engine, listener = engine_kit.new(), Listener()
+        kept, aborted = engine_kit.request(10, 30, session="kept"), engine_kit.request(11, session="game", **LONG)
+        expected = await engine.generate([kept, replace(aborted, sampling=SamplingParams(100, ignore_eos=True))])
+        call = asyncio.create_task(engine.generate([kept, aborted], listener))
+        await listener.heard(10)
+        engine.abort("game")
+        engine.abort("another")
+        result, cut = await call
+        assert_same(result, expected[0], engine_kit.tolerance)
+        assert cut.stop_reason == "abort"
+        n = len(cut.token_ids)
+        assert 3 < n < 100
+        assert cut.token_ids == expected[1].token_ids[:n]
+        assert cut.logprobs == pytest.approx(expected[1].logprobs[:n], abs=2 * engine_kit.tolerance)
+
+    async def test_an_abort_ends_everything_also_what_waits_or_is_paused(self, engine_kit: EngineKit) -> None:
+        engine, listener = engine_kit.new(max_num_seqs=1), Listener()
+        requests = [engine_kit.request(n, **LONG) for n in (10, 11)]
+        calls = [asyncio.create_task(engine.generate([request], listener)) for request in requests]
+        await listener.heard(5)
+        await engine.pause()
+        engine.abort()
+        running, waiting = [(await call)[0] for call in calls]
+        assert running.stop_reason == waiting.stop_reason == "abort"
+        assert len(running.token_ids) == listener.n_tokens
+        assert (waiting.token_ids, waiting.logprobs) == ([], [])
+        engine.resume()
+        assert len((await engine.generate([engine_kit.request(10, 4, ignore_eos=True)]))[0].token_ids) == 4
+
+    async def test_a_paused_engine_keeps_what_it_has_and_goes_on(self, engine_kit: EngineKit) -> None:
+        engine, listener = engine_kit.new(), Listener()
+        request = engine_kit.request(10, 60, ignore_eos=True)
+        (expected,) = await engine.generate([request])
+        call = asyncio.create_task(engine.generate([request], listener))
+        await listener.heard(5)
+        await engine.pause()
+        with pytest.raises(EngineError, match="paused already"):
+            await engine.pause()
+        n_told = listener.n_tokens
+        late = asyncio.create_task(engine.generate([engine_kit.request(12, 4, ignore_eos=True)], listener))
+        await asyncio.sleep(0.1)
+        assert listener.n_tokens == n_told
+        assert not call.done()
+        engine.resume()
+        assert_same((await call)[0], expected, engine_kit.tolerance)
+        assert len((await late)[0].token_ids) == 4
+        with pytest.raises(EngineError, match="not paused"):
+            engine.resume()
+
+    async def test_a_cancelled_call_stops_and_leaves_the_others_alone(self, engine_kit: EngineKit) -> None:
+        engine, listener = engine_kit.new(max_num_seqs=2), Listener()
+        kept = engine_kit.request(10, 40, ignore_eos=True)
+        (expected,) = await engine.generate([kept])
+        running = asyncio.create_task(engine.generate([engine_kit.request(11, **LONG)], listener))
+        served = asyncio.create_task(engine.generate([kept]))
+        waiting = asyncio.create_task(engine.generate([engine_kit.request(12, **LONG)], listener))
+        await listener.heard(5)
+        running.cancel()
+        waiting.cancel()
+        assert_same((await served)[0], expected, engine_kit.tolerance)
+        assert listener.n_tokens < 60  # nothing is generated for nobody
+        for task in (running, waiting):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await engine.sync_weights(1)
+        assert_same((await engine.generate([kept]))[0], expected, engine_kit.tolerance)
+
+    # -- rest and end
+
+    async def test_an_engine_sleeps_when_nothing_runs_and_wakes_up(self, engine_kit: EngineKit) -> None:
+        engine, listener = engine_kit.new(), Listener()
+        request = engine_kit.request(50, 8, session="s")
+        (expected,) = await engine.generate([request])
+        await engine.sleep()
+        await engine.wake_up()
+        (result,) = await engine.generate([request])
+        assert_same(result, expected, engine_kit.tolerance)
+        assert result.n_cached == 0
+        call = asyncio.create_task(engine.generate([engine_kit.request(10, **LONG)], listener))
+        await listener.heard(2)
+        with pytest.raises(EngineError, match="cannot sleep while 1 sequences"):
+            await engine.sleep()
+        engine.abort()
+        await call
+
+    async def test_closing_fails_who_waits_and_leaves_no_thread(self, engine_kit: EngineKit) -> None:
+        threads = set(threading.enumerate())
+        engine, listener = engine_kit.new(max_num_seqs=1), Listener()
+        calls = [asyncio.create_task(engine.generate([engine_kit.request(10, **LONG)], listener)) for _ in range(3)]
+        await listener.heard(2)
+        await engine.close()  # in the middle of a step
+        outcomes: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
+        assert "closed" in str(outcomes[0])
+        assert set(threading.enumerate()) <= threads
+        await engine.close()
+        with pytest.raises(EngineError):
+            await engine.generate([engine_kit.request(10, 1)])

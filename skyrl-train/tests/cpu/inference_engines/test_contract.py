@@ -1,0 +1,34 @@
+"""The embedded engine keeps the contract of engines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.hf import HFEngine
+
+pytest.register_assert_rewrite("tests.contract.engine_contract")
+from tests.contract.engine_contract import EngineContract  # noqa: E402
+from tests.contract.engine_kit import EngineKit  # noqa: E402
+
+
+@pytest.fixture
+async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EngineKit]:
+    """The engine that generates with the policy's own tensors."""
+    model, engines = copy.deepcopy(tiny_model), []
+
+    def new(max_num_seqs: int = 32, max_num_batched_tokens: int = 1024) -> HFEngine:
+        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        engines.append(HFEngine(model, tiny_tokenizer, max_cache_bytes=1 << 28, **limits))
+        return engines[-1]
+
+    yield EngineKit(new, model, tiny_tokenizer, tolerance=1e-5, reused_at_once=1)
+    for engine in engines:
+        await engine.close()
+
+
+class TestContract(EngineContract):
+    """See there."""

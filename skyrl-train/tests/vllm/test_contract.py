@@ -1,0 +1,24 @@
+"""The vLLM engine keeps the contract of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.vllm import VLLMEngine
+from tests.contract.engine_contract import EngineContract
+from tests.contract.engine_kit import EngineKit
+
+
+@pytest.fixture
+def engine_kit(
+    new_engine: Callable[..., VLLMEngine], policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> EngineKit:
+    """An engine with its own copy of the weights."""
+    return EngineKit(new_engine, policy, tiny_tokenizer, tolerance=1e-4, reused_at_once=32)
+
+
+class TestContract(EngineContract):
+    """See there."""

@@ -1,0 +1,106 @@
+"""Starting vLLM, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.vllm import VLLMEngine
+
+NewEngine = Callable[..., VLLMEngine]
+REQUEST = EngineRequest([5, 6, 7], SamplingParams(3, ignore_eos=True), seed=0)
+
+
+def random_states() -> list[object]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine_init_kwargs": {"blok_size": 32}}, "vLLM cannot start with .*blok_size"),
+        ({"engine_init_kwargs": {"async_scheduling": True}}, "engine_init_kwargs.async_scheduling is the engine's own"),
+        ({"path": Path("/no/such/folder")}, "vLLM cannot start with .*'/no/such/folder'"),
+        ({"max_cache_bytes": 1 << 16}, "vLLM cannot start with .*No available memory"),
+        ({"max_model_len": 600}, "vLLM cannot start with .*600"),
+    ],
+)
+async def test_options_that_vllm_refuses_are_an_error_and_another_engine_can_start(
+    new_engine: NewEngine,
+    options: dict[str, object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    threads = set(threading.enumerate())
+    with pytest.raises(EngineError, match=message):
+        new_engine(**options)
+    assert set(threading.enumerate()) <= threads
+    assert os.listdir(tmp_path) == []
+    (result,) = await new_engine().generate([REQUEST])
+    assert len(result.token_ids) == 3
+
+
+async def test_a_second_engine_in_the_process_is_refused(new_engine: NewEngine) -> None:
+    first = new_engine()
+    with pytest.raises(EngineError, match=r"already; close\(\) it first"):
+        new_engine()
+    assert len((await first.generate([REQUEST]))[0].token_ids) == 3
+    await first.close()
+    assert len((await new_engine().generate([REQUEST]))[0].token_ids) == 3
+
+
+async def test_options_reach_vllm(new_engine: NewEngine) -> None:
+    engine = new_engine(max_model_len=100, engine_init_kwargs={"block_size": 32, "max_model_len": 64})
+    assert engine.context_length == 64
+
+
+async def test_an_engine_leaves_no_trace_in_the_process(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)  # where engines before this one may have left them
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(123)  # likewise, not vLLM's own
+    environment, states, set_num_threads = dict(os.environ), random_states(), torch.set_num_threads
+    threads, children = set(threading.enumerate()), psutil.Process().children(recursive=True)
+    engine = new_engine()
+    assert dict(os.environ) == environment
+    assert random_states() == states
+    assert torch.set_num_threads is set_num_threads
+    await engine.generate([REQUEST])
+    assert os.listdir(tmp_path)
+    await engine.close()
+    assert os.listdir(tmp_path) == []
+    assert set(threading.enumerate()) <= threads
+    assert psutil.Process().children(recursive=True) == children
+    assert dict(os.environ) == environment
+
+
+async def test_a_closed_engine_holds_no_weights(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    runner = engine._core._client.engine_core.model_executor.driver_worker.worker.model_runner
+    weight = weakref.ref(runner.get_model().model.embed_tokens.weight)
+    cache = weakref.ref(runner.kv_caches[0])
+    del runner
+    assert weight() is not None
+    assert cache() is not None
+    await engine.close()
+    gc.collect()
+    assert weight() is None
+    assert cache() is None

@@ -1,0 +1,135 @@
+"""What the contract of engines leaves open: failures inside vLLM, little memory, and the embedded engine's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.inference_engines.vllm.sampler import PositionSampler
+from tests.contract.engine_contract import assert_agrees
+from tests.contract.engine_kit import EngineKit, Listener
+
+NewEngine = Callable[..., VLLMEngine]
+BYTES_OF_A_CONTEXT = 512 * 2 * 2 * 4 * 32 * 4  # tokens, keys and values, layers, heads, head_dim, float32
+
+
+@pytest.fixture
+def kit(new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> EngineKit:
+    """For requests and what they must come to."""
+    return EngineKit(new_engine, policy, tiny_tokenizer, tolerance=1e-4, reused_at_once=32)
+
+
+def model_of(engine: VLLMEngine) -> torch.nn.Module:
+    """vLLM's model."""
+    worker = engine._core._client.engine_core.model_executor.driver_worker.worker
+    model: torch.nn.Module = worker.model_runner.get_model()
+    return model
+
+
+async def test_both_engines_sample_the_same_tokens(kit: EngineKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_train.inference_engines.vllm.sampler.CHUNK_LOGITS", 2 * len(kit.tokenizer))
+    shapes: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 9, "frequency_penalty": 0.4}]
+    requests = [kit.request(10 + 30 * i, 40, seed=i, **shapes[i % 3]) for i in range(9)]
+    embedded = HFEngine(kit.model, kit.tokenizer, max_num_seqs=32, max_num_batched_tokens=1024, max_cache_bytes=1 << 28)
+    expected = await embedded.generate(requests)
+    await embedded.close()
+    results = await kit.new().generate(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    for result, other in zip(results, expected, strict=True):
+        assert result.sampling_logprobs == pytest.approx(other.sampling_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("place", ["model", "sampler"])
+async def test_a_failing_step_fails_every_caller_and_the_engine_recovers(
+    kit: EngineKit, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kit.new(max_num_seqs=2)
+    requests = [kit.request(70, 8, seed=seed, ignore_eos=True) for seed in range(3)]
+    expected = await engine.generate(requests)
+    await engine.sync_weights(0)  # so that prompts are read again
+    target, method = (model_of(engine), "forward") if place == "model" else (PositionSampler, "_draw")
+    works, n_calls = getattr(target, method), 0
+
+    def fail(*args: Any, **options: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls > 5:
+            raise ValueError("out of luck")
+        return works(*args, **options)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(target, method, fail)
+        outcomes = await asyncio.gather(*(engine.generate([r]) for r in requests), return_exceptions=True)
+    assert {str(outcome) for outcome in outcomes} == {"generation failed: ValueError('out of luck')"}
+    assert {type(outcome) for outcome in outcomes} == {EngineError}
+    assert "ValueError: out of luck" in caplog.text  # with its traceback
+    results = await engine.generate(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert [r.n_cached for r in results] == [0, 0, 0]  # what the failing step did not write is not taken for read
+
+
+async def test_more_requests_than_memory_read_what_they_have_again(kit: EngineKit) -> None:
+    requests = [kit.request(100, 300, seed=seed, ignore_eos=True) for seed in range(3)]
+    engine = kit.new(max_cache_bytes=BYTES_OF_A_CONTEXT * 5 // 4)
+    n_read = 0
+
+    def count(_: torch.nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        nonlocal n_read
+        n_read += inputs["input_ids"].numel()
+
+    model_of(engine).register_forward_pre_hook(count, with_kwargs=True)
+    for request, result in zip(requests, await engine.generate(requests), strict=True):
+        assert_agrees(kit, request, result)
+        assert (len(result.token_ids), result.stop_reason, result.n_cached) == (300, "length", 0)
+    assert n_read > 3 * (100 + 299)
+
+
+@pytest.mark.parametrize("token_id", [-1, 10_000])
+async def test_a_token_that_the_model_does_not_know_is_refused(kit: EngineKit, token_id: int) -> None:
+    with pytest.raises(EngineError, match=rf"a prompt with token {token_id}: .* 0 to {len(kit.tokenizer) - 1}"):
+        await kit.new().generate([EngineRequest([5, token_id, 6], SamplingParams(4), seed=0)])
+
+
+async def test_an_engine_asleep_takes_no_requests_and_no_weights(kit: EngineKit) -> None:
+    engine = kit.new()
+    await engine.sleep()
+    await engine.sleep()
+    for call in (engine.generate([kit.request(5)]), engine.sync_weights(1)):
+        with pytest.raises(EngineError, match=r"asleep; wake_up\(\) it first"):
+            await call
+    await engine.wake_up()
+    await engine.wake_up()
+    await engine.sync_weights(1)
+    assert (await engine.generate([kit.request(5, 2, ignore_eos=True)]))[0].weight_spans == ((1, 2),)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "aborted", "aborted while paused", "stop string"])
+async def test_vllm_forgets_requests_that_are_over(kit: EngineKit, way: str) -> None:
+    engine, listener = kit.new(), Listener()
+    scheduler = engine._core._client.engine_core.scheduler
+    options = {"stop": tuple("aeiou \n")} if way == "stop string" else {}
+    call = asyncio.create_task(engine.generate([kit.request(10, 400, ignore_eos=True, **options)], listener))
+    await listener.heard(1)
+    if way == "cancelled":
+        call.cancel()
+    elif way == "aborted":
+        engine.abort()
+    elif way == "aborted while paused":
+        await engine.pause()
+        engine.abort()
+        await engine.sync_weights(1)
+        assert not scheduler.has_unfinished_requests()
+        engine.resume()
+    await asyncio.wait([call])
+    assert call.cancelled() or len(call.result()[0].token_ids) < 400
+    assert len((await engine.generate([kit.request(10, 2, ignore_eos=True)]))[0].token_ids) == 2
+    assert not scheduler.has_unfinished_requests()

@@ -1,0 +1,27 @@
+"""What is known about a token survives its way through vLLM."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.inference_engines.hf.sampling import Choice
+from skyrl_train.inference_engines.vllm.sampler import packed, unpacked
+
+TOKEN_IDS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.floats(-1e6, 0, width=32) | st.just(-float("inf"))
+CHOICES = st.builds(
+    Choice,
+    TOKEN_IDS,
+    LOGPROBS,
+    st.none() | LOGPROBS,
+    st.none() | LOGPROBS,
+    st.none() | st.dictionaries(TOKEN_IDS, LOGPROBS, min_size=1, max_size=5),
+)
+
+
+@given(st.lists(CHOICES, min_size=1, max_size=6))
+def test_unpacking_gives_what_was_packed(choices: list[Choice]) -> None:
+    columns = packed(choices).tolists()
+    assert unpacked(columns) == choices
+    assert [unpacked(columns.slice_request(row, 1)) for row in range(len(choices))] == [[c] for c in choices]

@@ -1,0 +1,146 @@
+"""Weights that vLLM takes over, and those that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.models.loading import load_model
+from tests.contract.engine_kit import EngineKit
+
+NewEngine = Callable[..., VLLMEngine]
+SaveModel = Callable[[PretrainedConfig], Path]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+SMALL = {
+    "vocab_size": 488,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SMALL),
+    "gemma2": Gemma2Config(
+        **SMALL, head_dim=32, final_logit_softcapping=2.0, attn_logit_softcapping=None, sliding_window=64
+    ),
+    "granite": GraniteConfig(**SMALL, logits_scaling=3.0, embedding_multiplier=2.0),
+    "cohere": CohereConfig(**SMALL, logit_scale=0.25),
+    "gpt2": GPT2Config(vocab_size=488, n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2),
+}
+
+
+async def distance(engine: VLLMEngine, kit: EngineKit) -> float:
+    """The largest difference between the engine's log-probs and the trainer's."""
+    request = kit.request(40, 20, temperature=0.8, ignore_eos=True)
+    (result,) = await engine.generate([request])
+    expected = kit.trainer_logprobs(request, result)
+    return max(abs(a - b) for a, b in zip(result.logprobs or [], expected, strict=True))
+
+
+@pytest.fixture
+def save_model(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> SaveModel:
+    """Makes a folder with a model of that configuration."""
+
+    def save(config: PretrainedConfig) -> Path:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        tiny_tokenizer.save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+async def test_other_architectures_are_taken_over(
+    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel, name: str
+) -> None:
+    path = save_model(ARCHITECTURES[name])
+    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
+    engine = new_engine(path, weights=model.named_parameters)
+    kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
+    assert await distance(engine, kit) < 1e-4
+    kit.add_noise()
+    assert await distance(engine, kit) > 1e-2
+    await engine.sync_weights(1)
+    assert await distance(engine, kit) < 1e-4
+
+
+async def test_a_tied_head_may_be_named_as_well(
+    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel
+) -> None:
+    path = save_model(ARCHITECTURES["llama"])
+    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
+    assert "lm_head.weight" in model.state_dict().keys() - dict(model.named_parameters()).keys()
+    engine = new_engine(path, weights=lambda: model.state_dict().items())
+    kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
+    kit.add_noise()
+    await engine.sync_weights(1)
+    assert await distance(engine, kit) < 1e-4
+
+
+async def test_a_mixture_of_experts_is_refused(new_engine: NewEngine, save_model: SaveModel) -> None:
+    path = save_model(Qwen3MoeConfig(**SMALL, head_dim=32, num_experts=4, moe_intermediate_size=32))
+    with pytest.raises(EngineError, match=r"a mixture of experts cannot take over new weights; use .*backend=hf"):
+        new_engine(path)
+
+
+async def test_a_policy_in_float32_and_an_engine_in_bfloat16(
+    new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = new_engine(dtype="bfloat16")
+    kit = EngineKit(new_engine, policy, tiny_tokenizer, 1e-4, 32)
+    kit.add_noise()
+    await engine.sync_weights(1)
+    assert await distance(engine, kit) < 0.1
+
+
+async def test_a_tensor_that_the_policy_does_not_have_is_named(new_engine: NewEngine, policy: PreTrainedModel) -> None:
+    def weights() -> NamedTensors:
+        yield from ((name, tensor) for name, tensor in policy.named_parameters() if "layers.1.mlp" not in name)
+
+    engine = new_engine(weights=weights)
+    message = r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight and 1 other"
+    with pytest.raises(EngineError, match=message):
+        await engine.sync_weights(1)
+
+
+async def test_a_tensor_that_vllm_does_not_know_is_an_error(new_engine: NewEngine, policy: PreTrainedModel) -> None:
+    names = {"model.norm.weight": "model.standard.weight"}
+
+    def weights() -> NamedTensors:
+        yield from ((names.get(name, name), tensor) for name, tensor in policy.named_parameters())
+
+    engine = new_engine(weights=weights)
+    with pytest.raises(EngineError, match=r"cannot take over the policy's weights: .*standard"):
+        await engine.sync_weights(1)
+    names.clear()
+    await engine.sync_weights(1)
+    request = EngineRequest([5, 6, 7], SamplingParams(4, ignore_eos=True), seed=0)
+    (result,) = await engine.generate([request])
+    assert result.weight_spans == ((1, 4),)
