@@ -16,14 +16,16 @@ class EnvStepOutput(TypedDict, Generic[ObsType]):
     """What one `Env.step` returns; a plain dict at run time.
 
     observations: what the policy reads next, e.g. ``[{"role": "user", "content": "Try again."}]``.
-    reward: the reward of this step alone, not the running total.
+    reward: the reward of this step alone, not the running total; None where it cannot be told, which ends the episode
+        as one that no baseline and no metric counts.
     done: whether the episode ended with this step.
-    metadata: facts for logs and analysis. Training reads one of them, `reward_components`: the named parts of the
-        reward of this step, e.g. ``{"correct": 1.0, "format": 0.2}``.
+    metadata: facts for logs and analysis. Training reads two of them: `reward_components`, the named parts of the
+        reward of this step, e.g. ``{"correct": 1.0, "format": 0.2}``; and `modified_chat_history`, messages that take
+        the place of the conversation so far.
     """
 
     observations: ObsType
-    reward: float
+    reward: float | None
     done: bool
     metadata: dict[str, Any]
 

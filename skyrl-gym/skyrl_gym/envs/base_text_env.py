@@ -17,8 +17,8 @@ ConversationType = list[MessageType]
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType], total=False):
     """`EnvStepOutput` over chat messages: `observations` are appended to the conversation after the model's reply.
 
-    postprocessed_action: the reply as the environment understood it. A trainer that learns from the tokens it sampled
-        accepts it only where it is the reply itself; leave it out.
+    postprocessed_action: the reply as the environment understood it, where that is not the reply itself. A beginning of
+        it is learned from as it was sampled; anything else is read by the model, and not learned from.
     """
 
     postprocessed_action: str | None
