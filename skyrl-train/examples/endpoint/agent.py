@@ -1,0 +1,32 @@
+"""An agent that plays Catch. It knows OpenAI's client, the game, and nothing about training.
+
+Its loop is what any agent's is: ask the model, do what it says, tell it what happened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from examples.catch.env import CatchEnv
+from skyrl_train.generators.endpoint import AgentResult
+from skyrl_train.types import PromptRow
+
+
+async def play_catch(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
+    """Play the game of a dataset row; every turn is rewarded."""
+    http = DefaultAsyncHttpxClient(verify=False)  # the endpoint speaks plain HTTP; certificates take 30 ms to load
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
+        game = CatchEnv(env_config={}, extras=row.env_extras)
+        messages: list[Any] = list(row.prompt)
+        rewards: list[float] = []
+        is_over = False
+        while not is_over:
+            completion = await client.chat.completions.create(model=model, messages=messages)
+            reply = completion.choices[0].message.content or ""
+            turn = game.step(reply)
+            rewards.append(turn["reward"] or 0.0)  # Catch always knows
+            messages += [{"role": "assistant", "content": reply}, *turn["observations"]]
+            is_over = turn["done"]
+        return AgentResult(rewards, metrics=game.get_metrics())

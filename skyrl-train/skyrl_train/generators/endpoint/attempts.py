@@ -1,0 +1,49 @@
+"""Rollouts that failed are played again, a bounded number of times."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from skyrl_train.generators.base import BatchMetadata, RolloutRequest
+from skyrl_train.generators.rollout import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+async def play_until_valid(
+    requests: Sequence[RolloutRequest],
+    metadata: BatchMetadata,
+    play: Callable[[Sequence[Rollout]], Awaitable[None]],
+    *,
+    n_retries: int,
+    final: Collection[str],
+) -> list[Rollout]:
+    """One rollout for each request, in order. `final` are stop reasons that another attempt would not change."""
+    rollouts = [Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
+    await play(rollouts)
+    for attempt in range(1, n_retries + 1):
+        failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in final]
+        if not failed:
+            break
+        _report([rollouts[i] for i in failed], len(rollouts), "are played again")
+        again = [Rollout(rollouts[i].request, rollouts[i].seed, attempt) for i in failed]
+        await play(again)
+        for i, rollout in zip(failed, again, strict=True):
+            rollouts[i] = rollout
+    _report([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid")
+    return rollouts
+
+
+def _report(failed: Sequence[Rollout], n_rollouts: int, what: str) -> None:
+    """One warning for each kind of failure, with the traceback of the first."""
+    kinds: dict[tuple[str | None, str], list[Rollout]] = {}
+    for rollout in failed:
+        kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
+    for alike in kinds.values():
+        first = alike[0]
+        logger.warning(
+            "%d of %d rollouts %s; the first, %s: %s",
+            *(len(alike), n_rollouts, what, first.request.id.to_string(), first.error),
+            exc_info=first.cause,
+        )

@@ -1,0 +1,254 @@
+"""The engine as a service: requests to prompts, prompts to replies, and what is recorded of them. No HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.endpoint.errors import RequestError, refuse
+from skyrl_train.generators.endpoint.recorder import Prompt, Recording
+from skyrl_train.generators.endpoint.reply_text import TextStream, reply_text
+from skyrl_train.generators.endpoint.responses import Answer, ChatAnswer, CompletionAnswer, Json, Reply, Scored
+from skyrl_train.generators.endpoint.session import Session, free_sampling
+from skyrl_train.generators.endpoint.wire import MOST_PROMPTS, ChatRequest, CompletionOptions, CompletionRequest
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, OnTokens
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TEMPLATE_VARIANTS = 64
+"""Sets of tools and template variables whose renderings are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One reply to come."""
+
+    prompt: Prompt
+    request: EngineRequest
+    session: Session | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is understood: its choices in order, and how they will be told."""
+
+    asked: CompletionOptions
+    choices: list[Choice]
+    answer: Answer
+
+
+class ModelService:
+    """One model under one name."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model_name: str,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        ends_stopped_turns: bool = True,
+        max_input_length: int | None = None,
+    ) -> None:
+        """`max_input_length` is the longest prompt in tokens; None: what the model's context leaves room for."""
+        longest = engine.context_length - 1  # leaves room for a token
+        self.model_name = model_name
+        self.engine = engine
+        self.max_input_length = min(max_input_length or longest, longest)
+        self._n_vocabulary = len(tokenizer)
+        self._tokenizer = tokenizer
+        self._template = chat_template
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        self._ends_stopped_turns = ends_stopped_turns
+        self._chat = ChatEncoder(tokenizer, chat_template, self._template_kwargs)
+        self._chat_variant = lru_cache(maxsize=TEMPLATE_VARIANTS)(self._make_chat_variant)
+        self._spell = lru_cache(maxsize=1 << 16)(lambda token_id: self._chat.decode_all([token_id]))
+        self._warned: set[str] = set()
+
+    def new_recording(self) -> Recording:
+        """For a session."""
+        return Recording(self._chat, ends_stopped_turns=self._ends_stopped_turns)
+
+    # -- from requests to jobs
+
+    def chat_job(self, asked: ChatRequest, session: Session | None) -> Job:
+        """A chat request.
+
+        Raises:
+            RequestError: it cannot be answered.
+        """
+        self._check(asked)
+        messages = [message.rendered() for message in asked.messages]
+        variables = asked.template_variables
+        variant = json.dumps(variables, sort_keys=True) if variables else ""
+        recording = self._recording(session)
+        prompt = _encoded("messages", lambda: recording.chat_prompt(messages, self._chat_variant(variant), variant))
+        return Job(asked, self._choices(asked, "messages", prompt, session), ChatAnswer(asked, self._spell))
+
+    def completion_job(self, asked: CompletionRequest, sessions: Sequence[Session | None]) -> Job:
+        """A text completion, with one session for each prompt.
+
+        Raises:
+            RequestError: it cannot be answered.
+        """
+        self._check(asked)
+        choices: list[Choice] = []
+        for told, session in zip(asked.prompts, sessions, strict=True):
+            prompt = self._completion_prompt(told, self._recording(session))
+            choices += self._choices(asked, "prompt", prompt, session)
+        return Job(asked, choices, CompletionAnswer(asked, self._spell))
+
+    def _check(self, asked: CompletionOptions) -> None:
+        if asked.model != self.model_name:
+            message = f"there is no model {asked.model!r} here; this is {self.model_name!r}"
+            refuse(message, param="model", code="model_not_found")
+        if isinstance(asked, CompletionRequest) and not 0 < len(asked.prompts) <= MOST_PROMPTS:
+            refuse(f"{len(asked.prompts)} prompts; send between 1 and {MOST_PROMPTS}", param="prompt")
+        self._check_tokens(asked.stop_token_ids or (), "stop_token_ids")
+        asked.check_offered()
+
+    def _check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        if token_ids and max(token_ids) >= self._n_vocabulary:
+            refuse(f"token {max(token_ids)}: the vocabulary has {self._n_vocabulary} tokens, from 0", param=param)
+
+    def _recording(self, session: Session | None) -> Recording:
+        return self.new_recording() if session is None else session.recording
+
+    def _completion_prompt(self, told: str | list[int], recording: Recording) -> Prompt:
+        if isinstance(told, str):
+            return _encoded("prompt", lambda: recording.text_prompt(told))
+        self._check_tokens(told, "prompt")
+        return recording.token_prompt(told)
+
+    def _choices(self, asked: CompletionOptions, param: str, prompt: Prompt, session: Session | None) -> list[Choice]:
+        n_tokens, n_most = len(prompt.token_ids), self.max_input_length
+        if not n_tokens:
+            refuse("the prompt is empty", param=param)
+        if n_tokens > n_most:
+            message = (
+                f"This model's maximum context length is {n_most} tokens before its reply, and your {param} resulted "
+                f"in {n_tokens} tokens; send less"
+            )
+            refuse(message, param=param, code="context_length_exceeded")
+        if session is not None:
+            sampling = session.sampling_for(asked, self._warned)
+            requests = [session.engine_request(prompt, sampling) for _ in range(asked.n_choices)]
+        else:
+            sampling = free_sampling(asked, self.engine.context_length)
+            seeds = _seeds(asked.seed, asked.n_choices)
+            requests = [EngineRequest(prompt.token_ids, sampling, seed, _cache_name(asked)) for seed in seeds]
+        return [Choice(prompt, request, session) for request in requests]
+
+    def _make_chat_variant(self, variant: str) -> ChatEncoder:
+        """The encoder with the template variables of a request; `variant` is JSON, as the key of a cache."""
+        if not variant:
+            return self._chat
+        return ChatEncoder(self._tokenizer, self._template, self._template_kwargs | json.loads(variant))
+
+    # -- from jobs to answers
+
+    async def answer(self, job: Job) -> Json:
+        """The whole answer.
+
+        Raises:
+            RequestError: the engine failed.
+        """
+        results = await self._generate(job)
+        keeps_stop = bool(job.asked.include_stop_str_in_output)
+        texts = [
+            reply_text(self._chat.decode, result, choice.request.sampling.stop, keeps_stop=keeps_stop)
+            for choice, result in zip(job.choices, results, strict=True)
+        ]
+        return job.answer.whole(self._record(job, results, texts))
+
+    async def stream(self, job: Job) -> AsyncGenerator[Json]:
+        """The answer in chunks, as tokens come. The most likely tokens, if asked for, come with the last chunk."""
+        events: asyncio.Queue[tuple[int, Scored] | None] = asyncio.Queue()
+        told: OnTokens = lambda index, ids, logprobs: events.put_nowait((index, Scored(ids, logprobs)))  # noqa: E731
+        generating = asyncio.create_task(self._generate(job, told))
+        generating.add_done_callback(lambda _: events.put_nowait(None))
+        keeps_stop = bool(job.asked.include_stop_str_in_output)
+        stops = [choice.request.sampling.stop for choice in job.choices]
+        texts = [TextStream(self._chat.decode, stop, keeps_stop=keeps_stop) for stop in stops]
+        tells_logprobs_last = bool(job.asked.n_top_logprobs)
+        try:
+            yield job.answer.opening([choice.prompt.token_ids for choice in job.choices])
+            while (event := await events.get()) is not None:
+                index, tokens = event
+                piece = texts[index].push(tokens.token_ids)
+                yield job.answer.piece(index, piece, replace(tokens, logprobs=None) if tells_logprobs_last else tokens)
+            results = await generating
+        finally:
+            generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)
+        rests = [text.finish(result) for text, result in zip(texts, results, strict=True)]
+        replies = self._record(job, results, [text.text for text in texts])
+        for index, (rest, result) in enumerate(zip(rests, results, strict=True)):
+            last = Scored.of(result) if tells_logprobs_last else Scored([], None)
+            yield job.answer.piece(index, rest, last, finish_reason=result.stop_reason)
+        if job.asked.includes_usage:
+            yield job.answer.closing(replies)
+
+    async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[EngineResult]:
+        started = time.perf_counter()
+        try:
+            return await self.engine.generate([choice.request for choice in job.choices], on_tokens)
+        except BaseException as error:
+            for choice in job.choices:
+                if choice.session is not None:
+                    choice.session.give_up(choice.request)
+            if not isinstance(error, EngineError):
+                raise
+            for choice in job.choices:
+                if choice.session is not None:
+                    choice.session.engine_failure = choice.session.engine_failure or str(error)
+            raise RequestError(500, f"the engine failed: {error}", code="engine_error") from error
+        finally:
+            for session in {id(s): s for choice in job.choices if (s := choice.session) is not None}.values():
+                session.generate_s += time.perf_counter() - started
+
+    def _record(self, job: Job, results: Sequence[EngineResult], texts: Sequence[str]) -> list[Reply]:
+        replies = []
+        for choice, result, text in zip(job.choices, results, texts, strict=True):
+            if choice.session is not None:
+                choice.session.record(choice.prompt, choice.request, result, text)
+            replies.append(Reply(choice.prompt.token_ids, result, text))
+        return replies
+
+
+def _encoded(param: str, encode: Callable[[], T]) -> T:
+    """What `encode` returns; that chat template and tokenizer accept what a client sent is the client's business."""
+    try:
+        return encode()
+    except RequestError:
+        raise
+    except Exception as error:  # noqa: BLE001, templates are programs, and fail like programs
+        refuse(f"{param} cannot be turned into tokens: {type(error).__name__}: {error}", param=param)
+
+
+def _seeds(seed: int | None, n: int) -> list[int]:
+    """Randomness for n replies to one prompt."""
+    if seed is None:
+        return [secrets.randbits(64) for _ in range(n)]
+    digests = [blake2b(f"{seed}/{index}".encode(), digest_size=8).digest() for index in range(n)]
+    return [int.from_bytes(digest, "big") for digest in digests]
+
+
+def _cache_name(asked: CompletionOptions) -> str | None:
+    """The engine's session of a request that is not recorded: as SkyRL's clients have it, for the cache alone."""
+    return f"client/{asked.session_id}" if isinstance(asked.session_id, str | int) else None

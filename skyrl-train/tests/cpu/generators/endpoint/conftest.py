@@ -1,0 +1,118 @@
+"""The endpoint over real HTTP: one in the test's own event loop, and one that runs beside blocking clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from generators.conftest import RecordedEngine
+from openai import AsyncOpenAI, OpenAI
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.endpoint import Endpoint, ModelService, Session
+from skyrl_train.inference_engines.base import SamplingParams
+
+MODEL = "tiny"
+HELLO = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "State: ball=(3,0)"}]
+
+
+def new_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RecordedEngine:
+    return RecordedEngine(model, tokenizer, max_num_seqs=64, max_num_batched_tokens=512, max_cache_bytes=2**24)
+
+
+def new_client(base_url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key="anything", max_retries=0)
+
+
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask another server, when it is imported
+    import litellm
+
+    monkeypatch.setattr(litellm, "suppress_debug_info", True)
+    return litellm
+
+
+@dataclass
+class Stage:
+    """An endpoint that listens, and what is behind it."""
+
+    endpoint: Endpoint
+    engine: RecordedEngine
+    chat: ChatEncoder
+    clients: list[AsyncOpenAI] = field(default_factory=list)
+
+    def session(self, seed: int = 0, **sampling: Any) -> Session:
+        return self.endpoint.open_session(SamplingParams(**{"max_new_tokens": 4} | sampling), seed)
+
+    def client(self, session: Session | None = None) -> AsyncOpenAI:
+        self.clients.append(new_client(self.endpoint.url(session)))
+        return self.clients[-1]
+
+    async def until_idle(self) -> None:
+        """Return when the engine has nothing to do."""
+        async with asyncio.timeout(5):
+            while self.engine._unfinished():
+                await asyncio.sleep(0.001)
+
+    async def until_asked(self, n: int = 1) -> None:
+        """Return when the engine has n requests to answer."""
+        async with asyncio.timeout(5):
+            while len(self.engine._unfinished()) < n:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[Stage]:
+    engine = new_engine(talker, tiny_tokenizer)
+    endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
+    await endpoint.start()
+    stage = Stage(endpoint, engine, ChatEncoder(tiny_tokenizer))
+    yield stage
+    for client in stage.clients:
+        await client.close()
+    await endpoint.close()
+    await engine.close()
+
+
+@dataclass
+class LiveEndpoint:
+    """An endpoint in a thread of its own."""
+
+    url: str
+    engine: RecordedEngine
+    chat: ChatEncoder
+    client: OpenAI
+    http: httpx.Client
+
+
+@pytest.fixture(scope="module")
+def live(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> Iterator[LiveEndpoint]:
+    started, found = threading.Event(), []
+
+    async def serve() -> None:
+        engine = new_engine(talker, tiny_tokenizer)
+        endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
+        await endpoint.start()
+        stop = asyncio.Event()
+        found.extend([endpoint.url(), engine, asyncio.get_running_loop(), stop])
+        started.set()
+        await stop.wait()
+        await endpoint.close()
+        await engine.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(timeout=30)
+    url, engine, loop, stop = found
+    with OpenAI(base_url=url, api_key="anything", max_retries=0) as client, httpx.Client() as http:
+        yield LiveEndpoint(url, engine, ChatEncoder(tiny_tokenizer), client, http)
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(timeout=30)
+    assert not thread.is_alive()

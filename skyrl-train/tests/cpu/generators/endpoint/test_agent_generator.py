@@ -1,0 +1,449 @@
+"""Agents that know nothing but OpenAI's interface play; what comes out is what any generator's trajectories are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import torch
+from generators.conftest import RecordedEngine
+from generators.endpoint.conftest import new_engine
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import skyrl_gym
+from examples.catch.catch_dataset import CatchDataset
+from examples.catch.env import CatchEnv
+from examples.endpoint.agent import play_catch
+from skyrl_gym.envs.registration import deregister
+from skyrl_train.config import load_config
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests, to_generator_input
+from skyrl_train.generators.endpoint import AgentGenerator, AgentResult
+from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.types import PromptRow, Trajectory
+
+SAMPLING = SamplingParams(max_new_tokens=3, temperature=0.7)
+
+
+def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
+    rows = []
+    for i, row in enumerate(CatchDataset(train_size=n_games).train_rows()):
+        extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
+        rows.append(PromptRow(str(i), row["prompt"], "catch", extras))
+    return rollout_requests(rows, n_samples, "catch")
+
+
+class Theatre:
+    """Generators with one engine each, closed at the end."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.engine = new_engine(model, tokenizer)
+        self.generators: list[AgentGenerator] = []
+
+    def generator(self, agent: Any, **options: Any) -> AgentGenerator:
+        of_constructor = {name: options.pop(name) for name in ("max_concurrent_agents",) if name in options}
+        cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0} | options})
+        self.generators.append(AgentGenerator(agent, cfg.generator, self.engine, self.tokenizer, **of_constructor))
+        return self.generators[-1]
+
+    async def play(
+        self, agent: Any, requests: list[RolloutRequest], sampling: SamplingParams = SAMPLING, **options: Any
+    ) -> list[Trajectory]:
+        generator = self.generator(agent, **options)
+        return await generator.rollout(requests, sampling, BatchMetadata(1, "train"))
+
+    async def close(self) -> None:
+        for generator in self.generators:
+            await generator.close()
+        await self.engine.close()
+
+
+@pytest.fixture
+async def theatre(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[Theatre]:
+    theatre = Theatre(talker, tiny_tokenizer)
+    yield theatre
+    await theatre.close()
+
+
+@pytest.fixture
+def catch() -> Iterator[None]:
+    skyrl_gym.register("catch", CatchEnv)
+    yield
+    deregister("catch")
+
+
+async def asks_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model=model, messages=row.prompt)
+    return 1.0
+
+
+def asks_once_in_a_thread(**options: Any) -> float:
+    with openai.OpenAI(base_url=options["base_url"], api_key=options["api_key"]) as client:
+        client.chat.completions.create(model=options["model"], messages=options["row"].prompt)
+    return 1.0
+
+
+def check_against_engine(t: Trajectory, engine: RecordedEngine) -> None:
+    """The trajectory is the last prompt that the engine read, and what it sampled."""
+    exchanges = [
+        (request, result)
+        for request, result in engine.exchanges
+        if request.prompt_ids[: len(t.prompt_ids)] == t.prompt_ids
+    ]
+    mine = [
+        pair for pair in exchanges if (t.prompt_ids + t.response_ids)[: len(pair[0].prompt_ids)] == pair[0].prompt_ids
+    ]
+    request, result = max(mine, key=lambda pair: len(pair[0].prompt_ids))
+    assert t.prompt_ids + t.response_ids == request.prompt_ids + result.token_ids
+
+
+async def test_openais_client_plays_catch(theatre: Theatre) -> None:
+    trajectories = await theatre.play(play_catch, catch_requests(4, 2))
+    assert len(theatre.engine.exchanges) == 8 * 5
+    for t, request in zip(trajectories, catch_requests(4, 2), strict=True):
+        assert (t.id, t.is_valid, t.earlier, len(t.turns)) == (request.id, True, (), 5)
+        assert t.env_metrics["steps"] == 5
+        assert t.total_reward == pytest.approx(sum(turn.reward for turn in t.turns))
+        assert len({turn.reward for turn in t.turns}) > 1
+        assert [t.rewards[turn.end - 1] for turn in t.turns] == [turn.reward for turn in t.turns]
+        assert t.timing["generate"] > 0
+        check_against_engine(t, theatre.engine)
+
+
+async def test_the_same_trajectories_as_those_of_the_agent_loop(theatre: Theatre, catch: None) -> None:
+    """Greedily, so that randomness, which belongs to the request here and to the rollout there, is out of the way."""
+    greedy = replace(SAMPLING, temperature=0.0)
+    cfg = load_config({"generator": {"max_turns": 5}})
+    loop = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, theatre.engine, theatre.tokenizer)
+    expected = await loop.rollout(catch_requests(6), greedy, BatchMetadata(1, "train"))
+    await loop.close()
+    for t, other in zip(await theatre.play(play_catch, catch_requests(6), greedy), expected, strict=True):
+        assert (t.prompt_ids, t.response_ids, t.loss_mask) == (other.prompt_ids, other.response_ids, other.loss_mask)
+        assert (t.rewards, t.stop_reason, t.env_metrics) == (other.rewards, other.stop_reason, other.env_metrics)
+        assert t.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert [replace(turn, weight_spans=()) for turn in t.turns] == [
+            replace(turn, weight_spans=()) for turn in other.turns
+        ]
+
+
+async def test_the_trainer_computes_the_same_logprobs(theatre: Theatre) -> None:
+    batch = build_training_batch(await theatre.play(play_catch, catch_requests(6)), theatre.tokenizer.pad_token_id)
+    with torch.no_grad():
+        trained, *_ = response_logprobs(
+            theatre.model, batch.sequences, batch.attention_mask, batch.loss_mask, temperature=0.7
+        )
+    torch.testing.assert_close(trained, batch.rollout_logprobs, atol=1e-5, rtol=0)
+
+
+async def test_litellm_plays_catch(theatre: Theatre, litellm: Any) -> None:
+    async def player(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
+        game = CatchEnv(env_config={}, extras=row.env_extras)
+        messages, rewards = list(row.prompt), []
+        while not game.state.is_over:
+            answer = await litellm.acompletion(
+                model=f"openai/{model}", messages=messages, api_base=base_url, api_key=api_key
+            )
+            message = answer.choices[0].message
+            turn = game.step(message.content)
+            rewards.append(turn["reward"])
+            messages += [message.model_dump(), *turn["observations"]]
+        return AgentResult(rewards, metrics=game.get_metrics())
+
+    for t in await theatre.play(player, catch_requests(3)):
+        assert (t.is_valid, t.earlier, len(t.turns), t.env_metrics["steps"]) == (True, (), 5, 5)
+        check_against_engine(t, theatre.engine)
+
+
+async def test_litellm_knows_the_errors(theatre: Theatre, litellm: Any) -> None:
+    seen: list[Exception] = []
+
+    async def careless(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
+        for name, content in ((f"openai/{model}", "1" * 600), ("openai/other", "1")):
+            try:
+                messages = [{"role": "user", "content": content}]
+                await litellm.acompletion(model=name, messages=messages, api_base=base_url, api_key=api_key)
+            except Exception as error:  # noqa: BLE001, to look at it
+                seen.append(error)
+        return 0.0
+
+    await theatre.play(careless, catch_requests(1))
+    assert [type(error) for error in seen] == [litellm.ContextWindowExceededError, litellm.NotFoundError]
+
+
+async def test_a_blocking_agent_runs_in_a_thread(theatre: Theatre) -> None:
+    names: set[str] = set()
+
+    def blocking(**options: Any) -> float:
+        names.add(threading.current_thread().name)
+        return asks_once_in_a_thread(**options)
+
+    trajectories = await theatre.play(blocking, catch_requests(6))
+    assert all(t.is_valid and t.total_reward == 1.0 for t in trajectories)
+    assert all(name.startswith("skyrl-agent") for name in names)
+
+
+async def test_one_reward_stands_on_the_last_token(theatre: Theatre) -> None:
+    async def rewarded_once(**options: Any) -> float:
+        await play_catch(**options)
+        return 0.25
+
+    (t,) = await theatre.play(rewarded_once, catch_requests(1))
+    assert t.rewards[-1] == t.total_reward == 0.25
+    assert t.stop_reason == t.turns[-1].stop_reason
+
+
+async def test_components_and_metrics_are_the_agents(theatre: Theatre) -> None:
+    async def tells(**options: Any) -> AgentResult:
+        await asks_once(**options)
+        return AgentResult(1, components={"form": 0.25, "answer": 0.75}, metrics={"solved": True})
+
+    (t,) = await theatre.play(tells, catch_requests(1))
+    assert (t.total_reward, t.reward_components) == (1.0, {"form": 0.25, "answer": 0.75})
+    assert t.env_metrics == {"solved": True}
+
+
+async def test_an_agent_that_edits_its_history_has_several_rows(theatre: Theatre) -> None:
+    async def forgetful(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for text in ("Summarise", "State"):
+                messages: list[Any] = [{"role": "user", "content": text}]
+                await client.chat.completions.create(model=model, messages=messages)
+        return 1.0
+
+    (t,) = await theatre.play(forgetful, catch_requests(1))
+    assert (len(t.earlier), [turn.segment for turn in t.turns]) == (1, [0, 1])
+    assert (t.total_reward, sum(t.rewards), sum(t.earlier[0].rewards)) == (1.0, 1.0, 0.0)
+    first, second = theatre.engine.exchanges
+    assert t.earlier[0].prompt_ids + t.earlier[0].response_ids == first[0].prompt_ids + first[1].token_ids
+    assert t.prompt_ids + t.response_ids == second[0].prompt_ids + second[1].token_ids
+    batch = build_training_batch([t], theatre.tokenizer.pad_token_id)
+    assert batch.is_last_row.tolist() == [False, True]
+
+
+# -- what goes wrong
+
+
+async def failing(**options: Any) -> float:
+    await asks_once(**options)
+    raise KeyError("what")
+
+
+async def silent(**_: Any) -> float:
+    return 1.0
+
+
+async def endless(**options: Any) -> float:
+    await asks_once(**options)
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+def endless_in_a_thread(**options: Any) -> float:
+    asks_once_in_a_thread(**options)
+    while True:
+        time.sleep(0.01)
+
+
+def returns(value: Any) -> Callable[..., Any]:
+    async def agent(**options: Any) -> Any:
+        await asks_once(**options)
+        return value
+
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("agent", "stop_reason", "error"),
+    [
+        (failing, "agent_error", "the agent raised KeyError: 'what'"),
+        (silent, "agent_silent", "the agent returned without a reply of the model"),
+        (endless, "agent_timeout", "the agent was not done after 2 s"),
+        (endless_in_a_thread, "agent_timeout", "the agent was not done after 2 s"),
+        (returns(None), "reward_unknown", "the agent returned None: the reward is unknown"),
+        (returns(AgentResult(None)), "reward_unknown", "the agent returned None: the reward is unknown"),
+        (returns("1.0"), "agent_error", "the agent returned '1.0'; rewards must be finite numbers"),
+        (returns(float("nan")), "agent_error", "the agent returned nan; rewards must be finite numbers"),
+        (
+            returns(AgentResult([1.0, 2.0])),
+            "agent_error",
+            "the agent returned 2 rewards for 1 replies; return one for each",
+        ),
+        (returns(AgentResult(1.0, components={"a": "b"})), "agent_error", "rewards must be finite numbers"),
+    ],
+)
+async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
+    theatre: Theatre, agent: Any, stop_reason: str, error: str
+) -> None:
+    good, bad = catch_requests(2)
+
+    async def both(**options: Any) -> Any:
+        return await (agent if options["row"].uid == bad.row.uid else asks_once)(**options)
+
+    def both_in_threads(**options: Any) -> Any:
+        return (agent if options["row"].uid == bad.row.uid else asks_once_in_a_thread)(**options)
+
+    is_blocking = agent is endless_in_a_thread
+    played = await theatre.play(both_in_threads if is_blocking else both, [good, bad], trajectory_timeout_seconds=2)
+    assert (played[0].is_valid, played[0].total_reward) == (True, 1.0)
+    assert (played[1].is_valid, played[1].stop_reason, played[1].rewards) == (False, stop_reason, None)
+    assert error in played[1].error
+    assert len(played[1].turns) == (0 if agent is silent else 1), "for people to look at"
+
+
+async def test_a_client_that_runs_into_a_wall_is_an_agents_error(theatre: Theatre) -> None:
+    async def too_long(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1" * 600}])
+        return 1.0
+
+    (t,) = await theatre.play(too_long, catch_requests(1))
+    assert t.stop_reason == "agent_error"
+    assert "maximum context length is 511 tokens" in t.error
+
+
+async def test_failures_are_played_again_a_bounded_number_of_times(theatre: Theatre) -> None:
+    attempts: list[str] = []
+
+    async def second_time_lucky(**options: Any) -> float:
+        attempts.append(options["session_id"])
+        await asks_once(**options)
+        if len(attempts) < 2:
+            raise RuntimeError("bad luck")
+        return 1.0
+
+    (t,) = await theatre.play(second_time_lucky, catch_requests(1), n_rollout_retries=3)
+    assert (t.is_valid, t.n_attempts, len(attempts), len(set(attempts))) == (True, 2, 2, 2)
+    assert len(t.turns) == 1, "what the first attempt asked is not part of it"
+    (t,) = await theatre.play(failing, catch_requests(1), n_rollout_retries=2)
+    assert (t.is_valid, t.n_attempts) == (False, 3)
+    (t,) = await theatre.play(returns(None), catch_requests(1), n_rollout_retries=2)
+    assert t.n_attempts == 1
+
+
+async def test_an_engine_that_fails_is_not_the_agents_fault(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def impatient(**options: Any) -> float:
+        async with openai.AsyncOpenAI(base_url=options["base_url"], api_key="x", max_retries=0) as client:
+            await client.chat.completions.create(model=options["model"], messages=options["row"].prompt)
+        return 1.0
+
+    monkeypatch.setattr(theatre.engine, "_forward", lambda step: 1 / 0)
+    (t,) = await theatre.play(impatient, catch_requests(1))
+    assert (t.is_valid, t.stop_reason) == (False, "engine_error")
+
+
+async def test_an_aborted_reply_makes_the_rollout_invalid(theatre: Theatre) -> None:
+    generator = theatre.generator(asks_once)
+    await theatre.engine.pause()
+    rolling = asyncio.create_task(generator.rollout(catch_requests(1), SAMPLING, BatchMetadata(1, "train")))
+    while not theatre.engine._unfinished():
+        await asyncio.sleep(0.001)
+    theatre.engine.abort()
+    theatre.engine.resume()
+    (t,) = await rolling
+    assert (t.is_valid, t.stop_reason) == (False, "abort")
+
+
+async def test_what_an_agent_is_given_is_its_own(theatre: Theatre) -> None:
+    requests = catch_requests(1, 2)
+    n_messages = len(requests[0].row.prompt)
+
+    async def careless(**options: Any) -> float:
+        assert len(options["row"].prompt) == n_messages
+        options["row"].prompt.append({"role": "user", "content": "More"})
+        return await asks_once(**options)
+
+    assert all(t.is_valid for t in await theatre.play(careless, requests, max_concurrent_agents=1))
+
+
+async def test_no_more_agents_at_once_than_allowed(theatre: Theatre) -> None:
+    running, most = 0, 0
+
+    async def counted(**options: Any) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        reward = await asks_once(**options)
+        running -= 1
+        return reward
+
+    await theatre.play(counted, catch_requests(9), max_concurrent_agents=4)
+    assert most == 4
+
+
+async def test_what_an_agent_leaves_behind_cannot_disturb_training(theatre: Theatre) -> None:
+    left: list[asyncio.Task[float]] = []
+
+    async def leaves_a_request(**options: Any) -> float:
+        reward = await asks_once(**options)
+        await theatre.engine.pause()
+        left.append(asyncio.create_task(asks_once(**options)))
+        while not theatre.engine._unfinished():
+            await asyncio.sleep(0.001)
+        return reward
+
+    (t,) = await theatre.play(leaves_a_request, catch_requests(1))
+    assert (t.is_valid, len(t.turns)) == (True, 1)
+    theatre.engine.resume()
+    await theatre.engine.sync_weights(1)
+    with pytest.raises(openai.NotFoundError):
+        await left[0]
+
+
+async def test_the_parallel_list_interface_gives_the_same(theatre: Theatre) -> None:
+    requests = catch_requests(2)
+    generator = theatre.generator(play_catch)
+    expected = await generator.rollout(requests, SAMPLING, BatchMetadata(1, "train"))
+    output = await generator.generate(to_generator_input(requests, SAMPLING, BatchMetadata(1, "train")))
+    assert output["response_ids"] == [t.response_ids for t in expected], "the same seed, the same game"
+    assert output["rewards"] == [t.rewards for t in expected]
+
+
+async def test_filters_of_the_configuration_apply(theatre: Theatre) -> None:
+    options = {"zero_reward_on_non_stop": True, "apply_overlong_filtering": True}
+    trajectories = await theatre.play(asks_once, catch_requests(9), **options)
+    assert {(t.stop_reason, t.total_reward, 1 in t.loss_mask) for t in trajectories} == {
+        ("stop", 1.0, True),
+        ("length", 0.0, False),
+    }
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"step_wise_trajectories": True},
+        {"inject_context_status": True},
+        {"use_conversation_multi_turn": False},
+        {"max_response_length": 5},
+    ],
+)
+def test_settings_of_the_agent_loop_are_refused(theatre: Theatre, setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"generator.{next(iter(setting))}"):
+        theatre.generator(asks_once, **setting)
+
+
+async def test_nothing_is_left_when_it_is_closed(
+    talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    process = psutil.Process(os.getpid())
+    threads, n_files, n_tasks = set(threading.enumerate()), process.num_fds(), len(asyncio.all_tasks())
+    theatre = Theatre(talker, tiny_tokenizer)
+    await theatre.play(asks_once, catch_requests(3))
+    await theatre.play(asks_once_in_a_thread, catch_requests(3))
+    await theatre.close()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert set(threading.enumerate()) == threads
+    assert process.num_fds() == n_files
+    assert len(asyncio.all_tasks()) == n_tasks

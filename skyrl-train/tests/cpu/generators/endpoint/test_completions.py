@@ -1,0 +1,53 @@
+"""POST /v1/completions, as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from generators.endpoint.conftest import MODEL, LiveEndpoint
+from openai.types import Completion
+
+TEXTS = ["State: ball=(3,0)", "Action", "State: ball=(5,1), paddle"]
+
+
+def complete(live: LiveEndpoint, prompt: Any, **options: Any) -> Completion:
+    extra = {name: options.pop(name) for name in ("return_token_ids", "ignore_eos") if name in options}
+    return live.client.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **{"seed": 1} | options)
+
+
+def test_text_and_its_tokens_are_the_same_prompt(live: LiveEndpoint) -> None:
+    text = complete(live, TEXTS[0], return_token_ids=True)
+    tokens = complete(live, live.chat.encode(TEXTS[0]), return_token_ids=True)
+    assert text.choices[0].prompt_token_ids == tokens.choices[0].prompt_token_ids == live.chat.encode(TEXTS[0])
+    assert text.choices[0].token_ids == tokens.choices[0].token_ids
+    assert text.choices[0].text == live.chat.decode(text.choices[0].token_ids)
+    assert (text.object, text.choices[0].finish_reason in ("stop", "length")) == ("text_completion", True)
+
+
+def test_sixteen_tokens_where_nothing_is_said(live: LiveEndpoint) -> None:
+    assert complete(live, TEXTS[0], ignore_eos=True).usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_prompts_are_answered_in_order(live: LiveEndpoint, as_tokens: bool) -> None:
+    prompts = [live.chat.encode(text) for text in TEXTS] if as_tokens else TEXTS
+    together = complete(live, prompts, n=2, return_token_ids=True)
+    assert [choice.index for choice in together.choices] == list(range(6))
+    for k, prompt in enumerate(prompts):
+        alone = complete(live, prompt, n=2, return_token_ids=True)
+        assert [c.token_ids for c in together.choices[2 * k : 2 * k + 2]] == [c.token_ids for c in alone.choices]
+    assert together.usage.prompt_tokens == sum(len(live.chat.encode(text)) for text in TEXTS)
+
+
+def test_logprobs_are_the_engines(live: LiveEndpoint) -> None:
+    choice = complete(live, TEXTS[0], logprobs=2, ignore_eos=True).choices[0]
+    _, result = live.engine.exchanges[-1]
+    logprobs = choice.logprobs
+    assert logprobs.token_logprobs == pytest.approx(result.logprobs)
+    assert logprobs.tokens == [live.chat.decode_all([i]) for i in result.token_ids]
+    assert [sorted(top.values()) for top in logprobs.top_logprobs] == [
+        pytest.approx(sorted(top.values())) for top in result.top_logprobs
+    ]
+    assert logprobs.text_offset[:2] == [0, len(logprobs.tokens[0])]
+    assert complete(live, TEXTS[0], logprobs=0).choices[0].logprobs.top_logprobs is None

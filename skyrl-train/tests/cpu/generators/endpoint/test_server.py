@@ -1,0 +1,241 @@
+"""Sessions, the end of things, and what is left over: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from generators.endpoint.conftest import HELLO, MODEL, Stage, new_client, new_engine
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.endpoint import Endpoint, ModelService, Session
+from skyrl_train.inference_engines.base import SamplingParams
+
+LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+
+
+async def chat(client: openai.AsyncOpenAI, messages: Any = HELLO, **options: Any) -> Any:
+    return await client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+async def test_what_a_session_asks_is_recorded(stage: Stage) -> None:
+    session = stage.session()
+    client = stage.client(session)
+    history: list[Any] = list(HELLO)
+    for k in range(3):
+        message = (await chat(client, history)).choices[0].message
+        history += [message.model_dump(), {"role": "user", "content": f"And then? {k}"}]
+    session.recording.finish()
+    (row,) = session.recording.rows
+    request, result = stage.engine.exchanges[-1]
+    assert row.token_ids == request.prompt_ids + result.token_ids
+    assert [record.result for record in session.recording.turns] == [result for _, result in stage.engine.exchanges]
+    assert result.n_cached > 0
+
+
+async def test_a_session_is_named_by_url_header_or_body(stage: Stage) -> None:
+    session, client = stage.session(), stage.client()
+    await chat(stage.client(session))
+    await chat(client, extra_headers={"X-Session-Id": session.id})
+    await chat(client, extra_body={"session_id": session.id})
+    assert len(session.recording.turns) == 3
+    await chat(client)
+    await chat(client, extra_body={"session_id": "not opened here"})
+    await chat(client, extra_body={"session_id": 7})
+    assert len(session.recording.turns) == 3
+    assert [r.session_id for r, _ in stage.engine.exchanges[-3:]] == [None, "client/not opened here", "client/7"]
+
+
+async def test_prompts_of_one_request_can_belong_to_different_sessions(stage: Stage) -> None:
+    first, second = stage.session(max_new_tokens=2), stage.session(max_new_tokens=3)
+    sessions = [first.id, second.id]
+    prompts = ["State", "Action"]
+    answer = await stage.client().completions.create(
+        model=MODEL, prompt=prompts, extra_body={"session_id": sessions, "return_token_ids": True}
+    )
+    for session, choice in zip((first, second), answer.choices, strict=True):
+        (row,) = session.recording.rows
+        assert row.token_ids == choice.prompt_token_ids + choice.token_ids
+        assert len(choice.token_ids) <= session.sampling.max_new_tokens
+
+
+async def test_parallel_requests_have_rows_of_their_own(stage: Stage) -> None:
+    session = stage.session(max_new_tokens=8)
+    client = stage.client(session)
+    answers = [*await asyncio.gather(*(chat(client) for _ in range(3))), await chat(client, n=2)]
+    texts = [choice.message.content for answer in answers for choice in answer.choices]
+    assert len(set(texts)) > 1
+    session.recording.finish()
+    assert len(session.recording.rows) == 5
+    assert {row.n_prompt for row in session.recording.rows} == {len(stage.chat.prompt_ids(HELLO))}
+    assert len({request.seed for request, _ in stage.engine.exchanges}) == 5
+
+
+async def test_any_choice_can_be_gone_on_with(stage: Stage) -> None:
+    session = stage.session(max_new_tokens=8)
+    client = stage.client(session)
+    choices = (await chat(client, n=3)).choices
+    text = choices[1].message.content
+    assert text not in (choices[0].message.content, choices[2].message.content)
+    question = {"role": "user", "content": "And then?"}
+    await chat(client, [*HELLO, {"role": "assistant", "content": text}, question])
+    session.recording.finish()
+    assert [len(record.result.token_ids) for record in session.recording.turns][:3]
+    places = session.recording.places
+    assert places[3].row == places[1].row == 2
+    assert len(session.recording.rows) == 3
+
+
+async def test_a_stream_is_recorded_when_it_is_complete(stage: Stage) -> None:
+    session = stage.session(max_new_tokens=8)
+    client = stage.client(session)
+    text = ""
+    async for chunk in await chat(client, stream=True):
+        text += chunk.choices[0].delta.content or ""
+    question = {"role": "user", "content": "And then?"}
+    await chat(client, [*HELLO, {"role": "assistant", "content": text}, question])
+    assert len(session.recording.rows) == 1
+    assert len(session.recording.turns) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_the_generation(stage: Stage, stream: bool) -> None:
+    session = stage.session(max_new_tokens=400)
+    await stage.engine.pause()
+    asking = asyncio.create_task(chat(stage.client(session), stream=stream, **LONG))
+    await stage.until_asked()
+    if stream:
+        await (await asking).close()
+    else:
+        asking.cancel()
+    await stage.until_idle()
+    stage.engine.resume()
+    assert (await chat(stage.client(session))).choices
+    assert len(session.recording.turns) == len(stage.engine.exchanges) == 1
+
+
+async def test_leaving_in_the_middle_of_a_stream_ends_the_generation(stage: Stage) -> None:
+    stream = await chat(stage.client(), stream=True, **LONG)
+    for _ in range(5):
+        await anext(stream.__aiter__())
+    await stream.close()
+    await stage.until_idle()
+    assert stage.engine.exchanges == []
+
+
+async def test_a_session_that_ends_ends_its_requests(stage: Stage) -> None:
+    session, other = stage.session(max_new_tokens=400), stage.session()
+    client = stage.client(session)
+    await chat(client, max_tokens=1)
+    await stage.engine.pause()
+    asking = asyncio.create_task(chat(client, [HELLO[1]]))
+    staying = asyncio.create_task(chat(stage.client(other)))
+    await stage.until_asked(2)
+    await stage.endpoint.end_session(session)
+    with pytest.raises(openai.NotFoundError, match=f"there is no open session '{session.id}'"):
+        await asking
+    with pytest.raises(openai.NotFoundError):
+        await chat(client)
+    stage.engine.resume()
+    assert (await staying).choices
+    assert set(stage.engine.ended) == session.caches
+    assert len(session.recording.turns) == 1
+
+
+async def test_requests_without_a_session_wait_while_the_model_is_trained(stage: Stage) -> None:
+    session = stage.session()
+    await stage.engine.pause()
+    asking = asyncio.create_task(chat(stage.client(), **LONG))
+    streaming = await chat(stage.client(), stream=True, **LONG)
+    await stage.until_asked(2)
+    await stage.endpoint.hold_others()
+    stage.engine.resume()
+    with pytest.raises(openai.InternalServerError, match="the model is being trained; ask again") as refused:
+        await asking
+    assert refused.value.status_code == 503
+    with pytest.raises(openai.APIError, match="the model is being trained; ask again"):
+        async for _ in streaming:
+            pass
+    await stage.engine.sync_weights(1)
+    waiting = asyncio.create_task(chat(stage.client()))
+    assert (await chat(stage.client(session))).choices, "a session is part of a rollout: it does not wait"
+    assert not waiting.done()
+    stage.endpoint.serve_others()
+    assert (await waiting).system_fingerprint == "weights-1"
+
+
+async def test_closing_tells_who_waits_and_leaves_nothing(
+    talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    process = psutil.Process()
+    threads, n_files, n_tasks = set(threading.enumerate()), process.num_fds(), len(asyncio.all_tasks())
+    engine = new_engine(talker, tiny_tokenizer)
+    endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
+    await endpoint.start()
+    session = endpoint.open_session(SamplingParams(max_new_tokens=4), 0)
+    async with new_client(endpoint.url(session)) as client, new_client(endpoint.url()) as other:
+        await chat(client)
+        await engine.pause()
+        asking = [asyncio.create_task(chat(c, **LONG)) for c in (client, other)]
+        while len(engine._unfinished()) < 2:
+            await asyncio.sleep(0.001)
+        await endpoint.close()
+        for answer in asking:
+            with pytest.raises(openai.InternalServerError, match="the endpoint is shutting down") as refused:
+                await answer
+            assert refused.value.status_code == 503
+        with pytest.raises(openai.APIConnectionError):
+            await chat(other)
+    engine.resume()
+    await engine.close()
+    await asyncio.get_running_loop().shutdown_default_executor()  # in which the clients looked for their server
+    assert set(threading.enumerate()) == threads
+    assert process.num_fds() == n_files
+    assert len(asyncio.all_tasks()) == n_tasks
+    assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+
+
+async def test_a_port_that_is_taken_is_said_so(stage: Stage) -> None:
+    port = int(stage.endpoint.url().split(":")[2].split("/")[0])
+    with pytest.raises(ConfigError, match=f"the endpoint cannot listen on 127.0.0.1:{port}"):
+        await Endpoint(stage.endpoint._service).start(port=port)
+
+
+async def test_agents_elsewhere_get_the_public_url(stage: Stage) -> None:
+    endpoint = Endpoint(stage.endpoint._service)
+    await endpoint.start(public_url="http://trainer.example:8000/")
+    session = endpoint.open_session(SamplingParams(max_new_tokens=4), 0, "17/3 é")
+    assert endpoint.url(session) == f"http://trainer.example:8000/session/{session.id}/v1"
+    assert session.id.startswith("17-3-")
+    await endpoint.close()
+
+
+async def test_an_engine_that_fails_is_a_failure_of_the_server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Session = stage.session()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(stage.engine, "_forward", broken)
+    with pytest.raises(openai.InternalServerError, match=r"the engine failed: .*out of luck"):
+        await chat(stage.client(session))
+    assert session.engine_failure is not None
+    stream = await chat(stage.client(session), stream=True)
+    with pytest.raises(openai.APIError, match="the engine failed"):
+        async for _ in stream:
+            pass
+    assert session.recording.turns == []
+
+
+async def test_many_connections_at_once(stage: Stage) -> None:
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
+        url = f"{stage.endpoint.url()}/chat/completions"
+        answers = await asyncio.gather(*(client.post(url, json=body) for _ in range(200)))
+    assert {answer.status_code for answer in answers} == {200}

@@ -1,0 +1,98 @@
+"""In a session, the trainer says how replies are sampled."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.endpoint.recorder import Prompt, Recording
+from skyrl_train.generators.endpoint.session import Session
+from skyrl_train.generators.endpoint.wire import ChatRequest
+from skyrl_train.inference_engines.base import EngineResult, SamplingParams
+
+SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.7, top_p=0.9, stop=("x",), stop_token_ids=(3,))
+
+
+@pytest.fixture
+def session(tiny_tokenizer: PreTrainedTokenizerBase) -> Session:
+    return Session("a", SAMPLING, 5, Recording(ChatEncoder(tiny_tokenizer)))
+
+
+def asked(**fields: object) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "?"}], **fields})
+
+
+def test_a_request_changes_nothing_about_the_distribution(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    others = {
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 1.0,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "seed": 1,
+    }
+    warned: set[str] = set()
+    for _ in range(2):
+        assert session.sampling_for(asked(**others), warned) == SAMPLING
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == len(others), "one warning for each field, however often it is sent"
+    assert "Requests ask for temperature=0.0. While they are recorded for training, temperature is 0.7" in messages[0]
+
+
+def test_values_that_are_the_sessions_own_are_no_reason_to_warn(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = asked(temperature=0.7, top_p=0.9, top_k=0, presence_penalty=0, min_tokens=0, ignore_eos=False)
+    assert session.sampling_for(same, set()) == SAMPLING
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("n_asked", "n_most"), [(None, 10), (4, 4), (40, 10)])
+def test_a_reply_may_be_shorter_and_not_longer(session: Session, n_asked: int | None, n_most: int) -> None:
+    assert session.sampling_for(asked(max_tokens=n_asked), set()) == replace(SAMPLING, max_new_tokens=n_most)
+
+
+def test_stops_add_up(session: Session) -> None:
+    sampling = session.sampling_for(asked(stop=["y", "x"], stop_token_ids=[4, 3]), set())
+    assert (sampling.stop, sampling.stop_token_ids) == (("x", "y"), (3, 4))
+
+
+def test_logprobs_can_be_asked_for(session: Session) -> None:
+    assert session.sampling_for(asked(logprobs=True, top_logprobs=2), set()) == replace(SAMPLING, n_top_logprobs=2)
+
+
+def test_randomness_belongs_to_the_session_and_the_prompt(session: Session) -> None:
+    prompt, other = Prompt([1, 2]), Prompt([1, 3])
+    seeds = [session.engine_request(p, SAMPLING).seed for p in (prompt, other, prompt)]
+    assert len(set(seeds)) == 3
+    again = Session("b", SAMPLING, 5, session.recording)
+    assert [again.engine_request(p, SAMPLING).seed for p in (prompt, prompt, other)] == [seeds[0], seeds[2], seeds[1]]
+    assert Session("c", SAMPLING, 6, session.recording).engine_request(prompt, SAMPLING).seed not in seeds
+
+
+def test_a_request_that_got_no_answer_is_asked_again_the_same_way(session: Session) -> None:
+    request = session.engine_request(Prompt([1, 2]), SAMPLING)
+    session.give_up(request)
+    assert session.engine_request(Prompt([1, 2]), SAMPLING).seed == request.seed
+
+
+def test_rows_have_caches_of_their_own(session: Session) -> None:
+    def ask(token_ids: list[int]) -> str | None:
+        prompt = session.recording.token_prompt(token_ids)
+        request = session.engine_request(prompt, SAMPLING)
+        session.record(prompt, request, EngineResult([9], [0.0], "length", ()), "")
+        return request.session_id
+
+    main, side = ask([1, 2]), ask([5])
+    assert main != side
+    assert [ask([1, 2, 9, 3]), ask([5, 9, 3]), ask([1, 2, 9, 3, 9, 3])] == [main, side, main]
+    assert ask([1, 2, 9, 4]) not in (main, side)
+    assert len(session.caches) == 3

@@ -1,0 +1,111 @@
+"""Training through the endpoint: whole runs, with agents that only know OpenAI's interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+import skyrl_gym
+from examples.catch.catch_dataset import CatchDataset, write_dataset
+from examples.catch.env import CatchEnv
+from examples.catch.main_catch import register_catch
+from examples.endpoint.main_endpoint_catch import EndpointExp
+from skyrl_train.config import SkyRLConfig, parse_cli
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.endpoint import AgentGenerator, AgentResult
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.types import PromptRow
+
+
+@pytest.fixture(autouse=True)
+def _catch() -> Iterator[None]:
+    register_catch()
+    yield
+    skyrl_gym.envs.deregister("catch")
+
+
+@pytest.fixture
+def arguments(tiny_model_path: Path, tmp_path: Path) -> list[str]:
+    """A run of two steps."""
+    write_dataset(CatchDataset(train_size=8, test_size=4), tmp_path)
+    return [
+        f"data.train_data=['{tmp_path}/train.parquet']",
+        f"data.val_data=['{tmp_path}/validation.parquet']",
+        f"trainer.policy.model.path='{tiny_model_path}'",
+        f"trainer.output_dir='{tmp_path}'",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.logger=jsonl",
+        "trainer.ckpt_interval=-1",
+        "generator.sampling_params.max_generate_length=1",
+    ]
+
+
+def train(experiment: type[EndpointExp], arguments: list[str], tmp_path: Path) -> list[dict[str, float]]:
+    experiment(parse_cli(arguments)).run()
+    return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+
+
+def check_games(metrics: list[dict[str, float]]) -> None:
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics[1:]:
+        assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5
+        assert (row["generate/n_invalid"], row["environment/avg_steps"], row["generate/avg_turns"]) == (0, 5, 5)
+    assert "eval/environment/catch_rate" in metrics[2]
+
+
+def test_the_example_trains(arguments: list[str], tmp_path: Path) -> None:
+    check_games(train(EndpointExp, arguments, tmp_path))
+
+
+def test_litellm_trains(arguments: list[str], tmp_path: Path, litellm: Any) -> None:
+    async def play(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
+        game = CatchEnv(env_config={}, extras=row.env_extras)
+        messages, rewards = list(row.prompt), []
+        while not game.state.is_over:
+            answer = await litellm.acompletion(f"openai/{model}", messages, api_base=base_url, api_key=api_key)
+            reply = answer.choices[0].message.content
+            turn = game.step(reply)
+            rewards.append(turn["reward"])
+            messages += [{"role": "assistant", "content": reply}, *turn["observations"]]
+        return AgentResult(rewards, metrics=game.get_metrics())
+
+    class LiteLLMExp(EndpointExp):
+        def get_generator(
+            self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
+        ) -> GeneratorInterface:
+            return AgentGenerator(play, cfg.generator, inference_engine_client, tokenizer)
+
+    check_games(train(LiteLLMExp, arguments, tmp_path))
+
+
+def test_a_model_learns_what_its_agent_rewards(arguments: list[str], tmp_path: Path) -> None:
+    async def likes_even_tokens(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            extra = {"return_token_ids": True}
+            answer = await client.chat.completions.create(model=model, messages=row.prompt, extra_body=extra)
+        return float(answer.choices[0].token_ids[0] % 2 == 0)
+
+    class EvenExp(EndpointExp):
+        def get_generator(
+            self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
+        ) -> GeneratorInterface:
+            return AgentGenerator(likes_even_tokens, cfg.generator, inference_engine_client, tokenizer)
+
+    fast = [
+        "trainer.max_training_steps=12",
+        "trainer.epochs=6",
+        "trainer.eval_interval=-1",
+        "trainer.policy.optimizer_config.lr=3e-3",
+        "trainer.algorithm.use_kl_loss=false",
+        "generator.n_samples_per_prompt=8",
+    ]
+    rewards = [row["reward/avg_raw_reward"] for row in train(EvenExp, [*arguments, *fast], tmp_path)[1:]]
+    assert rewards[0] < 0.7
+    assert sum(rewards[-3:]) / 3 > 0.9
