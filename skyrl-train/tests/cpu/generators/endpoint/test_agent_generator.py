@@ -28,6 +28,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests, to_generator_input
 from skyrl_train.generators.endpoint import AgentGenerator, AgentResult
+from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.models.logprobs import response_logprobs
@@ -213,6 +214,24 @@ async def test_components_and_metrics_are_the_agents(theatre: Theatre) -> None:
     (t,) = await theatre.play(tells, catch_requests(1))
     assert (t.total_reward, t.reward_components) == (1.0, {"form": 0.25, "answer": 0.75})
     assert t.env_metrics == {"solved": True}
+
+
+async def test_weights_and_reward_functions_of_the_configuration_apply(theatre: Theatre) -> None:
+    @register_reward_function("in pairs")
+    def in_pairs(samples: Any) -> list[float]:
+        return [float(len(samples))] * len(samples)
+
+    async def tells(**options: Any) -> AgentResult:
+        await asks_once(**options)
+        return AgentResult([9.0], components={"form": 0.25, "answer": 0.75})
+
+    weights = {"reward_functions": ["in pairs"], "reward_weights": {"form": 2.0, "in pairs": 10.0}}
+    try:
+        first, second = await theatre.play(tells, catch_requests(1, 2), **weights)
+    finally:
+        del REWARD_FUNCTIONS["in pairs"]
+    assert first.total_reward == second.total_reward == 2 * 0.25 + 0.75 + 10 * 2
+    assert first.reward_components == {"form": 0.25, "answer": 0.75, "in pairs": 2.0}
 
 
 async def test_an_agent_that_edits_its_history_has_several_rows(theatre: Theatre) -> None:

@@ -99,13 +99,14 @@ def test_a_model_learns_what_its_agent_rewards(arguments: list[str], tmp_path: P
             return AgentGenerator(likes_even_tokens, cfg.generator, inference_engine_client, tokenizer)
 
     fast = [
-        "trainer.max_training_steps=12",
-        "trainer.epochs=6",
+        "trainer.max_training_steps=8",
+        "trainer.epochs=4",
         "trainer.eval_interval=-1",
-        "trainer.policy.optimizer_config.lr=3e-3",
+        "trainer.policy.optimizer_config.lr=1e-2",
+        "trainer.policy_mini_batch_size=1",
         "trainer.algorithm.use_kl_loss=false",
         "generator.n_samples_per_prompt=8",
     ]
     rewards = [row["reward/avg_raw_reward"] for row in train(EvenExp, [*arguments, *fast], tmp_path)[1:]]
     assert rewards[0] < 0.7
-    assert sum(rewards[-3:]) / 3 > 0.9
+    assert sum(rewards[-3:]) / 3 > 0.85, rewards
