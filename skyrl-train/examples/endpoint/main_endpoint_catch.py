@@ -26,7 +26,7 @@ from skyrl_train.generators.endpoint import AgentGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
 
 N_STEPS = 40
-REQUIRED_RATE = 0.6  # random play catches 14%
+REQUIRED_RATE = 0.75  # random play catches 14%
 
 SMALLER = (
     "trainer.train_batch_size=16",

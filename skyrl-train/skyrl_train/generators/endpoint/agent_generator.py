@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from skyrl_train.generators.endpoint.attempts import play_until_valid
 from skyrl_train.generators.endpoint.server import Endpoint
 from skyrl_train.generators.endpoint.service import ModelService
 from skyrl_train.generators.endpoint.session import Session
+from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import PromptRow, Trajectory
@@ -107,6 +108,9 @@ class AgentGenerator(GeneratorInterface):
             ends_stopped_turns=generator_cfg.append_eos_token_after_stop_str_in_multi_turn,
             max_input_length=generator_cfg.max_input_length if generator_cfg.max_turns > 1 else None,
         )
+        self._rewards = RewardFunctions(
+            generator_cfg.reward_functions, generator_cfg.reward_weights, self._service.chat
+        )
         self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
         self._slots = asyncio.Semaphore(max_concurrent_agents)
         self._pool = None if _is_async(agent) else CallPool(max_concurrent_agents, self._limit_s, "skyrl-agent")
@@ -132,7 +136,7 @@ class AgentGenerator(GeneratorInterface):
                 n_retries=self._cfg.n_rollout_retries,
                 final=FINAL,
             )
-        trajectories = [rollout.trajectory() for rollout in rollouts]
+        trajectories = await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
         if self._cfg.zero_reward_on_non_stop:
             trajectories = zero_reward_on_non_stop(trajectories)
         if self._cfg.apply_overlong_filtering:
@@ -194,7 +198,7 @@ class AgentGenerator(GeneratorInterface):
         try:
             async with limit:
                 returned = await (self._pool.run(call) if self._pool else call())  # type: ignore[misc]
-            return _checked(returned)
+            return _weighed(_checked(returned), self._cfg.reward_weights)
         except (Exception, SystemExit) as error:  # noqa: BLE001, the boundary of a rollout
             if isinstance(error, CallTimeout) or limit.expired():
                 rollout.fail("agent_timeout", f"the agent was not done after {self._limit_s:g} s")
@@ -207,28 +211,32 @@ class AgentGenerator(GeneratorInterface):
 
 def _take(rollout: Rollout, session: Session, result: AgentResult | None) -> None:
     """Make the rollout what was recorded, and give it its reward."""
-    recording = session.recording
-    rollout.turns = recording.turns
-    rollout.conversation = recording if recording.turns else None
-    reasons = {record.result.stop_reason for record in recording.turns}
+    turns = session.recording.turns
+    rollout.turns = turns
+    rollout.conversation = session.recording if turns else None
     if result is None:
         return
-    if "abort" in reasons:
+    rewards = result.reward if isinstance(result.reward, Sequence) else [result.reward]
+    if any(record.result.stop_reason == "abort" for record in turns):
         rollout.fail("abort", "the engine was told to abort it")
-    elif not recording.turns:
+    elif not turns:
         rollout.fail("agent_silent", "the agent returned without a reply of the model")
-    elif isinstance(result.reward, Sequence) and len(result.reward) != len(recording.turns):
-        n_rewards, n_turns = len(result.reward), len(recording.turns)
-        rollout.fail(
-            "agent_error", f"the agent returned {n_rewards} rewards for {n_turns} replies; return one for each"
-        )
+    elif isinstance(result.reward, Sequence) and len(rewards) != len(turns):
+        error = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"
+        rollout.fail("agent_error", error)
     else:
         rollout.reward_components = {name: float(value) for name, value in result.components.items()}
         rollout.env_metrics = dict(result.metrics)
-        rollout.stop_reason = recording.turns[-1].result.stop_reason
-        rewards = result.reward if isinstance(result.reward, Sequence) else [result.reward]
-        for record, reward in zip(recording.turns[-len(rewards) :], rewards, strict=True):
-            record.reward = float(reward)  # type: ignore[arg-type]
+        rollout.stop_reason = turns[-1].result.stop_reason
+        for record, reward in zip(turns[-len(rewards) :], rewards, strict=True):
+            record.reward = float(reward)  # type: ignore[arg-type]  # an unknown one was told before
+
+
+def _weighed(result: AgentResult, weights: Mapping[str, float]) -> AgentResult:
+    """With the weighted sum of its components for a reward, if any of them has a weight."""
+    if not weights.keys() & result.components.keys():
+        return result
+    return replace(result, reward=sum(weights.get(name, 1.0) * value for name, value in result.components.items()))
 
 
 def _note_failure(rollout: Rollout, session: Session, error: BaseException) -> None:
@@ -250,7 +258,7 @@ def _checked(returned: Any) -> AgentResult:
     if result.reward is None:
         raise UnknownReward("the agent returned None: the reward is unknown")
     reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
-    if not is_reward(reward) or not all(is_reward(value) for value in result.components.values()):
+    if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
         raise EnvError(f"the agent returned {returned!r}; rewards must be finite numbers")
     return result
 

@@ -70,19 +70,19 @@ class ModelService:
         self.model_name = model_name
         self.engine = engine
         self.max_input_length = min(max_input_length or longest, longest)
+        self.chat = ChatEncoder(tokenizer, chat_template, chat_template_kwargs)
         self._n_vocabulary = len(tokenizer)
         self._tokenizer = tokenizer
         self._template = chat_template
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._ends_stopped_turns = ends_stopped_turns
-        self._chat = ChatEncoder(tokenizer, chat_template, self._template_kwargs)
         self._chat_variant = lru_cache(maxsize=TEMPLATE_VARIANTS)(self._make_chat_variant)
-        self._spell = lru_cache(maxsize=1 << 16)(lambda token_id: self._chat.decode_all([token_id]))
+        self._spell = lru_cache(maxsize=1 << 16)(lambda token_id: self.chat.decode_all([token_id]))
         self._warned: set[str] = set()
 
     def new_recording(self) -> Recording:
         """For a session."""
-        return Recording(self._chat, ends_stopped_turns=self._ends_stopped_turns)
+        return Recording(self.chat, ends_stopped_turns=self._ends_stopped_turns)
 
     # -- from requests to jobs
 
@@ -157,7 +157,7 @@ class ModelService:
     def _make_chat_variant(self, variant: str) -> ChatEncoder:
         """The encoder with the template variables of a request; `variant` is JSON, as the key of a cache."""
         if not variant:
-            return self._chat
+            return self.chat
         return ChatEncoder(self._tokenizer, self._template, self._template_kwargs | json.loads(variant))
 
     # -- from jobs to answers
@@ -171,7 +171,7 @@ class ModelService:
         results = await self._generate(job)
         keeps_stop = bool(job.asked.include_stop_str_in_output)
         texts = [
-            reply_text(self._chat.decode, result, choice.request.sampling.stop, keeps_stop=keeps_stop)
+            reply_text(self.chat.decode, result, choice.request.sampling.stop, keeps_stop=keeps_stop)
             for choice, result in zip(job.choices, results, strict=True)
         ]
         return job.answer.whole(self._record(job, results, texts))
@@ -184,7 +184,7 @@ class ModelService:
         generating.add_done_callback(lambda _: events.put_nowait(None))
         keeps_stop = bool(job.asked.include_stop_str_in_output)
         stops = [choice.request.sampling.stop for choice in job.choices]
-        texts = [TextStream(self._chat.decode, stop, keeps_stop=keeps_stop) for stop in stops]
+        texts = [TextStream(self.chat.decode, stop, keeps_stop=keeps_stop) for stop in stops]
         tells_logprobs_last = bool(job.asked.n_top_logprobs)
         try:
             yield job.answer.opening([choice.prompt.token_ids for choice in job.choices])

@@ -165,7 +165,8 @@ async def test_requests_without_a_session_wait_while_the_model_is_trained(stage:
     await stage.engine.sync_weights(1)
     waiting = asyncio.create_task(chat(stage.client()))
     assert (await chat(stage.client(session))).choices, "a session is part of a rollout: it does not wait"
-    assert not waiting.done()
+    await asyncio.sleep(0.2)
+    assert (waiting.done(), stage.engine._unfinished()) == (False, [])
     stage.endpoint.serve_others()
     assert (await waiting).system_fingerprint == "weights-1"
 

@@ -1,0 +1,66 @@
+"""What docs/endpoint.md shows works, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generators.endpoint.conftest import HELLO, new_client, new_engine
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.config import load_config
+from skyrl_train.config.problems import FIELDS
+from skyrl_train.generators.base import BatchMetadata, rollout_requests
+from skyrl_train.generators.endpoint.wire import NOT_OFFERED
+from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.types import PromptRow
+
+PAGE = (Path(__file__).parents[5] / "docs/endpoint.md").read_text(encoding="utf-8")
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def names_of(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(code, names)
+    return names
+
+
+async def test_its_agent_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    names = names_of(CODE[0])
+    cfg = load_config({"generator": {"n_rollout_retries": 0}})
+    engine = new_engine(talker, tiny_tokenizer)
+    experiment = object.__new__(names["Experiment"])
+    generator = experiment.get_generator(cfg, tiny_tokenizer, engine)
+    row = PromptRow("0", HELLO, None, {"reward_spec": {"ground_truth": ""}})
+    trajectories = await generator.rollout(
+        rollout_requests([row], 2, "maths"), SamplingParams(max_new_tokens=4), BatchMetadata(1, "train")
+    )
+    assert [(t.is_valid, t.total_reward, len(t.turns), t.earlier) for t in trajectories] == [(True, 1.0, 2, ())] * 2
+    await generator.close()
+    await engine.close()
+
+
+async def test_its_server_records(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = new_engine(talker, tiny_tokenizer)
+
+    async def use(base_url: str) -> None:
+        async with new_client(base_url) as client:
+            await client.chat.completions.create(model="policy", messages=HELLO)
+
+    recording = await names_of(CODE[1])["serve"](engine, tiny_tokenizer, SamplingParams(max_new_tokens=4), use)
+    assert len(recording.turns) == 1
+    await engine.close()
+
+
+def test_every_key_it_names_exists() -> None:
+    keys = set(re.findall(r"`(generator\.\w+)", PAGE))
+    assert keys
+    assert {key for key in keys if key not in FIELDS} == set()
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "response_format", "tool_choice", "functions", "echo", "best_of"])
+def test_what_it_says_is_refused_is(name: str) -> None:
+    assert name in NOT_OFFERED
+    assert f"`{name}`" in PAGE
