@@ -91,8 +91,8 @@ class GeneratorConfig(Section):
     """The rollout engine and the loop that plays trajectories with it."""
 
     backend: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf` is the embedded engine, which generates with the policy's own tensors; `auto` takes vLLM where it is
-    installed with a GPU, else the embedded engine."""
+    """`hf` is the embedded engine, which generates with the policy's own tensors. `vllm` has a copy of them; where it is
+    not installed, the embedded engine runs. `auto` is `hf`."""
 
     run_engines_locally: bool = True
     """Engines are started by this run."""
@@ -107,7 +107,7 @@ class GeneratorConfig(Section):
     """How new weights reach engines that hold their own copy."""
 
     async_engine: bool = True
-    """Ask the engine asynchronously. The embedded engine is always asynchronous, so false needs no `batched=true`."""
+    """Ask the engine asynchronously. Engines always are asynchronous, so false needs no `batched=true`."""
 
     batched: bool = False
     """true: all trajectories of a batch play their turns in lock-step; false: each at its own pace."""
@@ -175,8 +175,8 @@ class GeneratorConfig(Section):
     baseline of their group (DAPO)."""
 
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
-    """Fraction of the memory that weights, gradients and optimizer state leave free, up to which the KV cache may
-    grow."""
+    """Fraction of the memory that weights, gradients and optimizer state leave free, for the engine: the KV cache, and
+    vLLM's copy of the weights."""
 
     max_num_seqs: Count = 1024
     """Most sequences that the engine decodes at once."""
@@ -186,6 +186,11 @@ class GeneratorConfig(Section):
 
     enforce_eager: bool = True
     """Run the model without CUDA graphs."""
+
+    engine_init_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of fields of vLLM's EngineArgs")] = Field(
+        default={}
+    )
+    """Further options of vLLM, e.g. `engine_init_kwargs.block_size=32`. They go before the keys above."""
 
     sampling_params: SamplingConfig = SamplingConfig()
     """How training rollouts are sampled."""

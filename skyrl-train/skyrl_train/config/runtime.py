@@ -16,6 +16,7 @@ class Machine:
 
     has_gpu: bool
     has_vllm: bool
+    runs_vllm: bool
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,16 @@ def _is_set_on_cpu(value: object, machine: Machine) -> bool:
     return value is True and not machine.has_gpu
 
 
-def _picks_vllm(value: object, machine: Machine) -> bool:
-    return value == "vllm" or (value == "auto" and machine.has_gpu and machine.has_vllm)
+def _is_unset_without_vllm(value: object, machine: Machine) -> bool:
+    return value is False and not machine.runs_vllm
+
+
+def _is_given_without_vllm(value: object, machine: Machine) -> bool:
+    return bool(value) and not machine.runs_vllm
+
+
+def _is_missing_vllm(value: object, machine: Machine) -> bool:
+    return value == "vllm" and not machine.has_vllm
 
 
 def _is_not_default(key: str) -> Callable[[object, Machine], bool]:
@@ -56,7 +65,7 @@ def _is_not_default(key: str) -> Callable[[object, Machine], bool]:
 
 
 _ONE_WORKER = "one process: one worker on one device"
-_ONE_ENGINE = "one embedded engine, which shares the policy's tensors"
+_ONE_ENGINE = "one engine, in the trainer's process"
 
 TABLE: tuple[Row, ...] = (
     Row("trainer.strategy", _always, "one process holds the whole model; nothing is sharded"),
@@ -69,22 +78,23 @@ TABLE: tuple[Row, ...] = (
     Row("trainer.placement.critic_num_gpus_per_node", _is_several, _ONE_WORKER),
     Row("trainer.bf16", _is_set_on_cpu, "a CPU computes in float32"),
     Row("trainer.flash_attn", _is_set, "PyTorch's SDPA, which has a flash kernel of its own on a GPU"),
-    Row("generator.backend", _picks_vllm, "the embedded engine; vLLM engines are not part of this version"),
+    Row("generator.backend", _is_missing_vllm, "the embedded engine; vLLM is not installed"),
     Row("generator.num_inference_engines", _is_several, _ONE_ENGINE),
     Row("generator.inference_engine_tensor_parallel_size", _is_several, _ONE_ENGINE),
-    Row("generator.weight_sync_backend", _always, "the engine generates with the policy's tensors; nothing is copied"),
-    Row("generator.async_engine", _is_unset, "the embedded engine is always asynchronous"),
+    Row("generator.weight_sync_backend", _always, "the engine is in the trainer's process; nothing is sent"),
+    Row("generator.async_engine", _is_unset, "engines are always asynchronous"),
     Row(
         "generator.gpu_memory_utilization",
         _is_not_default("generator.gpu_memory_utilization"),
-        "the bound of the embedded engine's KV cache; no memory is set aside for another engine",
+        "a share of the memory that training leaves free, not of all",
     ),
-    Row("generator.enforce_eager", _is_unset, "the embedded engine captures no CUDA graphs"),
+    Row("generator.enforce_eager", _is_unset_without_vllm, "the embedded engine captures no CUDA graphs"),
+    Row("generator.engine_init_kwargs", _is_given_without_vllm, "the embedded engine has no such options"),
 )
 
 
 def what_runs_here(cfg: SkyRLConfig, *, has_gpu: bool, has_vllm: bool) -> list[str]:
     """One line for each key whose value becomes something else in a one-process run on this machine."""
-    machine = Machine(has_gpu=has_gpu, has_vllm=has_vllm)
+    machine = Machine(has_gpu, has_vllm, runs_vllm=has_vllm and cfg.generator.backend == "vllm")
     values = [(row, value_at(cfg, row.key)) for row in TABLE]
     return [f"{row.key}={show(value)}: {row.sentence}" for row, value in values if row.differs(value, machine)]

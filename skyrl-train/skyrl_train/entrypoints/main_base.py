@@ -7,14 +7,12 @@ to replace a part.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import random
 from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import psutil
 import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,12 +40,12 @@ from skyrl_train.entrypoints.command import (
     run_command,
     run_main,
 )
+from skyrl_train.entrypoints.engine import is_vllm_installed, new_engine
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.loading import (
     POLICY_PATH,
     REF_PATH,
@@ -93,7 +91,7 @@ class BasePPOExp:
             for line in what_runs_here(
                 self.cfg,
                 has_gpu=torch.cuda.is_available(),
-                has_vllm=importlib.util.find_spec("vllm") is not None,
+                has_vllm=is_vllm_installed(),
             ):
                 logger.info(line)
             seed_everything(self.cfg.trainer.seed)
@@ -140,16 +138,8 @@ class BasePPOExp:
         )
 
     def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
-        """The engine that rollouts are sampled with; it shares the tensors of `model`, the policy."""
-        free = _free_memory() - self._bytes_to_come
-        return HFEngine(
-            model,
-            self.tokenizer,
-            max_num_seqs=self.cfg.generator.max_num_seqs,
-            max_num_batched_tokens=self.cfg.generator.max_num_batched_tokens,
-            max_cache_bytes=int(max(free, 0) * self.cfg.generator.gpu_memory_utilization),
-            bf16=self.cfg.trainer.bf16,
-        )
+        """The engine that rollouts of `model`, the policy, are sampled with."""
+        return new_engine(self.cfg, model, self.tokenizer, self._bytes_to_come)
 
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
@@ -250,11 +240,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _free_memory() -> int:
-    """Bytes free on the device that generates."""
-    return int(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def tiny_qwen3(
     *,
     seed: int,
     hidden_size: int = 64,
+    head_dim: int = 16,
     n_layers: int = 2,
     context_length: int = 512,
 ) -> Qwen3ForCausalLM:
@@ -67,9 +68,9 @@ def tiny_qwen3(
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
         num_hidden_layers=n_layers,
-        num_attention_heads=hidden_size // 16,
-        num_key_value_heads=hidden_size // 16,
-        head_dim=16,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=hidden_size // head_dim,
+        head_dim=head_dim,
         max_position_embeddings=context_length,
         tie_word_embeddings=False,
         initializer_range=0.08,  # Qwen3's 0.02 is for widths in the thousands; here it starts too close to zero

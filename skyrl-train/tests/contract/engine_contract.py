@@ -203,6 +203,12 @@ class EngineContract:
                 await engine.generate([engine_kit.request(5), EngineRequest([5] * n_prompt, SamplingParams(4), 0)])
         assert len((await served)[0].token_ids) == 20
 
+    @pytest.mark.parametrize("token_id", [-1, 10_000])
+    async def test_a_token_that_the_model_does_not_know_is_refused(self, engine_kit: EngineKit, token_id: int) -> None:
+        last = len(engine_kit.tokenizer) - 1
+        with pytest.raises(EngineError, match=rf"a prompt with token {token_id}: .* 0 to {last}"):
+            await engine_kit.new().generate([EngineRequest([5, token_id, 6], SamplingParams(4), seed=0)])
+
     # -- what is read again
 
     async def test_every_turn_of_a_session_agrees_with_the_trainer_and_reuses_what_was_read(
@@ -386,8 +392,13 @@ class EngineContract:
         engine, listener = engine_kit.new(), Listener()
         request = engine_kit.request(50, 8, session="s")
         (expected,) = await engine.generate([request])
-        await engine.sleep()
-        await engine.wake_up()
+        for _ in range(2):
+            await engine.sleep()
+        for call in (engine.generate([request]), engine.sync_weights(1)):
+            with pytest.raises(EngineError, match=r"asleep; wake_up\(\) it first"):
+                await call
+        for _ in range(2):
+            await engine.wake_up()
         (result,) = await engine.generate([request])
         assert_same(result, expected, engine_kit.tolerance)
         assert result.n_cached == 0
@@ -409,5 +420,5 @@ class EngineContract:
         assert "closed" in str(outcomes[0])
         assert set(threading.enumerate()) <= threads
         await engine.close()
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match="the engine is closed"):
             await engine.generate([engine_kit.request(10, 1)])

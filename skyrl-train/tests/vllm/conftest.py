@@ -1,4 +1,4 @@
-"""A tiny model that vLLM's CPU attention takes, and engines of it."""
+"""vLLM engines of the tiny model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.catch.catch_dataset import CatchDataset
-from examples.catch.players import conversation, random_player
 from skyrl_train.inference_engines.vllm import VLLMEngine
-from skyrl_train.models.loading import load_model, load_tokenizer
-from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
 
@@ -24,30 +19,9 @@ NewEngine = Callable[..., VLLMEngine]
 
 
 @pytest.fixture(scope="session")
-def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder with a two-layer Qwen3, whose heads have 32 dimensions, and its tokenizer."""
-    player = random_player(seed=0)
-    tokenizer = train_tokenizer(conversation(row, player) for row in CatchDataset(train_size=50).train_rows())
-    folder = tmp_path_factory.mktemp("tiny-model")
-    tokenizer.save_pretrained(folder)
-    config = tiny_qwen3(tokenizer, seed=0).config
-    config.head_dim = 32
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_tokenizer(tiny_model_path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `tiny_model_path`."""
-    return load_tokenizer(str(tiny_model_path))
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tiny_model_path: Path) -> PreTrainedModel:
-    """The model of `tiny_model_path`, shared by all tests: copy it before you change its weights."""
-    return load_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+def tiny_head_dim() -> int:
+    """vLLM's attention on a CPU takes no smaller heads."""
+    return 32
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.inference_engines.hf.sampling import Choice
+from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.inference_engines.vllm.sampler import packed, unpacked
 
 TOKEN_IDS = st.integers(0, 2**31 - 1)

@@ -1,17 +1,13 @@
-"""The embedded engine: an asyncio front, and one step loop over a Hugging Face model.
+"""The embedded engine: a Hugging Face model, with the policy's own tensors.
 
-A step is one forward pass: one token of every running sequence, and as many tokens of new prompts as its budget has
-left. Sequences join and leave between steps. What a session, or any other sequence, has stored of a prompt is not read
-again.
+A step reads one token of every running sequence, and as many tokens of new prompts as its budget has left. What a
+session, or any other sequence, has stored of a prompt is not read again.
 
-Only the forward pass runs in a thread; requests, regions and sessions belong to the event loop's.
+Only the forward pass runs in a thread; regions and sessions belong to the event loop's.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,22 +17,21 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, OnTokens
+from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.hf.attention import PackedCache, packed
 from skyrl_train.inference_engines.hf.head import Head
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import RegionTable
-from skyrl_train.inference_engines.hf.sampling import Choice, Draw, choose_tokens
-from skyrl_train.inference_engines.hf.scheduler import Scheduler, Step
-from skyrl_train.inference_engines.hf.sequence import Call
-from skyrl_train.inference_engines.hf.sequence import Sequence as Sampled
-from skyrl_train.inference_engines.hf.stopping import StopRules
+from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Scheduler, Step
+from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
+from skyrl_train.inference_engines.sequence import Call
+from skyrl_train.inference_engines.stepped import SteppedEngine
+from skyrl_train.inference_engines.stopping import all_eos_ids
 from skyrl_train.models.loading import autocast
+from skyrl_train.models.memory import cache_bytes_per_token
 
-logger = logging.getLogger(__name__)
 
-
-class HFEngine:
+class HFEngine(SteppedEngine[CachedSequence]):
     """Generates with the tensors of `model` itself: a weight update needs no copy, only a new version number."""
 
     def __init__(
@@ -55,118 +50,79 @@ class HFEngine:
             EngineError: the model's attention is not one that the engine can replace.
         """
         _check_attention(model)
+        ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+        super().__init__(
+            context_length=int(model.config.get_text_config().max_position_embeddings),
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+            eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
+            tokenizer=tokenizer,
+            executor=ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine"),
+        )
         self._model = model
         self._bf16 = bf16
-        self.context_length = int(model.config.get_text_config().max_position_embeddings)
-        self._rules = StopRules(model, tokenizer)
         self._head = Head(model)
-        self._bytes_per_token = _cache_bytes_per_token(model)
+        self._bytes_per_token = cache_bytes_per_token(model)
         self._max_cache_bytes = max_cache_bytes
         size = max_cache_bytes // self._bytes_per_token // UNIT * UNIT
         self._memory = KVMemory(size)
         self._table = RegionTable(size)
         self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
-        self._weight_version = 0
-        self._is_paused = False
-        self._loop_task: asyncio.Task[None] | None = None
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
-
-    async def generate(
-        self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
-    ) -> list[EngineResult]:
-        """See `InferenceEngine.generate`."""
-        if not requests:
-            return []
-        done = asyncio.get_running_loop().create_future()
-        call = Call([None] * len(requests), len(requests), done, on_tokens)
-        self._scheduler.waiting.extend([self._sequence(r, call, index) for index, r in enumerate(requests)])
-        self._start_loop()
-        await done
-        return [result for result in call.results if result is not None]
-
-    def abort(self, session_id: str | None = None) -> None:
-        """See `InferenceEngine.abort`."""
-        for sequence in self._unfinished():
-            if session_id is None or sequence.request.session_id == session_id:
-                sequence.stop_reason = "abort"
-        self._start_loop()
-
-    async def pause(self) -> None:
-        """See `InferenceEngine.pause`."""
-        if self._is_paused:
-            raise EngineError("the engine is paused already; whoever paused it must resume it first")
-        self._is_paused = True
-        await self._last_step()
-
-    def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
-        if not self._is_paused:
-            raise EngineError("the engine is not paused")
-        self._is_paused = False
-        self._start_loop()
 
     def end_session(self, session_id: str) -> None:
         """See `InferenceEngine.end_session`."""
         self._table.end_session(session_id)
 
-    async def sync_weights(self, weight_version: int) -> None:
-        """See `InferenceEngine.sync_weights`. The tensors are the policy's own: only caches are dropped."""
-        n_unfinished = len(self._unfinished())
-        if n_unfinished and not self._is_paused:
+    def _sequence(self, request: EngineRequest, call: Call, index: int, max_tokens: int) -> CachedSequence:
+        if -(-max_tokens // UNIT) * UNIT > self._memory.size:
             raise EngineError(
-                f"weights changed to version {weight_version} while {n_unfinished} sequences were being generated; "
-                "pause() the engine first, or wait for generate() to return"
+                f"a sequence of {max_tokens} tokens needs {max_tokens * self._bytes_per_token:,} bytes of key-value "
+                f"cache and {self._max_cache_bytes:,} are allowed; raise generator.gpu_memory_utilization or lower "
+                "generator.max_input_length or sampling_params.max_generate_length"
             )
-        await self._last_step()  # of calls that were cancelled
-        self._forget()  # computed with other weights; while the policy trains, their memory is its to use
-        self._weight_version = weight_version
+        return CachedSequence(request, call, index, max_tokens, list(request.prompt_ids))
 
-    async def sleep(self) -> None:
-        """See `InferenceEngine.sleep`."""
-        if n_unfinished := len(self._unfinished()):
-            raise EngineError(f"the engine cannot sleep while {n_unfinished} sequences are being generated")
-        await self._last_step()
+    def _add(self, sequences: Sequence[CachedSequence]) -> None:
+        self._scheduler.waiting.extend(sequences)
+
+    def _held(self) -> Iterable[CachedSequence]:
+        return chain(self._scheduler.running, self._scheduler.waiting)
+
+    def _take_over(self) -> list[CachedSequence]:
+        return self._scheduler.take_over()
+
+    async def _step(self) -> None:
+        step = self._scheduler.next_step()
+        choices = iter(await self._in_thread(self._forward, step))
+        for row in step.rows:
+            sequence, is_complete = row.sequence, row.is_complete
+            assert sequence.region is not None
+            sequence.region.n_cached += row.n_new
+            if is_complete:
+                self._append(sequence, next(choices))
+
+    async def _drop_all(self) -> None:
+        self._scheduler.running = []
+        self._scheduler.waiting = deque()
         self._forget()
 
-    async def wake_up(self) -> None:
-        """See `InferenceEngine.wake_up`. Memory is taken when it is written."""
+    async def _take_weights(self) -> None:
+        """The tensors are the policy's own. While it trains, the memory of the caches is its to use."""
+        self._forget()
 
-    async def close(self) -> None:
-        """See `InferenceEngine.close`."""
-        if self._loop_task is not None and not self._loop_task.done():
-            self._loop_task.cancel()
-            await asyncio.gather(self._loop_task, return_exceptions=True)
-        self._executor.shutdown(wait=True)  # the step it is in still needs the memory
-        self._fail(EngineError("the engine was closed while requests were waiting"))
+    async def _release_memory(self) -> None:
+        self._forget()
 
-    # -- the step loop
+    async def _take_memory(self) -> None:
+        """Memory is taken when it is written."""
 
-    def _start_loop(self) -> None:
-        if self._loop_task is None or self._loop_task.done():
-            self._loop_task = asyncio.create_task(self._run())
+    async def _shut_down(self) -> None:
+        await self._in_thread(self._forget)  # after the step that runs
 
-    async def _last_step(self) -> None:
-        """Wait until no step is running; the loop ends by itself when it is paused or has nothing to do."""
-        if self._loop_task is not None and not self._loop_task.done():
-            await asyncio.wait([self._loop_task])
-
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._has_work():
-            try:
-                step = self._scheduler.next_step()
-                choices = await loop.run_in_executor(self._executor, self._forward, step)
-                self._take(step, choices)
-            except Exception as error:  # the boundary of a request: every caller learns why, and the engine goes on
-                logger.exception("A generation step failed")
-                self._fail(error if isinstance(error, EngineError) else EngineError(f"generation failed: {error!r}"))
-
-    def _has_work(self) -> bool:
-        """Hand out what is complete, drop what nobody waits for any more; whether there is a step to do."""
-        for sequence in self._scheduler.take_finished():
-            if sequence.stop_reason is not None:
-                sequence.call.deliver(sequence.index, sequence.result())
-        return not self._is_paused and bool(self._scheduler.running or self._scheduler.waiting)
+    def _forget(self) -> None:
+        """Drop all keys and values; sequences that are held are read again."""
+        self._scheduler.restart_all()
+        self._memory.release()
+        self._head.release()
 
     @torch.inference_mode()
     def _forward(self, step: Step) -> list[Choice]:
@@ -194,66 +150,8 @@ class HFEngine:
                 for choice in choose_tokens(self._head.logits(hidden[i : i + n_rows]), draws[i : i + n_rows])
             ]
 
-    def _draw(self, sequence: Sampled) -> Draw:
-        return Draw(
-            sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, self._rules.eos_ids
-        )
-
-    def _take(self, step: Step, choices: Sequence[Choice]) -> None:
-        """Note what was read and sampled."""
-        sampled = iter(choices)
-        for row in step.rows:
-            sequence, is_complete = row.sequence, row.is_complete
-            assert sequence.region is not None
-            sequence.region.n_cached += row.n_new
-            if not is_complete:
-                continue
-            choice = next(sampled)
-            if not math.isfinite(choice.logprob):
-                raise EngineError(
-                    f"the model's logits are not finite (weight version {self._weight_version}): the policy has "
-                    "diverged; resume from an earlier checkpoint with a lower learning rate"
-                )
-            sequence.append(choice, self._weight_version)
-            sequence.stop_reason = self._rules.stop_reason(sequence) or sequence.stop_reason
-            sequence.tell()
-
-    # -- requests and results
-
-    def _sequence(self, request: EngineRequest, call: Call, index: int) -> Sampled:
-        n_prompt = len(request.prompt_ids)
-        if not 0 < n_prompt < self.context_length:
-            raise EngineError(
-                f"a prompt of {n_prompt} tokens: this model takes between 1 and {self.context_length - 1}; lower "
-                "generator.max_input_length or shorten the prompt"
-            )
-        max_tokens = min(n_prompt + request.sampling.max_new_tokens, self.context_length)
-        if -(-max_tokens // UNIT) * UNIT > self._memory.size:
-            raise EngineError(
-                f"a sequence of {max_tokens} tokens needs {max_tokens * self._bytes_per_token:,} bytes of key-value "
-                f"cache and {self._max_cache_bytes:,} are allowed; raise generator.gpu_memory_utilization or lower "
-                "generator.max_input_length or sampling_params.max_generate_length"
-            )
-        return Sampled(request, call, index, max_tokens, list(request.prompt_ids))
-
-    def _unfinished(self) -> list[Sampled]:
-        held: Iterable[Sampled] = chain(self._scheduler.running, self._scheduler.waiting)
-        return [sequence for sequence in held if not sequence.is_over]
-
-    def _fail(self, error: EngineError) -> None:
-        """Tell everyone who waits, and start over with empty memory."""
-        for sequence in self._unfinished():
-            if not sequence.call.done.done():
-                sequence.call.done.set_exception(error)
-        self._scheduler.running = []
-        self._scheduler.waiting = deque()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop all keys and values; sequences that still run are read again."""
-        self._scheduler.restart_all()
-        self._memory.release()
-        self._head.release()
+    def _draw(self, sequence: CachedSequence) -> Draw:
+        return Draw(sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
 
 
 def _check_attention(model: PreTrainedModel) -> None:
@@ -262,10 +160,3 @@ def _check_attention(model: PreTrainedModel) -> None:
             f"the embedded engine cannot run {type(model).__name__}, whose attention is its own; use "
             "generator.backend=vllm"
         )
-
-
-def _cache_bytes_per_token(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * n_heads * head_dim * model.dtype.itemsize

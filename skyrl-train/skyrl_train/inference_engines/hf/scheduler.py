@@ -6,15 +6,27 @@ from collections import deque
 from dataclasses import dataclass
 
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
-from skyrl_train.inference_engines.hf.region_table import Refusal, RegionTable
-from skyrl_train.inference_engines.hf.sequence import Sequence
+from skyrl_train.inference_engines.hf.region_table import Refusal, Region, RegionTable
+from skyrl_train.inference_engines.sequence import ActiveSequence
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence(ActiveSequence):
+    """A sequence and what is stored of it."""
+
+    region: Region | None = None  # None while it waits
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens whose keys and values are stored."""
+        return 0 if self.region is None else self.region.n_cached
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A sequence in a step, which reads its next `n_new` tokens."""
 
-    sequence: Sequence
+    sequence: CachedSequence
     n_new: int
 
     @property
@@ -49,10 +61,10 @@ class Scheduler:
         self._table = table
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[CachedSequence] = deque()
+        self.running: list[CachedSequence] = []
 
-    def take_finished(self) -> list[Sequence]:
+    def take_over(self) -> list[CachedSequence]:
         """Sequences that are over, no longer held; what they stored stays for their session."""
         over = [sequence for sequence in self.running if sequence.is_over]
         if over:
@@ -81,7 +93,7 @@ class Scheduler:
         self.running = []
         self._table.clear()
 
-    def _make_room(self, sequence: Sequence) -> None:
+    def _make_room(self, sequence: CachedSequence) -> None:
         """Room for the tokens a sequence has, at the cost of those that came after it."""
         assert sequence.region is not None
         while not self._table.grow(sequence.region, len(sequence.token_ids), sequence.max_tokens):
@@ -95,7 +107,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give waiting sequences a region, while there are sequences and memory to spare."""
-        skipped: list[Sequence] = []
+        skipped: list[CachedSequence] = []
         while self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting.popleft()
             placed = self._place(sequence)
@@ -111,7 +123,7 @@ class Scheduler:
                 break
         self.waiting.extendleft(reversed(skipped))
 
-    def _place(self, sequence: Sequence) -> Refusal | None:
+    def _place(self, sequence: CachedSequence) -> Refusal | None:
         """Give a sequence its region, or say why not."""
         n_reserved = min(len(sequence.token_ids) + UNIT, sequence.max_tokens)
         placed = self._table.place(sequence.token_ids, n_reserved, sequence.max_tokens, sequence.request.session_id)

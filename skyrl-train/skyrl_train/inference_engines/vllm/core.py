@@ -20,8 +20,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.hf.sampling import Choice
-from skyrl_train.inference_engines.hf.sequence import Sequence
+from skyrl_train.inference_engines.sampling import Choice
+from skyrl_train.inference_engines.sequence import ActiveSequence
+from skyrl_train.inference_engines.stopping import all_eos_ids
 from skyrl_train.inference_engines.vllm.sampler import REQUEST, install_sampler, unpacked
 from skyrl_train.inference_engines.vllm.weights import load_weights
 
@@ -85,12 +86,11 @@ class Core:
         self.context_length = int(config.model_config.max_model_len)
         self.vocab_size = int(config.model_config.get_vocab_size())
         ids = config.model_config.try_get_generation_config().get("eos_token_id")
-        listed = ids if isinstance(ids, list) else [ids]
-        self.eos_ids = frozenset(i for i in [*listed, eos_token_id] if i is not None)
+        self.eos_ids = all_eos_ids(ids, eos_token_id)
         self._sleeps = bool(config.model_config.enable_sleep_mode)
         self._client.collective_rpc(install_sampler, args=(self.eos_ids,))
 
-    def step(self, new: Mapping[str, Sequence], dropped: list[str]) -> list[Output]:
+    def step(self, new: Mapping[str, ActiveSequence], dropped: list[str]) -> list[Output]:
         """Take new requests, forget the dropped ones, and sample the next token of those whose turn it is."""
         self._client.abort_requests(dropped)
         for request_id, sequence in new.items():
@@ -134,7 +134,7 @@ class Core:
         """Release everything."""
         self._client.shutdown()
 
-    def _request(self, request_id: str, sequence: Sequence) -> EngineCoreRequest:
+    def _request(self, request_id: str, sequence: ActiveSequence) -> EngineCoreRequest:
         sampling = sequence.sampling
         params = SamplingParams(
             max_tokens=sequence.max_tokens - sequence.n_prompt,

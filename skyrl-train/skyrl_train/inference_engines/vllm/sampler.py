@@ -17,7 +17,7 @@ import torch
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplerOutput
 
 from skyrl_train.inference_engines.base import EngineRequest
-from skyrl_train.inference_engines.hf.sampling import Choice, Draw, choose_tokens
+from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata

@@ -53,10 +53,12 @@ def test_a_critic_is_trained_as_asked_for() -> None:
     assert "trainer.placement.critic_num_nodes=2: one process: one worker on one device" in lines
 
 
-def test_auto_has_a_line_only_where_vllm_would_run() -> None:
-    assert keys([], has_gpu=True, has_vllm=True) == ALWAYS | {"generator.backend"}
-    assert "generator.backend" not in keys([], has_gpu=False, has_vllm=True)
-    assert "generator.backend" not in keys(["generator.backend=hf"], has_gpu=True, has_vllm=True)
+def test_what_only_vllm_takes_has_no_line_where_it_runs() -> None:
+    options = ["generator.enforce_eager=false", "generator.engine_init_kwargs.block_size=32"]
+    assert keys(["generator.backend=vllm", *options], has_vllm=True) == ALWAYS
+    not_here = {"generator.enforce_eager", "generator.engine_init_kwargs"}
+    assert keys(["generator.backend=hf", *options], has_vllm=True) == ALWAYS | not_here
+    assert keys(["generator.backend=vllm", *options], has_vllm=False) == ALWAYS | not_here | {"generator.backend"}
 
 
 def test_a_line_names_key_value_and_what_runs() -> None:
@@ -65,7 +67,7 @@ def test_a_line_names_key_value_and_what_runs() -> None:
         "trainer.strategy=fsdp2: one process holds the whole model; nothing is sharded",
         "trainer.bf16=true: a CPU computes in float32",
         "trainer.flash_attn=true: PyTorch's SDPA, which has a flash kernel of its own on a GPU",
-        "generator.weight_sync_backend=nccl: the engine generates with the policy's tensors; nothing is copied",
+        "generator.weight_sync_backend=nccl: the engine is in the trainer's process; nothing is sent",
     ]
 
 

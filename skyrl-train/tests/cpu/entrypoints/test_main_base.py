@@ -3,45 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import skyrl_gym
-from examples.catch.catch_dataset import CatchDataset, write_dataset
-from examples.catch.main_catch import register_catch
 from skyrl_train.entrypoints.main_base import main
-
-
-@pytest.fixture(autouse=True)
-def _catch() -> Iterator[None]:
-    register_catch()
-    yield
-    skyrl_gym.envs.deregister("catch")
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("catch")
-    write_dataset(CatchDataset(train_size=8, test_size=4), folder)
-    return folder
-
-
-@pytest.fixture
-def arguments(data_dir: Path, tiny_model_path: Path, tmp_path: Path) -> list[str]:
-    """A run of two steps that works."""
-    return [
-        f"data.train_data=['{data_dir}/train.parquet']",
-        f"data.val_data=['{data_dir}/validation.parquet']",
-        f"trainer.policy.model.path='{tiny_model_path}'",
-        f"trainer.output_dir='{tmp_path}'",
-        "trainer.train_batch_size=4",
-        "trainer.policy_mini_batch_size=4",
-        "trainer.logger=jsonl",
-        "generator.max_turns=5",
-        "generator.sampling_params.max_generate_length=1",
-    ]
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -52,8 +18,8 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err.partition("error: ")[2]
 
 
-def test_a_run_leaves_its_folder(arguments: list[str], tmp_path: Path) -> None:
-    main([*arguments, "trainer.dump_trajectories=true", "trainer.hf_save_interval=1"])
+def test_a_run_leaves_its_folder(catch_run: list[str], tmp_path: Path) -> None:
+    main([*catch_run, "trainer.dump_trajectories=true", "trainer.hf_save_interval=1"])
     folder = tmp_path / "skyrl/test_run"
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert there >= {
@@ -80,14 +46,14 @@ def test_a_run_leaves_its_folder(arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batched", ["true", "false"])
-def test_lock_step_and_free_running_rollouts_train_alike(arguments: list[str], tmp_path: Path, batched: str) -> None:
-    main([*arguments, f"generator.batched={batched}", "environment.skyrl_gym.max_env_workers=0"])
+def test_lock_step_and_free_running_rollouts_train_alike(catch_run: list[str], tmp_path: Path, batched: str) -> None:
+    main([*catch_run, f"generator.batched={batched}", "environment.skyrl_gym.max_env_workers=0"])
     rows = (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["environment/avg_steps"] == 5
 
 
 def test_the_seed_command_for_several_gpus_runs_as_one_process(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked_for = [
         "trainer.strategy=fsdp2",
@@ -101,7 +67,7 @@ def test_the_seed_command_for_several_gpus_runs_as_one_process(
         "trainer.algorithm.advantage_estimator=grpo",
         "trainer.eval_before_train=true",
     ]
-    main([*arguments, *asked_for, "trainer.max_training_steps=1"])
+    main([*catch_run, *asked_for, "trainer.max_training_steps=1"])
     log = (tmp_path / "skyrl/test_run/train.log").read_text()
     assert log.count("trainer.placement.policy_num_gpus_per_node=4: one process") == 1
     assert log.count("generator.backend=vllm: the embedded engine") == 1
@@ -124,7 +90,7 @@ def test_the_seed_command_for_several_gpus_runs_as_one_process(
     ],
 )
 def test_a_mistake_is_named_before_anything_starts(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: list[str]
+    catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: list[str]
 ) -> None:
     extra = ["trainer.policy_mini_batch_size=16"] if change == "trainer.train_batch_size=16" else []
     extra += ["data.train_data=[rows.jsonl]", "data.val_data=[rows.jsonl]"] if "catsh" in change else []
@@ -133,29 +99,29 @@ def test_a_mistake_is_named_before_anything_starts(
         rows = tmp_path / "rows.jsonl"
         rows.write_text("\n".join([json.dumps(row)] * 4))
         extra = [f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
-    message = refusal([*arguments, change, *extra], capsys)
+    message = refusal([*catch_run, change, *extra], capsys)
     for word in words:
         assert word in message
     assert not (tmp_path / "skyrl/test_run/metrics.jsonl").exists()
 
 
 def test_wandb_without_a_key_is_refused(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    catch_run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "/no/such/netrc")
-    message = refusal([*arguments, "trainer.logger=wandb"], capsys)
+    message = refusal([*catch_run, "trainer.logger=wandb"], capsys)
     assert "WANDB_API_KEY" in message
     assert "WANDB_MODE=offline" in message
 
 
 def test_a_dataset_without_prompts_is_refused(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "2 + 2?"}\n')
-    message = refusal([*arguments, f"data.train_data=['{rows}']"], capsys)
+    message = refusal([*catch_run, f"data.train_data=['{rows}']"], capsys)
     assert "row 0" in message
     assert "'prompt'" in message
     assert "question" in message
@@ -169,19 +135,19 @@ def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_finished_run_says_so_and_keeps_its_configuration(
-    arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    catch_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    main(arguments)
+    main(catch_run)
     config = (tmp_path / "skyrl/test_run/config.yaml").read_text()
-    main([*arguments, "trainer.policy.optimizer_config.lr=0.5"])
+    main([*catch_run, "trainer.policy.optimizer_config.lr=0.5"])
     assert "This run is finished" in caplog.text
     assert (tmp_path / "skyrl/test_run/config.yaml").read_text() == config
 
 
-def test_a_run_goes_on_from_the_path_it_is_given(arguments: list[str], tmp_path: Path) -> None:
-    main([*arguments, "trainer.ckpt_interval=1"])
+def test_a_run_goes_on_from_the_path_it_is_given(catch_run: list[str], tmp_path: Path) -> None:
+    main([*catch_run, "trainer.ckpt_interval=1"])
     first_step = tmp_path / "skyrl/test_run/ckpts/global_step_1"
-    again = [*arguments, "trainer.run_name=again", "trainer.resume_mode=from_path"]
+    again = [*catch_run, "trainer.run_name=again", "trainer.resume_mode=from_path"]
     main([*again, f"trainer.resume_path='{first_step}'"])
     rows, expected = (
         [json.loads(line) for line in (tmp_path / f"skyrl/{run}/metrics.jsonl").read_text().splitlines()]
@@ -193,8 +159,8 @@ def test_a_run_goes_on_from_the_path_it_is_given(arguments: list[str], tmp_path:
 
 
 def test_resuming_from_a_path_that_is_not_there_is_refused(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "ckpts/global_step_7"
-    message = refusal([*arguments, "trainer.resume_mode=from_path", f"trainer.resume_path='{missing}'"], capsys)
+    message = refusal([*catch_run, "trainer.resume_mode=from_path", f"trainer.resume_path='{missing}'"], capsys)
     assert f"trainer.resume_path={missing} does not exist" in message

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import skyrl_gym
-from examples.catch.catch_dataset import CatchDataset, write_dataset
-from examples.catch.main_catch import register_catch
 from skyrl_train.entrypoints import main_base, main_generate
 
 
-@pytest.fixture(autouse=True)
-def _catch() -> Iterator[None]:
-    register_catch()
-    yield
-    skyrl_gym.envs.deregister("catch")
-
-
 @pytest.fixture
-def arguments(tiny_model_path: Path, tmp_path: Path) -> list[str]:
-    write_dataset(CatchDataset(train_size=4, test_size=4), tmp_path)
+def arguments(catch_run: list[str], catch_data: Path) -> list[str]:
     return [
-        f"data.val_data=['{tmp_path}/validation.parquet','{tmp_path}/train.parquet']",
-        f"trainer.policy.model.path='{tiny_model_path}'",
-        f"trainer.output_dir='{tmp_path}'",
-        "trainer.logger=jsonl",
-        "generator.max_turns=5",
+        *catch_run,
+        f"data.val_data=['{catch_data}/validation.parquet','{catch_data}/train.parquet']",
         "generator.eval_n_samples_per_prompt=4",
         "generator.eval_sampling_params.temperature=1",
-        "generator.eval_sampling_params.max_generate_length=1",
     ]
 
 
@@ -44,8 +28,8 @@ def test_it_writes_and_prints_what_an_evaluation_does(
     (metrics,) = [json.loads(line) for line in (folder / "evals/eval_only/aggregated_results.jsonl").open()]
     rows = [json.loads(line) for path in folder.glob("evals/eval_only/*.jsonl") for line in path.open()]
     rows = [row for row in rows if "output_response" in row]
-    assert len(rows) == 8 * 4
-    assert metrics["eval/all/avg_score"] == pytest.approx(sum(sum(row["score"]) for row in rows) / 32)
+    assert len(rows) == 12 * 4
+    assert metrics["eval/all/avg_score"] == pytest.approx(sum(sum(row["score"]) for row in rows) / 48)
     assert {"eval/all/pass_at_1", "eval/all/pass_at_2", "eval/all/pass_at_4"} <= set(metrics)
     printed = capsys.readouterr().out
     assert f"{'eval/all/avg_score':<50} {metrics['eval/all/avg_score']:.6g}" in printed
@@ -54,9 +38,7 @@ def test_it_writes_and_prints_what_an_evaluation_does(
 
 def test_it_is_what_a_training_run_measures_before_it_trains(arguments: list[str], tmp_path: Path) -> None:
     main_generate.main(arguments)
-    train = [f"data.train_data=['{tmp_path}/train.parquet']", "trainer.train_batch_size=4", "trainer.epochs=1"]
-    rest = ["trainer.policy_mini_batch_size=4", "trainer.run_name=trained", "trainer.eval_batch_size=3"]
-    main_base.main([*arguments, *train, *rest])
+    main_base.main([*arguments, "trainer.run_name=trained", "trainer.eval_batch_size=3"])
     alone, before = (
         json.loads((tmp_path / "skyrl" / name / "metrics.jsonl").read_text().splitlines()[0])
         for name in ("test_run", "trained")

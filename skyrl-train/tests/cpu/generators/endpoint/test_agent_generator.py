@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,9 @@ from generators.conftest import RecordedEngine
 from generators.endpoint.conftest import new_engine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import skyrl_gym
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.env import CatchEnv
 from examples.endpoint.agent import play_catch
-from skyrl_gym.envs.registration import deregister
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
@@ -76,13 +74,6 @@ async def theatre(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBa
     theatre = Theatre(talker, tiny_tokenizer)
     yield theatre
     await theatre.close()
-
-
-@pytest.fixture
-def catch() -> Iterator[None]:
-    skyrl_gym.register("catch", CatchEnv)
-    yield
-    deregister("catch")
 
 
 async def asks_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-import skyrl_gym
-from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.env import CatchEnv
-from examples.catch.main_catch import register_catch
 from examples.endpoint.main_endpoint_catch import EndpointExp
 from skyrl_train.config import SkyRLConfig, parse_cli
 from skyrl_train.generators.base import GeneratorInterface
@@ -23,28 +19,9 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.types import PromptRow
 
 
-@pytest.fixture(autouse=True)
-def _catch() -> Iterator[None]:
-    register_catch()
-    yield
-    skyrl_gym.envs.deregister("catch")
-
-
 @pytest.fixture
-def arguments(tiny_model_path: Path, tmp_path: Path) -> list[str]:
-    """A run of two steps."""
-    write_dataset(CatchDataset(train_size=8, test_size=4), tmp_path)
-    return [
-        f"data.train_data=['{tmp_path}/train.parquet']",
-        f"data.val_data=['{tmp_path}/validation.parquet']",
-        f"trainer.policy.model.path='{tiny_model_path}'",
-        f"trainer.output_dir='{tmp_path}'",
-        "trainer.train_batch_size=4",
-        "trainer.policy_mini_batch_size=4",
-        "trainer.logger=jsonl",
-        "trainer.ckpt_interval=-1",
-        "generator.sampling_params.max_generate_length=1",
-    ]
+def arguments(catch_run: list[str]) -> list[str]:
+    return [*catch_run, "trainer.ckpt_interval=-1"]
 
 
 def train(experiment: type[EndpointExp], arguments: list[str], tmp_path: Path) -> list[dict[str, float]]:

@@ -1,9 +1,8 @@
-"""What the embedded engine generates is what the model would, one sequence at a time, without any cache."""
+"""What the embedded engine reads, and that neither its batches nor its cache show in what it generates."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -76,13 +75,6 @@ async def alone(new_engine: NewEngine, requests: list[EngineRequest]) -> list[En
 # -- against the model
 
 
-async def test_greedy_is_what_transformers_generates(new_engine: NewEngine, tiny_model: PreTrainedModel) -> None:
-    lengths = [1, 2, 30, 63, 64, 65, 11]  # around the size to which slots grow
-    requests = [request(prompt(n), n_new=20, temperature=0.0) for n in lengths]
-    results = await new_engine().generate(requests)
-    assert [r.token_ids for r in results] == [greedy(tiny_model, r.prompt_ids, 20) for r in requests]
-
-
 async def test_other_architectures_agree_with_transformers(new_engine: NewEngine, other_model: PreTrainedModel) -> None:
     engine = new_engine(other_model)
     requests = [
@@ -96,43 +88,6 @@ async def test_other_architectures_agree_with_transformers(new_engine: NewEngine
     ]
     for turn, result in zip(longer, await engine.generate(longer), strict=True):
         assert result.logprobs == pytest.approx(trainer_logprobs(other_model, turn, result), abs=1e-5)
-
-
-async def test_padding_beside_a_long_session_is_not_past_the_last_position(
-    new_engine: NewEngine, other_model: PreTrainedModel
-) -> None:
-    engine = new_engine(other_model)
-    n_long = engine.context_length - 10
-    first = request(prompt(n_long), n_new=2, session="long")
-    (result,) = await engine.generate([first])
-    turn = request(first.prompt_ids + result.token_ids + prompt(3), n_new=4, session="long")
-    short = request(prompt(40, seed=1), n_new=4)  # 40 columns for a row with four tokens left to read
-    for row, result in zip((turn, short), await engine.generate([turn, short]), strict=True):
-        assert result.logprobs == pytest.approx(trainer_logprobs(other_model, row, result), abs=1e-5)
-
-
-async def test_log_probs_are_the_trainers(new_engine: NewEngine, tiny_model: PreTrainedModel) -> None:
-    requests = [*ragged_requests(), request(prompt(9), temperature=0.0), request(prompt(9), top_p=0.5, top_k=20)]
-    for r, result in zip(requests, await new_engine().generate(requests), strict=True):
-        assert len(result.logprobs) == len(result.token_ids)
-        assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, r, result), abs=1e-5)
-
-
-async def test_new_weights_are_used_after_a_sync(new_engine: NewEngine, tiny_model: PreTrainedModel) -> None:
-    model = copy.deepcopy(tiny_model)
-    engine = new_engine(model)
-    first = request(prompt(20), session="game", temperature=0.8)
-    (before,) = await engine.generate([first])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1).add_(0.01)
-    await engine.sync_weights(7)
-    second = replace(first, prompt_ids=first.prompt_ids + before.token_ids + prompt(3))
-    for r, result in zip([first, second], await engine.generate([first, second]), strict=True):
-        assert result.weight_spans == ((7, len(result.token_ids)),)
-        assert result.logprobs == pytest.approx(trainer_logprobs(model, r, result), abs=1e-5)
-    assert before.weight_spans == ((0, len(before.token_ids)),)
-    assert before.logprobs == pytest.approx(trainer_logprobs(tiny_model, first, before), abs=1e-5)
 
 
 # -- independence
@@ -155,15 +110,6 @@ async def test_results_do_not_depend_on_what_else_is_in_the_batch(
     assert len({tuple(result.token_ids) for result in expected}) == len(requests)
 
 
-async def test_the_seed_decides_and_nothing_else(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    same, again, other = await engine.generate([request(prompt(5), seed=s, n_new=16) for s in (1, 1, 2)])
-    assert_same(again, same)
-    assert same.token_ids != other.token_ids
-    (later,) = await engine.generate([request(prompt(5), seed=1, n_new=16)])
-    assert_same(later, same)
-
-
 async def test_results_do_not_depend_on_the_time_of_arrival(
     new_engine: NewEngine, forward_passes: Passes, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
 ) -> None:
@@ -178,10 +124,6 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
     for call, result in zip(calls, expected, strict=True):
         assert_same((await call)[0], result)
     assert {2, 3} <= set(forward_passes)  # they did share passes
-
-
-async def test_no_requests_no_results(new_engine: NewEngine) -> None:
-    assert await new_engine().generate([]) == []
 
 
 # -- what is read
@@ -204,34 +146,6 @@ async def test_a_sessions_next_turn_reads_only_what_is_new(
         turn = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + prompt(11))
 
 
-async def test_a_session_that_changed_its_mind_reads_from_there_on(
-    new_engine: NewEngine, forward_passes: Passes
-) -> None:
-    engine = new_engine()
-    first = request(prompt(30), session="game")
-    await engine.generate([first])
-    edited = replace(first, prompt_ids=[*first.prompt_ids[:20], *prompt(15, seed=5)])
-    (expected,) = await alone(new_engine, [edited])
-    forward_passes.clear()
-    (result,) = await engine.generate([edited])
-    assert_same(result, expected)
-    assert forward_passes[0] == 15
-    forward_passes.clear()
-    (shorter,) = await engine.generate([replace(first, prompt_ids=first.prompt_ids[:10])])
-    assert forward_passes[0] == 1  # one token is always read: its logits are needed
-    assert_same(shorter, (await alone(new_engine, [replace(first, prompt_ids=first.prompt_ids[:10])]))[0])
-
-
-async def test_an_ended_session_is_read_anew(new_engine: NewEngine, forward_passes: Passes) -> None:
-    engine = new_engine()
-    await engine.generate([request(prompt(30), session="game")])
-    engine.end_session("game")
-    engine.end_session("never heard of")
-    forward_passes.clear()
-    await engine.generate([request(prompt(30), session="game")])
-    assert forward_passes[0] == 30
-
-
 async def test_a_shared_prompt_is_read_once(
     new_engine: NewEngine, tiny_model: PreTrainedModel, forward_passes: Passes
 ) -> None:
@@ -243,6 +157,34 @@ async def test_a_shared_prompt_is_read_once(
     assert len({tuple(result.token_ids) for result in results}) == 5
     for r, result in zip([group[0], other, *group[1:]], results, strict=True):
         assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, r, result), abs=1e-5)
+
+
+async def test_a_late_sample_of_a_group_does_not_read_its_prompt(
+    new_engine: NewEngine, forward_passes: Passes, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
+) -> None:
+    engine, late = new_engine(), request(prompt(100), seed=77)
+    (expected,) = await alone(new_engine, [late])
+    forward_passes.clear()
+    first = asyncio.create_task(engine.generate([request(prompt(100), n_new=40)]))
+    await eventually(lambda: len(forward_passes) > 3)
+    (result,) = await engine.generate([late])
+    assert_same(result, expected)
+    await first
+    assert max(forward_passes[1:]) == 2
+
+
+async def test_a_longer_prompt_without_a_session_reads_what_is_new(
+    new_engine: NewEngine, forward_passes: Passes
+) -> None:
+    engine = new_engine()
+    (first,) = await engine.generate([request(prompt(100), n_new=30)])
+    longer = request(prompt(100) + first.token_ids + prompt(20))
+    (expected,) = await alone(new_engine, [longer])
+    forward_passes.clear()
+    (second,) = await engine.generate([longer])
+    assert forward_passes[0] == 21  # the last token of the first response was never read
+    assert second.n_cached == 100 + len(first.token_ids) - 1
+    assert_same(second, expected)
 
 
 async def test_long_prompts_are_read_in_chunks_while_others_go_on(
@@ -266,3 +208,10 @@ async def test_bfloat16_autocast_runs_on_float32_weights(
     (first,) = await engine.generate([request(prompt(9), session="s")])
     (second,) = await engine.generate([request(prompt(9) + first.token_ids + prompt(4), session="s")])
     assert len(first.token_ids) == len(second.token_ids) == 8
+
+
+async def test_an_engine_asleep_holds_no_memory(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    await engine.generate([request(prompt(10), session="s")])
+    await engine.sleep()
+    assert not engine._memory._layers

@@ -12,8 +12,7 @@ from skyrl_train.inference_engines.base import (
     SamplingParams,
     StopReason,
 )
-from skyrl_train.inference_engines.hf.region_table import Region
-from skyrl_train.inference_engines.hf.sampling import Choice
+from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.types import WeightSpan
 
 
@@ -35,7 +34,7 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class ActiveSequence:
     """A request on its way: n tokens of response so far."""
 
     request: EngineRequest
@@ -43,8 +42,7 @@ class Sequence:
     index: int  # of the request in its call
     max_tokens: int  # of prompt and response
     token_ids: list[int]  # prompt and response
-    region: Region | None = None
-    n_reused: int | None = None  # tokens of the prompt that were stored when it was first placed
+    n_reused: int | None = None  # tokens of the prompt that were stored when its turn came first
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -62,11 +60,6 @@ class Sequence:
     def n_prompt(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_ids)
-
-    @property
-    def n_cached(self) -> int:
-        """Tokens whose keys and values are stored."""
-        return 0 if self.region is None else self.region.n_cached
 
     @property
     def is_over(self) -> bool:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import StopReason
-from skyrl_train.inference_engines.hf.sequence import Sequence
+from skyrl_train.inference_engines.sequence import ActiveSequence
+
+
+def all_eos_ids(of_model: int | list[int] | None, of_tokenizer: int | None) -> frozenset[int]:
+    """The tokens that end a sequence: those that the model's generation config lists, and the tokenizer's."""
+    listed = of_model if isinstance(of_model, list) else [of_model]
+    return frozenset(i for i in [*listed, of_tokenizer] if i is not None)
 
 
 class StopRules:
     """The rules of one model and its tokenizer."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-        listed = ids if isinstance(ids, list) else [ids]
-        self.eos_ids = frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)
+    def __init__(self, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._eos_ids = eos_ids
         self._tokenizer = tokenizer
 
-    def stop_reason(self, sequence: Sequence) -> StopReason | None:
+    def stop_reason(self, sequence: ActiveSequence) -> StopReason | None:
         """Why the response ends with its last token, None if it goes on."""
         sampling, n_sampled = sequence.sampling, len(sequence.logprobs)
         last = sequence.token_ids[-1]
-        if last in self.eos_ids and not sampling.ignore_eos:
+        if last in self._eos_ids and not sampling.ignore_eos:
             return "stop"
         if last in sampling.stop_token_ids:
             return "stop"

@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from skyrl_train.inference_engines import sampling
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.inference_engines.hf import sampling
-from skyrl_train.inference_engines.hf.sampling import Choice, Draw, choose_tokens, uniforms
+from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens, uniforms
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3])
 LOGITS = PROBABILITIES.log() + 3

@@ -1,0 +1,61 @@
+"""The inference engine of a run in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import psutil
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.models.memory import cache_bytes_per_token
+
+
+def is_vllm_installed() -> bool:
+    """Whether `generator.backend=vllm` runs vLLM."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def new_engine(
+    cfg: SkyRLConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bytes_to_come: int
+) -> InferenceEngine:
+    """An engine for the policy `model`, in what `bytes_to_come` more of the trainer leave of this machine's memory."""
+    generator, has_gpu = cfg.generator, torch.cuda.is_available()
+    free, total = _memory()
+    usable = int(max(free - bytes_to_come, 0) * generator.gpu_memory_utilization)
+    if generator.backend != "vllm" or not is_vllm_installed():
+        return HFEngine(
+            model,
+            tokenizer,
+            max_num_seqs=generator.max_num_seqs,
+            max_num_batched_tokens=generator.max_num_batched_tokens,
+            max_cache_bytes=usable,
+            bf16=cfg.trainer.bf16,
+        )
+    from skyrl_train.inference_engines.vllm import VLLMEngine
+
+    context_length = model.config.get_text_config().max_position_embeddings
+    most_bytes = generator.max_num_seqs * context_length * cache_bytes_per_token(model)
+    return VLLMEngine(
+        cfg.trainer.policy.model.path,
+        tokenizer,
+        model.named_parameters,
+        dtype="bfloat16" if cfg.trainer.bf16 and has_gpu else cfg.trainer.policy.model.dtype,
+        max_num_seqs=generator.max_num_seqs,
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        gpu_memory_utilization=usable / total,
+        max_cache_bytes=None if has_gpu else min(usable, most_bytes),  # on a CPU it is taken, and zeroed, at once
+        enforce_eager=generator.enforce_eager,
+        engine_init_kwargs=generator.engine_init_kwargs,
+    )
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes free, and bytes at all, of the device that generates."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total

@@ -1,0 +1,13 @@
+"""What a model takes of a device's memory."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+
+def cache_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of one token, in the model's own dtype."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(2 * config.num_hidden_layers * n_heads * head_dim * model.dtype.itemsize)

@@ -1,0 +1,65 @@
+"""When a response ends: stop strings that are longer than a token, or begin or end inside one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams, StopReason
+from skyrl_train.inference_engines.sampling import Choice
+from skyrl_train.inference_engines.sequence import ActiveSequence, Call
+from skyrl_train.inference_engines.stopping import StopRules, all_eos_ids
+
+LONG_TOKEN = "ActionĠ(L/R/S):"  # one token of the tiny tokenizer: "Action (L/R/S):"
+RESPONSE = [*"defghijklmnop", LONG_TOKEN, "7", "8"]
+
+
+async def end_of_response(
+    tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams, eos_ids: frozenset[int] = frozenset()
+) -> tuple[str, StopReason | None]:
+    """The prompt `abc` and then `RESPONSE`, one token after the other, up to where the rules end it."""
+    prompt_ids = tokenizer.convert_tokens_to_ids(list("abc"))
+    call = Call([None], 1, asyncio.get_running_loop().create_future(), None)
+    sequence = ActiveSequence(
+        EngineRequest(prompt_ids, sampling, 0), call, 0, 3 + sampling.max_new_tokens, list(prompt_ids)
+    )
+    rules, reason = StopRules(eos_ids, tokenizer), None
+    for token_id in tokenizer.convert_tokens_to_ids(RESPONSE):
+        sequence.append(Choice(token_id, -1.0), weight_version=0)
+        if (reason := rules.stop_reason(sequence)) is not None:
+            break
+    return tokenizer.decode(sequence.token_ids[3:]), reason
+
+
+@pytest.mark.parametrize(
+    ("n_new", "stop", "text", "reason"),
+    [
+        (100, (), "defghijklmnopAction (L/R/S):78", None),
+        (100, ("efghijklmnop",), "defghijklmnop", "stop"),  # longer than a few tokens
+        (100, ("R/S",), "defghijklmnopAction (L/R/S):", "stop"),  # inside a token
+        (100, ("pA",), "defghijklmnopAction (L/R/S):", "stop"),
+        (100, (":7",), "defghijklmnopAction (L/R/S):7", "stop"),
+        (100, ("bcd", "hi"), "defghi", "stop"),  # one that begins in the prompt does not count
+        (5, ("hi",), "defgh", "length"),
+        (6, ("hi",), "defghi", "stop"),
+    ],
+)
+async def test_stop_strings(
+    tiny_tokenizer: PreTrainedTokenizerBase, n_new: int, stop: tuple[str, ...], text: str, reason: StopReason | None
+) -> None:
+    sampling = SamplingParams(max_new_tokens=n_new, stop=stop)
+    assert await end_of_response(tiny_tokenizer, sampling) == (text, reason)
+
+
+async def test_every_end_token_ends_a_response(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    eos_ids = all_eos_ids(tiny_tokenizer.convert_tokens_to_ids(["g", "z"]), tiny_tokenizer.eos_token_id)
+    text, reason = await end_of_response(tiny_tokenizer, SamplingParams(max_new_tokens=9), eos_ids)
+    assert (text, reason) == ("defg", "stop")
+
+
+def test_end_tokens_of_the_model_and_its_tokenizer() -> None:
+    assert all_eos_ids([4, 5], 6) == {4, 5, 6}
+    assert all_eos_ids(4, 4) == {4}
+    assert all_eos_ids(None, None) == frozenset()

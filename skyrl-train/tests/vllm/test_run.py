@@ -1,0 +1,45 @@
+"""Runs whose rollouts vLLM samples, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.entrypoints import main_base, main_generate
+
+
+@pytest.fixture
+def run(catch_run: list[str], tmp_path: Path) -> list[str]:
+    return [
+        *catch_run,
+        "generator.backend=vllm",
+        "trainer.policy.optimizer_config.lr=0.001",
+    ]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_updates_vllms_weights_after_each_step(run: list[str], tmp_path: Path) -> None:
+    main_base.main(run)
+    folder = tmp_path / "skyrl/test_run"
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "generator.backend" not in (folder / "train.log").read_text()
+    for row in rows[1:]:
+        assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
+        assert row["policy/grad_norm"] > 0
+        assert row["environment/avg_steps"] == 5
+
+
+def test_the_embedded_engine_measures_the_same(run: list[str], tmp_path: Path) -> None:
+    sampled = ["generator.eval_sampling_params.temperature=1", "generator.eval_n_samples_per_prompt=4"]
+    for backend in ("hf", "vllm"):
+        main_generate.main([*run, *sampled, f"generator.backend={backend}", f"trainer.run_name={backend}"])
+    embedded, vllm = ((tmp_path / "skyrl" / name / "evals/eval_only/synthetic_catch.jsonl") for name in ("hf", "vllm"))
+    replies = [[json.loads(line)["output_response"] for line in path.open()] for path in (embedded, vllm)]
+    assert len(replies[0]) == 16
+    assert replies[0] == replies[1]
