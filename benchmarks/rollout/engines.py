@@ -96,7 +96,7 @@ def engine_player(
 @contextmanager
 def vllm_player(index: int, model: PreTrainedModel) -> Iterator[Player | None]:
     """The same workload in the environment of vLLM; None where there is none."""
-    if not (VLLM_PYTHON.exists() and (HERE / "play_vllm.py").exists()):
+    if not VLLM_PYTHON.exists():
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:

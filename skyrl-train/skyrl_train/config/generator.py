@@ -91,8 +91,8 @@ class GeneratorConfig(Section):
     """The rollout engine and the loop that plays trajectories with it."""
 
     backend: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf` is the embedded engine, which generates with the policy's own tensors. `vllm` has a copy of them; where it is
-    not installed, the embedded engine runs. `auto` is `hf`."""
+    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them. Where vLLM is not
+    installed, the embedded engine runs. `auto` is `hf`."""
 
     run_engines_locally: bool = True
     """Engines are started by this run."""

@@ -44,8 +44,6 @@ AGENT_TIMEOUT_S = 1800.0
 FINAL = frozenset({"reward_unknown", "abort"})
 """Stop reasons of invalid trajectories that another attempt would not change."""
 
-API_KEY = "not-needed"
-
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
@@ -189,7 +187,7 @@ class AgentGenerator(GeneratorInterface):
         call = partial(
             self._agent,
             base_url=base_url,
-            api_key=API_KEY,
+            api_key=session.id,  # anything will do
             model=self._model_name,
             row=copy.deepcopy(rollout.request.row),  # agents append to its messages
             session_id=session.id,

@@ -53,7 +53,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         super().__init__(
             context_length=int(model.config.get_text_config().max_position_embeddings),
-            vocab_size=model.get_input_embeddings().weight.shape[0],
+            vocab_size=int(model.config.get_text_config().vocab_size),
             eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
             tokenizer=tokenizer,
             executor=ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine"),

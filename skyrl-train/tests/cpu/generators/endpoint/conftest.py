@@ -27,7 +27,7 @@ def new_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Re
 
 
 def new_client(base_url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=base_url, api_key="anything", max_retries=0)
+    return AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def live(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> It
     thread.start()
     assert started.wait(timeout=30)
     url, engine, loop, stop = found
-    with OpenAI(base_url=url, api_key="anything", max_retries=0) as client, httpx.Client() as http:
+    with OpenAI(base_url=url, api_key="x", max_retries=0) as client, httpx.Client() as http:
         yield LiveEndpoint(url, engine, ChatEncoder(tiny_tokenizer), client, http)
     loop.call_soon_threadsafe(stop.set)
     thread.join(timeout=30)

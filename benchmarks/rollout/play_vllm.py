@@ -1,0 +1,38 @@
+"""The vLLM side of `engines.py`, run in the environment of vLLM: plays a workload each time that a line comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from engines import NoTokenizer, engine_player
+from workloads import workloads
+
+from skyrl_train.inference_engines.vllm import VLLMEngine
+
+
+def main() -> None:
+    """`play_vllm.py <index of the workload> <folder of its model>`."""
+    workload, folder = workloads()[int(sys.argv[1])], sys.argv[2]
+    engine = VLLMEngine(
+        folder,
+        NoTokenizer(),  # type: ignore[arg-type]
+        workload.model().named_parameters,
+        dtype="float32",
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.5,
+        enforce_eager=True,
+        max_cache_bytes=1 << 31,
+        engine_init_kwargs={"block_size": 32},
+    )
+    loop = asyncio.new_event_loop()
+    play = engine_player(engine, workload.conversations, loop)
+    for _ in sys.stdin:
+        print("seconds", play(), flush=True)
+    loop.run_until_complete(engine.close())
+    loop.close()
+
+
+if __name__ == "__main__":
+    main()
