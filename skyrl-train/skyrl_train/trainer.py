@@ -5,10 +5,13 @@ P prompts a step, G samples of each, B = P·G trajectories of L tokens, the last
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -45,6 +48,8 @@ from skyrl_train.workers.ref import RefWorker
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Trainer:
     """Trains a policy on the rewards of its own rollouts."""
@@ -63,8 +68,12 @@ class Trainer:
         estimator: AdvantageEstimator,
         pad_token_id: int,
         callbacks: Sequence[Callback],
+        compute: Executor,
     ) -> None:
-        """`ref` and `critic` are there when the configuration, or the estimator, reads their log-probs and values."""
+        """`ref` and `critic` are there when the configuration, or the estimator, reads their log-probs and values.
+
+        Models run in `compute`, so that the event loop goes on meanwhile.
+        """
         self.cfg = cfg
         self.generator = generator
         self.policy = policy
@@ -87,6 +96,7 @@ class Trainer:
         self._position = prompts.state_dict()  # likewise
         self._pad_token_id = pad_token_id
         self._callbacks = list(callbacks)
+        self._compute = compute
         self._metrics: dict[str, float] = {}
         self._trajectories: list[Trajectory] = []
 
@@ -98,9 +108,9 @@ class Trainer:
                 with self.timer("step"):
                     rollouts = await self.rollout(prompts)  # B trajectories
                     batch = self.build_batch(rollouts)  # sequences (B, L)
-                    batch = self.score(batch)  # values, old and reference log-probs (B, R)
+                    batch = await self.score(batch)  # values, old and reference log-probs (B, R)
                     batch = self.advantages(batch)  # (B, R)
-                    self.update(batch)  # epochs × mini-batches of the value and the policy loss
+                    await self.update(batch)  # epochs × mini-batches of the value and the policy loss
                     await self.sync_weights()  # the engine holds version global_step
                 await self.finish_step()  # callbacks: evaluate, log, checkpoint
         finally:
@@ -172,7 +182,7 @@ class Trainer:
             self._metrics["reward/num_zero_variance_filtered"] = float((~is_kept).sum())
         return batch
 
-    def score(self, batch: TrainingBatch) -> TrainingBatch:
+    async def score(self, batch: TrainingBatch) -> TrainingBatch:
         """Fill in what the advantages and the update read: values, and log-probs of the reference and the policy.
 
         With one mini-batch and one epoch the policy at the start of the update is the policy in the update: its
@@ -180,11 +190,12 @@ class Trainer:
         """
         with self.timer("fwd_logprobs_values_reward"):
             if self.critic is not None:
-                batch.values = self.critic.score(batch)
+                batch.values = await self._computed(self.critic.score, batch)
             if self._ref is not None:
-                batch.ref_logprobs = self._ref.score(batch)
+                batch.ref_logprobs = await self._computed(self._ref.score, batch)
             if self._needs_old_logprobs(batch):
-                batch.old_logprobs, batch.entropies, batch.sum_pi_squared = self.policy.score(batch)
+                scores = await self._computed(self.policy.score, batch)
+                batch.old_logprobs, batch.entropies, batch.sum_pi_squared = scores
         return batch
 
     def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:
@@ -246,25 +257,26 @@ class Trainer:
             self._kl_controller.update(on_tokens.mean().item(), len(batch))
         return rewards
 
-    def update(self, batch: TrainingBatch) -> None:
+    async def update(self, batch: TrainingBatch) -> None:
         """One optimizer step for each mini-batch, `update_epochs_per_batch` times over; first the critic's."""
         cfg = self.cfg.trainer
         if self.critic is not None:
-            mini_batches = batch.chunk(cfg.critic_mini_batch_size)
             with self.timer("critic_train"):
-                self._log_updates(
-                    [self.critic.update(mini) for _ in range(cfg.update_epochs_per_batch) for mini in mini_batches]
-                )
-        mini_batches = batch.chunk(cfg.policy_mini_batch_size)
+                await self._update(self.critic, batch.chunk(cfg.critic_mini_batch_size))
         with self.timer("policy_train"):
-            self._log_updates(
-                [self.policy.update(mini) for _ in range(cfg.update_epochs_per_batch) for mini in mini_batches]
-            )
+            await self._update(self.policy, batch.chunk(cfg.policy_mini_batch_size))
         has_ended_epoch = self._prompts.n_epochs_over > self._n_epochs_over
         is_last_step = self.global_step == self.total_steps
         if cfg.update_ref_every_epoch and self._ref is not None and has_ended_epoch and not is_last_step:
             self._ref.become(self.policy.model)
             logger.info("The reference is the policy of step %d from here on", self.global_step)
+
+    async def _update(self, worker: PolicyWorker | CriticWorker, mini_batches: Sequence[TrainingBatch]) -> None:
+        n_epochs = self.cfg.trainer.update_epochs_per_batch
+        self._log_updates([await self._computed(worker.update, mini) for _ in range(n_epochs) for mini in mini_batches])
+
+    async def _computed(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, call, *args)
 
     def _log_updates(self, metrics: Sequence[dict[str, float]]) -> None:
         """One number for the updates of a step, some of which may lack one: extremes, counts, else the mean."""

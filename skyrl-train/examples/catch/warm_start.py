@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from examples.catch.players import conversation, random_player
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_train.dataset.files import read_rows
-from skyrl_train.entrypoints.command import log_to_console
+from skyrl_train.entrypoints.command import compute_thread, log_to_console
 from skyrl_train.errors import SkyRLError
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
 
@@ -67,8 +67,8 @@ def train_language_model(model: PreTrainedModel, token_ids: torch.Tensor, seed: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=N_STEPS // 20, num_training_steps=N_STEPS)
     generator = torch.Generator().manual_seed(seed)
-    progress = trange(N_STEPS, desc="warm start on random play", unit="batch", disable=None)
-    for _ in progress:
+
+    def step() -> float:
         batch = token_ids[torch.randint(len(token_ids), (BATCH_SIZE,), generator=generator)]  # (b, L)
         logits = model(input_ids=batch.clamp(min=0), use_cache=False).logits[:, :-1]  # (b, L - 1, V)
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
@@ -77,8 +77,13 @@ def train_language_model(model: PreTrainedModel, token_ids: torch.Tensor, seed: 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    return loss.item()
+        return loss.item()
+
+    with compute_thread() as compute, trange(N_STEPS, desc="warm start on random play", disable=None) as progress:
+        for _ in progress:
+            last_loss = compute.submit(step).result()
+            progress.set_postfix(loss=f"{last_loss:.3f}", refresh=False)
+    return last_loss
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
@@ -20,9 +21,16 @@ def is_vllm_installed() -> bool:
 
 
 def new_engine(
-    cfg: SkyRLConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bytes_to_come: int
+    cfg: SkyRLConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    bytes_to_come: int,
+    executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
-    """An engine for the policy `model`, in what `bytes_to_come` more of the trainer leave of this machine's memory."""
+    """An engine for the policy `model`, in what `bytes_to_come` more of the trainer leave of this machine's memory.
+
+    It computes in `executor`, which has one thread.
+    """
     generator, has_gpu = cfg.generator, torch.cuda.is_available()
     free, total = _memory()
     usable = int(max(free - bytes_to_come, 0) * generator.gpu_memory_utilization)
@@ -34,6 +42,7 @@ def new_engine(
             max_num_batched_tokens=generator.max_num_batched_tokens,
             max_cache_bytes=usable,
             bf16=cfg.trainer.bf16,
+            executor=executor,
         )
     from skyrl_train.inference_engines.vllm import VLLMEngine
 
@@ -50,6 +59,7 @@ def new_engine(
         max_cache_bytes=None if has_gpu else min(usable, most_bytes),  # on a CPU it is taken, and zeroed, at once
         enforce_eager=generator.enforce_eager,
         engine_init_kwargs=generator.engine_init_kwargs,
+        executor=executor,
     )
 
 

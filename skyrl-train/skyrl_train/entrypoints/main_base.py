@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +37,7 @@ from skyrl_train.config import SkyRLConfig, config_dir, validate_cfg, what_runs_
 from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
 from skyrl_train.entrypoints.command import (
     collect_rarely,
+    compute_thread,
     log_to_console,
     on_first_interrupt,
     run_command,
@@ -79,6 +82,7 @@ class BasePPOExp:
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
         self._bytes_to_come = 0  # gradients and optimizer state
+        self._compute: ThreadPoolExecutor | None = None
 
     def run(self) -> None:
         """Train to the last step. What can be known to be wrong is said before anything expensive starts.
@@ -86,18 +90,21 @@ class BasePPOExp:
         Raises:
             KeyboardInterrupt: it was asked to stop before the last step.
         """
-        log_to_console()
-        with log_to_file(self.run_folder.train_log):
-            for line in what_runs_here(
-                self.cfg,
-                has_gpu=torch.cuda.is_available(),
-                has_vllm=is_vllm_installed(),
-            ):
-                logger.info(line)
-            seed_everything(self.cfg.trainer.seed)
-            collect_rarely()
+        with self.running():
             asyncio.run(self._run())
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What holds for as long as anything runs: a log, seeds, a thread that computes."""
+        log_to_console()
+        with log_to_file(self.run_folder.train_log), compute_thread() as self._compute:
+            has_gpu, has_vllm = torch.cuda.is_available(), is_vllm_installed()
+            for line in what_runs_here(self.cfg, has_gpu=has_gpu, has_vllm=has_vllm):
+                logger.info(line)
+            _seed_everything(self.cfg.trainer.seed)
+            collect_rarely()
+            yield
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -139,7 +146,7 @@ class BasePPOExp:
 
     def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
         """The engine that rollouts of `model`, the policy, are sampled with."""
-        return new_engine(self.cfg, model, self.tokenizer, self._bytes_to_come)
+        return new_engine(self.cfg, model, self.tokenizer, self._bytes_to_come, self._compute)
 
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
@@ -165,6 +172,7 @@ class BasePPOExp:
         return [SavedConfig(self.run_folder), *callbacks, Checkpointing(), Export(), Reporting(self.run_folder)]
 
     async def _run(self) -> None:
+        assert self._compute is not None
         cfg = self.cfg.trainer
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
         check_advantage_estimator(estimator, cfg.algorithm, has_critic=cfg.critic.model.path is not None)
@@ -207,6 +215,7 @@ class BasePPOExp:
                     estimator=estimator,
                     pad_token_id=self.tokenizer.pad_token_id,
                     callbacks=self.get_callbacks(eval_dataset, tracker),
+                    compute=self._compute,
                 )
                 with on_first_interrupt(trainer.request_stop):
                     await trainer.train()
@@ -236,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_main(__doc__, lambda cfg: BasePPOExp(cfg).run(), argv)
 
 
-def seed_everything(seed: int) -> None:
+def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -11,13 +11,12 @@ import logging
 from collections.abc import Sequence
 
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.entrypoints.command import collect_rarely, log_to_console, run_main
-from skyrl_train.entrypoints.main_base import BasePPOExp, seed_everything
+from skyrl_train.entrypoints.command import run_main
+from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.models.loading import POLICY_PATH
-from skyrl_train.tracking import log_to_file
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +26,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
 
     def run(self) -> None:
         """Evaluate, and write down what came of it."""
-        log_to_console()
-        with log_to_file(self.run_folder.train_log):
-            seed_everything(self.cfg.trainer.seed)
-            collect_rarely()
+        with self.running():
             metrics = asyncio.run(self.evaluate())
             for name, value in sorted(metrics.items()):
                 print(f"{name:<50} {value:.6g}")

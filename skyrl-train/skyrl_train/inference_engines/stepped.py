@@ -1,7 +1,7 @@
 """What engines that work in steps have in common: an asyncio front, and one loop that takes step after step.
 
 A step is one forward pass. Sequences join and leave between steps; requests and results belong to the event loop, and
-whatever takes long to a thread of the engine's own.
+whatever takes long happens in one other thread.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ class SteppedEngine(ABC, Generic[S]):
         eos_ids: frozenset[int],
         tokenizer: PreTrainedTokenizerBase,
         executor: ThreadPoolExecutor,
+        is_own_executor: bool,
     ) -> None:
-        """`executor` has one thread, which is the engine's from now on."""
+        """`executor` has one thread; `close` ends it if it is the engine's own."""
         self.context_length = context_length
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._rules = StopRules(eos_ids, tokenizer)
         self._executor = executor
+        self._is_own_executor = is_own_executor
         self._weight_version = 0
         self._is_paused, self._is_asleep, self._is_closed = False, False, False
         self._loop_task: asyncio.Task[None] | None = None
@@ -123,8 +125,9 @@ class SteppedEngine(ABC, Generic[S]):
         if self._loop_task is not None and not self._loop_task.done():
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
-        await self._shut_down()  # after the step it is in
-        self._executor.shutdown()
+        await self._shut_down()
+        if self._is_own_executor:
+            self._executor.shutdown()
         self._tell_waiting(EngineError("the engine was closed while requests were waiting"))
 
     # -- what an engine adds
@@ -171,12 +174,12 @@ class SteppedEngine(ABC, Generic[S]):
 
     @abstractmethod
     async def _shut_down(self) -> None:
-        """Release everything, in the engine's thread."""
+        """Release everything, after the step that runs."""
 
     # -- the loop
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """Run something in the engine's thread, after what runs there already."""
+        """Run something in the engine's thread, when its turn comes."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
 
     def _start_loop(self) -> None:

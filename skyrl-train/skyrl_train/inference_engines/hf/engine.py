@@ -43,8 +43,11 @@ class HFEngine(SteppedEngine[CachedSequence]):
         max_num_batched_tokens: int,
         max_cache_bytes: int,
         bf16: bool = False,
+        executor: ThreadPoolExecutor | None = None,
     ) -> None:
         """`max_num_seqs` sequences run at once; their keys and values take at most `max_cache_bytes`.
+
+        `executor`, if given, has one thread, in which the model runs; otherwise the engine has one of its own.
 
         Raises:
             EngineError: the model's attention is not one that the engine can replace.
@@ -56,7 +59,8 @@ class HFEngine(SteppedEngine[CachedSequence]):
             vocab_size=int(model.config.get_text_config().vocab_size),
             eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
             tokenizer=tokenizer,
-            executor=ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine"),
+            executor=executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine"),
+            is_own_executor=executor is None,
         )
         self._model = model
         self._bf16 = bf16

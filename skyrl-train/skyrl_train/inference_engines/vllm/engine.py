@@ -37,6 +37,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         max_cache_bytes: int | None = None,
         max_model_len: int | None = None,
         engine_init_kwargs: Mapping[str, Any] | None = None,
+        executor: ThreadPoolExecutor | None = None,
     ) -> None:
         """Load the model at `path`; this takes seconds to minutes.
 
@@ -52,6 +53,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
             max_cache_bytes: of keys and values; None for what `gpu_memory_utilization` leaves.
             max_model_len: longest sequence; None for the model's own limit.
             engine_init_kwargs: further fields of vLLM's `EngineArgs`, which go before the ones above.
+            executor: has one thread, in which vLLM runs; None for one of the engine's own.
 
         Raises:
             EngineError: vLLM does not start with these options, or the model is a mixture of experts.
@@ -68,18 +70,20 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
             **(engine_init_kwargs or {}),
         }
         self._weights = weights
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
+        thread = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
         try:
-            self._core = executor.submit(Core, options, tokenizer.eos_token_id).result()
+            self._core = thread.submit(Core, options, tokenizer.eos_token_id).result()
         except EngineError:
-            executor.shutdown()
+            if executor is None:
+                thread.shutdown()
             raise
         super().__init__(
             context_length=self._core.context_length,
             vocab_size=self._core.vocab_size,
             eos_ids=self._core.eos_ids,
             tokenizer=tokenizer,
-            executor=executor,
+            executor=thread,
+            is_own_executor=executor is None,
         )
         self._n_requests = 0  # so far
         self._waiting: dict[str, ActiveSequence] = {}  # vLLM has not heard of them
