@@ -37,6 +37,17 @@ class Extents:
                 return start
         return None
 
+    def extend(self, start: int, size: int, new_size: int) -> bool:
+        """Let a taken part of `size` go on to `new_size`, where what follows it is free."""
+        i = bisect_left(self._starts, start + size)
+        more = new_size - size
+        if i == len(self._starts) or self._starts[i] != start + size or self._sizes[i] < more:
+            return False
+        self._starts[i], self._sizes[i] = start + new_size, self._sizes[i] - more
+        if self._sizes[i] == 0:
+            del self._starts[i], self._sizes[i]
+        return True
+
     def free(self, start: int, size: int) -> None:
         """Give a part back."""
         i = bisect_left(self._starts, start)

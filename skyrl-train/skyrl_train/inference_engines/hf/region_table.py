@@ -66,16 +66,7 @@ class RegionTable:
 
     def grow(self, region: Region, n_tokens: int, n_most: int) -> bool:
         """Make `n_tokens` fit; False if there is no room."""
-        if n_tokens <= region.capacity:
-            return True
-        capacity = capacity_for(n_tokens, n_most)
-        start = self._allocate(capacity, keep=region)
-        if start is None:
-            return False
-        self._copies[region] = Copy(region.start, start, region.n_cached)
-        self._extents.free(region.start, region.capacity)
-        region.start, region.capacity = start, capacity
-        return True
+        return n_tokens <= region.capacity or self._widen(region, capacity_for(n_tokens, n_most), may_evict=True)
 
     def take_copies(self) -> list[Copy]:
         """What must be copied, all at once, before a region is read or written."""
@@ -119,16 +110,35 @@ class RegionTable:
     def _take_over(
         self, region: Region, token_ids: list[int], capacity: int, session_id: str | None = None
     ) -> Region | Refusal:
-        """An idle region goes on with a sequence that begins with some of its tokens."""
+        """An idle region goes on with a sequence that begins with some of its tokens.
+
+        One that went on once will again: while there is room to spare, it doubles, so that each token of a conversation is
+        copied about once.
+        """
         n_common = common_prefix(region.token_ids, token_ids, region.n_cached)
-        if not self.grow(region, capacity, capacity):
-            return Refusal.FULL
+        if capacity > region.capacity:
+            doubled = capacity_for(capacity, self.size)
+            if not (self._widen(region, doubled, may_evict=False) or self._widen(region, capacity, may_evict=True)):
+                return Refusal.FULL
         self._make_busy(region)
         if n_common < region.n_cached:
             self._unindex(region)
         region.token_ids, region.n_cached = token_ids, n_common
         region.session_id = region.session_id or session_id
         return region
+
+    def _widen(self, region: Region, capacity: int, *, may_evict: bool) -> bool:
+        """Give a region more room, in place or elsewhere; False if there is none."""
+        if self._extents.extend(region.start, region.capacity, capacity):
+            region.capacity = capacity
+            return True
+        start = self._allocate(capacity, keep=region) if may_evict else self._extents.allocate(capacity)
+        if start is None:
+            return False
+        self._copies[region] = Copy(region.start, start, region.n_cached)
+        self._extents.free(region.start, region.capacity)
+        region.start, region.capacity = start, capacity
+        return True
 
     def _allocate(self, capacity: int, keep: Region | None) -> int | None:
         """Room, if need be that of regions idle for longest; `keep` stays."""

@@ -91,15 +91,15 @@ def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase)
 async def make_stage(
     talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, journal: Journal
 ) -> AsyncIterator[MakeStage]:
-    """Makes stages; keyword arguments are the keys of `generator` and `environment.skyrl_gym`."""
+    """Makes stages, of `talker` by default; other arguments are keys of `generator` and `skyrl_gym`."""
     stages: list[Stage] = []
 
-    def make(skyrl_gym: dict[str, Any] | None = None, **generator: Any) -> Stage:
+    def make(skyrl_gym: dict[str, Any] | None = None, model: PreTrainedModel = talker, **generator: Any) -> Stage:
         environment = {"env_class": "story", "skyrl_gym": {"max_env_workers": 4} | (skyrl_gym or {})}
         generator = {"max_turns": 9, "n_rollout_retries": 0} | generator
         cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": generator, "environment": environment})
         engine = RecordedEngine(
-            talker, tiny_tokenizer, max_num_seqs=16, max_num_batched_tokens=512, max_cache_bytes=2**24
+            model, tiny_tokenizer, max_num_seqs=16, max_num_batched_tokens=512, max_cache_bytes=2**24
         )
         played_by = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tiny_tokenizer)
         stages.append(Stage(played_by, engine, ChatEncoder(tiny_tokenizer)))

@@ -12,7 +12,7 @@ from generators.conftest import MakeStage, Stage, story
 from generators.environments import Journal
 
 from skyrl_train.generators.chat_template import TEMPLATES, ChatEncoder
-from skyrl_train.generators.conversation import Row, TokenConversation
+from skyrl_train.generators.conversation import Row
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import Trajectory, WeightSpan
 
@@ -257,17 +257,6 @@ async def test_both_kinds_of_log_probs_are_on_the_trajectory(make_stage: MakeSta
     for position, is_sampled in enumerate(t.loss_mask):
         assert (t.sampling_logprobs[position] == 0.0) or is_sampled
     assert t.sampling_logprobs != t.logprobs
-
-
-def test_two_hundred_turns_keep_every_token_once(make_stage: MakeStage) -> None:
-    conversation = TokenConversation(make_stage().chat, PROMPT)
-    for _ in range(200):
-        conversation.add_turn(result([11, 12]), "x")
-        conversation.observe([{"role": "user", "content": "on"}], was_stopped=True)
-    conversation.finish()
-    (row,) = conversation.rows
-    assert sum(row.loss_mask) == 400
-    assert len(conversation.places) == 200
 
 
 def test_a_template_that_is_not_there(make_stage: MakeStage, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -75,6 +76,18 @@ async def test_both_ways_of_playing_give_the_same_trajectories(make_stage: MakeS
     expected = await alone.play(REQUESTS)
     check_same(await batched.play(REQUESTS), expected)
     check_same((await alone.play(REQUESTS[::-1]))[::-1], expected)
+
+
+async def test_two_hundred_turns_read_every_token_once(make_stage: MakeStage, talker: PreTrainedModel) -> None:
+    model = copy.deepcopy(talker)
+    model.config.max_position_embeddings = 8192
+    stage = make_stage(model=model, max_turns=200)
+    (t,) = await stage.play([story("a", n_turns=200)])
+    assert len(t.turns) == 200
+    check_against_engine(t, stage)
+    n_read = [len(request.prompt_ids) - result.n_cached for request, result in stage.engine.exchanges]
+    n_sampled = sum(len(result.token_ids) for _, result in stage.engine.exchanges)
+    assert sum(n_read) + n_sampled - 200 == len(t.prompt_ids) + len(t.response_ids) - 1  # all but the very last
 
 
 @BATCHED

@@ -176,6 +176,36 @@ def test_extents_are_taken_first_fit_and_merge_with_their_neighbours() -> None:
     assert extents.allocate(60) == 0
 
 
+def test_an_extent_goes_on_where_what_follows_is_free() -> None:
+    extents = Extents(100)
+    assert [extents.allocate(size) for size in (30, 30, 20)] == [0, 30, 60]
+    assert not extents.extend(0, 30, 40)
+    extents.free(30, 30)
+    assert not extents.extend(0, 30, 61)
+    assert extents.extend(0, 30, 40)
+    assert extents.extend(0, 40, 60)
+    assert not extents.extend(0, 60, 61)
+    assert extents.extend(60, 20, 40)
+    assert extents.allocate(1) is None
+
+
+@pytest.mark.parametrize("n_neighbours", [0, 1])
+def test_a_long_conversation_is_copied_about_once(n_neighbours: int) -> None:
+    table, n_copied, n_tokens = RegionTable(1000 * UNIT), 0, 10
+    for turn in range(200):
+        regions = [
+            table.place([name] * n_tokens, n_tokens + 20, n_tokens + 20, str(name)) for name in range(1 + n_neighbours)
+        ]
+        n_copied += sum(copy.n_tokens for copy in table.take_copies())
+        for region in regions:
+            assert isinstance(region, Region)
+            assert region.n_cached == max(0, n_tokens - 31) or turn == 0
+            region.n_cached = n_tokens - 1
+            table.give_back(region)
+        n_tokens += 30
+    assert n_copied <= 1.5 * (1 + n_neighbours) * n_tokens
+
+
 def test_prefix_keys_name_the_whole_and_every_block() -> None:
     token_ids = list(range(150))
     keys = prefix_keys(token_ids)
