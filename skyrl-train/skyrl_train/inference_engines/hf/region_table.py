@@ -112,8 +112,8 @@ class RegionTable:
     ) -> Region | Refusal:
         """An idle region goes on with a sequence that begins with some of its tokens.
 
-        One that went on once will again: while there is room to spare, it doubles, so that each token of a conversation is
-        copied about once.
+        One that went on once will again: while there is room to spare, it doubles, so that each token of a
+        conversation is copied about once.
         """
         n_common = common_prefix(region.token_ids, token_ids, region.n_cached)
         if capacity > region.capacity:
