@@ -1,7 +1,8 @@
-"""`make bench-loop`: what the agent loop costs, on five-turn Catch with a real tokenizer and an idle engine.
+"""`make bench-loop`: what the agent loop costs, with a real tokenizer and an engine that answers at once.
 
-Writes `loop.md` beside this file. Time is that of the whole process per turn, the environment's own included; memory
-is what the process grows by while all trajectories are in flight.
+Writes `loop.md` beside this file: five-turn Catch with thousands of trajectories in flight, and conversations of up to
+400 turns. Time is that of the whole process, the environment's own included; memory is what the process grows by while
+all trajectories are in flight.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from conditions import conditions
@@ -22,6 +24,8 @@ from conditions import conditions
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.main_catch import register_catch
 from examples.catch.players import conversation, random_player
+from skyrl_gym.envs import register
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import load_config
 from skyrl_train.entrypoints.command import collect_rarely
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
@@ -29,20 +33,22 @@ from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.tiny import train_tokenizer
-from skyrl_train.types import PromptRow, TrajectoryID, WeightSpan
+from skyrl_train.types import Message, PromptRow, TrajectoryID, WeightSpan
 
 HERE = Path(__file__).parent
 N_TURNS = 5
+LONG_TURNS, N_LONG, REPLY = (50, 100, 200, 400), 16, "go left, then right, and stay " * 2
 GOAL_US, GOAL_KB = 120, 15
 
 
 class NullEngine:
-    """Answers at once, always with the same token; notes how much memory the process has meanwhile."""
+    """Answers at once, always with the same tokens; notes how much memory the process has meanwhile."""
 
     context_length = 1 << 20
 
-    def __init__(self, token_id: int) -> None:
-        self._result = EngineResult([token_id], [-0.5], "length", (WeightSpan(0, 1),))
+    def __init__(self, token_ids: list[int]) -> None:
+        spans = (WeightSpan(0, len(token_ids)),)
+        self._result = EngineResult(token_ids, [-0.5] * len(token_ids), "length", spans)
         self._n_calls = 0
         self.most_bytes = 0
 
@@ -57,12 +63,25 @@ class NullEngine:
         """Nothing is kept."""
 
 
-async def measure(tokenizer_path: str, n_trajectories: int, n_workers: int) -> tuple[float, float]:
+class ListenerEnv(BaseTextEnv):
+    """Says the same after every reply, for `max_turns` turns."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.max_turns = extras["max_turns"]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        told = [{"role": "user", "content": REPLY}]
+        return BaseTextEnvStepOutput(observations=told, reward=0.0, done=self.turns >= self.max_turns, metadata={})
+
+
+async def measure_catch(tokenizer_path: str, n_trajectories: int, n_workers: int) -> tuple[float, float]:
     """Microseconds per turn, and kilobytes per trajectory."""
     tokenizer = load_tokenizer(tokenizer_path)
     environment = {"env_class": "catch", "skyrl_gym": {"max_env_workers": n_workers}}
     cfg = load_config({"generator": {"max_turns": N_TURNS}, "environment": environment})
-    engine = NullEngine(tokenizer("L", add_special_tokens=False)["input_ids"][0])
+    engine = NullEngine(tokenizer("L", add_special_tokens=False)["input_ids"])
     generator = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tokenizer)  # type: ignore[arg-type]
     rows = [dict(row) for row in CatchDataset(train_size=n_trajectories // 16).train_rows()]
     requests = [
@@ -83,45 +102,85 @@ async def measure(tokenizer_path: str, n_trajectories: int, n_workers: int) -> t
     return seconds / n_turns * 1e6, (engine.most_bytes - before) / n_trajectories / 1024
 
 
-def in_process(tokenizer_path: str, n_trajectories: int, n_workers: int) -> tuple[float, float]:
-    """The same in a process of its own, whose memory nobody has used before."""
-    command = [sys.executable, __file__, "--measure", tokenizer_path, str(n_trajectories), str(n_workers)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    microseconds, kilobytes = json.loads(output.splitlines()[-1])
-    return microseconds, kilobytes
+async def measure_long(tokenizer_path: str, n_turns: int) -> tuple[float, float]:
+    """Tokens of a trajectory, and microseconds per token."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    cfg = load_config({"generator": {"max_turns": n_turns}, "environment": {"env_class": "listener"}})
+    engine = NullEngine(tokenizer(REPLY, add_special_tokens=False)["input_ids"])
+    generator = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tokenizer)  # type: ignore[arg-type]
+    prompt = [Message(role="user", content="Where to?")]
+    requests = [
+        RolloutRequest(TrajectoryID(str(i), 0), PromptRow(str(i), prompt, "listener", {})) for i in range(N_LONG)
+    ]
+    collect_rarely()
+    started = time.perf_counter()
+    trajectories = await generator.rollout(requests, SamplingParams(max_new_tokens=99), BatchMetadata(1, "train"))
+    seconds = time.perf_counter() - started
+    await generator.close()
+    assert {len(t.turns) for t in trajectories} == {n_turns}
+    n_tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
+    return n_tokens / N_LONG, seconds / n_tokens * 1e6
+
+
+MEASUREMENTS = {"catch": measure_catch, "long": measure_long}
+
+
+def medians(n_times: int, measurement: str, *arguments: object) -> tuple[float, float]:
+    """Of several runs, each in a process of its own, whose memory nobody has used before."""
+    command = [sys.executable, __file__, "--measure", measurement, *map(str, arguments)]
+    outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(n_times)]
+    first, second = zip(*(json.loads(output.splitlines()[-1]) for output in outputs), strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+def report(folder: str, n_times: int) -> list[str]:
+    """The lines of `loop.md`."""
+    lines = [
+        "# The agent loop",
+        "",
+        f"`make bench-loop`, {conditions()}. Medians of {n_times} runs, with an engine that answers at once.",
+        "",
+        f"Five-turn Catch; the goals are {GOAL_US} µs and {GOAL_KB} KB:",
+        "",
+        "| trajectories in flight | environment calls | µs per turn | KB per trajectory |",
+        "|---|---|---|---|",
+    ]
+    for n_trajectories in (2048, 4096):
+        for n_workers, name in ((32, "in threads (default)"), (0, "inline")):
+            microseconds, kilobytes = medians(n_times, "catch", folder, n_trajectories, n_workers)
+            lines.append(f"| {n_trajectories:,} | {name} | {microseconds:.0f} | {kilobytes:.1f} |")
+            print(lines[-1], flush=True)
+    lines += [
+        "",
+        f"{N_LONG} conversations at once; time is linear in their tokens when the last column does not grow:",
+        "",
+        "| turns | tokens of a trajectory | µs per token |",
+        "|---|---|---|",
+    ]
+    for n_turns in LONG_TURNS:
+        n_tokens, microseconds = medians(n_times, "long", folder, n_turns)
+        lines.append(f"| {n_turns} | {n_tokens:,.0f} | {microseconds:.2f} |")
+        print(lines[-1], flush=True)
+    return lines
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n_times", type=int, default=5)
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     register_catch()
+    register("listener", ListenerEnv)
     if options.measure:
-        path, n_trajectories, n_workers = options.measure
-        print(json.dumps(asyncio.run(measure(path, int(n_trajectories), int(n_workers)))))
+        measurement, path, *numbers = options.measure
+        print(json.dumps(asyncio.run(MEASUREMENTS[measurement](path, *map(int, numbers)))))
         return
-    lines = [
-        "# The agent loop",
-        "",
-        f"`make bench-loop`, {conditions()}. Median of {options.n_times} runs, each in a process of its own, of "
-        f"five-turn Catch with an engine that answers at once. Goals: {GOAL_US} µs and {GOAL_KB} KB.",
-        "",
-        "| trajectories in flight | environment calls | µs per turn | KB per trajectory |",
-        "|---|---|---|---|",
-    ]
     with tempfile.TemporaryDirectory() as folder:
         player = random_player(seed=0)
         games = (conversation(row, player) for row in CatchDataset(train_size=50).train_rows())
         train_tokenizer(games).save_pretrained(folder)
-        for n_trajectories in (2048, 4096):
-            for n_workers, name in ((32, "in threads (default)"), (0, "inline")):
-                runs = [in_process(folder, n_trajectories, n_workers) for _ in range(options.n_times)]
-                microseconds, kilobytes = (statistics.median(values) for values in zip(*runs, strict=True))
-                lines.append(f"| {n_trajectories:,} | {name} | {microseconds:.0f} | {kilobytes:.1f} |")
-                print(lines[-1], flush=True)
-    (HERE / "loop.md").write_text("\n".join(lines) + "\n")
+        (HERE / "loop.md").write_text("\n".join(report(folder, options.n_times)) + "\n")
 
 
 if __name__ == "__main__":
