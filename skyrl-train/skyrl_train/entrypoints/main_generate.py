@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.command import run_main
 from skyrl_train.entrypoints.main_base import BasePPOExp
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.models.loading import POLICY_PATH
@@ -38,7 +38,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
     async def evaluate(self) -> dict[str, float]:
-        """The metrics of `trainer.policy.model.path` on the validation prompts."""
+        """The metrics of `trainer.policy.model.path` on the validation prompts; EnvError if every rollout failed."""
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
         engine = self.get_engine(self.get_model(self.cfg.trainer.policy.model.path, POLICY_PATH))
@@ -53,6 +53,8 @@ class EvalOnlyEntrypoint(BasePPOExp):
         folder = self.run_folder.evals(None)
         dump_evaluation(folder, trajectories, metrics, ChatEncoder(self.tokenizer))
         logger.info("%d trajectories are in %s", len(trajectories), folder)
+        if not any(t.is_valid for t in trajectories):
+            raise EnvError(f"all {len(trajectories)} rollouts failed; the first: {trajectories[0].error}")
         return metrics
 
 

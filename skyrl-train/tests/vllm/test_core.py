@@ -15,10 +15,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.vllm import VLLMEngine
+from skyrl_train.models.tiny import tiny_qwen3
 
 NewEngine = Callable[..., VLLMEngine]
 REQUEST = EngineRequest([5, 6, 7], SamplingParams(3, ignore_eos=True), seed=0)
@@ -53,6 +55,16 @@ async def test_options_that_vllm_refuses_are_an_error_and_another_engine_can_sta
     assert os.listdir(tmp_path) == []
     (result,) = await new_engine().generate([REQUEST])
     assert len(result.token_ids) == 3
+
+
+async def test_a_model_that_loads_and_does_not_run_is_an_error_at_once(
+    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tiny_tokenizer.save_pretrained(tmp_path)
+    tiny_qwen3(tiny_tokenizer, seed=0, head_dim=16).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"cannot run this model here, use generator.backend=hf: .*head_dim=16"):
+        new_engine(tmp_path)
+    assert len((await new_engine().generate([REQUEST]))[0].token_ids) == 3
 
 
 async def test_a_second_engine_in_the_process_is_refused(new_engine: NewEngine) -> None:

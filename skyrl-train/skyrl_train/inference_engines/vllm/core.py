@@ -20,6 +20,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 
 from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineRequest
+from skyrl_train.inference_engines.base import SamplingParams as OurParams
 from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stopping import all_eos_ids
@@ -89,12 +91,13 @@ class Core:
         self.eos_ids = all_eos_ids(ids, eos_token_id)
         self._sleeps = bool(config.model_config.enable_sleep_mode)
         self._client.collective_rpc(install_sampler, args=(self.eos_ids,))
+        self._try()
 
     def step(self, new: Mapping[str, ActiveSequence], dropped: list[str]) -> list[Output]:
         """Take new requests, forget the dropped ones, and sample the next token of those whose turn it is."""
         self._client.abort_requests(dropped)
         for request_id, sequence in new.items():
-            self._client.add_request(self._request(request_id, sequence))
+            self._client.add_request(self._request(request_id, sequence.request, sequence.max_tokens))
         return [_output(output) for output in self._client.get_output().outputs]
 
     def load_weights(self, weights: Weights, dropped: list[str]) -> None:
@@ -134,18 +137,28 @@ class Core:
         """Release everything."""
         self._client.shutdown()
 
-    def _request(self, request_id: str, sequence: ActiveSequence) -> EngineCoreRequest:
-        sampling = sequence.sampling
+    def _try(self) -> None:
+        """Sample a token: some models load and do not run."""
+        self._client.add_request(self._request("trial", EngineRequest([0], OurParams(max_new_tokens=1), seed=0), 2))
+        try:
+            self._client.get_output()
+        except Exception as error:
+            self.shutdown()
+            raise EngineError(f"vLLM cannot run this model here, use generator.backend=hf: {error}") from error
+        self.forget([])
+
+    def _request(self, request_id: str, request: EngineRequest, max_tokens: int) -> EngineCoreRequest:
+        sampling = request.sampling
         params = SamplingParams(
-            max_tokens=sequence.max_tokens - sequence.n_prompt,
+            max_tokens=max_tokens - len(request.prompt_ids),
             stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)],
             logprobs=0,  # whatever the sampler reports comes back
             detokenize=False,
-            extra_args={REQUEST: sequence.request},
+            extra_args={REQUEST: request},
         )
         return EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=list(sequence.request.prompt_ids),
+            prompt_token_ids=list(request.prompt_ids),
             mm_features=None,
             sampling_params=params,
             pooling_params=None,

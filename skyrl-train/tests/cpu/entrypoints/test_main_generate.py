@@ -48,6 +48,16 @@ def test_it_is_what_a_training_run_measures_before_it_trains(arguments: list[str
     assert {name: before[name] for name in scores} == pytest.approx({name: alone[name] for name in scores})
 
 
+def test_when_every_rollout_fails_so_does_the_command(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main_generate.main([*arguments, "generator.trajectory_timeout_seconds=1e-9"])
+    assert "error: all 48 rollouts failed; the first: " in capsys.readouterr().err
+    (metrics,) = (tmp_path / "skyrl/test_run/evals/eval_only/aggregated_results.jsonl").open()
+    assert json.loads(metrics)["eval/generate/n_invalid/trajectory_timeout"] == 48
+
+
 def test_without_prompts_there_is_nothing_to_do(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_status:
         main_generate.main([*arguments, "data.val_data=[]", "trainer.eval_interval=-1"])
