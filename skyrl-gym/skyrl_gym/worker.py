@@ -2,14 +2,18 @@
 
 It reads calls from a socket, one JSON list a line: `["make", id, entry_point, kwargs, env_config, extras]`,
 `["init", prompt]`, `["step", action]`, `["get_metrics"]`, `["close"]`. It answers each with `["ok", value]` or
-`["error", text]`, and ends when the socket is closed.
+`["error", text]`, and ends when the socket is closed, or the process that started it is gone.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -77,6 +81,19 @@ def serve(fd: int) -> None:
     worker.close()
 
 
+def end_with_parent() -> None:
+    """Kill this process and all that it started once its parent is gone, whatever its environment is doing."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(0, signal.SIGKILL)
+
+    if os.getpgrp() == os.getpid():  # the group is its own
+        threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
 def _plain(value: Any) -> Any:
     """Arrays and numbers of numpy and torch as JSON has them."""
     if hasattr(value, "tolist"):
@@ -86,4 +103,5 @@ def _plain(value: Any) -> Any:
 
 if __name__ == "__main__":
     sys.path[:] = [path for path in json.loads(sys.argv[2]) if path not in sys.path] + sys.path
+    end_with_parent()
     serve(int(sys.argv[1]))
