@@ -231,10 +231,11 @@ class Trainer:
             )
         last_rows = batch.select(batch.is_last_row.nonzero()[:, 0].tolist())
         last_rows.is_last_row = None
+        last_rows.loss_mask = last_rows.attention_mask[:, -last_rows.response_length :].float()  # all of them are read
         advantages, returns = self._estimate(last_rows)
         return (
-            of_all_rows(advantages, batch.is_last_row, batch.loss_mask),
-            of_all_rows(returns, batch.is_last_row, batch.loss_mask),
+            of_all_rows(advantages, last_rows.loss_mask, batch.is_last_row, batch.loss_mask),
+            of_all_rows(returns, last_rows.loss_mask, batch.is_last_row, batch.loss_mask),
         )
 
     def _penalized_rewards(self, batch: TrainingBatch) -> torch.Tensor:

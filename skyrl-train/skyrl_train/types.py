@@ -107,7 +107,7 @@ class Trajectory:
     loss_mask: list[int]
     logprobs: list[float] | None  # None: the engine did not report them
     rewards: list[float] | None
-    stop_reason: str  # of the last turn: "stop", "length", or why there is none, e.g. "env_error"
+    stop_reason: str  # why it ended: its last turn's, or a limit's ("length", "max_turns"), or "env_error", …
     turns: tuple[Turn, ...] = ()
     reward_components: dict[str, float] = field(default_factory=dict)  # totals by name, where the environment says
     greedy_reward: float | None = None  # total reward of a greedy rollout of the same prompt, where one was played
@@ -137,6 +137,11 @@ class Trajectory:
     def total_reward(self) -> float:
         """Sum of all rewards, those of earlier rows included; only valid trajectories have one."""
         return sum(self.valid_rewards) + sum(sum(segment.rewards) for segment in self.earlier)
+
+    @property
+    def last_stop_reason(self) -> str:
+        """Why its last turn ended; where turns are not known, why the trajectory did."""
+        return self.turns[-1].stop_reason if self.turns else self.stop_reason
 
     @property
     def n_response_tokens(self) -> int:

@@ -35,7 +35,7 @@ def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
     Source: overlong filtering in DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.4.
     """
-    return [_left_out(t) if t.is_valid and t.stop_reason == "length" else t for t in trajectories]
+    return [_left_out(t) if t.is_valid and t.last_stop_reason == "length" else t for t in trajectories]
 
 
 def _left_out(trajectory: Trajectory) -> Trajectory:
@@ -48,7 +48,7 @@ def _left_out(trajectory: Trajectory) -> Trajectory:
 
 def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     """Set all rewards of trajectories whose last turn did not end by itself (stop reason `stop`) to 0."""
-    return [_without_reward(t) if t.is_valid and t.stop_reason != "stop" else t for t in trajectories]
+    return [_without_reward(t) if t.is_valid and t.last_stop_reason != "stop" else t for t in trajectories]
 
 
 def _without_reward(trajectory: Trajectory) -> Trajectory:

@@ -46,7 +46,7 @@ from skyrl_train.entrypoints.command import (
 from skyrl_train.entrypoints.engine import is_vllm_installed, new_engine
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.models.loading import (
@@ -112,8 +112,10 @@ class BasePPOExp:
         return self.get_tokenizer()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's tokenizer."""
-        return load_tokenizer(self.cfg.trainer.policy.model.path)
+        """The policy's tokenizer; with `generator.chat_template`, where it has none of its own."""
+        tokenizer = load_tokenizer(self.cfg.trainer.policy.model.path)
+        tokenizer.chat_template = tokenizer.chat_template or custom_chat_template(self.cfg.generator.chat_template)
+        return tokenizer
 
     def get_train_dataset(self) -> PromptDataset:
         """The prompts to train on."""

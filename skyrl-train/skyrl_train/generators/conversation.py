@@ -8,12 +8,14 @@ the configuration; see `conversation_class`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import Message
@@ -89,6 +91,11 @@ class TokenConversation:
         """What the engine reads now."""
         return self.rows[-1].token_ids
 
+    @property
+    def n_response_tokens(self) -> int:
+        """Tokens so far, the prompt left out."""
+        return sum(row.response_length for row in self.rows)
+
     def add_turn(self, result: EngineResult, text: str) -> None:
         """The model has spoken: `text` is what the environment is told."""
         row = self.rows[-1]
@@ -99,15 +106,14 @@ class TokenConversation:
     def replace_turn(self, text: str) -> None:
         """The environment has understood the last turn as another text.
 
-        A beginning of what was sampled is kept as it was sampled. Anything else is read by the model, but nobody
+        As far as it begins like what was sampled, the tokens are kept. The rest is read by the model, but nobody
         sampled it, so that it is not learned from.
         """
         row, place = self.rows[-1], self.places[-1]
         token_ids = row.token_ids[row.n_prompt + place.start :]
-        n_kept = _tokens_of_beginning(self._chat.decode, token_ids, text)
-        row.cut(place.start + (n_kept or 0))
-        if n_kept is None:
-            row.append_observed(self._chat.encode(text))
+        n_kept = _n_tokens_in_common(self._chat.decode, token_ids, text)
+        row.cut(place.start + n_kept)
+        row.append_observed(self._chat.encode(text.removeprefix(self._chat.decode(token_ids[:n_kept]))))
         place.end = row.response_length
 
     def observe(self, observations: Messages, *, was_stopped: bool) -> None:
@@ -121,7 +127,8 @@ class TokenConversation:
         self._begin_row(self._chat.prompt_ids(messages))
 
     def finish(self) -> None:
-        """The rollout is over: rows end with their last turn."""
+        """The rollout is over: the last row is that of the last turn, and rows end with their turns."""
+        del self.rows[max((place.row for place in self.places), default=0) + 1 :]
         for index, row in enumerate(self.rows):
             ends = [place.end for place in self.places if place.row == index]
             row.cut(max(ends, default=0))
@@ -153,13 +160,18 @@ class StepwiseConversation(TokenConversation):
         self._merges = merges
         self._messages = [dict(message) for message in prompt]
 
+    @property
+    def n_response_tokens(self) -> int:
+        """See `TokenConversation.n_response_tokens`: of the history as it is now."""
+        return len(self.next_prompt()) - self.rows[0].n_prompt
+
     def add_turn(self, result: EngineResult, text: str) -> None:
         """See `TokenConversation.add_turn`."""
         super().add_turn(result, text)
         self._messages.append(dict(Message(role="assistant", content=text)))
 
     def replace_turn(self, text: str) -> None:
-        """See `TokenConversation.replace_turn`. What was sampled stays as it is; the history changes."""
+        """See `TokenConversation.replace_turn`. What was sampled is learned from; only the history changes."""
         self._messages[-1]["content"] = text
 
     def observe(self, observations: Messages, *, was_stopped: bool) -> None:
@@ -186,26 +198,39 @@ class RetokenizedConversation(StepwiseConversation):
     """The template renders the whole history before each turn, and once more in the end, as the only row.
 
     The template's generation blocks say which tokens are the model's. They may not be those that were sampled, so
-    there are no log-probs.
+    there are no log-probs. What an environment put in the place of a turn is not learned from.
     """
 
     def __init__(self, chat: ChatEncoder, prompt: Messages) -> None:
         super().__init__(chat, prompt, merges=False)
+        self._replaced: set[int] = set()  # numbers of turns
+
+    def replace_turn(self, text: str) -> None:
+        """See `TokenConversation.replace_turn`."""
+        super().replace_turn(text)
+        self._replaced.add(len(self.places) - 1)
 
     def finish(self) -> None:
         """See `TokenConversation.finish`."""
-        n_prompt, n_turns = self.rows[0].n_prompt, len(self.places)
         while self._messages and self._messages[-1]["role"] != "assistant":
             self._messages.pop()
-        token_ids, is_assistant = self._chat.conversation_ids(self._messages)
-        if token_ids[:n_prompt] != self.rows[0].token_ids[:n_prompt] and 1 in is_assistant:
-            n_prompt = is_assistant.index(1)
-        loss_mask = is_assistant[n_prompt:]
-        self.rows = [Row(token_ids, n_prompt, loss_mask, logprobs=None)]
-        self.places = _runs_of_ones(loss_mask)[-n_turns:] if n_turns else []
+        n_turns = len(self.places)
+        token_ids, is_assistant = self._chat.conversation_ids(self._messages) if self._messages else ([], [])
+        turns = _runs_of_ones(is_assistant)[-n_turns:]  # the prompt may have messages of the assistant
+        if not n_turns or not turns:
+            super().finish()
+            return
+        n_prompt = self.rows[0].n_prompt
+        if token_ids[:n_prompt] != self.rows[0].token_ids[:n_prompt]:  # the history was rewritten
+            n_prompt = turns[0].start
         # a history that lost turns has fewer of them: those rewards go to the first that is left
-        self.places = [self.places[0]] * (n_turns - len(self.places)) + self.places if self.places else []
-        self.rows[0].cut(self.places[-1].end if self.places else 0)
+        turns = [turns[0]] * (n_turns - len(turns)) + turns
+        self.places = [Place(0, turn.start - n_prompt, turn.end - n_prompt) for turn in turns]
+        row = Row(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
+        for number, place in enumerate(self.places):
+            row.loss_mask[place.start : place.end] = [int(number not in self._replaced)] * (place.end - place.start)
+        row.cut(self.places[-1].end)
+        self.rows = [row]
 
 
 MakeConversation = Callable[[Messages], TokenConversation]
@@ -218,20 +243,29 @@ def conversation_class(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConversat
     if not cfg.use_conversation_multi_turn:
         return partial(SingleMessageConversation, chat)
     if cfg.chat_template.name_or_path is not None:
+        _check_generation_blocks(cfg.chat_template.name_or_path, chat)
         return partial(RetokenizedConversation, chat)
     return partial(TokenConversation, chat, ends_stopped_turns=cfg.append_eos_token_after_stop_str_in_multi_turn)
 
 
-def _tokens_of_beginning(decode: Callable[[list[int]], str], token_ids: list[int], text: str) -> int | None:
-    """How many of the tokens spell exactly `text`; None if no beginning of them does."""
-    fewest, most = 0, len(token_ids)
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if len(decode(token_ids[:middle])) < len(text):
-            fewest = middle + 1
-        else:
-            most = middle
-    return fewest if decode(token_ids[:fewest]) == text else None
+def _check_generation_blocks(name: str, chat: ChatEncoder) -> None:
+    _, is_assistant = chat.conversation_ids([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+    if 1 not in is_assistant:
+        raise ConfigError(
+            f"generator.chat_template.name_or_path={name!r} does not say what is learned from; put the text of "
+            "assistant messages between {% generation %} and {% endgeneration %}"
+        )
+
+
+def _n_tokens_in_common(decode: Callable[[list[int]], str], token_ids: list[int], text: str) -> int:
+    """How many of the tokens spell a beginning of `text`."""
+    in_common = takewhile(lambda pair: pair[0] == pair[1], zip(decode(token_ids), text, strict=False))
+    n_characters = sum(1 for _ in in_common)
+    lengths = range(len(token_ids) + 1)
+    n_tokens = bisect_right(lengths, n_characters, key=lambda n: len(decode(token_ids[:n]))) - 1
+    while not text.startswith(decode(token_ids[:n_tokens])):  # half a character looks like another one
+        n_tokens -= 1
+    return n_tokens
 
 
 def _runs_of_ones(mask: list[int]) -> list[Place]:

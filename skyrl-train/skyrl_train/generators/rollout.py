@@ -51,8 +51,8 @@ class Rollout:
 
     @property
     def n_response_tokens(self) -> int:
-        """Tokens after the prompt, those of rewritten histories included."""
-        return 0 if self.conversation is None else sum(row.response_length for row in self.conversation.rows)
+        """Tokens after the prompt."""
+        return 0 if self.conversation is None else self.conversation.n_response_tokens
 
     def fail(self, stop_reason: str, error: str, cause: BaseException | None = None) -> None:
         """End as an invalid trajectory; what went wrong first is the reason."""
@@ -66,6 +66,8 @@ class Rollout:
         if self.conversation is not None:
             self.conversation.finish()
             rows, places = self.conversation.rows, self.conversation.places
+        if places and not rows[-1].response_length:
+            self.fail("empty_response", "the environment left nothing of the reply, which its reward could be for")
         rewards = _rewards(rows, places, self.turns)
         last = rows[-1]
         return Trajectory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,8 +77,9 @@ def test_soft_overlong_punishment(n_tokens: int, punishment: float) -> None:
     assert soft_overlong_punishment(n_tokens, 1000, 200, factor=0.4) == pytest.approx(0.4 * punishment)
 
 
-def turns(*edges: tuple[int, int]) -> tuple[Turn, ...]:
-    return tuple(Turn(start, end, prompt_length=5, reward=0.0, stop_reason="stop") for start, end in edges)
+def turns(*edges: tuple[int, int], last: str = "stop") -> tuple[Turn, ...]:
+    ended = [Turn(start, end, prompt_length=5, reward=0.0, stop_reason="stop") for start, end in edges]
+    return (*ended[:-1], replace(ended[-1], stop_reason=last))
 
 
 def conversation(rewards: list[float] | None, **fields: Any) -> Trajectory:
@@ -93,9 +95,22 @@ def test_the_longest_turn_is_punished_on_the_last_sampled_token() -> None:
     assert as_before == conversation([0.0] * 9)
 
 
+@pytest.mark.parametrize("last", ["stop", "length"])
+@pytest.mark.parametrize("limit", ["max_turns", "length"])
+def test_the_last_turn_says_whether_it_was_cut_off_and_not_the_limit_that_ended_the_trajectory(
+    last: str, limit: str
+) -> None:
+    t = conversation([1.0] * 9, stop_reason=limit, turns=turns((0, 2), (3, 9), last=last))
+    (left_out,), (zeroed,) = leave_out_truncated([t]), zero_reward_on_non_stop([t])
+    assert (sum(left_out.loss_mask) == 0) == (last == "length")
+    assert (zeroed.total_reward == 0) == (last == "length")
+
+
 def test_turns_tell_also_where_the_mask_is_gone() -> None:
-    cut_off = conversation([0.0] * 9, stop_reason="length")
-    (punished,) = punish_overlong(leave_out_truncated([cut_off]), 5, buffer=2, factor=1.0)
+    cut_off = conversation([0.0] * 9, turns=turns((0, 2), (3, 7), (8, 9), last="length"))
+    (left_out,) = leave_out_truncated([cut_off])
+    assert sum(left_out.loss_mask) == 0
+    (punished,) = punish_overlong([left_out], 5, buffer=2, factor=1.0)
     assert punished.rewards == [0, 0, 0, 0, 0, 0, 0, 0, -0.5]
 
 

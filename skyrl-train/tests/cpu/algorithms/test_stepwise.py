@@ -46,12 +46,24 @@ def test_all_rows_get_the_advantage_of_their_trajectory() -> None:
     assert batch.is_last_row is not None
     last = batch.select(batch.is_last_row.nonzero()[:, 0].tolist())
     per_last, _ = grpo(last.rewards, response_mask=last.loss_mask, index=last.uids)
-    spread = of_all_rows(per_last, batch.is_last_row, batch.loss_mask)
+    spread = of_all_rows(per_last, last.loss_mask, batch.is_last_row, batch.loss_mask)
     trajectory_of_row = [0, 0, 0, 1, 2, 2, 3]
     for row, trajectory in enumerate(trajectory_of_row):
         (value,) = per_last[trajectory][last.loss_mask[trajectory] > 0].unique()
         assert torch.equal(spread[row], torch.where(batch.loss_mask[row] > 0, value, 0.0))
     assert spread[0, 0] > 0 > spread[3, 0]
+
+
+def test_a_last_row_that_nothing_is_learned_from_still_says_what_the_trajectory_is_worth() -> None:
+    batch = two_prompts()
+    assert batch.is_last_row is not None
+    batch.loss_mask[2] = 0  # the environment replaced the last action of the first trajectory
+    last = batch.select(batch.is_last_row.nonzero()[:, 0].tolist())
+    mask = last.attention_mask[:, -last.response_length :].float()
+    per_last, _ = grpo(last.rewards, response_mask=mask, index=last.uids)
+    spread = of_all_rows(per_last, mask, batch.is_last_row, batch.loss_mask)
+    assert spread[0, 0] == spread[1, 0] == per_last[0, 0] > 0
+    assert spread[2].tolist() == [0.0] * batch.response_length
 
 
 def test_mini_batches_keep_the_rows_of_a_prompt_together() -> None:

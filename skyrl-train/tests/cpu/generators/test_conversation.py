@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from generators.conftest import MakeStage, Stage, story
 from generators.environments import Journal
 
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import TEMPLATES, ChatEncoder
 from skyrl_train.generators.conversation import Row
 from skyrl_train.inference_engines.base import EngineResult
@@ -119,6 +122,43 @@ async def test_a_template_of_ones_own_masks_by_its_generation_blocks(make_stage:
     assert t.total_reward == 1.5
 
 
+async def test_only_turns_that_were_played_are_learned_from(make_stage: MakeStage) -> None:
+    stage = make_stage(
+        chat_template={"name_or_path": "qwen3_with_thinking"}, chat_template_kwargs={"enable_thinking": False}
+    )
+    request = story("a", n_turns=2)
+    shots = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "now you"}]
+    (t,) = await stage.play([replace(request, row=replace(request.row, prompt=[*request.row.prompt, *shots]))])
+    assert t.is_valid, t.error
+    said = [stage.chat.decode(turn) for turn in sampled(stage)]
+    learned = [token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one]
+    assert stage.chat.decode(learned).replace("<think>\n\n</think>\n\n", "") == "".join(said)
+    assert len(t.turns) == 2
+
+
+async def test_a_template_of_ones_own_does_not_teach_what_an_environment_put_there(
+    make_stage: MakeStage, journal: Journal
+) -> None:
+    stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"})
+    t = await play(stage, returns={"step": ON | {"postprocessed_action": "L or R", "done": True}})
+    assert "L or R" in stage.chat.decode(t.response_ids)
+    assert set(t.loss_mask) == {0}
+    assert t.total_reward == 1.0
+
+
+async def test_a_rollout_without_a_turn_has_nothing_to_render(make_stage: MakeStage) -> None:
+    stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"}, max_input_length=3)
+    (t,) = await stage.play([story("a")])
+    assert (t.is_valid, t.stop_reason, t.response_ids) == (False, "prompt_too_long", [])
+
+
+def test_a_template_without_generation_blocks_is_refused(make_stage: MakeStage, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}")
+    with pytest.raises(ConfigError, match=r"mine.jinja' does not say what is learned from; .* \{% generation %\}"):
+        make_stage(chat_template={"source": "file", "name_or_path": str(file)})
+
+
 def test_thoughts_of_earlier_turns_are_kept_or_not(make_stage: MakeStage) -> None:
     tokenizer = make_stage().generator._chat._tokenizer
     messages = [
@@ -167,6 +207,46 @@ async def test_an_action_cut_short_keeps_the_tokens_that_spell_it(make_stage: Ma
     assert t.response_ids == tokens[:2]
     assert t.loss_mask == [1, 1]
     assert t.rewards == [0.0, 1.0]
+
+
+async def test_an_action_that_goes_on_otherwise_keeps_what_it_begins_with(
+    make_stage: MakeStage, journal: Journal
+) -> None:
+    stage = make_stage()
+    (free,) = await stage.play([story("a", n_turns=1)])
+    begins = stage.chat.decode(free.response_ids[:2])
+    t = await play(make_stage(), returns={"step": ON | {"postprocessed_action": f"{begins}!?", "done": True}})
+    assert t.response_ids == free.response_ids[:2] + stage.chat.encode("!?")
+    assert t.loss_mask == [1, 1] + [0] * (len(t.response_ids) - 2)
+    assert t.rewards is not None
+    assert t.rewards[-1] == t.total_reward == 1.0
+
+
+async def test_a_reply_of_which_nothing_is_left_has_no_reward_of_0(make_stage: MakeStage, journal: Journal) -> None:
+    (t,) = await make_stage().play([story("a", returns={"step": ON | {"postprocessed_action": "", "done": True}})])
+    assert (t.is_valid, t.stop_reason) == (False, "empty_response")
+
+
+@pytest.mark.parametrize("mode", [{"step_wise_trajectories": True}, {}], ids=["step-wise", "rewritten history"])
+async def test_a_row_that_no_turn_follows_in_takes_no_reward_with_it(
+    make_stage: MakeStage, journal: Journal, mode: dict[str, Any]
+) -> None:
+    observations = [{"role": "user", "content": "on and on " * 60}]
+    metadata = {} if mode else {"modified_chat_history": observations}
+    stage = make_stage(max_input_length=400, max_turns=9, **mode)
+    t = await play(stage, returns={"step": ON | {"observations": observations, "metadata": metadata}})
+    assert (t.stop_reason, t.last_stop_reason in ("stop", "length")) == ("length", True)
+    assert t.turns[-1].segment == len(t.rows) - 1
+    assert all(row.response_ids for row in t.rows)
+    batch = build_training_batch([t], 0)
+    assert batch.rewards.sum() == t.total_reward == len(t.turns)
+
+
+async def test_the_budget_of_a_trajectory_counts_observations_in_every_mode(make_stage: MakeStage) -> None:
+    stage = make_stage(step_wise_trajectories=True, max_response_length=40)
+    t = await play(stage, n_turns=9)
+    assert t.stop_reason == "length"
+    assert len(t.rows[-1].prompt_ids) + len(t.response_ids) - len(t.rows[0].prompt_ids) <= 40
 
 
 async def test_an_action_that_nobody_sampled_is_not_learned_from(make_stage: MakeStage, journal: Journal) -> None:
