@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from conditions import conditions
 from transformers import PreTrainedModel
-from workloads import CONTEXT, Conversation, Workload, workloads
+from workloads import Conversation, Workload, workloads
 
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
@@ -39,7 +40,7 @@ class NoTokenizer:
     eos_token_id = None
 
 
-def generate_player(model: PreTrainedModel, conversations: list[Conversation]) -> Player:
+def generate_player(model: PreTrainedModel, conversations: list[Conversation], executor: Executor) -> Player:
     """`model.generate` as it is used: all conversations are a batch, padded on the left, turn by turn."""
 
     @torch.inference_mode()
@@ -66,7 +67,7 @@ def generate_player(model: PreTrainedModel, conversations: list[Conversation]) -
                 ids += row[:n] + conversation.turns[turn][1]
         return time.perf_counter() - started
 
-    return play
+    return lambda: executor.submit(play).result()
 
 
 def engine_player(
@@ -122,17 +123,18 @@ def vllm_player(index: int, model: PreTrainedModel) -> Iterator[Player | None]:
 def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
     """Seconds of every player, each time one after the other."""
     model = workload.model()
-    loop = asyncio.new_event_loop()
+    loop, executor = asyncio.new_event_loop(), ThreadPoolExecutor(max_workers=1)
     engine = HFEngine(
         model,
         NoTokenizer(),
         max_num_seqs=256,
         max_num_batched_tokens=8192,
-        max_cache_bytes=1 << 31,  # type: ignore[arg-type]
+        max_cache_bytes=1 << 31,
+        executor=executor,  # as in a run: two threads that compute would slow each other down
     )
     with vllm_player(index, model) as vllm:
         players: dict[str, Player | None] = {
-            "generate": generate_player(model, workload.conversations),
+            "generate": generate_player(model, workload.conversations, executor),
             "embedded": engine_player(engine, workload.conversations, loop),
             "vllm": vllm,
         }
@@ -146,12 +148,12 @@ def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
                         seconds[name].append(taken)
     loop.run_until_complete(engine.close())
     loop.close()
+    executor.shutdown()
     return {"name": workload.name, "n_tokens": workload.n_tokens, "goal": workload.goal, "seconds": seconds}
 
 
-def write(results: list[dict[str, Any]], where: str) -> None:
-    """The table and the numbers behind it."""
-    (HERE / "engines.json").write_text(json.dumps({"conditions": where, "workloads": results}, indent=1) + "\n")
+def table(results: list[dict[str, Any]], where: str) -> str:
+    """The page that people read."""
     lines = [
         "# Generating, by engine",
         "",
@@ -169,21 +171,23 @@ def write(results: list[dict[str, Any]], where: str) -> None:
             f"| {result['name']} | {rate['generate']:,.0f} | {ours:,.0f} | {ours / rate['generate']:.1f} | "
             f"{result['goal']:g} | {vllm} |"
         )
-    (HERE / "engines.md").write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n_times", type=int, default=3)
-    parser.add_argument("--only", help="part of a workload's name")
+    parser.add_argument("--only", help="part of a workload's name; writes no files")
     options = parser.parse_args()
     chosen = [(i, w) for i, w in enumerate(workloads()) if not options.only or options.only in w.name]
     where = conditions()
-    write([measure(i, workload, options.n_times) for i, workload in chosen], where)
-    print((HERE / "engines.md").read_text())
+    results = [measure(i, workload, options.n_times) for i, workload in chosen]
+    if not options.only:
+        (HERE / "engines.json").write_text(json.dumps({"conditions": where, "workloads": results}, indent=1) + "\n")
+        (HERE / "engines.md").write_text(table(results, where))
+    print(table(results, where))
 
 
 if __name__ == "__main__":
-    assert CONTEXT >= 1024
     sys.exit(main())

@@ -91,7 +91,6 @@ async def measure_catch(tokenizer_path: str, n_trajectories: int, n_workers: int
         for i, row in enumerate(rows)
         for k in range(16)
     ]
-    collect_rarely()
     before = psutil.Process().memory_info().rss
     started = time.perf_counter()
     trajectories = await generator.rollout(requests, SamplingParams(max_new_tokens=1), BatchMetadata(1, "train"))
@@ -112,7 +111,6 @@ async def measure_long(tokenizer_path: str, n_turns: int) -> tuple[float, float]
     requests = [
         RolloutRequest(TrajectoryID(str(i), 0), PromptRow(str(i), prompt, "listener", {})) for i in range(N_LONG)
     ]
-    collect_rarely()
     started = time.perf_counter()
     trajectories = await generator.rollout(requests, SamplingParams(max_new_tokens=99), BatchMetadata(1, "train"))
     seconds = time.perf_counter() - started
@@ -174,7 +172,8 @@ def main() -> None:
     register("listener", ListenerEnv)
     if options.measure:
         measurement, path, *numbers = options.measure
-        print(json.dumps(asyncio.run(MEASUREMENTS[measurement](path, *map(int, numbers)))))
+        with collect_rarely():
+            print(json.dumps(asyncio.run(MEASUREMENTS[measurement](path, *map(int, numbers)))))
         return
     with tempfile.TemporaryDirectory() as folder:
         player = random_player(seed=0)

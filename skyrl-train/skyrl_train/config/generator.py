@@ -182,7 +182,8 @@ class GeneratorConfig(Section):
     """Most sequences that the engine decodes at once."""
 
     max_num_batched_tokens: Count = 8192
-    """Most tokens that the engine reads in one step: one of every running sequence, the rest of new prompts."""
+    """Tokens that the engine reads in one step: one of every running sequence, and of new prompts the rest, but 64 at
+    least."""
 
     enforce_eager: bool = True
     """Run the model without CUDA graphs."""

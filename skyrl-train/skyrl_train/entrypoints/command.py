@@ -54,15 +54,22 @@ def log_to_console() -> None:
     disable_progress_bar()  # transformers draws one for each file it reads or writes
 
 
-def collect_rarely() -> None:
-    """Let the garbage collector leave alone what is there, and look at the rest less often.
+@contextmanager
+def collect_rarely() -> Iterator[None]:
+    """Within, let the garbage collector leave alone what is there, and look at the rest less often.
 
     Imported libraries are half a million objects, and thousands of rollouts in flight are as many; going through them
     time and again takes half of the agent loop's time (`make bench-loop`). What no longer has a reference is freed at
     once all the same.
     """
+    thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -98,13 +98,22 @@ class BasePPOExp:
     def running(self) -> Iterator[None]:
         """What holds for as long as anything runs: a log, seeds, a thread that computes."""
         log_to_console()
-        with log_to_file(self.run_folder.train_log), compute_thread() as self._compute:
+        with log_to_file(self.run_folder.train_log), collect_rarely(), compute_thread() as self._compute:
             has_gpu, has_vllm = torch.cuda.is_available(), is_vllm_installed()
             for line in what_runs_here(self.cfg, has_gpu=has_gpu, has_vllm=has_vllm):
                 logger.info(line)
             _seed_everything(self.cfg.trainer.seed)
-            collect_rarely()
             yield
+
+    @asynccontextmanager
+    async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
+        """An engine for `model`, the policy, and a generator that plays with it; both are closed in the end."""
+        async with AsyncExitStack() as stack:
+            engine = self.get_engine(model)
+            stack.push_async_callback(engine.close)
+            generator = self.get_generator(self.cfg, self.tokenizer, engine)
+            stack.push_async_callback(generator.close)
+            yield engine, generator
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -113,9 +122,8 @@ class BasePPOExp:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer; with `generator.chat_template`, where it has none of its own."""
-        tokenizer = load_tokenizer(self.cfg.trainer.policy.model.path)
-        tokenizer.chat_template = tokenizer.chat_template or custom_chat_template(self.cfg.generator.chat_template)
-        return tokenizer
+        template = custom_chat_template(self.cfg.generator.chat_template)
+        return load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
 
     def get_train_dataset(self) -> PromptDataset:
         """The prompts to train on."""
@@ -201,9 +209,7 @@ class BasePPOExp:
                 ref.check_can_become(model)
         trained = [policy] if critic is None else [policy, critic]
         self._bytes_to_come = sum(worker.checkpoint_bytes() for worker in trained)  # with the first update
-        engine = self.get_engine(policy.model)
-        generator = self.get_generator(self.cfg, self.tokenizer, engine)
-        try:
+        async with self.playing(policy.model) as (engine, generator):
             with self.get_tracker() as tracker:
                 trainer = self.trainer_class(
                     self.cfg,
@@ -223,9 +229,6 @@ class BasePPOExp:
                     await trainer.train()
                 if trainer.is_stopping and trainer.global_step < total_steps:
                     raise KeyboardInterrupt
-        finally:
-            await generator.close()
-            await engine.close()
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Every environment the rows name must be registered, unless a generator of one's own plays them."""

@@ -41,15 +41,10 @@ class EvalOnlyEntrypoint(BasePPOExp):
         """The metrics of `trainer.policy.model.path` on the validation prompts; EnvError if every rollout failed."""
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
-        engine = self.get_engine(self.get_model(self.cfg.trainer.policy.model.path, POLICY_PATH))
-        generator = self.get_generator(self.cfg, self.tokenizer, engine)
-        try:
+        async with self.playing(self.get_model(self.cfg.trainer.policy.model.path, POLICY_PATH)) as (_, generator):
             with self.get_tracker() as tracker:
                 metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
                 tracker.log(metrics, 0)
-        finally:
-            await generator.close()
-            await engine.close()
         folder = self.run_folder.evals(None)
         dump_evaluation(folder, trajectories, metrics, ChatEncoder(self.tokenizer))
         logger.info("%d trajectories are in %s", len(trajectories), folder)

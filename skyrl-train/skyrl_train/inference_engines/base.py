@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl_train.config.generator import SamplingConfig
+from skyrl_train.errors import EngineError
 from skyrl_train.types import WeightSpan
 
 StopReason = Literal["stop", "length", "abort"]
+
+MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,21 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's own end of sequence is a token like others
     n_top_logprobs: int = 0  # report this many most likely tokens at every position
     with_raw_logprobs: bool = False  # report log-probs at temperature 1 as well
+
+    def __post_init__(self) -> None:
+        """Values out of their range raise EngineError."""
+        for name, is_allowed, range_ in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("min_new_tokens", self.min_new_tokens >= 0, "at least 0"),
+            ("temperature", self.temperature == 0 or self.temperature >= MIN_TEMPERATURE, "0, or at least 0.0001"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= -1, "at least 1, or -1 for all"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("n_top_logprobs", self.n_top_logprobs >= 0, "at least 0"),
+        ):
+            if not is_allowed:
+                raise EngineError(f"{name}={getattr(self, name)} must be {range_}")
 
     @staticmethod
     def from_config(section: SamplingConfig) -> SamplingParams:
@@ -104,19 +122,24 @@ class InferenceEngine(Protocol):
     ) -> list[EngineResult]:
         """One result for each request, in order. Concurrent calls share the engine's batches.
 
-        Cancelling the call ends its requests.
+        Requests wait while the engine is paused. Cancelling the call ends them; so does what `on_tokens` raises, which
+        is raised here.
 
         Raises:
-            EngineError: a request that cannot be served, named with its numbers.
+            EngineError: a request that cannot be served, named with its numbers; a step failed; the engine is asleep
+                or closed.
         """
         ...
 
     def abort(self, session_id: str | None = None) -> None:
-        """End the requests of a session, or all, with what they have: their stop reason is `abort`."""
+        """End the requests of a session, or all, with the tokens they have, maybe none: stop reason `abort`."""
         ...
 
     async def pause(self) -> None:
-        """Stop between two steps. Requests wait, new ones too; EngineError if it is paused already."""
+        """Stop between two steps. Requests wait, new ones too; EngineError if it is paused already.
+
+        Cancelled before the step ended, it has done nothing.
+        """
         ...
 
     def resume(self) -> None:
@@ -140,7 +163,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def wake_up(self) -> None:
-        """Be ready for requests again."""
+        """Be ready for requests again; EngineError if the engine is closed."""
         ...
 
     async def close(self) -> None:

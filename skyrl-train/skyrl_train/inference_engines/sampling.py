@@ -48,7 +48,8 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """Sample one token a row by searching the cumulative distribution.
 
     Args:
-        logits: (B, V) float32; overwritten, so that a large vocabulary needs no second tensor of this size.
+        logits: (B, V) float32; overwritten, so that a large vocabulary needs no second tensor of this size, but for
+            rows with penalties, truncation or raw log-probs.
         draws: [B] how to sample each row. Temperature 0 takes the most likely token.
     """
     raw_rows = [row for row, draw in enumerate(draws) if draw.sampling.with_raw_logprobs]
@@ -140,7 +141,7 @@ def _penalize(logits: torch.Tensor, draw: Draw) -> None:
     """Change the logits (V,) of one row by what is there already, and rule out what would end it too soon."""
     sampling = draw.sampling
     if sampling.repetition_penalty != 1:
-        there = torch.tensor(sorted(set(draw.token_ids)), device=logits.device)
+        there = torch.from_numpy(np.asarray(draw.token_ids, dtype=np.int64)).to(logits.device)  # some of them twice
         values = logits[there]
         logits[there] = torch.where(
             values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty

@@ -32,6 +32,11 @@ class Call:
         if self.n_left == 0 and not self.done.done():
             self.done.set_result(None)
 
+    def all_results(self) -> list[EngineResult]:
+        """The results of a call that is done."""
+        assert self.n_left == 0
+        return [result for result in self.results if result is not None]
+
 
 @dataclass(slots=True, eq=False)
 class ActiveSequence:
@@ -45,6 +50,7 @@ class ActiveSequence:
     n_reused: int | None = None  # tokens of the prompt that were stored when its turn came first
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
+    is_shaped: bool = False  # a token was sampled from another distribution than the model's
     raw_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     weight_spans: list[WeightSpan] = field(default_factory=list)
@@ -70,8 +76,9 @@ class ActiveSequence:
         """Add a sampled token."""
         self.token_ids.append(choice.token_id)
         self.logprobs.append(choice.logprob)
+        self.is_shaped = self.is_shaped or choice.sampling_logprob is not None
+        self.sampling_logprobs.append(choice.logprob if choice.sampling_logprob is None else choice.sampling_logprob)
         for values, value in (
-            (self.sampling_logprobs, choice.sampling_logprob),
             (self.raw_logprobs, choice.raw_logprob),
             (self.top_logprobs, choice.top_logprobs),
         ):
@@ -97,7 +104,7 @@ class ActiveSequence:
             logprobs=self.logprobs,
             stop_reason=self.stop_reason,
             weight_spans=tuple(self.weight_spans),
-            sampling_logprobs=self.sampling_logprobs or None,
+            sampling_logprobs=self.sampling_logprobs if self.is_shaped else None,
             raw_logprobs=self.raw_logprobs or None,
             top_logprobs=self.top_logprobs or None,
             n_cached=self.n_reused or 0,

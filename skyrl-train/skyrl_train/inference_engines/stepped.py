@@ -10,8 +10,9 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -49,8 +50,13 @@ class SteppedEngine(ABC, Generic[S]):
         self._executor = executor
         self._is_own_executor = is_own_executor
         self._weight_version = 0
-        self._is_paused, self._is_asleep, self._is_closed = False, False, False
+        self._is_paused, self._is_asleep = False, False
+        self._n_holds = 0  # reasons not to take another step
+        self._between_steps = asyncio.Event()
+        self._between_steps.set()
         self._loop_task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._broken_by: Exception | None = None
 
     async def generate(
         self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
@@ -59,12 +65,11 @@ class SteppedEngine(ABC, Generic[S]):
         self._check_ready()
         if not requests:
             return []
-        done = asyncio.get_running_loop().create_future()
-        call = Call([None] * len(requests), len(requests), done, on_tokens)
+        call = Call([None] * len(requests), len(requests), asyncio.get_running_loop().create_future(), on_tokens)
         self._add([self._admit(request, call, index) for index, request in enumerate(requests)])
         self._start_loop()
-        await done
-        return [result for result in call.results if result is not None]
+        await call.done
+        return call.all_results()
 
     def abort(self, session_id: str | None = None) -> None:
         """See `InferenceEngine.abort`."""
@@ -75,17 +80,23 @@ class SteppedEngine(ABC, Generic[S]):
 
     async def pause(self) -> None:
         """See `InferenceEngine.pause`."""
+        self._check_usable()
         if self._is_paused:
             raise EngineError("the engine is paused already; whoever paused it must resume it first")
         self._is_paused = True
-        await self._last_step()
+        self._n_holds += 1
+        try:
+            await self._between_steps.wait()
+        except asyncio.CancelledError:
+            self.resume()
+            raise
 
     def resume(self) -> None:
         """See `InferenceEngine.resume`."""
         if not self._is_paused:
             raise EngineError("the engine is not paused")
         self._is_paused = False
-        self._start_loop()
+        self._let_go()
 
     async def sync_weights(self, weight_version: int) -> None:
         """See `InferenceEngine.sync_weights`."""
@@ -96,9 +107,9 @@ class SteppedEngine(ABC, Generic[S]):
                 f"weights changed to version {weight_version} while {n_unfinished} sequences were being generated; "
                 "pause() the engine first, or wait for generate() to return"
             )
-        await self._last_step()  # of calls that were cancelled
-        await self._take_weights()
-        self._weight_version = weight_version
+        async with self._hold():  # a call that was cancelled may still be in a step
+            await self._take_weights()
+            self._weight_version = weight_version
 
     async def sleep(self) -> None:
         """See `InferenceEngine.sleep`."""
@@ -108,27 +119,21 @@ class SteppedEngine(ABC, Generic[S]):
         if n_unfinished := len(self._unfinished()):
             raise EngineError(f"the engine cannot sleep while {n_unfinished} sequences are being generated")
         self._is_asleep = True
-        await self._last_step()
-        await self._release_memory()
+        async with self._hold():
+            await self._release_memory()
 
     async def wake_up(self) -> None:
         """See `InferenceEngine.wake_up`."""
         if self._is_asleep:
+            self._check_usable()
             await self._take_memory()
             self._is_asleep = False
 
     async def close(self) -> None:
-        """See `InferenceEngine.close`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._loop_task is not None and not self._loop_task.done():
-            self._loop_task.cancel()
-            await asyncio.gather(self._loop_task, return_exceptions=True)
-        await self._shut_down()
-        if self._is_own_executor:
-            self._executor.shutdown()
-        self._tell_waiting(EngineError("the engine was closed while requests were waiting"))
+        """See `InferenceEngine.close`. It goes on when the call is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
 
     # -- what an engine adds
 
@@ -149,7 +154,7 @@ class SteppedEngine(ABC, Generic[S]):
         """All sequences that were added and have not been taken."""
 
     @abstractmethod
-    def _take_over(self) -> list[S]:
+    def _take_finished(self) -> list[S]:
         """The sequences that are over; they are held no more."""
 
     @abstractmethod
@@ -178,36 +183,71 @@ class SteppedEngine(ABC, Generic[S]):
 
     # -- the loop
 
-    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run something in the engine's thread, when its turn comes."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     def _start_loop(self) -> None:
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._run())
 
-    async def _last_step(self) -> None:
-        """Wait until no step is running; the loop ends by itself when it is paused or has nothing to do."""
-        if self._loop_task is not None and not self._loop_task.done():
-            await asyncio.wait([self._loop_task])
+    @asynccontextmanager
+    async def _hold(self) -> AsyncIterator[None]:
+        """No step is taken within, and nothing is held that is over."""
+        self._n_holds += 1
+        try:
+            await self._between_steps.wait()
+            self._hand_out()
+            yield
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._n_holds -= 1
+        self._start_loop()
 
     async def _run(self) -> None:
-        while self._has_work():
+        """Take steps while there is something to do and nobody holds the engine."""
+        while self._hand_out():
+            self._between_steps.clear()
             try:
                 await self._step()
             except Exception as error:  # the boundary of a request: every caller learns why, and the engine goes on
                 logger.exception("A generation step failed")
-                self._tell_waiting(
-                    error if isinstance(error, EngineError) else EngineError(f"generation failed: {error!r}")
-                )
-                await self._drop_all()
+                await self._start_over(error)
+            finally:
+                self._between_steps.set()
 
-    def _has_work(self) -> bool:
+    def _hand_out(self) -> bool:
         """Hand out what is complete, drop what nobody waits for any more; whether there is a step to do."""
-        for sequence in self._take_over():
+        for sequence in self._take_finished():
             if sequence.stop_reason is not None:
                 sequence.call.deliver(sequence.index, sequence.result())
-        return not self._is_paused and any(True for _ in self._held())
+        return not self._n_holds and any(True for _ in self._held())
+
+    async def _start_over(self, error: Exception) -> None:
+        """Everyone who waits gets the error, and nothing is left that the failed step may have spoiled."""
+        self._tell_waiting(str(error) if isinstance(error, EngineError) else f"generation failed: {error!r}", error)
+        try:
+            await self._drop_all()
+        except Exception as worse:
+            logger.exception("The engine cannot go on")
+            self._broken_by = worse
+            self._n_holds += 1
+            self._tell_waiting(f"the engine cannot go on: {worse!r}", worse)
+
+    async def _close(self) -> None:
+        self._n_holds += 1
+        self._tell_waiting("the engine was closed while requests were waiting")
+        try:
+            await self._between_steps.wait()
+            if self._loop_task is not None:
+                await asyncio.wait([self._loop_task])
+            self._hand_out()
+            await self._shut_down()
+        finally:
+            if self._is_own_executor:
+                self._executor.shutdown()
 
     def _append(self, sequence: S, choice: Choice) -> None:
         """Note what was sampled for a sequence, unless it ended while the step ran."""
@@ -220,7 +260,10 @@ class SteppedEngine(ABC, Generic[S]):
             )
         sequence.append(choice, self._weight_version)
         sequence.stop_reason = self._rules.stop_reason(sequence)
-        sequence.tell()
+        try:
+            sequence.tell()
+        except Exception as error:  # noqa: BLE001, what a caller's own function raises is the caller's
+            sequence.call.done.set_exception(error)
 
     # -- requests
 
@@ -237,20 +280,29 @@ class SteppedEngine(ABC, Generic[S]):
                 f"a prompt with token {lowest if lowest < 0 else highest}: this model knows 0 to "
                 f"{self._vocab_size - 1}; use the tokenizer of its folder"
             )
+        if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._vocab_size]:
+            raise EngineError(f"stop_token_ids={unknown}: this model knows 0 to {self._vocab_size - 1}")
         max_tokens = min(n_prompt + request.sampling.max_new_tokens, self.context_length)
         return self._sequence(request, call, index, max_tokens)
 
-    def _check_ready(self) -> None:
-        if self._is_closed:
+    def _check_usable(self) -> None:
+        if self._closing is not None:
             raise EngineError("the engine is closed; make another")
+        if self._broken_by is not None:
+            raise EngineError(f"the engine cannot go on after {self._broken_by!r}; make another") from self._broken_by
+
+    def _check_ready(self) -> None:
+        self._check_usable()
         if self._is_asleep:
             raise EngineError("the engine is asleep; wake_up() it first")
 
     def _unfinished(self) -> list[S]:
         return [sequence for sequence in self._held() if not sequence.is_over]
 
-    def _tell_waiting(self, error: EngineError) -> None:
-        """Everyone who waits gets the error."""
+    def _tell_waiting(self, message: str, cause: Exception | None = None) -> None:
+        """Everyone who waits gets an error of their own."""
         for sequence in self._unfinished():
+            error = EngineError(message)
+            error.__cause__ = cause
             if not sequence.call.done.done():
                 sequence.call.done.set_exception(error)

@@ -30,9 +30,9 @@ class StopRules:
         if last in sampling.stop_token_ids:
             return "stop"
         if sampling.stop and n_sampled >= sampling.min_new_tokens:
-            # A token is a byte or more. One that goes on after the end of a stop string ends the text all the same.
+            # A token is a byte or more, and some tokenizers drop the space that a text begins with.
             n_tail = min(max(len(stop.encode()) for stop in sampling.stop) + 1, n_sampled)
-            tail = self._tokenizer.decode(sequence.token_ids[-n_tail:])
-            if any(stop in tail for stop in sampling.stop):
+            before, tail = (self._tokenizer.decode(sequence.token_ids[-n_tail:end]) for end in (-1, None))
+            if any(stop in tail and stop not in before for stop in sampling.stop):
                 return "stop"
         return "length" if len(sequence.token_ids) >= sequence.max_tokens else None

@@ -22,10 +22,11 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_tokenizer(path: str, key: str = POLICY_PATH) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, padding on the left, with a pad token (the end-of-sequence token if it has none).
 
-    `key` is the configuration key that `path` came from, for error messages.
+    `key` is the configuration key that `path` came from, for error messages; a tokenizer without a chat template gets
+    `chat_template`.
 
     Raises:
         ConfigError: nothing usable at `path`, no end-of-sequence token, or no chat template.
@@ -36,6 +37,7 @@ def load_tokenizer(path: str, key: str = POLICY_PATH) -> PreTrainedTokenizerBase
         raise ConfigError(cannot_load("tokenizer", key, path, error)) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {key}={path} has no eos_token; set one and save it")
+    tokenizer.chat_template = tokenizer.chat_template or chat_template
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of {key}={path} has no chat template; use an instruct model, "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 
-def cache_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of one token, in the model's own dtype."""
+def cache_bytes_per_token(model: PreTrainedModel, *, bf16: bool = False) -> int:
+    """Bytes of the keys and values of one token, in the dtype that the model computes in (`autocast`)."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(2 * config.num_hidden_layers * n_heads * head_dim * model.dtype.itemsize)
+    dtype = torch.bfloat16 if bf16 and model.device.type == "cuda" else model.dtype
+    return int(2 * config.num_hidden_layers * n_heads * head_dim * dtype.itemsize)

@@ -70,9 +70,7 @@ class EngineContract:
         for request, result in zip(requests, await engine_kit.new().generate(requests), strict=True):
             assert_agrees(engine_kit, request, result)
             shaped = engine_kit.sampling_logprobs(request, result)
-            n_shaped = len(result.sampling_logprobs or [])  # once nothing is banned any more, there is none to tell
-            assert n_shaped == min(len(shaped), request.sampling.min_new_tokens or len(shaped))
-            assert result.sampling_logprobs == pytest.approx(shaped[:n_shaped], abs=engine_kit.tolerance)
+            assert result.sampling_logprobs == pytest.approx(shaped, abs=engine_kit.tolerance)
 
     async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
         plain = engine_kit.request(20, 6, temperature=0.6, top_p=0.9)
@@ -156,6 +154,8 @@ class EngineContract:
             ({"stop": ("xyz", "q", "fgi")}, "bcdefghijklmnopq", "stop"),  # whichever comes first
             ({"stop": ("abc", "uvw")}, "bcdefghijklmnopqrstuvw", "stop"),  # the prompt's a does not count
             ({"stop": ("cde",), "min_new_tokens": 9}, f"{B_TO_Z}7<|im_end|>", "stop"),
+            ({"stop": ("cde",), "min_new_tokens": 5}, f"{B_TO_Z}7<|im_end|>", "stop"),  # it was complete before
+            ({"stop": ("cde",), "min_new_tokens": 4}, "bcde", "stop"),
             ({"stop_token_ids": "m"}, "bcdefghijklm", "stop"),
             ({"ignore_eos": True, "n_new": 30}, f"{B_TO_Z}7<|im_end|>abc", "length"),
             ({"ignore_eos": True, "stop": ("7",)}, f"{B_TO_Z}7", "stop"),
@@ -208,6 +208,24 @@ class EngineContract:
         last = len(engine_kit.tokenizer) - 1
         with pytest.raises(EngineError, match=rf"a prompt with token {token_id}: .* 0 to {last}"):
             await engine_kit.new().generate([EngineRequest([5, token_id, 6], SamplingParams(4), seed=0)])
+
+    async def test_stop_tokens_that_the_model_does_not_know_are_refused_alone(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
+        with pytest.raises(EngineError, match=r"stop_token_ids=\[-1, 99999\]: this model knows 0 to"):
+            await engine.generate([engine_kit.request(5, stop_token_ids=(-1, 7, 99_999), min_new_tokens=2)])
+        assert len((await served)[0].token_ids) == 20
+
+    async def test_what_a_listener_raises_is_its_callers_alone(self, engine_kit: EngineKit) -> None:
+        def refuse(*_: object) -> None:
+            raise ValueError("not interested")
+
+        engine = engine_kit.new()
+        served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
+        with pytest.raises(ValueError, match="not interested"):
+            await engine.generate([engine_kit.request(5, **LONG), engine_kit.request(6, **LONG)], refuse)
+        assert len((await served)[0].token_ids) == 20
+        assert len((await engine.generate([engine_kit.request(10, 1)]))[0].token_ids) == 1
 
     # -- what is read again
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.inference_engines.sampling import Choice
-from skyrl_train.inference_engines.vllm.sampler import packed, unpacked
+from skyrl_train.inference_engines.vllm.sampler import from_columns, to_columns
 
 TOKEN_IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-1e6, 0, width=32) | st.just(-float("inf"))
@@ -22,6 +22,6 @@ CHOICES = st.builds(
 
 @given(st.lists(CHOICES, min_size=1, max_size=6))
 def test_unpacking_gives_what_was_packed(choices: list[Choice]) -> None:
-    columns = packed(choices).tolists()
-    assert unpacked(columns) == choices
-    assert [unpacked(columns.slice_request(row, 1)) for row in range(len(choices))] == [[c] for c in choices]
+    columns = to_columns(choices).tolists()
+    assert from_columns(columns) == choices
+    assert [from_columns(columns.slice_request(row, 1)) for row in range(len(choices))] == [[c] for c in choices]

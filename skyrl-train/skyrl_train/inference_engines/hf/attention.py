@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.kv_memory import KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 
@@ -76,7 +78,11 @@ class PackedCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[_Stored, _Stored]:
-        """Store new keys and values (1, heads, N, d)."""
+        """Store new keys and values (1, heads, N, d).
+
+        Under autocast, rotary embeddings leave keys in float32; attention takes them as it takes values.
+        """
+        keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
         for pool, new in zip(pools, (keys, values), strict=True):
             pool.index_copy_(0, self._target, new[0].transpose(0, 1))
@@ -132,12 +138,16 @@ def packed_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of the new tokens' queries (1, heads, N, d) to what their sequences have stored.
 
     The signature is that of transformers' attention functions; the mask is the runs' own. Returns (1, N, heads, d).
     """
+    if softcap is not None or s_aux is not None:
+        raise EngineError("its attention caps its scores, or has sinks")
     n_heads, n_tokens = query.shape[1:3]
     out = value.pool.new_empty(n_heads, n_tokens, value.pool.shape[-1])
     for run in key.runs:
@@ -174,8 +184,21 @@ def _attend(
     return folded.view(*queries.shape[:4], -1)
 
 
+def hidden_states(model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row]) -> torch.Tensor:
+    """The last hidden states (N, H) of the new tokens of `rows`, whose keys and values are stored on the way."""
+    cache = PackedCache(memory, rows, model.device)
+    new_ids = [row.sequence.token_ids[row.sequence.n_cached :][: row.n_new] for row in rows]
+    input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
+    with packed_attention_of(model):
+        output = model.base_model(
+            input_ids=input_ids[None], position_ids=cache.position_ids[None], past_key_values=cache, use_cache=True
+        )
+    states: torch.Tensor = output.last_hidden_state[0]
+    return states
+
+
 @contextmanager
-def packed(model: PreTrainedModel) -> Iterator[None]:
+def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """Within, the model's attention is `packed_attention`."""
     config = model.config.get_text_config()
     chosen = config._attn_implementation

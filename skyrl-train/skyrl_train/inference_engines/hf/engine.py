@@ -3,7 +3,7 @@
 A step reads one token of every running sequence, and as many tokens of new prompts as its budget has left. What a
 session, or any other sequence, has stored of a prompt is not read again.
 
-Only the forward pass runs in a thread; regions and sessions belong to the event loop's.
+Only the forward pass runs in the thread; regions and sessions belong to the event loop.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
-from skyrl_train.inference_engines.hf.attention import PackedCache, packed
+from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.head import Head
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import RegionTable
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Scheduler, Step
+from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
 from skyrl_train.inference_engines.sequence import Call
 from skyrl_train.inference_engines.stepped import SteppedEngine
@@ -50,9 +51,9 @@ class HFEngine(SteppedEngine[CachedSequence]):
         `executor`, if given, has one thread, in which the model runs; otherwise the engine has one of its own.
 
         Raises:
-            EngineError: the model's attention is not one that the engine can replace.
+            EngineError: the model does not compute packed what it computes alone.
         """
-        _check_attention(model)
+        check_supported(model, bf16=bf16)
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         super().__init__(
             context_length=int(model.config.get_text_config().max_position_embeddings),
@@ -65,7 +66,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._model = model
         self._bf16 = bf16
         self._head = Head(model)
-        self._bytes_per_token = cache_bytes_per_token(model)
+        self._bytes_per_token = cache_bytes_per_token(model, bf16=bf16)
         self._max_cache_bytes = max_cache_bytes
         size = max_cache_bytes // self._bytes_per_token // UNIT * UNIT
         self._memory = KVMemory(size)
@@ -91,8 +92,8 @@ class HFEngine(SteppedEngine[CachedSequence]):
     def _held(self) -> Iterable[CachedSequence]:
         return chain(self._scheduler.running, self._scheduler.waiting)
 
-    def _take_over(self) -> list[CachedSequence]:
-        return self._scheduler.take_over()
+    def _take_finished(self) -> list[CachedSequence]:
+        return self._scheduler.take_finished()
 
     async def _step(self) -> None:
         step = self._scheduler.next_step()
@@ -120,7 +121,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         """Memory is taken when it is written."""
 
     async def _shut_down(self) -> None:
-        await self._in_thread(self._forget)  # after the step that runs
+        self._forget()
 
     def _forget(self) -> None:
         """Drop all keys and values; sequences that are held are read again."""
@@ -133,34 +134,18 @@ class HFEngine(SteppedEngine[CachedSequence]):
         """One forward pass; the next token of every sequence that has read all it has, in the order of the rows."""
         self._memory.copy(step.copies)
         device = self._model.device
-        cache = PackedCache(self._memory, step.rows, device)
-        new_ids = [row.sequence.token_ids[row.sequence.n_cached :][: row.n_new] for row in step.rows]
-        input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=device)  # (N,)
         ends = torch.tensor([row.n_new for row in step.rows]).cumsum(0) - 1
         is_complete = torch.tensor([row.is_complete for row in step.rows])
-        with autocast(device, self._bf16), packed(self._model):
-            hidden = self._model.base_model(
-                input_ids=input_ids[None],
-                position_ids=cache.position_ids[None],
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[0]  # (N, H)
-            hidden = hidden[ends[is_complete].to(device)]  # (b, H)
+        with autocast(device, self._bf16):
+            states = hidden_states(self._model, self._memory, step.rows)  # (N, H)
+            states = states[ends[is_complete].to(device)]  # (b, H)
             draws = [self._draw(row.sequence) for row in step.rows if row.is_complete]
             n_rows = self._head.max_rows
             return [
                 choice
                 for i in range(0, len(draws), n_rows)
-                for choice in choose_tokens(self._head.logits(hidden[i : i + n_rows]), draws[i : i + n_rows])
+                for choice in choose_tokens(self._head.logits(states[i : i + n_rows]), draws[i : i + n_rows])
             ]
 
     def _draw(self, sequence: CachedSequence) -> Draw:
         return Draw(sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
-
-
-def _check_attention(model: PreTrainedModel) -> None:
-    if not model._supports_attention_backend:
-        raise EngineError(
-            f"the embedded engine cannot run {type(model).__name__}, whose attention is its own; use "
-            "generator.backend=vllm"
-        )

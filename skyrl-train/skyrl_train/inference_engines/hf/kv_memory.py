@@ -82,10 +82,7 @@ class KVMemory:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool of one layer, with heads and types like those given (…, heads, head_dim).
-
-        Under autocast the two have different types: rotary embeddings leave keys in float32.
-        """
+        """The pool of one layer, with heads and types like those given (…, heads, head_dim)."""
         if index not in self._layers:
             self._layers[index] = (self._zeros(keys), self._zeros(values))
         return self._layers[index]
@@ -96,7 +93,7 @@ class KVMemory:
             return
         source = np.concatenate([np.arange(c.source, c.source + c.n_tokens) for c in copies])
         target = np.concatenate([np.arange(c.target, c.target + c.n_tokens) for c in copies])
-        device = self._layers[0][0].device
+        device = next(iter(self._layers.values()))[0].device
         to, of = torch.from_numpy(target).to(device), torch.from_numpy(source).to(device)
         for pools in self._layers.values():
             for pool in pools:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -20,6 +20,10 @@ class Region:
     session_id: str | None
     n_cached: int = 0
     prefix_keys: list[int] = field(default_factory=list)
+    is_ended: bool = False  # its session is
+
+
+KeysOf = Callable[[], Sequence[int]]
 
 
 class Refusal(Enum):
@@ -37,31 +41,39 @@ class RegionTable:
         self._extents = Extents(size)
         self._idle: OrderedDict[Region, None] = OrderedDict()  # least recently used first
         self._sessions: dict[str, Region] = {}  # idle ones
-        self._by_prefix: dict[int, Region] = {}  # by the hash of a prefix of its tokens
+        self._busy: dict[str, dict[Region, None]] = {}  # by session
+        self._by_prefix: dict[int, dict[Region, None]] = {}  # by the hash of a prefix of their tokens
         self._copies: dict[Region, Copy] = {}  # to be carried out before the regions are used
 
-    def place(self, token_ids: list[int], n_reserved: int, n_most: int, session_id: str | None) -> Region | Refusal:
+    def place(
+        self, token_ids: list[int], keys: KeysOf, n_reserved: int, n_most: int, session_id: str | None
+    ) -> Region | Refusal:
         """A region for a sequence that holds `token_ids`, with as many of them stored as any other region can give.
 
-        `n_reserved` tokens fit, and the sequence never has more than `n_most`.
+        `keys` makes the `prefix_keys` of `token_ids`; `n_reserved` tokens fit, and the sequence never has more than
+        `n_most`.
         """
-        capacity = capacity_for(n_reserved, n_most)
+        placed = self._place(token_ids, keys, capacity_for(n_reserved, n_most), session_id)
+        if isinstance(placed, Region) and placed.session_id is not None:
+            self._busy.setdefault(placed.session_id, {})[placed] = None
+        return placed
+
+    def _place(self, token_ids: list[int], keys: KeysOf, capacity: int, session_id: str | None) -> Region | Refusal:
         if session_id is not None and (region := self._sessions.get(session_id)):
-            return self._take_over(region, token_ids, capacity)
-        keys = prefix_keys(token_ids)
-        source, n_common = self._longest_match(token_ids, keys)
+            return self._reuse(region, token_ids, capacity)
+        source, n_common = self._longest_match(token_ids, keys())
         if source is not None:
             if source.n_cached < n_common or source in self._copies:
                 return Refusal.SOON
             if source in self._idle and source.n_cached == n_common:
-                return self._take_over(source, token_ids, capacity, session_id)
+                return self._reuse(source, token_ids, capacity, session_id)
         start = self._allocate(capacity, keep=source)
         if start is None:
             return Refusal.FULL
         region = Region(start, capacity, token_ids, session_id, n_common)
         if source is not None:
             self._copies[region] = Copy(source.start, start, n_common)
-        self._index(region, keys)
+        self._index(region, keys())
         return region
 
     def grow(self, region: Region, n_tokens: int, n_most: int) -> bool:
@@ -77,9 +89,10 @@ class RegionTable:
     def give_back(self, region: Region) -> None:
         """Its sequence is over: the region idles, under the name of its session if that has no other."""
         session_id = region.session_id
-        if region.n_cached == 0 or session_id in self._sessions:
+        if region.n_cached == 0 or region.is_ended or session_id in self._sessions:
             self.free(region)
             return
+        self._forget_busy(region)
         region.token_ids = region.token_ids[: region.n_cached]
         self._idle[region] = None
         if session_id is not None:
@@ -88,13 +101,16 @@ class RegionTable:
             self._index(region, prefix_keys(region.token_ids))
 
     def end_session(self, session_id: str) -> None:
-        """Free the idle region of a session, if there is one."""
+        """Free the idle region of a session, if there is one; those in use are freed when they are given back."""
         if region := self._sessions.get(session_id):
             self.free(region)
+        for region in self._busy.get(session_id, ()):
+            region.is_ended = True
 
     def free(self, region: Region) -> None:
         """Forget what a region holds; its room is free."""
-        self._make_busy(region)
+        self._forget_busy(region)
+        self._leave_idle(region)
         self._unindex(region)
         self._copies.pop(region, None)
         self._extents.free(region.start, region.capacity)
@@ -103,11 +119,12 @@ class RegionTable:
         """Forget every region."""
         self._idle.clear()
         self._sessions.clear()
+        self._busy.clear()
         self._by_prefix.clear()
         self._copies.clear()
         self._extents.clear()
 
-    def _take_over(
+    def _reuse(
         self, region: Region, token_ids: list[int], capacity: int, session_id: str | None = None
     ) -> Region | Refusal:
         """An idle region goes on with a sequence that begins with some of its tokens.
@@ -120,11 +137,11 @@ class RegionTable:
             doubled = capacity_for(capacity, self.size)
             if not (self._widen(region, doubled, may_evict=False) or self._widen(region, capacity, may_evict=True)):
                 return Refusal.FULL
-        self._make_busy(region)
+        self._leave_idle(region)
         if n_common < region.n_cached:
             self._unindex(region)
         region.token_ids, region.n_cached = token_ids, n_common
-        region.session_id = region.session_id or session_id
+        region.session_id = session_id or region.session_id
         return region
 
     def _widen(self, region: Region, capacity: int, *, may_evict: bool) -> bool:
@@ -149,26 +166,37 @@ class RegionTable:
             self.free(victim)
         return start
 
-    def _make_busy(self, region: Region) -> None:
+    def _leave_idle(self, region: Region) -> None:
         self._idle.pop(region, None)
         if region.session_id is not None and self._sessions.get(region.session_id) is region:
             del self._sessions[region.session_id]
 
+    def _forget_busy(self, region: Region) -> None:
+        if region.session_id is not None and (busy := self._busy.get(region.session_id)):
+            busy.pop(region, None)
+            if not busy:
+                del self._busy[region.session_id]
+
     def _index(self, region: Region, keys: Sequence[int]) -> None:
-        """Let others find the region by its prefixes; who was there first stays."""
+        """Let others find the region by its prefixes, behind those that have them already."""
+        self._unindex(region)
         for key in keys:
-            if self._by_prefix.setdefault(key, region) is region:
-                region.prefix_keys.append(key)
+            self._by_prefix.setdefault(key, {})[region] = None
+        region.prefix_keys = list(keys)
 
     def _unindex(self, region: Region) -> None:
         for key in region.prefix_keys:
-            self._by_prefix.pop(key, None)
+            regions = self._by_prefix[key]
+            del regions[region]
+            if not regions:
+                del self._by_prefix[key]
         region.prefix_keys = []
 
     def _longest_match(self, token_ids: list[int], keys: Sequence[int]) -> tuple[Region | None, int]:
         """The region that shares the longest known prefix, and how many tokens that is."""
         for key in reversed(keys):
-            if (region := self._by_prefix.get(key)) is not None:
+            if (regions := self._by_prefix.get(key)) is not None:
+                region = max(regions, key=lambda region: (region not in self._copies, region.n_cached))
                 n_common = common_prefix(region.token_ids, token_ids, len(region.token_ids))
                 return (region, n_common) if n_common else (None, 0)
         return None, 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
-from skyrl_train.inference_engines.hf.region_table import Refusal, Region, RegionTable
+from skyrl_train.inference_engines.hf.region_table import Refusal, Region, RegionTable, prefix_keys
 from skyrl_train.inference_engines.sequence import ActiveSequence
 
 
@@ -15,11 +15,18 @@ class CachedSequence(ActiveSequence):
     """A sequence and what is stored of it."""
 
     region: Region | None = None  # None while it waits
+    _keys: list[int] = field(default_factory=list)
 
     @property
     def n_cached(self) -> int:
         """Tokens whose keys and values are stored."""
         return 0 if self.region is None else self.region.n_cached
+
+    def prefix_keys(self) -> list[int]:
+        """Those of the tokens it waits with."""
+        if not self._keys:
+            self._keys = prefix_keys(self.token_ids)
+        return self._keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class Scheduler:
         self.waiting: deque[CachedSequence] = deque()
         self.running: list[CachedSequence] = []
 
-    def take_over(self) -> list[CachedSequence]:
+    def take_finished(self) -> list[CachedSequence]:
         """Sequences that are over, no longer held; what they stored stays for their session."""
         over = [sequence for sequence in self.running if sequence.is_over]
         if over:
@@ -126,10 +133,13 @@ class Scheduler:
     def _place(self, sequence: CachedSequence) -> Refusal | None:
         """Give a sequence its region, or say why not."""
         n_reserved = min(len(sequence.token_ids) + UNIT, sequence.max_tokens)
-        placed = self._table.place(sequence.token_ids, n_reserved, sequence.max_tokens, sequence.request.session_id)
+        session_id = sequence.request.session_id
+        placed = self._table.place(
+            sequence.token_ids, sequence.prefix_keys, n_reserved, sequence.max_tokens, session_id
+        )
         if isinstance(placed, Refusal):
             return placed
-        sequence.region = placed
+        sequence.region, sequence._keys = placed, []
         if sequence.n_reused is None:
             sequence.n_reused = placed.n_cached
         return None

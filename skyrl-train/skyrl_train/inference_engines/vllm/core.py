@@ -25,7 +25,7 @@ from skyrl_train.inference_engines.base import SamplingParams as OurParams
 from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stopping import all_eos_ids
-from skyrl_train.inference_engines.vllm.sampler import REQUEST, install_sampler, unpacked
+from skyrl_train.inference_engines.vllm.sampler import REQUEST, from_columns, install_sampler
 from skyrl_train.inference_engines.vllm.weights import load_weights
 
 ENVIRONMENT = {
@@ -90,8 +90,12 @@ class Core:
         ids = config.model_config.try_get_generation_config().get("eos_token_id")
         self.eos_ids = all_eos_ids(ids, eos_token_id)
         self._sleeps = bool(config.model_config.enable_sleep_mode)
-        self._client.collective_rpc(install_sampler, args=(self.eos_ids,))
-        self._try()
+        try:
+            self._client.collective_rpc(install_sampler, args=(self.eos_ids,))
+            self._try()
+        except Exception as error:
+            self.shutdown()
+            raise EngineError(f"vLLM cannot run this model here, use generator.backend=hf: {error}") from error
 
     def step(self, new: Mapping[str, ActiveSequence], dropped: list[str]) -> list[Output]:
         """Take new requests, forget the dropped ones, and sample the next token of those whose turn it is."""
@@ -140,11 +144,7 @@ class Core:
     def _try(self) -> None:
         """Sample a token: some models load and do not run."""
         self._client.add_request(self._request("trial", EngineRequest([0], OurParams(max_new_tokens=1), seed=0), 2))
-        try:
-            self._client.get_output()
-        except Exception as error:
-            self.shutdown()
-            raise EngineError(f"vLLM cannot run this model here, use generator.backend=hf: {error}") from error
+        self._client.get_output()
         self.forget([])
 
     def _request(self, request_id: str, request: EngineRequest, max_tokens: int) -> EngineCoreRequest:
@@ -173,7 +173,7 @@ def _output(output: EngineCoreOutput) -> Output:
     stats = output.prefill_stats
     return Output(
         output.request_id,
-        [] if output.new_logprobs is None else unpacked(output.new_logprobs),
+        [] if output.new_logprobs is None else from_columns(output.new_logprobs),
         None if stats is None else stats.num_cached_tokens,
         output.finish_reason is not None,
     )

@@ -73,7 +73,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         thread = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
         try:
             self._core = thread.submit(Core, options, tokenizer.eos_token_id).result()
-        except EngineError:
+        except BaseException:
             if executor is None:
                 thread.shutdown()
             raise
@@ -104,7 +104,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
     def _held(self) -> Iterable[ActiveSequence]:
         return chain(self._running.values(), self._waiting.values())
 
-    def _take_over(self) -> list[ActiveSequence]:
+    def _take_finished(self) -> list[ActiveSequence]:
         over: list[ActiveSequence] = []
         for held in (self._waiting, self._running):
             for request_id in [key for key, sequence in held.items() if sequence.is_over]:

@@ -51,7 +51,7 @@ class PositionSampler:
             for choice in choose_tokens(logits[i : i + n_rows].float(), draws[i : i + n_rows])
         ]
         token_ids = torch.tensor([[choice.token_id] for choice in choices], dtype=torch.int32, device=logits.device)
-        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=packed(choices))
+        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=to_columns(choices))
 
     def _draw(self, row: int) -> Draw:
         batch = self._runner.input_batch
@@ -61,7 +61,7 @@ class PositionSampler:
         return Draw(request.sampling, request.seed, memoryview(token_ids), len(request.prompt_ids), self._eos_ids)
 
 
-def packed(choices: Sequence[Choice]) -> LogprobsTensors:
+def to_columns(choices: Sequence[Choice]) -> LogprobsTensors:
     """What is known about chosen tokens, as columns that vLLM hands on as log-probs: NaN and -1 stand for nothing."""
     tops = [choice.top_logprobs or {} for choice in choices]
     n_top = max(len(top) for top in tops)
@@ -80,8 +80,8 @@ def packed(choices: Sequence[Choice]) -> LogprobsTensors:
     return LogprobsTensors(torch.from_numpy(token_ids), torch.from_numpy(values), ranks)
 
 
-def unpacked(columns: LogprobsLists) -> list[Choice]:
-    """The inverse of `packed`, for the tokens of one request."""
+def from_columns(columns: LogprobsLists) -> list[Choice]:
+    """The inverse of `to_columns`, for the tokens of one request."""
     return [
         Choice(token_ids[0], values[0], _known(values[1]), _known(values[2]), _top(token_ids, values))
         for token_ids, values in zip(columns.logprob_token_ids.tolist(), columns.logprobs.tolist(), strict=True)

@@ -339,6 +339,17 @@ async def test_both_kinds_of_log_probs_are_on_the_trajectory(make_stage: MakeSta
     assert t.sampling_logprobs != t.logprobs
 
 
+async def test_a_least_length_changes_only_the_tokens_before_it(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    stage.sampling = replace(stage.sampling, max_new_tokens=12, min_new_tokens=2)
+    t = await play(stage, n_turns=3)
+    assert t.logprobs is not None
+    assert t.sampling_logprobs is not None
+    early = {position for turn in t.turns for position in (turn.start, turn.start + 1)}
+    for position, (sampled_from, model) in enumerate(zip(t.sampling_logprobs, t.logprobs, strict=True)):
+        assert (sampled_from > model) == (position in early)
+
+
 def test_a_template_that_is_not_there(make_stage: MakeStage, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"'qwen4' is not a template .* qwen3_with_thinking, qwen3_without_thinking"):
         make_stage(chat_template={"name_or_path": "qwen4"})

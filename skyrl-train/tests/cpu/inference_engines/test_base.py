@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import load_config
+from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import SamplingParams
 
 
@@ -26,3 +27,25 @@ def test_sampling_parameters_are_passed_on(stop: Any, expected: tuple[str, ...])
     assert SamplingParams.from_config(cfg.generator.sampling_params) == SamplingParams(
         max_new_tokens=5, min_new_tokens=2, stop=expected, stop_token_ids=(7,), **same
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 0},
+        {"min_new_tokens": -1},
+        {"temperature": -1.0},
+        {"temperature": 1e-40},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"n_top_logprobs": -1},
+    ],
+)
+def test_values_out_of_their_range_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(EngineError, match=f"{name}={options[name]} must be "):
+        SamplingParams(**{"max_new_tokens": 1} | options)

@@ -90,7 +90,7 @@ def test_truncated_tokens_follow_the_renormalised_softmax() -> None:
         ({"top_p": 0.39}, {1}),
         ({"top_p": 0.41}, {1, 4}),  # the token that crosses the line is kept
         ({"top_p": 0.8}, {1, 4, 2}),
-        ({"top_p": 0.0}, {1}),  # one token is always left
+        ({"top_p": 1e-6}, {1}),  # one token is always left
         ({"min_p": 0.2}, {1, 4, 2, 3}),  # at least 0.2 · 0.4
         ({"min_p": 0.5}, {1, 4}),
         ({"min_p": 1.0}, {1}),

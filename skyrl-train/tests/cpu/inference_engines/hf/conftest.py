@@ -13,7 +13,7 @@ from skyrl_train.inference_engines.hf import HFEngine
 
 @pytest.fixture
 async def new_engine(
-    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, forward_passes: list[int]
 ) -> AsyncIterator[Callable[..., HFEngine]]:
     """Makes engines, of the tiny model unless told otherwise, and closes them after the test."""
     engines = []
@@ -21,6 +21,7 @@ async def new_engine(
     def make(model: PreTrainedModel = tiny_model, **options: Any) -> HFEngine:
         defaults = {"max_num_seqs": 32, "max_num_batched_tokens": 4096, "max_cache_bytes": 1 << 28}
         engines.append(HFEngine(model, tiny_tokenizer, **defaults | options))
+        forward_passes.clear()  # those that checked the model
         return engines[-1]
 
     yield make

@@ -159,6 +159,19 @@ async def test_a_shared_prompt_is_read_once(
         assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, r, result), abs=1e-5)
 
 
+async def test_a_shared_prompt_stays_while_any_of_its_samples_runs(
+    new_engine: NewEngine, forward_passes: Passes
+) -> None:
+    engine = new_engine(max_num_seqs=4)
+
+    async def play(seed: int) -> None:
+        await engine.generate([request(prompt(200), n_new=4 + 3 * seed, seed=seed, session=str(seed))])
+        engine.end_session(str(seed))
+
+    await asyncio.gather(*(play(seed) for seed in range(8)))
+    assert [n_tokens for n_tokens in forward_passes if n_tokens >= 199] == [200]
+
+
 async def test_a_late_sample_of_a_group_does_not_read_its_prompt(
     new_engine: NewEngine, forward_passes: Passes, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
 ) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Lfm2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+)
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
@@ -21,6 +27,14 @@ NewEngine = Callable[..., HFEngine]
 Passes = list[int]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TOKEN_BYTES = 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, head_dim, float32
 REGION_BYTES = 64 * TOKEN_BYTES  # of a sequence of up to 64 tokens
 
@@ -46,8 +60,9 @@ def largest_cache(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def gate(tiny_model: PreTrainedModel) -> Iterator[threading.Event]:
-    """Forward passes wait while it is not set."""
+    """Forward passes wait while it is not set, which it is at first."""
     opened = threading.Event()
+    opened.set()
     hook = tiny_model.base_model.register_forward_pre_hook(lambda *_: opened.wait(10) and None)
     yield opened
     opened.set()
@@ -173,91 +188,122 @@ async def test_a_failing_pass_fails_every_caller_and_the_engine_recovers(
         assert (await engine.generate([r]))[0].token_ids == result.token_ids
 
 
-async def test_a_diverged_model_is_an_error_that_says_so(new_engine: NewEngine, tiny_model: PreTrainedModel) -> None:
-    model = copy.deepcopy(tiny_model)
-    engine = new_engine(model)
-    expected = await engine.generate([request(10, 8)])
-    with torch.no_grad():
-        model.lm_head.weight.fill_(torch.nan)
-    for options in ({}, {"temperature": 0.0}, {"top_p": 0.9}):
-        diverged = EngineRequest([5, 6], SamplingParams(max_new_tokens=8, **options), seed=0)
-        with pytest.raises(EngineError, match=r"logits are not finite \(weight version 0\)"):
-            await engine.generate([diverged])
-    model.lm_head.weight.data.copy_(tiny_model.lm_head.weight)
-    assert await engine.generate([request(10, 8)]) == expected
-
-
 # -- cancellation, synchronising, closing
 
 
-async def test_a_cancelled_call_leaves_the_others_alone_and_stops(
-    new_engine: NewEngine, forward_passes: Passes, eventually: Eventually
-) -> None:
-    engine = new_engine(max_num_seqs=2)
-    kept = request(10, 20, token=7)
-    (expected,) = await engine.generate([kept])
-    forward_passes.clear()
-    running = asyncio.create_task(engine.generate([request(10, 400, session="a")]))
-    served = asyncio.create_task(engine.generate([kept]))
-    waiting = asyncio.create_task(engine.generate([request(11, 400)]))
-    await eventually(lambda: len(forward_passes) > 3)
-    running.cancel()
-    waiting.cancel()
-    (result,) = await served
-    assert result.token_ids == expected.token_ids
-    assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    assert len(forward_passes) < 50  # nothing is generated for nobody
-    for task in (running, waiting):
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    await engine.sync_weights(1)
-    again = await engine.generate([request(10, 4, session="a"), kept])
-    assert again[1].token_ids == expected.token_ids
+async def in_a_step(engine: HFEngine, gate: threading.Event, n_new: int = 400) -> asyncio.Task[list[EngineResult]]:
+    """A call whose first step does not end before `gate` is set."""
+    gate.clear()
+    call = asyncio.create_task(engine.generate([request(10, n_new)]))
+    await asyncio.sleep(0.01)
+    assert not engine._between_steps.is_set()
+    return call
 
 
-async def test_synchronising_while_sequences_run_is_refused(new_engine: NewEngine, gate: threading.Event) -> None:
-    engine = new_engine()
-    call = asyncio.create_task(engine.generate([request(10, 4), request(10, 6)]))
-    await asyncio.sleep(0)
-    with pytest.raises(EngineError, match="version 3 while 2 sequences were being generated"):
-        await engine.sync_weights(3)
-    gate.set()
-    assert {result.weight_spans for result in await call} == {((0, 4),), ((0, 6),)}
-    await engine.sync_weights(3)
-    assert (await engine.generate([request(10, 1)]))[0].weight_spans == ((3, 1),)
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
-async def test_synchronising_waits_for_the_last_step_of_a_cancelled_call(
-    new_engine: NewEngine, gate: threading.Event, eventually: Eventually
+async def test_synchronising_waits_for_the_last_step_of_a_cancelled_call_and_later_ones_wait_for_it(
+    new_engine: NewEngine, gate: threading.Event
 ) -> None:
     engine = new_engine()
-    call = asyncio.create_task(engine.generate([request(10, 400)]))
-    await eventually(lambda: any(thread.name.startswith("hf-engine") for thread in threading.enumerate()))
-    call.cancel()
-    await asyncio.wait([call])
+    await cancelled(await in_a_step(engine, gate))
     sync = asyncio.create_task(engine.sync_weights(1))
+    await asyncio.sleep(0.01)
+    late = asyncio.create_task(engine.generate([request(12, 4)]))
     await asyncio.sleep(0.01)
     assert not sync.done()
     gate.set()
-    await asyncio.wait_for(sync, 10)
+    (result,) = await late
+    assert sync.done()
+    assert result.weight_spans == ((1, 4),)
 
 
-async def test_closing_fails_who_waits_and_leaves_no_thread(
-    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, gate: threading.Event
-) -> None:
-    threads = set(threading.enumerate())
-    engine = HFEngine(tiny_model, tiny_tokenizer, max_num_seqs=1, max_num_batched_tokens=64, max_cache_bytes=1 << 28)
-    calls = [asyncio.create_task(engine.generate([request(10, 400)])) for _ in range(3)]
+async def test_a_pause_that_is_cancelled_has_done_nothing(new_engine: NewEngine, gate: threading.Event) -> None:
+    engine = new_engine()
+    call = await in_a_step(engine, gate, n_new=4)
+    pause = asyncio.create_task(engine.pause())
     await asyncio.sleep(0.01)
-    assert set(threading.enumerate()) > threads
-    timer = threading.Timer(0.05, gate.set)
-    timer.start()
-    await engine.close()  # in the middle of a pass
-    outcomes: list[list[EngineResult] | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
-    timer.join()
-    assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
-    assert "closed" in str(outcomes[0])
-    assert set(threading.enumerate()) == threads
+    await cancelled(pause)
+    gate.set()
+    assert len((await call)[0].token_ids) == 4
+    with pytest.raises(EngineError, match="not paused"):
+        engine.resume()
+
+
+async def test_a_pause_ends_with_the_step_although_the_engine_was_resumed(
+    new_engine: NewEngine, gate: threading.Event
+) -> None:
+    engine = new_engine()
+    call = await in_a_step(engine, gate)
+    pause = asyncio.create_task(engine.pause())
+    await asyncio.sleep(0.01)
+    engine.resume()
+    gate.set()
+    await pause
+    assert not call.done()
+    engine.abort()
+    await call
+
+
+async def test_a_close_that_is_cancelled_goes_on(new_engine: NewEngine, gate: threading.Event) -> None:
+    threads = set(threading.enumerate())
+    engine = new_engine()
+    call = await in_a_step(engine, gate)
+    close = asyncio.create_task(engine.close())
+    await asyncio.sleep(0.01)
+    await cancelled(close)
+    with pytest.raises(EngineError, match="closed while requests were waiting"):
+        await call
+    gate.set()
     await engine.close()
-    with pytest.raises(EngineError):
-        await engine.generate([request(10, 1)])
+    assert set(threading.enumerate()) == threads
+    assert not list(engine._held())
+    with pytest.raises(EngineError, match="the engine is closed"):
+        await engine.pause()
+
+
+async def test_a_session_that_ends_while_it_runs_keeps_nothing(new_engine: NewEngine, gate: threading.Event) -> None:
+    engine = new_engine()
+    gate.clear()
+    call = asyncio.create_task(engine.generate([request(80, 400, session="game")]))
+    await asyncio.sleep(0.01)
+    await cancelled(call)
+    engine.end_session("game")
+    gate.set()
+    (result,) = await engine.generate([request(80, 1, session="other")])
+    assert result.n_cached == 0
+
+
+async def test_an_engine_that_cannot_start_over_says_so(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new_engine()
+
+    def broken(*_: Any) -> None:
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(engine._memory, "copy", broken)
+    monkeypatch.setattr(engine._memory, "release", broken)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="out of order"):
+            await asyncio.wait_for(engine.generate([request(10, 4)]), 5)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RecurrentGemmaConfig(**SMALL, lru_width=32, attention_window_size=16),
+        Gemma2Config(**SMALL, attn_logit_softcapping=2.0),
+        Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+    ],
+    ids=["recurrent layers", "capped scores", "convolutions"],
+)
+def test_a_model_that_mixes_what_is_packed_is_refused(new_engine: NewEngine, config: PreTrainedConfig) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(EngineError, match=rf"cannot run a {type(model).__name__}, use generator.backend=vllm: "):
+        new_engine(model)

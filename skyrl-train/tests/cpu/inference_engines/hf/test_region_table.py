@@ -22,6 +22,12 @@ from skyrl_train.inference_engines.hf.region_table import (
 SIZE = 12 * UNIT
 
 
+def place(
+    table: RegionTable, token_ids: list[int], n_reserved: int, n_most: int, session: str | None
+) -> Region | Refusal:
+    return table.place(token_ids, lambda: prefix_keys(token_ids), n_reserved, n_most, session)
+
+
 class Regions(RuleBasedStateMachine):
     """Sequences that come, read, grow and go, over a memory that holds their token ids."""
 
@@ -54,7 +60,7 @@ class Regions(RuleBasedStateMachine):
         """Prompts that begin alike, with other last tokens."""
         token_ids = [start] * n_tokens + [9] * tail
         for _ in range(n_at_once):
-            placed = self.table.place(list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
+            placed = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
             if isinstance(placed, Region):
                 assert placed.n_cached < len(token_ids)
                 self.busy.append(placed)
@@ -111,7 +117,12 @@ class Regions(RuleBasedStateMachine):
     def indexes_name_living_regions(self) -> None:
         """Nothing that was freed is ever found."""
         living = {*self.busy, *self.table._idle}
-        assert set(self.table._by_prefix.values()) <= living
+        indexed = {(key, region) for key, regions in self.table._by_prefix.items() for region in regions}
+        assert {region for _, region in indexed} <= living
+        assert indexed == {(key, region) for region in living for key in region.prefix_keys}
+        of_sessions = {(name, region) for name, regions in self.table._busy.items() for region in regions}
+        assert of_sessions == {(r.session_id, r) for r in self.busy if r.session_id is not None}
+        assert not any(region.is_ended for region in self.table._idle)
         assert set(self.table._sessions.values()) <= set(self.table._idle)
 
 
@@ -119,7 +130,7 @@ TestRegions = Regions.TestCase
 
 
 def placed(table: RegionTable, token_ids: list[int], session: str | None = None) -> Region:
-    region = table.place(token_ids, len(token_ids), len(token_ids) + 100, session)
+    region = place(table, token_ids, len(token_ids), len(token_ids) + 100, session)
     assert isinstance(region, Region)
     return region
 
@@ -132,8 +143,8 @@ def read(table: RegionTable, region: Region) -> None:
 def test_a_prompt_that_is_being_read_is_waited_for_and_then_copied() -> None:
     table = RegionTable(SIZE)
     leader = placed(table, [1] * 100)
-    assert table.place([1] * 100, 100, 200, None) is Refusal.SOON
-    assert table.place([1] * 80 + [2] * 20, 100, 200, None) is Refusal.SOON
+    assert place(table, [1] * 100, 100, 200, None) is Refusal.SOON
+    assert place(table, [1] * 80 + [2] * 20, 100, 200, None) is Refusal.SOON
     read(table, leader)
     same, similar = placed(table, [1] * 100), placed(table, [1] * 80 + [2] * 20)
     assert (same.n_cached, similar.n_cached) == (99, 80)
@@ -194,7 +205,7 @@ def test_a_long_conversation_is_copied_about_once(n_neighbours: int) -> None:
     table, n_copied, n_tokens = RegionTable(1000 * UNIT), 0, 10
     for turn in range(200):
         regions = [
-            table.place([name] * n_tokens, n_tokens + 20, n_tokens + 20, str(name)) for name in range(1 + n_neighbours)
+            place(table, [name] * n_tokens, n_tokens + 20, n_tokens + 20, str(name)) for name in range(1 + n_neighbours)
         ]
         n_copied += sum(copy.n_tokens for copy in table.take_copies())
         for region in regions:
