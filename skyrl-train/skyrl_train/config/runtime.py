@@ -20,7 +20,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
+class Substitution:
     """A key, whether its value runs as something else here, and as what."""
 
     key: str
@@ -67,29 +67,29 @@ def _is_not_default(key: str) -> Callable[[object, Machine], bool]:
 _ONE_WORKER = "one process: one worker on one device"
 _ONE_ENGINE = "one engine, in the trainer's process"
 
-TABLE: tuple[Row, ...] = (
-    Row("trainer.strategy", _always, "one process holds the whole model; nothing is sharded"),
-    Row("trainer.placement.colocate_all", _is_unset, "one process: training and rollouts share one device"),
-    Row("trainer.placement.policy_num_nodes", _is_several, _ONE_WORKER),
-    Row("trainer.placement.policy_num_gpus_per_node", _is_several, _ONE_WORKER),
-    Row("trainer.placement.ref_num_nodes", _is_several, _ONE_WORKER),
-    Row("trainer.placement.ref_num_gpus_per_node", _is_several, _ONE_WORKER),
-    Row("trainer.placement.critic_num_nodes", _is_several, _ONE_WORKER),
-    Row("trainer.placement.critic_num_gpus_per_node", _is_several, _ONE_WORKER),
-    Row("trainer.bf16", _is_set_on_cpu, "a CPU computes in float32"),
-    Row("trainer.flash_attn", _is_set, "PyTorch's SDPA, which has a flash kernel of its own on a GPU"),
-    Row("generator.backend", _is_missing_vllm, "the embedded engine; vLLM is not installed"),
-    Row("generator.num_inference_engines", _is_several, _ONE_ENGINE),
-    Row("generator.inference_engine_tensor_parallel_size", _is_several, _ONE_ENGINE),
-    Row("generator.weight_sync_backend", _always, "the engine is in the trainer's process; nothing is sent"),
-    Row("generator.async_engine", _is_unset, "engines are always asynchronous"),
-    Row(
+TABLE: tuple[Substitution, ...] = (
+    Substitution("trainer.strategy", _always, "one process holds the whole model; nothing is sharded"),
+    Substitution("trainer.placement.colocate_all", _is_unset, "one process: training and rollouts share one device"),
+    Substitution("trainer.placement.policy_num_nodes", _is_several, _ONE_WORKER),
+    Substitution("trainer.placement.policy_num_gpus_per_node", _is_several, _ONE_WORKER),
+    Substitution("trainer.placement.ref_num_nodes", _is_several, _ONE_WORKER),
+    Substitution("trainer.placement.ref_num_gpus_per_node", _is_several, _ONE_WORKER),
+    Substitution("trainer.placement.critic_num_nodes", _is_several, _ONE_WORKER),
+    Substitution("trainer.placement.critic_num_gpus_per_node", _is_several, _ONE_WORKER),
+    Substitution("trainer.bf16", _is_set_on_cpu, "a CPU computes in float32"),
+    Substitution("trainer.flash_attn", _is_set, "PyTorch's SDPA, which has a flash kernel of its own on a GPU"),
+    Substitution("generator.backend", _is_missing_vllm, "the embedded engine; vLLM is not installed"),
+    Substitution("generator.num_inference_engines", _is_several, _ONE_ENGINE),
+    Substitution("generator.inference_engine_tensor_parallel_size", _is_several, _ONE_ENGINE),
+    Substitution("generator.weight_sync_backend", _always, "the engine is in the trainer's process; nothing is sent"),
+    Substitution("generator.async_engine", _is_unset, "engines are always asynchronous"),
+    Substitution(
         "generator.gpu_memory_utilization",
         _is_not_default("generator.gpu_memory_utilization"),
         "a share of the memory that training leaves free, not of all",
     ),
-    Row("generator.enforce_eager", _is_unset_without_vllm, "the embedded engine captures no CUDA graphs"),
-    Row("generator.engine_init_kwargs", _is_given_without_vllm, "the embedded engine has no such options"),
+    Substitution("generator.enforce_eager", _is_unset_without_vllm, "the embedded engine captures no CUDA graphs"),
+    Substitution("generator.engine_init_kwargs", _is_given_without_vllm, "the embedded engine has no such options"),
 )
 
 

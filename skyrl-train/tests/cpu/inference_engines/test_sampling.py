@@ -163,8 +163,10 @@ def test_the_distribution_is_that_of_transformers(
         expected = processor(torch.tensor([token_ids]), expected)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
     shaped = sampling._shaped(logits.clone(), [(0, draw(token_ids, n_prompt=2, **options))])
-    # where top-p ends, rounding may decide about one token
-    torch.testing.assert_close(shaped.softmax(-1), expected.softmax(-1), atol=1e-5, rtol=1e-4)
+    kept, expected_kept = shaped[0].isfinite(), expected[0].isfinite()
+    assert (kept != expected_kept).sum() <= 1  # where top-p ends, rounding may decide about a token
+    both = kept & expected_kept
+    torch.testing.assert_close(shaped[0, both].softmax(-1), expected[0, both].softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 @given(min_p=st.sampled_from([0.001, 0.1, 0.5, 1.0]), seed=st.integers(0, 99))

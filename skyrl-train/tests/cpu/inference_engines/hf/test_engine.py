@@ -219,8 +219,19 @@ async def test_bfloat16_autocast_runs_on_float32_weights(
     monkeypatch.setattr("skyrl_train.inference_engines.hf.engine.autocast", lambda device, bf16: autocast)
     engine = new_engine(tiny_model, bf16=True)
     (first,) = await engine.generate([request(prompt(9), session="s")])
-    (second,) = await engine.generate([request(prompt(9) + first.token_ids + prompt(4), session="s")])
-    assert len(first.token_ids) == len(second.token_ids) == 8
+    turn = request(prompt(9) + first.token_ids + prompt(4), session="s")
+    (second,) = await engine.generate([turn])
+    with autocast:
+        assert second.logprobs == pytest.approx(trainer_logprobs(tiny_model, turn, second), abs=0.02)
+    pools = [pool for layer in engine._memory._layers.values() for pool in layer]
+    assert {pool.dtype for pool in pools} == {torch.bfloat16}
+
+
+async def test_an_ended_session_is_read_anew(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    await engine.generate([request(prompt(30), session="game")])
+    engine.end_session("game")
+    assert (await engine.generate([request(prompt(30), session="game")]))[0].n_cached == 0
 
 
 async def test_an_engine_asleep_holds_no_memory(new_engine: NewEngine) -> None:
