@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_gym.envs.registration import registry, spec
+from skyrl_gym.envs.registration import EnvSpec, registry, spec
+
+logger = logging.getLogger(__name__)
 
 EpisodeMetrics = Mapping[str, Any]
 """What one episode's `get_metrics` returned."""
 
 Aggregate = Callable[[Sequence[EpisodeMetrics]], dict[str, Any]]
+
+_averaged: set[str] = set()
+"""Environments whose own rule has failed, and that the log has named."""
 
 
 def default_aggregate_metrics(metrics: Sequence[EpisodeMetrics]) -> dict[str, float]:
@@ -29,14 +35,23 @@ def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) 
     """Aggregate episodes of one registered environment with the rule that its class chose.
 
     Episodes without metrics (an environment that reports none, a rollout that failed before its first step) are left
-    out first, so an `aggregate_metrics` may rely on its own keys.
+    out first, so an `aggregate_metrics` may rely on its own keys. Where the rule fails, or cannot be imported because
+    the environment runs in another interpreter, the default one takes its place, and the log says so once.
 
     Raises:
         UnregisteredEnv: (a ValueError) `env_name` is not registered in this process.
     """
     reported = [episode for episode in metrics if episode]
-    aggregate = _aggregate_rule(env_name)
-    return aggregate(reported) if reported else {}
+    env_spec = spec(env_name)
+    if not reported:
+        return {}
+    try:
+        return dict(_aggregate_rule(env_spec)(reported))
+    except Exception as problem:  # noqa: BLE001, the boundary of an environment's own rule
+        if env_name not in _averaged:
+            _averaged.add(env_name)
+            logger.warning("Metrics of %s are averaged: its aggregate_metrics failed: %r", env_name, problem)
+        return default_aggregate_metrics(reported)
 
 
 def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[EpisodeMetrics]) -> dict[str, Any]:
@@ -70,9 +85,9 @@ def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[Episo
     return logged
 
 
-def _aggregate_rule(env_name: str) -> Aggregate:
+def _aggregate_rule(env_spec: EnvSpec) -> Aggregate:
     """The `aggregate_metrics` of the registered class; the default where the entry point is a function."""
-    rule: Aggregate = getattr(spec(env_name).load(), "aggregate_metrics", default_aggregate_metrics)
+    rule: Aggregate = getattr(env_spec.load(), "aggregate_metrics", default_aggregate_metrics)
     return rule
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,6 +82,31 @@ def test_a_function_as_entry_point_means_the_default_rule() -> None:
 def test_an_episode_without_metrics_never_reaches_the_environments_rule() -> None:
     assert aggregate_for_environment("best", [{}, {"score": 2}]) == {"best_score": 2}
     assert aggregate_for_environment("best", [{}, {}]) == {}
+
+
+@pytest.mark.parametrize("entry_point", [BestEnv, "only_in_the_environments_own_python:BestEnv"])
+def test_a_rule_that_fails_is_replaced_by_the_default_and_said_once(
+    caplog: pytest.LogCaptureFixture, entry_point: Any
+) -> None:
+    """The environment may live in another interpreter, and its rule may miss a key."""
+    name = f"failing {entry_point}"
+    register(name, entry_point)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert aggregate_by_environment([name], [{"steps": 2}])[f"environment/{name}/steps"] == 2.0
+    (record,) = caplog.records
+    assert name in record.message
+    assert "KeyError" in record.message or "ModuleNotFoundError" in record.message
+
+
+def test_a_rule_that_returns_no_metrics_has_failed_too() -> None:
+    class SilentEnv(BaseTextEnv):
+        @staticmethod
+        def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            return None
+
+    register("silent", SilentEnv)
+    assert aggregate_for_environment("silent", [{"steps": 2}]) == {"steps": 2.0}
 
 
 def test_an_unregistered_environment_is_an_error_even_without_episodes() -> None:

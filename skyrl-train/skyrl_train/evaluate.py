@@ -14,7 +14,10 @@ from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, rollo
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.metrics import pass_at_k, reward_metrics, rollout_metrics, with_prefix
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Trajectory
+from skyrl_train.types import Segment, Trajectory
+
+TAKEN = frozenset({"all", "aggregated_results"})
+"""What stands for everything, in names of metrics and of files: a data source of that name gets a "_" after it."""
 
 
 async def evaluate(
@@ -25,7 +28,8 @@ async def evaluate(
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Metrics of the policy on `dataset`, and the trajectories they were measured on.
 
-    `eval/all/*` over everything, `eval/<data source>/*` per source, `eval/environment/*` from the environments.
+    `eval/all/*` over everything, `eval/<data source>/*` per source, `eval/environment/*` from the environments, and
+    what a generator of one's own reports.
     """
     sampling = SamplingParams.from_config(cfg.generator.eval_sampling_params)
     metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)
@@ -36,14 +40,15 @@ async def evaluate(
         batch = rows[start : start + cfg.trainer.eval_batch_size]
         requests = rollout_requests(batch, n_samples, cfg.environment.env_class)
         trajectories += await generator.rollout(requests, sampling, metadata)
-    return eval_metrics(trajectories, n_samples), trajectories
+    reported = with_prefix("eval", generator.take_metrics())
+    return eval_metrics(trajectories, n_samples) | reported, trajectories
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
     """The metrics of `evaluate` from trajectories."""
     metrics: dict[str, float] = {}
     for name, some in {"all": list(trajectories), **_by_source(trajectories)}.items():
-        metrics |= with_prefix(f"eval/{name}", pass_at_k(some) | reward_metrics(some, n_samples))
+        metrics |= with_prefix(f"eval/{name}", reward_metrics(some, n_samples) | pass_at_k(some))
     return metrics | with_prefix("eval", rollout_metrics(trajectories))
 
 
@@ -57,11 +62,14 @@ def dump_evaluation(
 
 
 def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
-    """A trajectory as people read it: text rather than token ids. `score` is per token, null if invalid."""
+    """A trajectory as people read it: text rather than token ids. Rewards are null if it is invalid.
+
+    The first three keys are of its last row; `earlier` has the same of the rows before, in the order in which
+    `segment` of a turn counts them. `total_reward` is over all rows.
+    """
+    is_valid = trajectory.is_valid
     return {
-        "input_prompt": chat.decode_all(trajectory.prompt_ids),
-        "output_response": chat.decode_all(trajectory.response_ids),
-        "score": trajectory.rewards,
+        **_row(trajectory, chat, is_valid),
         "stop_reason": trajectory.stop_reason,
         "env_class": trajectory.env_class,
         "env_extras": trajectory.env_extras,
@@ -69,15 +77,34 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
         "data_source": trajectory.data_source,
         "uid": trajectory.id.to_string(),
         "turns": [asdict(turn) for turn in trajectory.turns],
+        "earlier": [_row(row, chat, is_valid) for row in trajectory.earlier],
+        "total_reward": trajectory.total_reward if is_valid else None,
+        "reward_components": trajectory.reward_components,
         "weight_versions": trajectory.weight_versions,
         "timing": trajectory.timing,
+        "n_attempts": trajectory.n_attempts,
         "error": trajectory.error,
     }
 
 
+def _row(row: Segment | Trajectory, chat: ChatEncoder, is_valid: bool) -> dict[str, Any]:
+    """One row of a trajectory; `score` is per token."""
+    return {
+        "input_prompt": chat.decode_all(row.prompt_ids),
+        "output_response": chat.decode_all(row.response_ids),
+        "score": row.rewards if is_valid else None,
+    }
+
+
 def _by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Trajectories under the name of their data source, in which "/" becomes "_": it names files and metrics."""
+    """Trajectories under what files and metrics of their data source are called."""
     groups: dict[str, list[Trajectory]] = {}
     for t in sorted(trajectories, key=lambda t: t.data_source):
-        groups.setdefault(t.data_source.replace("/", "_"), []).append(t)
+        groups.setdefault(_source_name(t.data_source), []).append(t)
     return groups
+
+
+def _source_name(data_source: str) -> str:
+    """The data source without a "/", and told apart from what stands for everything."""
+    name = data_source.replace("/", "_")
+    return f"{name}_" if name in TAKEN else name

@@ -38,7 +38,7 @@ from skyrl_train.dataset.prompts import ShuffledPrompts
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
-from skyrl_train.generators.sampling import RolloutSampler
+from skyrl_train.generators.step_rollouts import RolloutSampler
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import PromptRow, TrainingBatch, Trajectory

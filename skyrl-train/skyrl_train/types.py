@@ -159,6 +159,12 @@ class Trajectory:
         return sorted({span.version for turn in self.turns for span in turn.weight_spans})
 
 
+def last_sampled(loss_mask: Sequence[int]) -> int:
+    """The position of the last sampled token [r]; of the last token where none was sampled, -1 where there is none."""
+    last = len(loss_mask) - 1
+    return next((position for position in range(last, -1, -1) if loss_mask[position]), last)
+
+
 def _check_lengths(row: Segment | Trajectory) -> None:
     n_tokens = len(row.response_ids)
     for name in ("loss_mask", "logprobs", "rewards", "sampling_logprobs"):

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from skyrl_train.types import Trajectory
+from skyrl_train.types import Trajectory, last_sampled
 
 
 def informative_groups(rewards: Sequence[float], uids: Sequence[str], tolerance: float) -> set[str]:
@@ -89,8 +89,7 @@ def _punished(trajectory: Trajectory, max_tokens: int, buffer: int, factor: floa
         n_tokens = max(turn.end - turn.start for turn in trajectory.turns)
         end = trajectory.turns[-1].end
     else:
-        sampled = [position for position, is_sampled in enumerate(trajectory.loss_mask) if is_sampled]
-        n_tokens, end = len(sampled), sampled[-1] + 1 if sampled else 0
+        n_tokens, end = sum(trajectory.loss_mask), last_sampled(trajectory.loss_mask) + 1
     penalty = soft_overlong_punishment(n_tokens, max_tokens, buffer, factor)
     components = trajectory.reward_components
     if components:

@@ -7,8 +7,8 @@ is rendered again only by the modes that say so.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,29 @@ from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 
 ASSISTANT_TURN = "ASSISTANT_TURN"  # stands for a sampled turn while its surroundings are rendered
-CACHED_TEXTS = 4096  # the samples of a group share their prompt, and many environments repeat their observations
+CACHED_TOKENS = 2**18  # the samples of a group share their prompt, and many environments repeat their observations
 TEMPLATES = Path(__file__).parent / "templates"
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+class _Remembered:
+    """A function from text to token ids that remembers its last results, `CACHED_TOKENS` in all."""
+
+    def __init__(self, render: Callable[[str], tuple[int, ...]]) -> None:
+        self._render = render
+        self._results: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # the last that was asked for comes last
+        self._n_tokens = 0
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        if text in self._results:
+            self._results.move_to_end(text)
+            return self._results[text]
+        token_ids = self._results[text] = self._render(text)
+        self._n_tokens += len(token_ids)
+        while self._n_tokens > CACHED_TOKENS:
+            self._n_tokens -= len(self._results.popitem(last=False)[1])
+        return token_ids
 
 
 class ChatEncoder:
@@ -41,9 +60,8 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._template = template
         self._template_kwargs = dict(template_kwargs or {})
-        self._prompt = lru_cache(maxsize=CACHED_TEXTS)(self._render_prompt)
-        self._after_turn = lru_cache(maxsize=CACHED_TEXTS)(self._render_after_turn)
-        self._text = lru_cache(maxsize=CACHED_TEXTS)(self._decode)
+        self._prompt = _Remembered(self._render_prompt)
+        self._after_turn = _Remembered(self._render_after_turn)
         self._after_turn("[]")  # a template that cannot is refused now, not in the first rollout
 
     def prompt_ids(self, messages: Messages) -> list[int]:
@@ -80,7 +98,7 @@ class ChatEncoder:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text for an environment: without special tokens."""
-        return self._text(tuple(token_ids))
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text for people: with special tokens."""
@@ -91,9 +109,6 @@ class ChatEncoder:
         """What ends the model's turn."""
         eos: int | None = self._tokenizer.eos_token_id
         return eos
-
-    def _decode(self, token_ids: tuple[int, ...]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _render_prompt(self, messages: str) -> tuple[int, ...]:
         """Token ids of a prompt; `messages` are JSON, as the key of a cache."""

@@ -62,8 +62,13 @@ def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[s
     return {
         "avg_score": statistics.fmean(t.total_reward for t in valid),
         f"pass_at_{n_samples}": statistics.fmean(passed.values()),
-        "mean_positive_reward": statistics.fmean(sum(r for r in t.valid_rewards if r > 0) for t in valid),
+        "mean_positive_reward": statistics.fmean(_positive_reward(t) for t in valid),
     }
+
+
+def _positive_reward(trajectory: Trajectory) -> float:
+    """The sum of the positive rewards of all rows."""
+    return sum(reward for row in trajectory.rows for reward in row.rewards or () if reward > 0)
 
 
 def pass_at_k(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -6,6 +6,9 @@
 
 `generator.reward_functions=[brevity]` adds it to the reward of each trajectory's last token, times
 `generator.reward_weights.brevity`, and logs it as a component of the reward. None for a sample makes it invalid.
+
+A plain function runs in a thread, one call at a time; an `async` one is awaited, for all groups at once. Neither has a
+limit in time: what may hang sets its own, as `judge` does.
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.generators.answers import is_reward
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.types import Trajectory
+from skyrl_train.types import Trajectory, last_sampled
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +57,8 @@ REWARD_FUNCTIONS: dict[str, _Registered] = {}
 def register_reward_function(name: str, *, level: Level = "group") -> Callable[[RewardFunction], RewardFunction]:
     """Make a function available to `generator.reward_functions`.
 
-    It is called, or awaited, with the samples of one prompt (`group`), or with all of a step (`batch`), and returns a
-    reward for each.
+    It is called, or awaited, with the samples of one prompt (`group`), or with all that are played together (`batch`: a
+    batch of prompts that was drawn, one of an evaluation, the greedy rollouts), and returns a reward for each.
 
     Raises:
         ConfigError: the name is taken.
@@ -80,12 +83,14 @@ def judge(
 ) -> RewardFunction:
     """A reward function that asks about each sample by itself, a judge model behind an API for example.
 
-    At most `max_concurrency` questions are open at once. One that fails, or takes longer than `timeout_s`, is asked
-    again `n_retries` times, after `first_wait_s`, then twice as long, …; then the sample's reward is unknown.
+    At most `max_concurrency` questions are open at once, those of all groups together. One that fails, or takes longer
+    than `timeout_s`, is asked again `n_retries` times, after `first_wait_s`, then twice as long, …; then the sample's
+    reward is unknown.
     """
+    semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def reward(samples: Sequence[RewardSample]) -> list[Reward]:
-        free = asyncio.Semaphore(max_concurrency)
+        free = _of_this_loop(semaphores, max_concurrency)
 
         async def patiently(sample: RewardSample) -> float | None:
             for attempt in range(n_retries + 1):
@@ -108,6 +113,15 @@ def judge(
     return reward
 
 
+def _of_this_loop(
+    semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore], max_concurrency: int
+) -> asyncio.Semaphore:
+    """A semaphore belongs to one event loop, and a process may have several, one after the other."""
+    for closed in [loop for loop in semaphores if loop.is_closed()]:
+        del semaphores[closed]
+    return semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency))
+
+
 class RewardFunctions:
     """The functions that a run has chosen, and their weights."""
 
@@ -120,11 +134,13 @@ class RewardFunctions:
         self._names = list(names)
         self._weights = weights
         self._chat = chat
+        self._unused: set[str] = set()  # weights that the log has named
 
     async def add_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories with what every function says of the valid ones."""
         for name in self._names:
             trajectories = await self._add(name, list(trajectories))
+        self._report_unused_weights(trajectories)
         return list(trajectories)
 
     async def _add(self, name: str, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -133,27 +149,50 @@ class RewardFunctions:
         groups: list[list[int]] = [valid] if valid else []
         if registered.level == "group":
             groups = [list(group) for _, group in groupby(valid, key=lambda i: trajectories[i].id.instance_id)]
+        one_at_a_time = asyncio.Lock()
         rewards = await asyncio.gather(
-            *(self._ask(name, registered.function, [trajectories[i] for i in group]) for group in groups)
+            *(self._ask(name, registered.function, [trajectories[i] for i in group], one_at_a_time) for group in groups)
         )
         for group, of_group in zip(groups, rewards, strict=True):
             for i, reward in zip(group, of_group, strict=True):
                 trajectories[i] = _with_reward(trajectories[i], name, reward, self._weights.get(name, 1.0))
         return trajectories
 
-    async def _ask(self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
+    async def _ask(
+        self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory], one_at_a_time: asyncio.Lock
+    ) -> Sequence[Reward]:
         """One reward for each; all unknown when the function fails."""
         samples = [
             RewardSample(t, self._chat.decode_all(t.prompt_ids), self._chat.decode_all(t.response_ids))
             for t in trajectories
         ]
         try:
-            answer: Any = function(samples)
-            rewards = await answer if inspect.isawaitable(answer) else answer
-            return _checked(rewards, trajectories)
+            return _checked(await _answer(function, samples, one_at_a_time), trajectories)
         except Exception:  # the boundary of a user's function: its samples have no reward
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
+
+    def _report_unused_weights(self, trajectories: Sequence[Trajectory]) -> None:
+        """Name, once, the weights of components that no trajectory reports: their names may be mistyped."""
+        reported = {name for t in trajectories for name in t.reward_components}
+        unused = self._weights.keys() - reported - self._unused
+        if unused and any(t.is_valid for t in trajectories):
+            self._unused |= unused
+            logger.warning(
+                "generator.reward_weights names %s, which none of %d trajectories reports; they report %s",
+                *(", ".join(sorted(unused)), len(trajectories), ", ".join(sorted(reported)) or "no components"),
+            )
+
+
+async def _answer(function: RewardFunction, samples: Sequence[RewardSample], one_at_a_time: asyncio.Lock) -> Any:
+    """What the function returns. A plain one may block, and need not be thread-safe."""
+    answer: Any
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        answer = function(samples)
+    else:
+        async with one_at_a_time:
+            answer = await asyncio.to_thread(function, samples)
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 def _checked(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
@@ -161,11 +200,11 @@ def _checked(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Rewar
         raise EnvError(f"it returned {len(rewards)} rewards for {len(trajectories)} samples; return one for each")
     for reward, t in zip(rewards, trajectories, strict=True):
         values = reward if isinstance(reward, list) else [] if reward is None else [reward]
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        if values and not is_reward(values):
             raise EnvError(f"it returned {reward!r}; rewards are finite numbers, or None where they are unknown")
         if isinstance(reward, list) and len(reward) != len(t.response_ids):
             raise EnvError(f"it returned {len(reward)} rewards for a response of {len(t.response_ids)} tokens")
-    return list(rewards)
+    return [[float(value) for value in r] if isinstance(r, list) else r if r is None else float(r) for r in rewards]
 
 
 def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: float) -> Trajectory:
@@ -177,11 +216,6 @@ def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: floa
     if isinstance(reward, list):
         rewards = [there + weight * value for there, value in zip(rewards, reward, strict=True)]
     elif rewards:
-        rewards[_last_sampled(trajectory)] += weight * reward
-    total = sum(reward) if isinstance(reward, list) else float(reward)
+        rewards[last_sampled(trajectory.loss_mask)] += weight * reward
+    total = sum(reward) if isinstance(reward, list) else reward
     return replace(trajectory, rewards=rewards, reward_components={**trajectory.reward_components, name: total})
-
-
-def _last_sampled(trajectory: Trajectory) -> int:
-    sampled = [position for position, is_sampled in enumerate(trajectory.loss_mask) if is_sampled]
-    return sampled[-1] if sampled else len(trajectory.loss_mask) - 1

@@ -75,7 +75,7 @@ def _trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
     return EvaluatedTrajectory(
         prompt=_text(row.get("input_prompt")),
         response=_text(row.get("output_response")),
-        score=_score(row.get("score")),
+        score=_score(row.get("total_reward", row.get("score"))),  # of all rows, where a trajectory has several
         stop_reason=str(row.get("stop_reason") or "unknown"),
         env_class=str(row.get("env_class") or "unknown"),
         data_source=str(row.get("data_source") or "unknown"),

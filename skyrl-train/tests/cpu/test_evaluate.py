@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,17 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.files import read_rows, write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate, trajectory_row
+from skyrl_train.generators.base import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    to_sampling_params,
+)
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, Trajectory, TrajectoryID
+from skyrl_train.types import Message, Segment, Trajectory, TrajectoryID, Turn
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
 
@@ -57,6 +64,7 @@ class Judge(GeneratorInterface):
             stop_reasons=["stop"] * n,
             rollout_logprobs=[[-1.0, -1.0]] * n,
             env_metrics=[{"n": i} for i in numbers],
+            rollout_metrics={"generate/mine": float(n)},
         )
 
 
@@ -72,7 +80,7 @@ async def test_every_prompt_is_played_in_batches_with_the_evaluations_sampling(
     for asked in judge.asked:
         assert asked["batch_metadata"] == BatchMetadata(12, "eval", cfg.trainer.seed)
         expected = SamplingParams(max_new_tokens=9, temperature=0.3, top_p=0.8, stop=("END",))
-        assert SamplingParams(**asked["sampling_params"]) == expected
+        assert asked["sampling_params"] == to_sampling_params(expected)
         assert set(asked["env_classes"]) == {"guess"}
 
 
@@ -100,6 +108,7 @@ async def test_metrics_over_everything_and_per_source(dataset: PromptDataset, cf
     }
     assert metrics["eval/environment/n"] == metrics["eval/environment/guess/n"] == 2.0
     assert metrics["eval/generate/avg_num_tokens"] == 2.0
+    assert metrics["eval/generate/mine"] == (4 + 4 + 2) / 3
 
 
 def test_invalid_trajectories_are_counted_and_read_by_nothing_else() -> None:
@@ -150,8 +159,12 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
             "data_source": "games/catch",
             "uid": "7_2",
             "turns": [],
+            "earlier": [],
+            "total_reward": 1.0,
+            "reward_components": {},
             "weight_versions": [],
             "timing": {},
+            "n_attempts": 1,
             "error": None,
         }
     ]
@@ -167,6 +180,56 @@ def test_sources_whose_names_become_one_share_their_file_and_their_metrics(
     dump_evaluation(tmp_path, both, {}, ChatEncoder(tiny_tokenizer))
     assert [row["data_source"] for row in read_rows(str(tmp_path / "x_y.jsonl"))] == ["x/y", "x_y"]
     assert eval_metrics(both, 1)["eval/x_y/avg_score"] == 0.5
+
+
+def test_a_trajectory_of_several_rows_is_dumped_with_all_of_them(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = ChatEncoder(tiny_tokenizer)
+    first, second = (tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("L", "R"))
+    turns = (Turn(0, len(first), 1, 0.5, "stop", segment=0), Turn(0, len(second), 1, 1.0, "stop", segment=1))
+    earlier = Segment(first, first, [1] * len(first), None, [0.5] * len(first))
+    whole = make_trajectory(
+        prompt_ids=second,
+        response_ids=second,
+        loss_mask=[1] * len(second),
+        logprobs=None,
+        rewards=[1.0] * len(second),
+        earlier=(earlier,),
+        turns=turns,
+        n_attempts=2,
+        reward_components={"right": 1.5},
+    )
+    row = trajectory_row(whole, chat)
+    assert (row["input_prompt"], row["output_response"], row["score"]) == ("R", "R", whole.rewards)
+    assert row["earlier"] == [{"input_prompt": "L", "output_response": "L", "score": earlier.rewards}]
+    assert [turn["segment"] for turn in row["turns"]] == [0, 1]
+    assert row["total_reward"] == whole.total_reward
+    assert (row["n_attempts"], row["reward_components"]) == (2, {"right": 1.5})
+    invalid = trajectory_row(replace(whole, rewards=None), chat)
+    assert (invalid["score"], invalid["total_reward"], invalid["earlier"][0]["score"]) == (None, None, None)
+
+
+def test_the_unbiased_estimate_is_logged_where_both_measure_pass_at_n() -> None:
+    """Of prompt a both samples are valid and one passes; of b, one is valid, and fails."""
+    some = [
+        make_trajectory("a", [1.0]),
+        make_trajectory("a", [0.0], repetition=1),
+        make_trajectory("b", [0.0]),
+        make_trajectory("b", None, repetition=1),
+    ]
+    assert eval_metrics(some, 2)["eval/all/pass_at_2"] == 1.0
+
+
+def test_a_source_named_like_everything_does_not_take_its_place(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    names = ["all", "aggregated_results", "games"]
+    some = [make_trajectory(str(i), [float(i)], data_source=name) for i, name in enumerate(names)]
+    metrics = eval_metrics(some, 1)
+    assert (metrics["eval/all/avg_score"], metrics["eval/all_/avg_score"]) == (1.0, 0.0)
+    dump_evaluation(tmp_path, some, metrics, ChatEncoder(tiny_tokenizer))
+    files = {path.name: len(read_rows(str(path))) for path in tmp_path.iterdir()}
+    of_sources = ("aggregated_results_.jsonl", "all_.jsonl", "games.jsonl")
+    assert files == dict.fromkeys([*of_sources, "aggregated_results.jsonl"], 1)
 
 
 def test_equal_trajectories_give_equal_metrics_in_any_order() -> None:

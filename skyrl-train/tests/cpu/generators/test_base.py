@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import make_trajectory
 
+from skyrl_train.config import load_config
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import (
     BatchMetadata,
@@ -22,10 +24,12 @@ from skyrl_train.generators.base import (
     to_generator_input,
     to_generator_output,
     to_requests,
+    to_sampling,
+    to_sampling_params,
     to_trajectories,
 )
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID
+from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID, Turn, WeightSpan
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, stop=("END",))
 
@@ -54,17 +58,19 @@ def segments(draw: st.DrawFn) -> Segment:
         loss_mask=draw(st.lists(st.integers(0, 1), **per_token)),
         logprobs=draw(st.lists(st.floats(-9, 0), **per_token)),
         rewards=draw(st.lists(st.floats(-2, 2), **per_token)),
+        sampling_logprobs=draw(st.none() | st.lists(st.floats(-9, 0), **per_token)),
     )
 
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    """What a parallel-list view can hold: turns, timing and the like stay behind."""
+    """Everything but `greedy_reward`, which no generator knows."""
     n_tokens = draw(st.integers(1, 5))
     per_token = {"min_size": n_tokens, "max_size": n_tokens}
     extras = draw(st.dictionaries(st.sampled_from(["data_source", "index"]), st.sampled_from(["x", "y"])))
     rewards = draw(st.none() | st.lists(st.floats(-2, 2), **per_token))
     stop_reason = draw(st.sampled_from(["stop", "length", "env_error"]))
+    turn = Turn(0, n_tokens, 3, 0.5, "stop", weight_spans=(WeightSpan(draw(st.integers(0, 9)), n_tokens),))
     return make_trajectory(
         draw(st.text(min_size=1, max_size=3)),
         rewards,
@@ -79,7 +85,12 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         env_metrics=draw(st.dictionaries(st.sampled_from("mn"), st.integers())),
         env_extras=extras,
         earlier=() if rewards is None else tuple(draw(st.lists(segments(), max_size=2))),
-        error=stop_reason if rewards is None else None,
+        error=draw(st.sampled_from(["it broke", "it hung"])) if rewards is None else None,
+        turns=draw(st.sampled_from([(), (turn,), (turn, turn)])) if n_tokens == 1 else (),
+        timing=draw(st.dictionaries(st.sampled_from(["generate", "env"]), st.floats(0, 9))),
+        n_attempts=draw(st.integers(1, 3)),
+        sampling_logprobs=draw(st.none() | st.lists(st.floats(-9, 0), **per_token)),
+        reward_components=draw(st.dictionaries(st.sampled_from("ab"), st.floats(-2, 2))),
     )
 
 
@@ -98,9 +109,21 @@ def test_the_input_view_has_skyrls_fields() -> None:
         "env_classes": ["guess", "guess"],
         "env_extras": [{}, {}],
         "sampling_params": {
-            **asdict(SamplingParams(max_new_tokens=4)),
+            "max_tokens": 4,
+            "min_tokens": 0,
             "temperature": 0.5,
-            "stop": ("END",),
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": ["END"],
+            "stop_token_ids": [],
+            "ignore_eos": False,
+            "logprobs": 0,
+            "skip_special_tokens": True,
+            "include_stop_str_in_output": True,
         },
         "trajectory_ids": [TrajectoryID("a", 0), TrajectoryID("b", 0)],
         "batch_metadata": BatchMetadata(3, "train"),
@@ -127,6 +150,8 @@ def test_one_reward_for_the_response_stands_on_a_token_that_is_trained() -> None
         ({"rollout_logprobs": []}, "returned 0 rollout_logprobs for 2 prompts"),
         ({"env_metrics": []}, "returned 0 env_metrics for 2 prompts"),
         ({"reward_components": [{}]}, "returned 1 reward_components for 2 prompts"),
+        ({"turns": [()]}, "returned 1 turns for 2 prompts"),
+        ({"trajectory_ids": [TrajectoryID("b", 0), TrajectoryID("a", 0)]}, r"trajectory_ids\[0\]=.*'b'.* where .*'a'"),
         ({"stop_reasons": ["stop"] * 3}, "returned 3 stop_reasons for 2 prompts"),
         ({"loss_masks": [[1, 1], [1, 1]]}, r"loss_masks\[1\] has 2 values for 1 response tokens"),
         ({"rollout_logprobs": [[], [-1.0]]}, r"rollout_logprobs\[0\] has 0 values for 2 response tokens"),
@@ -134,7 +159,7 @@ def test_one_reward_for_the_response_stands_on_a_token_that_is_trained() -> None
         ({"rewards": [[1.0, math.nan], 0.5]}, r"rewards\[0\]=\[1\.0, nan\] are not all finite"),
     ],
 )  # fmt: skip
-def test_lists_of_different_lengths_are_named_with_both(changes: dict[str, Any], message: str) -> None:
+def test_lists_that_do_not_fit_are_named_with_what_was_expected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         to_trajectories(two_answers(**changes), two_prompts())
 
@@ -178,3 +203,140 @@ def test_log_probs_may_be_missing() -> None:
     first, _ = to_trajectories(two_answers(rollout_logprobs=None), two_prompts())
     assert first.logprobs is None
     assert to_generator_output([first])["rollout_logprobs"] is None
+
+
+def test_what_no_longer_fits_a_shortened_response_is_left_out() -> None:
+    """A `generate` that was written for SkyRL shortens the lists that it knows."""
+    turn = Turn(0, 2, 3, 1.0, "stop")
+    long = make_trajectory("a", [0, 1], turns=(turn,), sampling_logprobs=[-1.0, -1.0])
+    output = to_generator_output([long, make_trajectory("b", turns=(replace(turn, end=1),))])
+    for name in ("response_ids", "loss_masks", "rewards", "rollout_logprobs"):
+        output[name] = [values[:1] for values in output[name]]  # type: ignore[literal-required]
+    first, second = to_trajectories(output, two_prompts())
+    assert (first.turns, first.sampling_logprobs) == ((), None)
+    assert len(second.turns) == 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLING, SamplingParams(9, min_new_tokens=2, top_k=5, stop_token_ids=(1, 2), ignore_eos=True, min_p=0.5)],
+)
+def test_sampling_parameters_survive_skyrls_names(sampling: SamplingParams) -> None:
+    assert to_sampling(to_sampling_params(sampling), None) == sampling
+
+
+CONFIGURED = load_config({"generator": {"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}}).generator
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (None, SamplingParams(7, top_p=0.5)),
+        ({"max_tokens": 3, "stop": "END"}, SamplingParams(3, stop=("END",))),
+        ({"max_generate_length": 3, "stop": ["A", "B"], "logprobs": 1}, SamplingParams(3, stop=("A", "B"))),
+        ({"max_new_tokens": 3, "min_tokens": 1, "stop": None, "no_stop_trim": True}, SamplingParams(3, 1)),
+        ({"temperature": 0.0}, SamplingParams(7, temperature=0.0)),
+    ],
+)
+def test_sampling_parameters_under_any_of_their_names(params: dict[str, Any] | None, expected: SamplingParams) -> None:
+    assert to_sampling(params, CONFIGURED) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 3, "temprature": 0.5}, "temprature=0.5, which no engine here follows"),
+        ({"max_tokens": 3, "skip_special_tokens": False}, "skip_special_tokens=False"),
+        ({"temperature": 0.5}, "no max_tokens"),
+        (None, "no max_tokens"),
+    ],
+)
+def test_other_sampling_parameters_are_refused(params: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        to_sampling(params, None)
+
+
+class Played(GeneratorInterface):
+    """Plays by `rollout`, and notes the calls."""
+
+    def __init__(self) -> None:
+        self.generator_cfg = CONFIGURED
+        self.calls: list[tuple[list[RolloutRequest], SamplingParams, BatchMetadata]] = []
+
+    async def rollout(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
+    ) -> list[Trajectory]:
+        self.calls.append((list(requests), sampling, metadata))
+        span = WeightSpan(4, 1)
+        turn = Turn(0, 1, 2, 1.0, "stop", weight_spans=(span,))
+        return [replace(make_trajectory("x", [1.0], turns=(turn,), n_attempts=2), id=r.id) for r in requests]
+
+
+class Doubled(Played):
+    """A SkyRL user's `generate`."""
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        output = await super().generate(input_batch)
+        output["rewards"] = [[2 * reward for reward in rewards] for rewards in output["rewards"]]
+        output["rollout_metrics"]["mine"] = len(input_batch["prompts"])
+        return output
+
+
+async def test_generate_may_be_called_without_what_only_a_trainer_knows() -> None:
+    played = Played()
+    prompts = [[Message(role="user", content="?")]] * 2
+    batch = GeneratorInput(
+        prompts=prompts, env_classes=["guess"] * 2, env_extras=None, sampling_params=None, trajectory_ids=None
+    )
+    output = await played.generate(batch)
+    ((requests, sampling, metadata),) = played.calls
+    assert output["rewards"] == [[1.0], [1.0]]
+    assert len({request.id.to_string() for request in requests}) == 2
+    assert [request.row.env_extras for request in requests] == [{}, {}]
+    assert sampling == SamplingParams(7, top_p=0.5)
+    assert metadata == BatchMetadata(0, "train")
+
+
+async def test_the_most_derived_override_decides() -> None:
+    doubled = Doubled()
+    (t,) = await doubled.rollout([request("a")], SAMPLING, BatchMetadata(3, "train"))
+    assert (t.rewards, t.weight_versions, t.n_attempts) == ([2.0], [4], 2)
+    ((requests, sampling, metadata),) = doubled.calls
+    assert (requests, sampling, metadata) == ([request("a")], SAMPLING, BatchMetadata(3, "train"))
+
+    class Again(Doubled):
+        async def rollout(self, *arguments: Any) -> list[Trajectory]:
+            return [replace(t, rewards=[t.total_reward + 0.5]) for t in await super().rollout(*arguments)]
+
+    (t,) = await Again().rollout([request("a")], SAMPLING, BatchMetadata(3, "train"))
+    assert t.rewards == [2.5]
+    assert (await Again().generate(two_prompts()))["rewards"] == [[2.5], [2.5]]
+
+
+async def test_an_override_may_be_mixed_in() -> None:
+    class Tripled:
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            output = await super().generate(input_batch)
+            return {**output, "rewards": [3.0 for _ in output["rewards"]]}
+
+    class Mixed(Tripled, Played):
+        pass
+
+    (t,) = await Mixed().rollout([request("a")], SAMPLING, BatchMetadata(3, "train"))
+    assert t.rewards == [3.0]
+
+
+async def test_metrics_of_a_generate_are_averaged_over_its_calls_and_taken_once() -> None:
+    doubled = Doubled()
+    for n in (1, 2):
+        await doubled.rollout([request("a", i) for i in range(n)], SAMPLING, BatchMetadata(3, "train"))
+    assert doubled.take_metrics() == {"mine": 1.5}
+    assert doubled.take_metrics() == {}
+
+
+async def test_one_of_the_two_has_to_be_there() -> None:
+    class Nothing(GeneratorInterface):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Nothing has neither `generate` nor `rollout`"):
+        await Nothing().generate(two_prompts())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators import chat_template
+from skyrl_train.generators.chat_template import ChatEncoder, Messages
 from skyrl_train.models.tiny import CHAT_TEMPLATE as CHATML
 from skyrl_train.types import Message
 
@@ -154,6 +155,25 @@ def test_the_caller_may_change_what_it_got(tiny_tokenizer: PreTrainedTokenizerBa
     expected = list(first)
     first.clear()
     assert chat.observation_ids([user("a")], -1) == expected
+
+
+def test_what_is_remembered_has_a_limit_in_tokens(
+    tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[str] = []
+
+    class Counting(ChatEncoder):
+        def _render(self, messages: Messages) -> str:
+            rendered.append(messages[-1]["content"])
+            return super()._render(messages)
+
+    chat = Counting(tiny_tokenizer)
+    n_tokens = len(chat.prompt_ids([user("a")]))
+    monkeypatch.setattr(chat_template, "CACHED_TOKENS", 2 * n_tokens)
+    rendered.clear()
+    for content in "aabacba":  # c pushes b out: a was asked for after it
+        assert chat.prompt_ids([user(content)]) == whole(tiny_tokenizer, [user(content)])
+    assert rendered == ["b", "c", "b", "a"]
 
 
 def test_a_template_that_hides_assistant_turns_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:

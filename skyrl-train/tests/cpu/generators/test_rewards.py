@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from generators.conftest import MakeStage, Stage, story
 from generators.environments import Journal
+from trajectories import make_trajectory
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.rewards import (
@@ -95,8 +97,9 @@ async def test_what_is_not_known_is_invalid_and_never_zero(
     assert trajectories[0].error == "reward function odd does not know its reward"
 
 
+@pytest.mark.parametrize("level", ["group", "batch"])
 async def test_a_judge_is_asked_again_and_never_by_too_many_at_once(
-    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None], level: str
 ) -> None:
     n_open, most, n_asked = 0, 0, dict.fromkeys(("a_0", "a_1", "b_0", "b_1"), 0)
 
@@ -116,12 +119,74 @@ async def test_a_judge_is_asked_again_and_never_by_too_many_at_once(
             n_open -= 1
         return 0.5
 
-    register("judge", judge(ask, max_concurrency=2, timeout_s=0.2, first_wait_s=0.01), level="batch")
+    register("judge", judge(ask, max_concurrency=2, timeout_s=0.2, first_wait_s=0.01), level=level)
     trajectories = await play(make_stage(reward_functions=["judge"]))
     assert n_asked == {"a_0": 1, "a_1": 3, "b_0": 3, "b_1": 1}
     assert most == 2
     assert [t.is_valid for t in trajectories] == [True, True, False, True]
     assert trajectories[1].total_reward == 1.5
+
+
+def test_a_judge_limits_its_questions_in_one_event_loop_after_another() -> None:
+    n_open, most = 0, 0
+
+    async def ask(sample: RewardSample) -> float:
+        nonlocal n_open, most
+        n_open += 1
+        most = max(most, n_open)
+        await asyncio.sleep(0.001)
+        n_open -= 1
+        return 1.0
+
+    function = judge(ask, max_concurrency=2)
+    samples = [RewardSample(make_trajectory(str(i)), "?", "!") for i in range(5)]
+
+    async def by_group() -> list[Any]:
+        return await asyncio.gather(*(function([sample]) for sample in samples))
+
+    for _ in range(2):
+        assert asyncio.run(by_group()) == [[1.0]] * 5
+    assert most == 2
+
+
+async def test_a_function_that_blocks_does_not_stop_the_event_loop(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+) -> None:
+    """It waits for what only the event loop can do. Its calls never overlap."""
+    loop, n_running = asyncio.get_running_loop(), 0
+
+    def slow(samples: Sequence[RewardSample]) -> list[float]:
+        nonlocal n_running
+        n_running += 1
+        assert n_running == 1
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(timeout=10)
+        n_running -= 1
+        return [1.0] * len(samples)
+
+    register("slow", slow)
+    trajectories = await play(make_stage(reward_functions=["slow"]))
+    assert [t.total_reward for t in trajectories] == [2.0] * 4
+
+
+async def test_numbers_of_numpy_are_rewards(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+) -> None:
+    register("half", lambda samples: [np.float32(0.5)] * len(samples))
+    register("each", lambda samples: [[np.float32(0.25)] * len(s.trajectory.response_ids) for s in samples])
+    for t in await play(make_stage(reward_functions=["half", "each"])):
+        assert t.total_reward == 1.5 + 0.25 * len(t.response_ids)
+        assert {type(reward) for reward in [*t.rewards, *t.reward_components.values()]} == {float}
+
+
+async def test_a_weight_of_what_nobody_reports_is_named_once(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    register("brevity", lambda samples: [0.5] * len(samples))
+    stage = make_stage(reward_functions=["brevity"], reward_weights={"brevety": 2.0, "brevity": 2.0})
+    for _ in range(2):
+        await play(stage)
+    (record,) = (record for record in caplog.records if "reward_weights" in record.message)
+    assert "names brevety, which none of 4 trajectories reports; they report brevity" in record.message
 
 
 async def test_components_of_an_environment_are_weighed(make_stage: MakeStage, journal: Journal) -> None:

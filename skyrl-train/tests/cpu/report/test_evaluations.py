@@ -24,6 +24,12 @@ def test_scores_are_numbers_or_sums_and_invalid_ones_stay_apart(tmp_path: Path) 
     assert trajectories[2].error == "boom"
 
 
+def test_a_trajectory_of_several_rows_scores_what_all_of_them_earned(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    _write(folder, 3, [{"score": [0.0, 0.5], "total_reward": 2.0}, {"score": None, "total_reward": None}])
+    assert [trajectory.score for trajectory in read_evaluation(folder, 3)] == [2.0, None]
+
+
 def test_a_prompt_may_be_text_or_messages(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     _write(folder, 0, [{"input_prompt": [{"role": "user", "content": "Hi"}]}, {"input_prompt": "Hi"}, {}])

@@ -19,7 +19,7 @@ from skyrl_train.types import PromptRow, Trajectory, TrajectoryID
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class StepRollouts:
     """The rollouts of one step."""
 
     rollouts: list[Trajectory]  # to learn from, the samples of a prompt side by side
@@ -45,7 +45,7 @@ class RolloutSampler:
         self._with_greedy_rewards = with_greedy_rewards
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
 
-    async def sample(self, prompts: Sequence[PromptRow], step: int) -> Sample:
+    async def sample(self, prompts: Sequence[PromptRow], step: int) -> StepRollouts:
         """The rollouts of one step.
 
         Invalid trajectories are counted and left out, and so is one whose whole group failed: it has nothing to be
@@ -83,7 +83,7 @@ class RolloutSampler:
             n_taken = len(rollouts)
             rollouts = await self._add_greedy_rewards(rollouts, rows, metadata)
             metrics["generate/n_without_baseline"] = float(n_taken - len(rollouts))
-        return Sample(rollouts, played, metrics)
+        return StepRollouts(rollouts, played, self._generator.take_metrics() | metrics)
 
     def _requests(self, prompts: Sequence[PromptRow]) -> list[RolloutRequest]:
         return rollout_requests(prompts, self._cfg.generator.n_samples_per_prompt, self._cfg.environment.env_class)

@@ -14,12 +14,10 @@ from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
 from skyrl_train.errors import DataError, EnvError
 from skyrl_train.generators.base import (
     BatchMetadata,
-    GeneratorInput,
     GeneratorInterface,
-    GeneratorOutput,
     RolloutRequest,
 )
-from skyrl_train.generators.sampling import RolloutSampler, Sample
+from skyrl_train.generators.step_rollouts import RolloutSampler, StepRollouts
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import PromptRow, Trajectory
 
@@ -51,9 +49,6 @@ class Scripted(GeneratorInterface):
         self._reward = reward
         self.calls: list[tuple[list[RolloutRequest], SamplingParams]] = []
 
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        raise NotImplementedError
-
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
@@ -82,7 +77,7 @@ def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
     )
 
 
-async def sample(cfg: SkyRLConfig, generator: Scripted, prompts: Prompts, *, greedy: bool = False) -> Sample:
+async def sample(cfg: SkyRLConfig, generator: Scripted, prompts: Prompts, *, greedy: bool = False) -> StepRollouts:
     sampler = RolloutSampler(cfg, generator, prompts, with_greedy_rewards=greedy)
     return await sampler.sample(prompts.next_batch(), step=1)
 
@@ -98,6 +93,14 @@ async def test_one_batch_of_prompts_is_one_step() -> None:
     assert found.played == found.rollouts
     assert found.metrics["generate/n_sample_batches"] == 1
     assert found.metrics["generate/n_left_alone"] == 0
+
+
+async def test_what_a_generator_reports_is_among_the_metrics_of_the_step() -> None:
+    generator = Scripted(lambda uid, i: float(i))
+    generator._reported = [{"mine": 1.0}]
+    found = await sample(config(3), generator, Prompts(8, 3))
+    assert found.metrics["mine"] == 1.0
+    assert generator.take_metrics() == {}
 
 
 async def test_what_failed_is_played_and_not_learned_from() -> None:
