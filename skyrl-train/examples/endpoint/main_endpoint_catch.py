@@ -8,14 +8,13 @@ plays. The exit status is 1 if it did not learn.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from examples.catch.learn import parser
 from examples.catch.main_catch import register_catch
 from examples.catch.recipe import THIS_RUN, TINY_MODEL, CatchRun
 from examples.endpoint.agent import play_catch
@@ -83,10 +82,8 @@ def learn(run: EndpointRun) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; what stands behind `--` are overrides of the configuration."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--seed", type=int, default=42, help="of the model, the data order and the sampling")
-    options.add_argument("--output_dir", type=Path, default=Path("outputs"), help="where the run folders go")
-    options.add_argument("--steps", type=int, default=N_STEPS, help="training steps")
+    options = parser(__doc__.splitlines()[0])
+    options.set_defaults(steps=N_STEPS)
     options.add_argument("overrides", nargs="*", help="key=value of the configuration")
     args = options.parse_args(argv)
     register_catch()

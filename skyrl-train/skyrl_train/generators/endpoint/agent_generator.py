@@ -6,18 +6,16 @@ import asyncio
 import copy
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.errors import ConfigError, EnvError
-from skyrl_train.generators.answers import UnknownReward, is_reward
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import (
     BatchMetadata,
     GeneratorInput,
@@ -27,8 +25,9 @@ from skyrl_train.generators.base import (
     to_generator_output,
     to_requests,
 )
-from skyrl_train.generators.call_pool import CallPool, CallTimeout
+from skyrl_train.generators.call_pool import CallPool
 from skyrl_train.generators.chat_template import custom_chat_template
+from skyrl_train.generators.endpoint.agents import Agent, AgentResult, NoReward, checked_result, is_async
 from skyrl_train.generators.endpoint.attempts import play_until_valid
 from skyrl_train.generators.endpoint.server import Endpoint
 from skyrl_train.generators.endpoint.service import ModelService
@@ -43,28 +42,6 @@ AGENT_TIMEOUT_S = 1800.0
 
 FINAL = frozenset({"reward_unknown", "abort"})
 """Stop reasons of invalid trajectories that another attempt would not change."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentResult:
-    """What an agent has to say when it is done, e.g. `AgentResult(1.0, metrics={"solved": 1})`."""
-
-    reward: float | Sequence[float] | None  # one for all, or one for each reply in their order; None: unknown
-    components: Mapping[str, float] = field(default_factory=dict)  # totals by name
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # `environment/*`
-
-
-class Agent(Protocol):
-    """A function, or an async one, that solves the task of a row with any client of OpenAI's interface.
-
-    A blocking one runs in a thread. An async one runs in the event loop that also answers it, so it must not block.
-    """
-
-    def __call__(
-        self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
-    ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
-        """The reward. What is asked at `base_url` until then is the trajectory."""
-        ...
 
 
 class AgentGenerator(GeneratorInterface):
@@ -94,9 +71,8 @@ class AgentGenerator(GeneratorInterface):
         """
         _check_config(generator_cfg)
         self._agent = agent
-        self._cfg = generator_cfg
+        self.generator_cfg = generator_cfg
         self._address = (host, port, public_url)
-        self._model_name = model_name
         self._service = ModelService(
             inference_engine_client,
             tokenizer,
@@ -111,7 +87,7 @@ class AgentGenerator(GeneratorInterface):
         )
         self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
         self._slots = asyncio.Semaphore(max_concurrent_agents)
-        self._pool = None if _is_async(agent) else CallPool(max_concurrent_agents, self._limit_s, "skyrl-agent")
+        self._pool = None if is_async(agent) else CallPool(max_concurrent_agents, None, "skyrl-agent")
         self._endpoint: Endpoint | None = None
         self._starting = asyncio.Lock()
         self._n_rolling = 0
@@ -131,13 +107,13 @@ class AgentGenerator(GeneratorInterface):
                 requests,
                 metadata,
                 partial(self._play_all, endpoint, sampling),
-                n_retries=self._cfg.n_rollout_retries,
+                n_retries=self.generator_cfg.n_rollout_retries,
                 final=FINAL,
             )
         trajectories = await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
-        if self._cfg.zero_reward_on_non_stop:
+        if self.generator_cfg.zero_reward_on_non_stop:
             trajectories = zero_reward_on_non_stop(trajectories)
-        if self._cfg.apply_overlong_filtering:
+        if self.generator_cfg.apply_overlong_filtering:
             trajectories = leave_out_truncated(trajectories)
         return trajectories
 
@@ -174,91 +150,79 @@ class AgentGenerator(GeneratorInterface):
         async with self._slots:
             session = endpoint.open_session(sampling, rollout.seed, rollout.request.id.to_string())
             started = time.perf_counter()
-            try:
-                result = await self._ask(endpoint.url(session), rollout, session)
-            finally:
-                await endpoint.end_session(session)
-            rollout.generate_s = session.generate_s
-            rollout.env_s = max(0.0, time.perf_counter() - started - session.generate_s)
-        _take(rollout, session, result)
+            with _boundary(rollout, session):
+                try:
+                    returned = await self._call_agent(endpoint.url(session), session.id, rollout.request.row)
+                finally:
+                    await endpoint.end_session(session)
+                    rollout.turns = session.recording.turns
+                    rollout.conversation = session.recording if rollout.turns else None
+                    rollout.generate_s = session.generate_s
+                    rollout.env_s = max(0.0, time.perf_counter() - started - session.generate_s)
+                _reward(rollout, checked_result(returned, self.generator_cfg.reward_weights))
 
-    async def _ask(self, base_url: str, rollout: Rollout, session: Session) -> AgentResult | None:
-        """What the agent returns; None if it failed, which ends the rollout as invalid."""
+    async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
+        """What the agent returns.
+
+        Raises:
+            NoReward: it took too long.
+        """
         call = partial(
             self._agent,
             base_url=base_url,
-            api_key=session.id,  # anything will do
-            model=self._model_name,
-            row=copy.deepcopy(rollout.request.row),  # agents append to its messages
-            session_id=session.id,
+            api_key=session_id,  # anything will do
+            model=self._service.model_name,
+            row=copy.deepcopy(row),  # agents append to its messages
+            session_id=session_id,
         )
-        limit = asyncio.timeout(None if self._pool else self._limit_s)
+        limit = asyncio.timeout(self._limit_s)
         try:
             async with limit:
-                returned = await (self._pool.run(call) if self._pool else call())  # type: ignore[misc]
-            return _weighed(_checked(returned), self._cfg.reward_weights)
-        except (Exception, SystemExit) as error:  # noqa: BLE001, the boundary of a rollout
-            if isinstance(error, CallTimeout) or limit.expired():
-                rollout.fail("agent_timeout", f"the agent was not done after {self._limit_s:g} s")
-            elif isinstance(error, UnknownReward):
-                rollout.fail("reward_unknown", str(error))
-            else:
-                _note_failure(rollout, session, error)
-            return None
+                returned = await self._pool.run(call) if self._pool else call()
+                return await returned if inspect.isawaitable(returned) else returned
+        except TimeoutError as error:
+            if not limit.expired():  # it is the agent's own
+                raise
+            raise NoReward("agent_timeout", f"the agent was not done after {self._limit_s:g} s") from error
 
 
-def _take(rollout: Rollout, session: Session, result: AgentResult | None) -> None:
-    """Make the rollout what was recorded, and give it its reward."""
-    turns = session.recording.turns
-    rollout.turns = turns
-    rollout.conversation = session.recording if turns else None
-    if result is None:
-        return
-    rewards = result.reward if isinstance(result.reward, Sequence) else [result.reward]
-    if any(record.result.stop_reason == "abort" for record in turns):
-        rollout.fail("abort", "the engine was told to abort it")
-    elif not turns:
-        rollout.fail("agent_silent", "the agent returned without a reply of the model")
-    elif isinstance(result.reward, Sequence) and len(rewards) != len(turns):
-        error = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"
-        rollout.fail("agent_error", error)
-    else:
-        rollout.reward_components = {name: float(value) for name, value in result.components.items()}
-        rollout.env_metrics = dict(result.metrics)
-        rollout.stop_reason = turns[-1].result.stop_reason
-        for record, reward in zip(turns[-len(rewards) :], rewards, strict=True):
-            record.reward = float(reward)  # type: ignore[arg-type]  # an unknown one was told before
+@contextmanager
+def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
+    """What goes wrong with an agent ends its rollout as invalid, and no other."""
+    try:
+        yield
+    except NoReward as error:
+        rollout.fail(error.stop_reason, str(error))
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # it is the rollout that was cancelled, not something of the agent's
+        if session.engine_failure is not None:
+            rollout.fail("engine_error", session.engine_failure, error)
+        else:
+            rollout.fail("agent_error", f"the agent raised {type(error).__name__}: {error}", error)
 
 
-def _weighed(result: AgentResult, weights: Mapping[str, float]) -> AgentResult:
-    """With the weighted sum of its components for a reward, if any of them has a weight."""
-    if not weights.keys() & result.components.keys():
-        return result
-    return replace(result, reward=sum(weights.get(name, 1.0) * value for name, value in result.components.items()))
-
-
-def _note_failure(rollout: Rollout, session: Session, error: BaseException) -> None:
-    """The agent's own fault, unless the engine failed it."""
-    if session.engine_failure is not None:
-        rollout.fail("engine_error", session.engine_failure, error)
-    else:
-        rollout.fail("agent_error", f"the agent raised {type(error).__name__}: {error}", error)
-
-
-def _checked(returned: Any) -> AgentResult:
-    """What an agent returned.
+def _reward(rollout: Rollout, result: AgentResult) -> None:
+    """Give a rollout that is over its reward.
 
     Raises:
-        EnvError: it is no reward.
-        UnknownReward: it is None.
+        NoReward: it does not fit what was recorded.
     """
-    result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
-    if result.reward is None:
-        raise UnknownReward("the agent returned None: the reward is unknown")
-    reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
-    if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
-        raise EnvError(f"the agent returned {returned!r}; rewards must be finite numbers")
-    return result
+    turns, reward = rollout.turns, result.reward
+    assert reward is not None
+    if any(record.result.stop_reason == "abort" for record in turns):
+        raise NoReward("abort", "the engine was told to abort it")
+    if not turns:
+        raise NoReward("agent_silent", "the agent returned without a reply of the model")
+    rewards = reward if isinstance(reward, Sequence) else [0.0] * (len(turns) - 1) + [reward]
+    if len(rewards) != len(turns):
+        why = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"
+        raise NoReward("agent_error", why)
+    for record, value in zip(turns, rewards, strict=True):
+        record.reward = float(value)
+    rollout.reward_components, rollout.env_metrics = dict(result.components), dict(result.metrics)
+    rollout.stop_reason = turns[-1].result.stop_reason
 
 
 def _check_config(cfg: GeneratorConfig) -> None:
@@ -275,7 +239,3 @@ def _check_config(cfg: GeneratorConfig) -> None:
             f"{', '.join(named)}: these shape the turns of an environment, and an endpoint's agents take their turns "
             "as they like; leave them out"
         )
-
-
-def _is_async(agent: Agent) -> bool:
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004

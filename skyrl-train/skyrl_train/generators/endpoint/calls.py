@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from skyrl_train.generators.endpoint.errors import RequestError
+from skyrl_train.generators.endpoint.session import Session
 
 T = TypeVar("T")
 
-Owners = frozenset[str | None]
+Owners = frozenset[Session | None]
 
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
-
-
-class Client(Protocol):
-    """Who waits for an answer."""
-
-    async def gone(self) -> None:
-        """Return when it has gone away."""
 
 
 class Calls:
@@ -31,15 +25,15 @@ class Calls:
         self._owners: dict[asyncio.Task[Any], Owners] = {}
         self._reasons: dict[asyncio.Task[Any], RequestError] = {}
 
-    async def run(self, owners: Owners, client: Client, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when its client goes away.
+    async def run(self, owners: Owners, gone: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when its client goes away: `gone` returns then.
 
         Raises:
             ClientGone: it has.
             RequestError: the one that `end` was given.
         """
         task = asyncio.create_task(work)
-        leaving = asyncio.create_task(client.gone())
+        leaving = asyncio.create_task(gone)
         self._owners[task] = owners
         try:
             await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -38,3 +38,9 @@ def refuse(message: str, *, param: str | None = None, code: str | None = None) -
 def unavailable(why: str) -> RequestError:
     """Nobody's mistake: the client may ask again."""
     return RequestError(503, why, code="unavailable")
+
+
+def unknown_session(session_id: str) -> RequestError:
+    """Asking again would not help."""
+    message = f"there is no open session {session_id!r}: it has ended, or never began"
+    return RequestError(404, message, code="session_not_found")

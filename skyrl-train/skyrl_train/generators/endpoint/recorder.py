@@ -125,10 +125,10 @@ class Recording(TokenConversation):
 
     def _as_text(self, prompt: str, result: EngineResult, moment: Moment) -> tuple[str, Moment]:
         """All text so far, its stop string included. A last token that has no text is not part of it."""
+        last = result.token_ids[-1:]
+        n_hidden = 0 if self._chat.decode(last) else len(last)
         text = prompt + self._chat.decode(result.token_ids)
-        if self._chat.decode(result.token_ids[-1:]):
-            return text, moment
-        return text, replace(moment, n_tokens=moment.n_tokens - 1)
+        return text, replace(moment, n_tokens=moment.n_tokens - n_hidden)
 
 
 def _digests(variant: str, messages: Messages) -> list[Digest]:

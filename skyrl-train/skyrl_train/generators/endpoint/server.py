@@ -8,24 +8,22 @@ The same below `/session/<id>`: what is asked there is recorded, until the sessi
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import Coroutine, Generator
+from contextlib import closing, contextmanager
 from secrets import token_hex
 from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.endpoint.calls import Calls, ClientGone, Owners
-from skyrl_train.generators.endpoint.errors import RequestError, refuse, unavailable
+from skyrl_train.generators.endpoint.asgi import EventStream, JSONAnswer, client_gone, tell_errors
+from skyrl_train.generators.endpoint.calls import Calls, Owners
+from skyrl_train.generators.endpoint.errors import refuse, unavailable, unknown_session
 from skyrl_train.generators.endpoint.responses import Json
 from skyrl_train.generators.endpoint.service import Job, ModelService
 from skyrl_train.generators.endpoint.session import Session
@@ -39,18 +37,6 @@ T = TypeVar("T")
 START_S = 10.0
 SHUTDOWN_S = 5  # for connections to close by themselves
 KEEP_ALIVE_S = 600  # while the trainer updates the model, nothing is heard here; clients keep their connections
-
-CLIENT_CLOSED_REQUEST = 499
-
-
-class JSONAnswer(Response):
-    """JSON in ASCII: text of any kind survives, half of a surrogate pair too."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """See `Response.render`."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Endpoint:
@@ -126,7 +112,7 @@ class Endpoint:
     async def end_session(self, session: Session) -> None:
         """Requests of the session that are unfinished, or come later, get status 404; its recording is complete."""
         self._sessions.pop(session.id, None)
-        await self._calls.end(_unknown_session(session.id), lambda owners: session.id in owners)
+        await self._calls.end(unknown_session(session.id), lambda owners: session in owners)
         for cache in session.caches:
             self._service.engine.end_session(cache)
 
@@ -146,19 +132,18 @@ class Endpoint:
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """Answer a chat completion."""
-        sessions = self._sessions_of(asked, request, 1)
-        return await self._respond(self._service.chat_job(asked, sessions[0]), sessions, request)
+        (session,) = self._sessions_of(asked, request, 1)
+        return await self._respond(self._service.chat_job(asked, session), request)
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Answer a text completion."""
         sessions = self._sessions_of(asked, request, len(asked.prompts))
-        return await self._respond(self._service.completion_job(asked, sessions), sessions, request)
+        return await self._respond(self._service.completion_job(asked, sessions), request)
 
     def models(self) -> Json:
         """The one model there is."""
-        model = {"id": self._service.model_name, "object": "model", "created": 0, "owned_by": "skyrl"}
-        model["max_model_len"] = self._service.engine.context_length
-        return {"object": "list", "data": [model]}
+        of_model = {"id": self._service.model_name, "max_model_len": self._service.engine.context_length}
+        return {"object": "list", "data": [{"object": "model", "created": 0, "owned_by": "skyrl", **of_model}]}
 
     def check_health(self) -> None:
         """RequestError while it is shutting down."""
@@ -169,7 +154,7 @@ class Endpoint:
         """RequestError if the URL names a session that is not open."""
         session_id = request.path_params.get("session_id")
         if session_id is not None and session_id not in self._sessions:
-            raise _unknown_session(session_id)
+            raise unknown_session(session_id)
 
     def _sessions_of(self, asked: CompletionOptions, request: Request, n_prompts: int) -> list[Session | None]:
         """The session of each prompt: of the URL, else of the header, else of the body.
@@ -185,23 +170,22 @@ class Endpoint:
             refuse(f"{len(ids)} session ids for {n_prompts} prompts; send one for each", param="session_id")
         return [None if session_id is None else self._sessions.get(str(session_id)) for session_id in ids]
 
-    async def _respond(self, job: Job, sessions: list[Session | None], request: Request) -> Response:
-        owners = frozenset(None if session is None else session.id for session in sessions)
+    async def _respond(self, job: Job, request: Request) -> Response:
         if job.asked.stream:
-            return _EventStream(lambda receive, work: self._run(owners, receive, work), self._service.stream(job))
-        return JSONAnswer(await self._run(owners, request.receive, self._service.answer(job)))
+            return EventStream(lambda receive, work: self._run(job.owners, receive, work), self._service.stream(job))
+        return JSONAnswer(await self._run(job.owners, request.receive, self._service.answer(job)))
 
     async def _run(self, owners: Owners, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Do the work of a request when it may begin, as long as its client and its sessions are there."""
         with closing(work):  # it may never begin
-            return await self._calls.run(owners, _Client(receive), self._begin(owners, work))
+            return await self._calls.run(owners, client_gone(receive), self._begin(owners, work))
 
     async def _begin(self, owners: Owners, work: Coroutine[Any, Any, T]) -> T:
-        for session_id in owners:
-            if session_id is None:
+        for session in owners:
+            if session is None:
                 await self._serves_others.wait()
-            elif session_id not in self._sessions:
-                raise _unknown_session(session_id)
+            elif session.id not in self._sessions:
+                raise unknown_session(session.id)
         self.check_health()
         return await work
 
@@ -231,11 +215,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     app.include_router(router)
     app.include_router(router, prefix="/session/{session_id}")
-    app.add_exception_handler(RequestError, _tell_request_error)
-    app.add_exception_handler(RequestValidationError, _tell_validation_error)
-    app.add_exception_handler(HTTPException, _tell_http_error)
-    app.add_exception_handler(ClientGone, _tell_nobody)
-    app.add_exception_handler(Exception, _tell_failure)
+    tell_errors(app)
     return app
 
 
@@ -245,84 +225,3 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-class _Client:
-    """The client of a request whose body has been read: what comes next is that it leaves."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-
-    async def gone(self) -> None:
-        """See `Client.gone`."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-
-class _EventStream(Response):
-    """Chunks as server-sent events; what goes wrong on the way is the last of them."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, run: Callable[[Receive, Coroutine[Any, Any, None]], Awaitable[None]], chunks: AsyncGenerator[Json]
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._run = run
-        self._chunks = chunks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, as long as there is somebody to read it."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            await self._run(receive, self._send_chunks(send))
-            await _send_event(send, "[DONE]")
-        except RequestError as error:
-            await _send_event(send, json.dumps(error.body()))
-        except ClientGone:
-            return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_chunks(self, send: Send) -> None:
-        async with aclosing(self._chunks):
-            async for chunk in self._chunks:
-                await _send_event(send, json.dumps(chunk, allow_nan=False, separators=(",", ":")))
-
-
-async def _send_event(send: Send, event: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
-
-
-def _unknown_session(session_id: str) -> RequestError:
-    message = f"there is no open session {session_id!r}: it has ended, or never began"
-    return RequestError(404, message, code="session_not_found")
-
-
-async def _tell_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return JSONAnswer(error.body(), status_code=error.status)
-
-
-async def _tell_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    message = f"{'.'.join(where) or 'body'}: {first['msg']}"
-    return JSONAnswer(RequestError(400, message, param=where[0] if where else None).body(), status_code=400)
-
-
-async def _tell_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    message = f"invalid URL ({what})" if error.status_code in (404, 405) else f"{error.detail} ({what})"
-    return JSONAnswer(RequestError(error.status_code, message).body(), status_code=error.status_code)
-
-
-async def _tell_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def _tell_failure(request: Request, error: Exception) -> Response:
-    failure = RequestError(500, f"the endpoint failed: {type(error).__name__}: {error}")
-    return JSONAnswer(failure.body(), status_code=failure.status)

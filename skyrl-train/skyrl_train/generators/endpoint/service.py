@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from hashlib import blake2b
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.endpoint.calls import Owners
 from skyrl_train.generators.endpoint.errors import RequestError, refuse
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
 from skyrl_train.generators.endpoint.reply_text import TextStream, reply_text
 from skyrl_train.generators.endpoint.responses import Answer, ChatAnswer, CompletionAnswer, Json, Reply, Scored
-from skyrl_train.generators.endpoint.session import Session, free_sampling
+from skyrl_train.generators.endpoint.session import Session, free_sampling, seed_of
 from skyrl_train.generators.endpoint.wire import MOST_PROMPTS, ChatRequest, CompletionOptions, CompletionRequest
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, OnTokens
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, OnTokens, SamplingParams
 
 TEMPLATE_VARIANTS = 64
 """Sets of tools and template variables whose renderings are kept."""
@@ -38,8 +33,9 @@ class Choice:
     """One reply to come."""
 
     prompt: Prompt
-    request: EngineRequest
+    sampling: SamplingParams
     session: Session | None
+    engine_request: Callable[[], EngineRequest]  # called once, when the engine is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +45,14 @@ class Job:
     asked: CompletionOptions
     choices: list[Choice]
     answer: Answer
+
+    @property
+    def owners(self) -> Owners:
+        """The sessions it belongs to; None stands for no session."""
+        return frozenset(choice.session for choice in self.choices)
+
+
+Exchange = tuple[EngineRequest, EngineResult]
 
 
 class ModelService:
@@ -93,11 +97,7 @@ class ModelService:
             RequestError: it cannot be answered.
         """
         self._check(asked)
-        messages = [message.rendered() for message in asked.messages]
-        variables = asked.template_variables
-        variant = json.dumps(variables, sort_keys=True) if variables else ""
-        recording = self._recording(session)
-        prompt = _encoded("messages", lambda: recording.chat_prompt(messages, self._chat_variant(variant), variant))
+        prompt = _encoded("messages", lambda: self._chat_prompt(asked, self._recording(session)))
         return Job(asked, self._choices(asked, "messages", prompt, session), ChatAnswer(asked, self._spell))
 
     def completion_job(self, asked: CompletionRequest, sessions: Sequence[Session | None]) -> Job:
@@ -129,6 +129,12 @@ class ModelService:
     def _recording(self, session: Session | None) -> Recording:
         return self.new_recording() if session is None else session.recording
 
+    def _chat_prompt(self, asked: ChatRequest, recording: Recording) -> Prompt:
+        messages = [message.rendered() for message in asked.messages]
+        variables = asked.template_variables
+        variant = json.dumps(variables) if variables else ""  # in the client's order, which the template shows
+        return recording.chat_prompt(messages, self._chat_variant(variant), variant)
+
     def _completion_prompt(self, told: str | list[int], recording: Recording) -> Prompt:
         if isinstance(told, str):
             return _encoded("prompt", lambda: recording.text_prompt(told))
@@ -147,12 +153,15 @@ class ModelService:
             refuse(message, param=param, code="context_length_exceeded")
         if session is not None:
             sampling = session.sampling_for(asked, self._warned)
-            requests = [session.engine_request(prompt, sampling) for _ in range(asked.n_choices)]
-        else:
-            sampling = free_sampling(asked, self.engine.context_length)
-            seeds = _seeds(asked.seed, asked.n_choices)
-            requests = [EngineRequest(prompt.token_ids, sampling, seed, _cache_name(asked)) for seed in seeds]
-        return [Choice(prompt, request, session) for request in requests]
+            request = partial(session.engine_request, prompt, sampling)
+            return [Choice(prompt, sampling, session, request)] * asked.n_choices
+        sampling = free_sampling(asked, self.engine.context_length)
+        # of SkyRL's clients, who name a conversation for the sake of the engine's cache
+        cache = f"client/{asked.session_id}" if isinstance(asked.session_id, str | int) else None
+        base = secrets.randbits(64) if asked.seed is None else asked.seed
+        seeds = [seed_of(f"{base}/{index}") for index in range(asked.n_choices)]
+        requests = [partial(EngineRequest, prompt.token_ids, sampling, seed, cache) for seed in seeds]
+        return [Choice(prompt, sampling, None, request) for request in requests]
 
     def _make_chat_variant(self, variant: str) -> ChatEncoder:
         """The encoder with the template variables of a request; `variant` is JSON, as the key of a cache."""
@@ -168,23 +177,26 @@ class ModelService:
         Raises:
             RequestError: the engine failed.
         """
-        results = await self._generate(job)
+        exchanges = await self._generate(job)
         keeps_stop = bool(job.asked.include_stop_str_in_output)
         texts = [
-            reply_text(self.chat.decode, result, choice.request.sampling.stop, keeps_stop=keeps_stop)
-            for choice, result in zip(job.choices, results, strict=True)
+            reply_text(self.chat.decode, result, request.sampling.stop, keeps_stop=keeps_stop)
+            for request, result in exchanges
         ]
-        return job.answer.whole(self._record(job, results, texts))
+        return job.answer.whole(self._record(job, exchanges, texts))
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
-        """The answer in chunks, as tokens come. The most likely tokens, if asked for, come with the last chunk."""
+        """The answer in chunks, as tokens come. The most likely tokens, if asked for, come with the last chunk.
+
+        Raises:
+            RequestError: the engine failed.
+        """
         events: asyncio.Queue[tuple[int, Scored] | None] = asyncio.Queue()
         told: OnTokens = lambda index, ids, logprobs: events.put_nowait((index, Scored(ids, logprobs)))  # noqa: E731
         generating = asyncio.create_task(self._generate(job, told))
         generating.add_done_callback(lambda _: events.put_nowait(None))
         keeps_stop = bool(job.asked.include_stop_str_in_output)
-        stops = [choice.request.sampling.stop for choice in job.choices]
-        texts = [TextStream(self.chat.decode, stop, keeps_stop=keeps_stop) for stop in stops]
+        texts = [TextStream(self.chat.decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
         tells_logprobs_last = bool(job.asked.n_top_logprobs)
         try:
             yield job.answer.opening([choice.prompt.token_ids for choice in job.choices])
@@ -192,46 +204,48 @@ class ModelService:
                 index, tokens = event
                 piece = texts[index].push(tokens.token_ids)
                 yield job.answer.piece(index, piece, replace(tokens, logprobs=None) if tells_logprobs_last else tokens)
-            results = await generating
+            exchanges = await generating
         finally:
             generating.cancel()
             await asyncio.gather(generating, return_exceptions=True)
-        rests = [text.finish(result) for text, result in zip(texts, results, strict=True)]
-        replies = self._record(job, results, [text.text for text in texts])
-        for index, (rest, result) in enumerate(zip(rests, results, strict=True)):
-            last = Scored.of(result) if tells_logprobs_last else Scored([], None)
-            yield job.answer.piece(index, rest, last, finish_reason=result.stop_reason)
+        rests = [text.finish(result) for text, (_, result) in zip(texts, exchanges, strict=True)]
+        replies = self._record(job, exchanges, [text.text for text in texts])
+        for index, (rest, reply) in enumerate(zip(rests, replies, strict=True)):
+            last = Scored.of(reply.result) if tells_logprobs_last else Scored([], None)
+            yield job.answer.piece(index, rest, last, finish_reason=reply.result.stop_reason)
         if job.asked.includes_usage:
             yield job.answer.closing(replies)
 
-    async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[EngineResult]:
+    async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Exchange]:
+        """What the engine is asked and answers, choice by choice."""
         started = time.perf_counter()
+        sessions = [session for session in job.owners if session is not None]
+        requests = [choice.engine_request() for choice in job.choices]
         try:
-            return await self.engine.generate([choice.request for choice in job.choices], on_tokens)
+            return list(zip(requests, await self.engine.generate(requests, on_tokens), strict=True))
         except BaseException as error:
-            for choice in job.choices:
+            for choice, request in zip(job.choices, requests, strict=True):
                 if choice.session is not None:
-                    choice.session.give_up(choice.request)
+                    choice.session.give_up(request)
             if not isinstance(error, EngineError):
                 raise
-            for choice in job.choices:
-                if choice.session is not None:
-                    choice.session.engine_failure = choice.session.engine_failure or str(error)
+            for session in sessions:
+                session.engine_failure = session.engine_failure or str(error)
             raise RequestError(500, f"the engine failed: {error}", code="engine_error") from error
         finally:
-            for session in {id(s): s for choice in job.choices if (s := choice.session) is not None}.values():
+            for session in sessions:
                 session.generate_s += time.perf_counter() - started
 
-    def _record(self, job: Job, results: Sequence[EngineResult], texts: Sequence[str]) -> list[Reply]:
+    def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[Reply]:
         replies = []
-        for choice, result, text in zip(job.choices, results, texts, strict=True):
+        for choice, (request, result), text in zip(job.choices, exchanges, texts, strict=True):
             if choice.session is not None:
-                choice.session.record(choice.prompt, choice.request, result, text)
+                choice.session.record(choice.prompt, request, result, text)
             replies.append(Reply(choice.prompt.token_ids, result, text))
         return replies
 
 
-def _encoded(param: str, encode: Callable[[], T]) -> T:
+def _encoded(param: str, encode: Callable[[], Prompt]) -> Prompt:
     """What `encode` returns; that chat template and tokenizer accept what a client sent is the client's business."""
     try:
         return encode()
@@ -239,16 +253,3 @@ def _encoded(param: str, encode: Callable[[], T]) -> T:
         raise
     except Exception as error:  # noqa: BLE001, templates are programs, and fail like programs
         refuse(f"{param} cannot be turned into tokens: {type(error).__name__}: {error}", param=param)
-
-
-def _seeds(seed: int | None, n: int) -> list[int]:
-    """Randomness for n replies to one prompt."""
-    if seed is None:
-        return [secrets.randbits(64) for _ in range(n)]
-    digests = [blake2b(f"{seed}/{index}".encode(), digest_size=8).digest() for index in range(n)]
-    return [int.from_bytes(digest, "big") for digest in digests]
-
-
-def _cache_name(asked: CompletionOptions) -> str | None:
-    """The engine's session of a request that is not recorded: as SkyRL's clients have it, for the cache alone."""
-    return f"client/{asked.session_id}" if isinstance(asked.session_id, str | int) else None

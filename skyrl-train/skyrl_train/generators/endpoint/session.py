@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -45,7 +45,12 @@ def free_sampling(asked: CompletionOptions, n_most: int) -> SamplingParams:
     )
 
 
-@dataclass(slots=True)
+def seed_of(identity: str) -> int:
+    """The randomness of a reply: 64 bits that follow from what tells it from others."""
+    return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """An agent's requests, from `open_session` to `end_session`.
 
@@ -59,10 +64,8 @@ class Session:
     recording: Recording
     generate_s: float = 0.0  # seconds that requests took, one after the other
     engine_failure: str | None = None  # since the last reply, the first
-    caches: set[str] = field(
-        default_factory=set
-    )  # the engine's sessions: one for each row, so that none evicts another
-    _n_asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    caches: set[str] = field(default_factory=set)  # the engine's sessions: one a row, so that none evicts another
+    _seeds: set[int] = field(default_factory=set)  # of requests so far
     _cache_of_row: dict[int, str] = field(default_factory=dict)
 
     def sampling_for(self, asked: CompletionOptions, warned: set[str]) -> SamplingParams:
@@ -80,14 +83,13 @@ class Session:
         )
 
     def engine_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
-        """The request for one reply to `prompt`; no two have the same randomness."""
-        key = tuple(prompt.token_ids)
-        n_before = self._n_asked[key]
-        self._n_asked[key] += 1
-        digest = blake2b(f"{self.seed}/{n_before}/{prompt.token_ids}".encode(), digest_size=8).digest()
-        return EngineRequest(
-            prompt.token_ids, sampling, int.from_bytes(digest, "big"), self._cache_for(prompt, n_before)
-        )
+        """The request for one reply to `prompt`, to be recorded or given up; no two have the same randomness."""
+        digest = blake2b(array("q", prompt.token_ids), digest_size=16).hexdigest()
+        n_before = 0
+        while (seed := seed_of(f"{self.seed}/{n_before}/{digest}")) in self._seeds:
+            n_before += 1
+        self._seeds.add(seed)
+        return EngineRequest(prompt.token_ids, sampling, seed, self._cache_for(prompt, n_before))
 
     def record(self, prompt: Prompt, request: EngineRequest, result: EngineResult, reply: str) -> None:
         """Take down a reply, whose text the agent knows as `reply`."""
@@ -98,7 +100,7 @@ class Session:
 
     def give_up(self, request: EngineRequest) -> None:
         """Nobody got an answer: asked again, the request is the same."""
-        self._n_asked[tuple(request.prompt_ids)] -= 1
+        self._seeds.discard(request.seed)
 
     def _cache_for(self, prompt: Prompt, n_before: int) -> str:
         if prompt.origin is not None and n_before == 0 and self.recording.goes_on(prompt):

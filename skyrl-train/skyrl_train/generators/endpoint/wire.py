@@ -7,6 +7,7 @@ would change the answer are refused: `NOT_OFFERED`.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -23,13 +24,18 @@ Penalty = Annotated[float, Ge(-2), Le(2)]
 MOST_CHOICES = 128
 MOST_PROMPTS = 1024
 MOST_TOP_LOGPROBS = 20
+LEAST_TOP_P = 1e-9  # of the most likely token alone; 0 means the same
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
+    "allowed_token_ids": NOTHING,
     "audio": NOTHING,
+    "bad_words": NOTHING,
     "best_of": (None, 1),
+    "chat_template": NOTHING,
     "continue_final_message": NOTHING,
+    "documents": NOTHING,
     "echo": NOTHING,
     "function_call": (None, "none", "auto"),
     "functions": NOTHING,
@@ -41,9 +47,11 @@ NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "prompt_logprobs": NOTHING,
     "response_format": (None, {"type": "text"}),
+    "skip_special_tokens": (None, True),
     "structured_outputs": NOTHING,
     "suffix": NOTHING,
     "tool_choice": (None, "none", "auto"),
+    "truncate_prompt_tokens": NOTHING,
     "use_beam_search": NOTHING,
     "web_search_options": NOTHING,
 }
@@ -77,7 +85,7 @@ class ChatMessage(WireModel):
         """What the chat template reads: plain text, the arguments of tool calls as objects, nothing that is empty."""
         message: dict[str, Any] = {"role": self.role, "content": self._text()}
         for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
+            if value := getattr(self, name):
                 message[name] = value
         if self.tool_calls:
             message["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
@@ -104,7 +112,7 @@ class CompletionOptions(WireModel):
     model: NonEmpty
     max_tokens: Count | None = None
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
-    top_p: Annotated[float, Ge(0), Le(1)] | None = None
+    top_p: Annotated[float, Ge(0), Le(1), AfterValidator(lambda p: p or LEAST_TOP_P)] | None = None
     n: Annotated[int, Ge(1), Le(MOST_CHOICES)] | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], MaxLen(16)] | None = None
     seed: Annotated[int, Ge(-(2**63)), Le(2**63 - 1)] | None = None
@@ -152,7 +160,11 @@ class CompletionOptions(WireModel):
         for name, values in NOT_OFFERED.items():
             asked = (self.model_extra or {}).get(name)
             if asked not in values:
-                refuse(f"{name}={_short(asked)} is not offered here; leave {name} out", param=name, code="unsupported")
+                refuse(
+                    f"{name}={reprlib.repr(asked)} is not offered here; leave {name} out",
+                    param=name,
+                    code="unsupported",
+                )
 
 
 class ChatRequest(CompletionOptions):
@@ -179,6 +191,12 @@ class ChatRequest(CompletionOptions):
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is handed besides the messages."""
         return (self.chat_template_kwargs or {}) | ({"tools": self.tools} if self.tools else {})
+
+    def check_offered(self) -> None:
+        """See `CompletionOptions.check_offered`."""
+        super().check_offered()
+        if self.top_logprobs and not self.logprobs:
+            refuse(f"top_logprobs={self.top_logprobs} without logprobs; set logprobs to true", param="top_logprobs")
 
 
 class CompletionRequest(CompletionOptions):
@@ -212,8 +230,3 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -178,11 +178,12 @@ class RegionTable:
                 del self._busy[region.session_id]
 
     def _index(self, region: Region, keys: Sequence[int]) -> None:
-        """Let others find the region by its prefixes, behind those that have them already."""
-        self._unindex(region)
+        """Let others find the region by more of its prefixes, behind those that have them already."""
         for key in keys:
-            self._by_prefix.setdefault(key, {})[region] = None
-        region.prefix_keys = list(keys)
+            regions = self._by_prefix.setdefault(key, {})
+            if region not in regions:
+                regions[region] = None
+                region.prefix_keys.append(key)
 
     def _unindex(self, region: Region) -> None:
         for key in region.prefix_keys:

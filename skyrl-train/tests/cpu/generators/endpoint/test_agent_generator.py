@@ -13,9 +13,8 @@ from typing import Any
 import openai
 import psutil
 import pytest
-import torch
 from generators.conftest import RecordedEngine
-from generators.endpoint.conftest import new_engine
+from generators.endpoint.conftest import new_client, new_engine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.catch.catch_dataset import CatchDataset
@@ -29,7 +28,6 @@ from skyrl_train.generators.endpoint import AgentGenerator, AgentResult
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.types import PromptRow, Trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=0.7)
@@ -77,7 +75,7 @@ async def theatre(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBa
 
 
 async def asks_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    async with new_client(base_url) as client:
         await client.chat.completions.create(model=model, messages=row.prompt)
     return 1.0
 
@@ -131,15 +129,6 @@ async def test_the_same_trajectories_as_those_of_the_agent_loop(theatre: Theatre
         ]
 
 
-async def test_the_trainer_computes_the_same_logprobs(theatre: Theatre) -> None:
-    batch = build_training_batch(await theatre.play(play_catch, catch_requests(6)), theatre.tokenizer.pad_token_id)
-    with torch.no_grad():
-        trained, *_ = response_logprobs(
-            theatre.model, batch.sequences, batch.attention_mask, batch.loss_mask, temperature=0.7
-        )
-    torch.testing.assert_close(trained, batch.rollout_logprobs, atol=1e-5, rtol=0)
-
-
 async def test_litellm_plays_catch(theatre: Theatre, litellm: Any) -> None:
     async def player(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
         game = CatchEnv(env_config={}, extras=row.env_extras)
@@ -188,23 +177,19 @@ async def test_a_blocking_agent_runs_in_a_thread(theatre: Theatre) -> None:
 
 
 async def test_one_reward_stands_on_the_last_token(theatre: Theatre) -> None:
-    async def rewarded_once(**options: Any) -> float:
-        await play_catch(**options)
-        return 0.25
-
-    (t,) = await theatre.play(rewarded_once, catch_requests(1))
-    assert t.rewards[-1] == t.total_reward == 0.25
-    assert t.stop_reason == t.turns[-1].stop_reason
-
-
-async def test_components_and_metrics_are_the_agents(theatre: Theatre) -> None:
     async def tells(**options: Any) -> AgentResult:
-        await asks_once(**options)
-        return AgentResult(1, components={"form": 0.25, "answer": 0.75}, metrics={"solved": True})
+        await play_catch(**options)
+        return AgentResult(1, components={"form": 0.25, 2: 0.75}, metrics={"solved": True})
 
     (t,) = await theatre.play(tells, catch_requests(1))
-    assert (t.total_reward, t.reward_components) == (1.0, {"form": 0.25, "answer": 0.75})
-    assert t.env_metrics == {"solved": True}
+    assert t.rewards[-1] == t.total_reward == 1.0
+    assert t.stop_reason == t.turns[-1].stop_reason
+    assert (t.reward_components, t.env_metrics) == ({"form": 0.25, "2": 0.75}, {"solved": True})
+
+
+async def test_a_function_may_return_what_is_to_be_awaited(theatre: Theatre) -> None:
+    (t,) = await theatre.play(lambda **options: asks_once(**options), catch_requests(1))
+    assert (t.is_valid, t.total_reward) == (True, 1.0)
 
 
 async def test_weights_and_reward_functions_of_the_configuration_apply(theatre: Theatre) -> None:
@@ -227,7 +212,7 @@ async def test_weights_and_reward_functions_of_the_configuration_apply(theatre: 
 
 async def test_an_agent_that_edits_its_history_has_several_rows(theatre: Theatre) -> None:
     async def forgetful(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        async with new_client(base_url) as client:
             for text in ("Summarise", "State"):
                 messages: list[Any] = [{"role": "user", "content": text}]
                 await client.chat.completions.create(model=model, messages=messages)
@@ -255,6 +240,11 @@ async def silent(**_: Any) -> float:
     return 1.0
 
 
+async def cancelled(**options: Any) -> float:
+    await asks_once(**options)
+    raise asyncio.CancelledError("a task of its own")
+
+
 async def endless(**options: Any) -> float:
     await asks_once(**options)
     await asyncio.sleep(3600)
@@ -279,6 +269,7 @@ def returns(value: Any) -> Callable[..., Any]:
     ("agent", "stop_reason", "error"),
     [
         (failing, "agent_error", "the agent raised KeyError: 'what'"),
+        (cancelled, "agent_error", "the agent raised CancelledError: a task of its own"),
         (silent, "agent_silent", "the agent returned without a reply of the model"),
         (endless, "agent_timeout", "the agent was not done after 2 s"),
         (endless_in_a_thread, "agent_timeout", "the agent was not done after 2 s"),
@@ -292,6 +283,8 @@ def returns(value: Any) -> Callable[..., Any]:
             "the agent returned 2 rewards for 1 replies; return one for each",
         ),
         (returns(AgentResult(1.0, components={"a": "b"})), "agent_error", "rewards must be finite numbers"),
+        (returns(AgentResult(1.0, components=[1.0])), "agent_error", "components and metrics must be mappings"),
+        (returns(AgentResult(1.0, metrics=None)), "agent_error", "components and metrics must be mappings"),
     ],
 )
 async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
@@ -315,7 +308,7 @@ async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
 
 async def test_a_client_that_runs_into_a_wall_is_an_agents_error(theatre: Theatre) -> None:
     async def too_long(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        async with new_client(base_url) as client:
             await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1" * 600}])
         return 1.0
 
@@ -344,13 +337,8 @@ async def test_failures_are_played_again_a_bounded_number_of_times(theatre: Thea
 
 
 async def test_an_engine_that_fails_is_not_the_agents_fault(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def impatient(**options: Any) -> float:
-        async with openai.AsyncOpenAI(base_url=options["base_url"], api_key="x", max_retries=0) as client:
-            await client.chat.completions.create(model=options["model"], messages=options["row"].prompt)
-        return 1.0
-
     monkeypatch.setattr(theatre.engine, "_forward", lambda step: 1 / 0)
-    (t,) = await theatre.play(impatient, catch_requests(1))
+    (t,) = await theatre.play(asks_once, catch_requests(1))
     assert (t.is_valid, t.stop_reason) == (False, "engine_error")
 
 
@@ -423,7 +411,8 @@ async def test_the_parallel_list_interface_gives_the_same(theatre: Theatre) -> N
 
 async def test_filters_of_the_configuration_apply(theatre: Theatre) -> None:
     options = {"zero_reward_on_non_stop": True, "apply_overlong_filtering": True}
-    trajectories = await theatre.play(asks_once, catch_requests(9), **options)
+    some_end = SamplingParams(max_new_tokens=6)
+    trajectories = await theatre.play(asks_once, catch_requests(16), some_end, **options)
     assert {(t.stop_reason, t.total_reward, 1 in t.loss_mask) for t in trajectories} == {
         ("stop", 1.0, True),
         ("length", 0.0, False),

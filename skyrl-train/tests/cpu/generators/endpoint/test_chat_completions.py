@@ -27,6 +27,7 @@ EXTRAS = (
     "return_token_ids",
     "include_stop_str_in_output",
     "chat_template_kwargs",
+    "session_id",
 )
 
 
@@ -45,8 +46,8 @@ def test_the_reply_is_what_the_engine_sampled(live: LiveEndpoint) -> None:
 
 
 def test_usage_counts_tokens_and_what_was_cached(live: LiveEndpoint) -> None:
-    ask(live)
-    completion = ask(live, n=3)
+    ask(live, session_id="usage")
+    completion = ask(live, session_id="usage", n=3)
     results = [result for _, result in live.engine.exchanges[-3:]]
     n_prompt, n_sampled = len(live.chat.prompt_ids(HELLO)), sum(len(result.token_ids) for result in results)
     usage = completion.usage
@@ -176,7 +177,7 @@ def test_tools_and_variables_reach_the_chat_template(live: LiveEndpoint, monkeyp
         return original(self, messages, **options)
 
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", spy)
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    tools = [{"type": "function", "function": {"name": "look", "description": "Where is it?", "parameters": {}}}]
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": "ball"})}}
     messages = [
         {"role": "user", "content": "Tools?"},
@@ -185,7 +186,7 @@ def test_tools_and_variables_reach_the_chat_template(live: LiveEndpoint, monkeyp
     ]
     ask(live, messages, tools=tools, chat_template_kwargs={"enable_thinking": False})
     seen, options = rendered[-1]
-    assert (options["tools"], options["enable_thinking"]) == (tools, False)
+    assert (json.dumps(options["tools"]), options["enable_thinking"]) == (json.dumps(tools), False), "in their order"
     assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"at": "ball"}
     assert seen[1]["content"] == ""
     assert seen[2] == messages[2]

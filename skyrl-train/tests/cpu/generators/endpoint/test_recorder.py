@@ -194,6 +194,12 @@ def test_an_end_of_turn_that_text_does_not_show_is_not_gone_on_with(talk: Talk) 
     assert talk.answer(second, "L") == 1
 
 
+def test_a_reply_without_tokens_hides_nothing(talk: Talk) -> None:
+    first = talk.recording.text_prompt("State")
+    talk.recording.add(first, EngineResult([], [], "abort", ()), "")
+    assert talk.recording.text_prompt("State").token_ids == first.token_ids
+
+
 @given(data=st.data())
 def test_nothing_sampled_is_lost_or_learned_twice(chat: ChatEncoder, data: st.DataObject) -> None:
     """Whatever is asked, in whatever order it is answered: each reply stands once in the rows with mask 1."""

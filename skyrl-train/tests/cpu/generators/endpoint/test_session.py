@@ -79,9 +79,11 @@ def test_randomness_belongs_to_the_session_and_the_prompt(session: Session) -> N
 
 
 def test_a_request_that_got_no_answer_is_asked_again_the_same_way(session: Session) -> None:
-    request = session.engine_request(Prompt([1, 2]), SAMPLING)
-    session.give_up(request)
-    assert session.engine_request(Prompt([1, 2]), SAMPLING).seed == request.seed
+    given_up, waiting = (session.engine_request(Prompt([1, 2]), SAMPLING) for _ in range(2))
+    session.give_up(given_up)
+    again, another = (session.engine_request(Prompt([1, 2]), SAMPLING) for _ in range(2))
+    assert again.seed == given_up.seed
+    assert len({given_up.seed, waiting.seed, another.seed}) == 3
 
 
 def test_rows_have_caches_of_their_own(session: Session) -> None:

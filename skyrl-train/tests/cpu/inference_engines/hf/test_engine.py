@@ -186,6 +186,13 @@ async def test_a_late_sample_of_a_group_does_not_read_its_prompt(
     assert max(forward_passes[1:]) == 2
 
 
+async def test_a_short_prompt_without_a_session_is_found_again(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    await engine.generate([request(prompt(20), n_new=9)])
+    (again,) = await engine.generate([request(prompt(20), n_new=9, seed=5)])
+    assert again.n_cached == 19
+
+
 async def test_a_longer_prompt_without_a_session_reads_what_is_new(
     new_engine: NewEngine, forward_passes: Passes
 ) -> None:
