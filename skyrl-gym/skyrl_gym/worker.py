@@ -7,6 +7,8 @@ It reads calls from a socket, one JSON list a line: `["make", id, entry_point, k
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import signal
@@ -16,22 +18,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextlib import closing
 from typing import Any
 
 from skyrl_gym.core import Env
 from skyrl_gym.envs.registration import EnvSpec, make
 
 
-class EnvConfig(SimpleNamespace):
-    """A section of the configuration as environments read it: `config.topk`, `config["topk"]`, `config.get("topk")`."""
+class EnvConfig(dict[str, Any]):
+    """A section of the configuration as environments read it: a dict, and `config.topk` is `config["topk"]`."""
 
-    def __getitem__(self, name: str) -> Any:
-        return vars(self)[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value under a name."""
-        return vars(self).get(name, default)
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        known = ", ".join(self) or "nothing"
+        raise AttributeError(
+            f"env_config has no {name!r}; set here: {known}. Set environment.skyrl_gym.<env_class>.{name}"
+        )
 
 
 class Worker:
@@ -39,6 +42,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._env: Env[Any, Any] | None = None
+        self._runner = asyncio.Runner()  # one event loop from `make` to `close`
 
     def hello(self) -> None:
         """Say that the process is up."""
@@ -48,21 +52,23 @@ class Worker:
     ) -> None:
         """Make an environment; the one before is closed."""
         self.close()
-        config = json.loads(json.dumps(env_config), object_hook=lambda section: EnvConfig(**section))
+        config = json.loads(json.dumps(env_config), object_hook=EnvConfig)
         self._env = make(EnvSpec(id, entry_point, kwargs), env_config=config, extras=extras)
 
     def close(self) -> None:
-        """Close the environment, if there is one."""
+        """Close the environment, if there is one, and end the tasks that it leaves."""
         env, self._env = self._env, None
-        if env is not None:
-            env.close()
+        runner, self._runner = self._runner, asyncio.Runner()
+        with closing(runner):
+            if env is not None:
+                _call(env, runner, "close", [])
 
     def answer(self, method: str, args: list[Any]) -> Any:
         """What a call returns."""
         if method in ("hello", "make", "close"):
             own: Callable[..., Any] = getattr(self, method)
             return own(*args)
-        return getattr(self._env, method)(*args)
+        return _call(self._env, self._runner, method, args)
 
 
 def serve(fd: int) -> None:
@@ -72,8 +78,8 @@ def serve(fd: int) -> None:
         for call in stream:
             method, *args = json.loads(call)
             try:
-                answer = json.dumps(["ok", worker.answer(method, args)], default=_plain)
-            except Exception as error:  # noqa: BLE001, the boundary of a call
+                answer = json.dumps(["ok", worker.answer(method, args)], default=plain)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001, the boundary of a call
                 traceback.print_exc()
                 answer = json.dumps(["error", f"{type(error).__name__}: {error}"])
             stream.write(answer + "\n")
@@ -94,11 +100,20 @@ def end_with_parent() -> None:
         threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
-def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy and torch as JSON has them."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{value!r} has no JSON, which an environment in a process of its own must answer with")
+def plain(value: Any) -> Any:
+    """What `json.dumps` takes for arrays and numbers of numpy and torch, and for dates and times."""
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"{value!r} has no JSON, and an environment in a process of its own is told and answers in JSON")
+
+
+def _call(env: Any, runner: asyncio.Runner, method: str, args: list[Any]) -> Any:
+    """What an environment's method returns; `…_async` comes first, as it does where no process is between."""
+    native = getattr(env, f"{method}_async", None)
+    if inspect.iscoroutinefunction(native):
+        return runner.run(native(*args))
+    return getattr(env, method)(*args)
 
 
 if __name__ == "__main__":

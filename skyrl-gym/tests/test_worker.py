@@ -1,12 +1,25 @@
-"""A worker process does not outlive who started it."""
+"""A worker plays an environment for another process, and does not outlive who started it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
+import types
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_gym.core import Env
+from skyrl_gym.worker import EnvConfig, Worker, plain, serve
 
 STARTS_A_WORKER_AND_DIES = """
 import json, os, socket, subprocess, sys
@@ -42,6 +55,94 @@ def test_a_worker_whose_environment_hangs_ends_with_its_parent(tmp_path: Path) -
     while is_running(int(done.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+class AwaitedEnv(Env[Any, Any]):
+    """Keeps what it is given, and a task that never ends; its methods are awaited."""
+
+    def __init__(self, env_config: EnvConfig, extras: dict[str, Any]) -> None:
+        self.env_config = env_config
+        self.events: list[str] = []
+
+    async def init_async(self, prompt: list[Any]) -> list[Any]:
+        self.task = asyncio.create_task(self._wait())
+        return prompt
+
+    async def step_async(self, action: str) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if action == "cancel":
+            raise asyncio.CancelledError("mine")
+        return {"at": datetime(2026, 1, 2), "many": np.arange(2), "one": np.float32(0.5), "action": action}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"topk": self.env_config.topk}
+
+    async def close_async(self) -> None:
+        self.events.append("closed")
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.events.append("task ended")
+
+
+def made() -> Worker:
+    """A worker in this process, with an environment."""
+    worker = Worker()
+    worker.answer("make", ["awaited", f"{__name__}:AwaitedEnv", {}, {"topk": 3, "inner": {"a": 1}}, {}])
+    return worker
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, types.SimpleNamespace(AwaitedEnv=AwaitedEnv))
+
+
+def test_methods_that_are_awaited_share_a_loop_until_the_environment_is_closed() -> None:
+    worker = made()
+    env: Any = worker._env
+    assert worker.answer("init", [["Go"]]) == ["Go"]
+    assert worker.answer("step", ["on"])["action"] == "on"
+    worker.answer("close", [])
+    assert env.events == ["closed", "task ended"]
+    worker.answer("close", [])
+    assert env.events == ["closed", "task ended"]
+
+
+def test_the_configuration_is_a_dict_with_attributes() -> None:
+    config: Any = made()._env.env_config  # type: ignore[union-attr]
+    assert (config.topk, config["topk"], config.get("topk"), "topk" in config) == (3, 3, 3, True)
+    assert dict(config.items()) == {"topk": 3, "inner": {"a": 1}}
+    assert config.inner.a == 1
+    with pytest.raises(AttributeError, match=r"no 'topp'; set here: topk, inner\. Set environment\.skyrl_gym\."):
+        _ = config.topp
+
+
+def test_what_is_said_on_the_line() -> None:
+    ours, theirs = socket.socketpair()
+    make = ["make", "awaited", f"{__name__}:AwaitedEnv", {}, {"topk": 3}, {}]
+    server = threading.Thread(target=serve, args=(theirs.detach(),), daemon=True)
+    server.start()
+    answers = []
+    with ours, ours.makefile("rw") as line:
+        for call in (make, ["step", "on"], ["step", "cancel"], ["get_metrics"]):
+            line.write(json.dumps(call) + "\n")
+            line.flush()
+            answers.append(json.loads(line.readline()))
+    server.join(timeout=10)
+    assert not server.is_alive()
+    assert answers == [
+        ["ok", None],
+        ["ok", {"at": "2026-01-02T00:00:00", "many": [0, 1], "one": 0.5, "action": "on"}],
+        ["error", "CancelledError: mine"],
+        ["ok", {"topk": 3}],
+    ]
+
+
+def test_what_has_no_json_is_named() -> None:
+    with pytest.raises(TypeError, match=r"<object object at .* has no JSON"):
+        json.dumps([object()], default=plain)
 
 
 def is_running(pid: int) -> bool:

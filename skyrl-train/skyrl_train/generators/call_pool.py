@@ -13,13 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
-BLOCKED_S = 0.005  # after which a thread in the middle of a call is taken to be waiting for something
+BLOCKED_S = 0.005  # a call that has waited so long for a thread gets another one
 LATEST_CHECK_S = 1.0
 
 
@@ -35,7 +36,7 @@ class CallOwner(Protocol):
     """Who must know that a call was written off in the middle."""
 
     def lose(self) -> None:
-        """The call goes on by itself. Called in the event loop."""
+        """The call goes on by itself. Called where the event loop runs, or in `close`."""
 
     def clean_up(self) -> None:
         """The call has come back after all. Called in its thread."""
@@ -46,6 +47,7 @@ class _Call:
     function: Callable[[], Any]
     owner: CallOwner | None
     future: asyncio.Future[Any]
+    queued: float  # when, as are all times here, by `time.monotonic`
     started: float | None = None
     is_written_off: bool = False
 
@@ -53,7 +55,8 @@ class _Call:
 class CallPool:
     """At most `n_workers` threads, for one event loop.
 
-    Calls that compute get one thread, since Python runs no two at a time; others are started when calls block.
+    Calls that are done at once share one thread, since Python runs no two at a time; others are started when calls
+    have to wait.
     """
 
     def __init__(self, n_workers: int, limit_s: float | None, name: str) -> None:
@@ -62,26 +65,27 @@ class CallPool:
         self._limit_s = limit_s
         self._name = name
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._open: dict[_Call, None] = {}  # queued, running, or about to be answered; the oldest first
+        self._lock = threading.Lock()  # of the next four
         self._threads: set[threading.Thread] = set()  # at work or waiting for it
         self._late: set[threading.Thread] = set()  # written off and still busy
         self._running: dict[threading.Thread, _Call] = {}
-        self._n_open = 0  # calls queued or running
-        self._n_ended = 0  # calls so far
-        self._n_ended_before = 0  # at the last check
-        self._lock = threading.Lock()
+        self._is_closed = False
         self._answers: deque[tuple[_Call, Any, Exception | None]] = deque()
         self._is_woken = False
         self._watch: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[[], Any], owner: CallOwner | None = None) -> Any:
-        """What `function` returns or raises.
+        """What `function` returns or raises; what is no `Exception`, as a RuntimeError.
 
         Raises:
             CallTimeout: it took too long.
         """
+        if self._is_closed:
+            raise self._closed()
         loop = asyncio.get_running_loop()
-        call = _Call(function, owner, loop.create_future())
-        self._n_open += 1
+        call = _Call(function, owner, loop.create_future(), time.monotonic())
+        self._open[call] = None
         if not self._threads:
             self._start_thread(loop)
         self._queue.put(call)
@@ -90,65 +94,68 @@ class CallPool:
         try:
             return await call.future
         finally:
-            self._n_open -= 1
+            del self._open[call]
             if call.future.cancelled():
                 self._write_off(call)
 
     def close(self) -> None:
-        """End the threads. Those that are stuck in a call are interrupted, waited for briefly, and then named."""
+        """End the calls and the threads. Those stuck in a call are interrupted, waited for briefly, and then named."""
         if self._watch is not None:
             self._watch.cancel()
         with self._lock:
-            running = list(self._running.values())
-        for call in running:
+            self._is_closed = True
+            for thread in self._late:  # it may be stuck in cleaning up
+                _interrupt(thread)
+        for call in list(self._open):
             self._write_off(call)
-        for thread in list(self._late):  # it may be stuck in cleaning up
-            _interrupt(thread)
-        for _ in self._threads:
+            self._answers.append((call, None, self._closed()))
+            call.future.get_loop().call_soon_threadsafe(self._hand_out)
+        with self._lock:
+            threads = [*self._threads, *self._late]
+        for _ in threads:
             self._queue.put(None)
         deadline = time.monotonic() + 2
-        for thread in [*self._threads, *self._late]:
+        for thread in threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
-        if stuck := [thread.name for thread in [*self._threads, *self._late] if thread.is_alive()]:
+        if stuck := [thread.name for thread in threads if thread.is_alive()]:
             logger.warning(
                 "%d calls never returned and their threads are left behind: %s; with "
                 "environment.skyrl_gym.isolation=process such calls are ended",
                 *(len(stuck), ", ".join(sorted(stuck))),
             )
 
+    def _closed(self) -> RuntimeError:
+        return RuntimeError(f"the threads named {self._name} have been ended: close() comes after the last call")
+
     # -- in the threads
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         thread = threading.current_thread()
-        try:
-            while (call := self._queue.get()) is not None:
-                if not self._carry_out(call, thread, loop):
-                    return
-        except _Interrupted:  # came after the call it was meant for
-            pass
-        finally:
-            self._late.discard(thread)
+        with suppress(_Interrupted):  # by `close`, while it cleaned up
+            try:
+                while (call := self._queue.get()) is not None:
+                    if not self._carry_out(call, thread, loop):
+                        return
+            finally:
+                with self._lock:
+                    self._late.discard(thread)
+                    self._threads.discard(thread)
 
     def _carry_out(self, call: _Call, thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
         """Make a call; False if the thread was written off meanwhile."""
-        with self._lock:
-            if call.is_written_off:
-                return True
-            call.started = time.monotonic()
-            self._running[thread] = call
         result: Any = None
         error: Exception | None = None
         try:
-            result = call.function()
-        except (StopIteration, SystemExit, KeyboardInterrupt, _Interrupted) as raised:  # not for an event loop's ears
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            error.__cause__ = raised
-        except Exception as raised:  # noqa: BLE001, handed to who called
-            error = raised
-        with self._lock:
-            self._running.pop(thread, None)
-            is_written_off = call.is_written_off
-        if is_written_off:
+            if not self._begin(call, thread):
+                return True
+            try:
+                result = call.function()
+            except BaseException as raised:  # noqa: BLE001, handed to who called
+                error = _for_an_event_loop(raised)
+            is_over = self._end(thread)
+        except _Interrupted:  # just before the call, or just after
+            is_over = False
+        if not is_over:
             if call.owner is not None:
                 _clean_up(call.owner)
             return False
@@ -158,20 +165,36 @@ class CallPool:
             loop.call_soon_threadsafe(self._hand_out)
         return True
 
+    def _begin(self, call: _Call, thread: threading.Thread) -> bool:
+        """From here to `_end` the thread may be interrupted. False if the call has been written off."""
+        with self._lock:
+            if call.is_written_off:
+                return False
+            call.started = time.monotonic()
+            self._running[thread] = call
+        return True
+
+    def _end(self, thread: threading.Thread) -> bool:
+        """From here on nothing interrupts the thread. False if its call was written off meanwhile."""
+        with self._lock:
+            return self._running.pop(thread, None) is not None
+
     # -- in the event loop
 
     def _start_thread(self, loop: asyncio.AbstractEventLoop) -> None:
-        name = f"{self._name}-{len(self._threads) + len(self._late)}"
-        thread = threading.Thread(target=self._work, args=(loop,), name=name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._lock:
+            if self._is_closed:
+                return
+            name = f"{self._name}-{len(self._threads) + len(self._late)}"
+            thread = threading.Thread(target=self._work, args=(loop,), name=name, daemon=True)
+            self._threads.add(thread)
+            thread.start()
 
     def _hand_out(self) -> None:
         """Answers that have come in since the event loop was last woken."""
         self._is_woken = False
         while self._answers:
             call, result, error = self._answers.popleft()
-            self._n_ended += 1
             if call.future.done():
                 continue
             if error is None:
@@ -185,21 +208,20 @@ class CallPool:
         self._watch = loop.call_later(delay, self._check, loop)
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give queued calls threads where those there are block, and write off calls that have run for too long."""
-        n_queued = self._queue.qsize()
-        if n_queued and self._n_ended == self._n_ended_before:
-            for _ in range(min(n_queued, self._n_workers - len(self._threads))):
+        """Twice the threads where calls wait for one, and write off calls that have run for too long."""
+        now, n_threads = time.monotonic(), len(self._threads)
+        next_call = next((call for call in self._open if call.started is None), None)
+        if next_call is not None and now - next_call.queued > BLOCKED_S:
+            for _ in range(min(n_threads, self._queue.qsize(), self._n_workers - n_threads)):
                 self._start_thread(loop)
-        self._n_ended_before = self._n_ended
         if self._limit_s is not None:
-            now = time.monotonic()
             with self._lock:
                 late = [call for call in self._running.values() if now - (call.started or now) >= self._limit_s]
             for call in late:
                 if self._write_off(call) and not call.future.done():
                     call.future.set_exception(CallTimeout(f"took longer than {self._limit_s:g} s"))
-        if self._n_open:
-            self._check_in(BLOCKED_S if n_queued else min((self._limit_s or 1) / 10, LATEST_CHECK_S), loop)
+        if self._open:
+            self._check_in(BLOCKED_S if next_call else min((self._limit_s or 1) / 10, LATEST_CHECK_S), loop)
         else:
             self._watch = None
 
@@ -211,24 +233,33 @@ class CallPool:
             if thread is None:
                 return False
             del self._running[thread]
-        self._threads.discard(thread)
-        self._late.add(thread)
-        if call.owner is not None:
-            call.owner.lose()
-        _interrupt(thread)
+            self._threads.discard(thread)
+            self._late.add(thread)
+            if call.owner is not None:  # before its thread cleans up
+                call.owner.lose()
+            _interrupt(thread)
         if self._queue.qsize() and not self._threads:
             self._start_thread(call.future.get_loop())
         return True
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise `_Interrupted` in a thread, as soon as it runs Python code."""
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
+    """Raise `_Interrupted` in a thread, as soon as it runs Python code. Its number is another's once it has ended."""
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
+
+
+def _for_an_event_loop(raised: BaseException) -> Exception:
+    """The same, or a RuntimeError where the caller, who awaits it, would take it for something else or end of it."""
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        return raised
+    error = RuntimeError(f"{type(raised).__name__}: {raised}")
+    error.__cause__ = raised
+    return error
 
 
 def _clean_up(owner: CallOwner) -> None:
     try:
         owner.clean_up()
-    except Exception:  # nobody waits for it any more
+    except BaseException:  # nobody waits for it any more
         logger.warning("Cleaning up after a call that took too long failed", exc_info=True)

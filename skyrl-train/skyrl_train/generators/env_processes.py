@@ -10,10 +10,10 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from skyrl_gym.envs.registration import spec
+from skyrl_gym.worker import plain
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episode
@@ -30,28 +30,23 @@ class ProcessEpisodes:
     """
 
     def __init__(self, cfg: SkyRLGymConfig) -> None:
-        self._cfg = cfg
+        self.env_config = cfg.env_config
+        self._limit_s = cfg.call_timeout_seconds
         self._python = cfg.python or sys.executable
-        self._n_free = asyncio.Semaphore(max(1, cfg.max_env_workers))
+        self._slots = asyncio.Semaphore(max(1, cfg.max_env_workers))
         self._idle: deque[_Worker] = deque()
         self._busy: set[_Worker] = set()
 
-    async def open(self, env_class: str, extras: dict[str, Any]) -> Episode:
+    async def open(self) -> Episode:
         """See `Episodes.open`. Waits while all workers are busy."""
-        await self._n_free.acquire()
+        await self._slots.acquire()
         try:
             worker = self._idle.pop() if self._idle else await _Worker.start(self._python)
         except BaseException:
-            self._n_free.release()
+            self._slots.release()
             raise
         self._busy.add(worker)
-        episode = _ProcessEpisode(self, worker, self._cfg.call_timeout_seconds)
-        try:
-            await episode.make(env_class, self._cfg.env_config(env_class), extras)
-        except BaseException:
-            await episode.close()
-            raise
-        return episode
+        return _ProcessEpisode(self, worker, self._limit_s)
 
     async def close(self) -> None:
         """See `Episodes.close`."""
@@ -63,11 +58,13 @@ class ProcessEpisodes:
     async def give_back(self, worker: _Worker) -> None:
         """A worker without an environment serves the next; one that misbehaved is ended."""
         self._busy.discard(worker)
-        if worker.is_healthy:
-            self._idle.append(worker)
-        else:
-            await worker.kill()
-        self._n_free.release()
+        try:
+            if worker.is_healthy:
+                self._idle.append(worker)
+            else:
+                await worker.kill()
+        finally:
+            self._slots.release()
 
 
 class _ProcessEpisode(Episode):
@@ -76,18 +73,9 @@ class _ProcessEpisode(Episode):
         self._worker: _Worker | None = worker
         self._limit_s = limit_s
 
-    async def make(self, env_class: str, env_config: Mapping[str, Any], extras: dict[str, Any]) -> None:
-        """Build the environment in the worker."""
+    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+        env_config = self._episodes.env_config(env_class)
         await self._call("make", env_class, _entry_point(env_class), spec(env_class).kwargs, env_config, extras)
-
-    async def init(self, prompt: list[dict[str, Any]]) -> Any:
-        return await self._call("init", prompt)
-
-    async def step(self, action: str) -> Any:
-        return await self._call("step", action)
-
-    async def get_metrics(self) -> Any:
-        return await self._call("get_metrics")
 
     async def close(self) -> None:
         if self._worker is None:
@@ -123,35 +111,42 @@ class _Worker:
             EnvError: it does not come up.
         """
         ours, theirs = socket.socketpair()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(python, "-m", "skyrl_gym.worker", str(theirs.fileno()), json.dumps(_own_paths())),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        except OSError as error:
-            ours.close()
-            raise EnvError(f"environment.skyrl_gym.python={python} cannot be run: {error.strerror}") from error
-        finally:
-            theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(python, "-m", "skyrl_gym.worker", str(theirs.fileno()), json.dumps(_own_paths())),
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+            except BaseException as error:
+                writer.close()
+                if not isinstance(error, OSError):
+                    raise
+                raise EnvError(f"environment.skyrl_gym.python={python} cannot be run: {error.strerror}") from error
         worker = cls(process, reader, writer)
         try:
             await worker.call("hello", (), START_SECONDS)
-        except EnvError as error:
+        except BaseException as error:
             await worker.kill()
+            if not isinstance(error, EnvError):
+                raise
             raise EnvError(
                 f"a worker of {python} did not start: {error}; its own words stand above. Is skyrl-gym installed there?"
             ) from error
         return worker
 
     async def call(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Any:
-        """What the environment answers, or what it raises as EnvError. Anything else ends the worker's use."""
+        """What the environment answers, or what it raises as EnvError. Anything else ends the worker's use.
+
+        Raises:
+            TypeError, ValueError: the arguments have no JSON, or hold themselves.
+        """
+        line = json.dumps([method, *args], default=plain).encode() + b"\n"
         is_over = False
         try:
             async with asyncio.timeout(limit_s):
-                line = json.dumps([method, *args], default=_plain).encode() + b"\n"
                 self._writer.write(line)
                 await self._writer.drain()
                 answer = await self._reader.readline()
@@ -210,11 +205,3 @@ def _entry_point(env_class: str) -> str:
             f"registered as {entry_point!r}; register it as 'module:ClassName'"
         )
     return f"{module}:{name}"
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy, which dataset rows hold, as JSON has them."""
-    for method in ("tolist", "isoformat"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    raise TypeError(f"{value!r} of the dataset row has no JSON, which environment.skyrl_gym.isolation=process needs")

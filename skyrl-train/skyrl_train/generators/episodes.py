@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from omegaconf import OmegaConf
@@ -25,34 +26,42 @@ class EnvCrashed(EnvError):
 
 
 class Episode(ABC):
-    """One environment, from `init` to `close`."""
+    """One environment, from `make` to `close`."""
 
     @abstractmethod
+    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+        """Build the environment. Whatever comes of it, `close` ends the episode.
+
+        Raises:
+            EnvTimeout: it took too long, as any other call may.
+        """
+
     async def init(self, prompt: list[dict[str, Any]]) -> Any:
         """What the environment's `init` returns."""
+        return await self._call("init", prompt)
 
-    @abstractmethod
     async def step(self, action: str) -> Any:
         """What the environment's `step` returns."""
+        return await self._call("step", action)
 
-    @abstractmethod
     async def get_metrics(self) -> Any:
         """What the environment's `get_metrics` returns."""
+        return await self._call("get_metrics")
 
     @abstractmethod
     async def close(self) -> None:
         """Close the environment, once. One that hangs in a call is closed when the call returns."""
 
+    @abstractmethod
+    async def _call(self, method: str, *args: Any) -> Any:
+        """What a method of the environment returns; what it raises, as an `Exception`."""
+
 
 class Episodes(Protocol):
     """Where environments live."""
 
-    async def open(self, env_class: str, extras: dict[str, Any]) -> Episode:
-        """Make an environment.
-
-        Raises:
-            EnvTimeout: it took too long.
-        """
+    async def open(self) -> Episode:
+        """A place for an environment; waits for one where there are only so many."""
         ...
 
     async def close(self) -> None:
@@ -65,16 +74,13 @@ class LocalEpisodes:
 
     def __init__(self, cfg: SkyRLGymConfig) -> None:
         """With `max_env_workers=0`, methods are called where they stand, and cannot be bounded in time."""
-        self._cfg = cfg
+        self.env_config = cfg.env_config
         self._limit_s = cfg.call_timeout_seconds
         self._pool = CallPool(cfg.max_env_workers, self._limit_s, "skyrl-gym-env") if cfg.max_env_workers else None
 
-    async def open(self, env_class: str, extras: dict[str, Any]) -> Episode:
-        """See `Episodes.open`."""
-        env_config = OmegaConf.create(self._cfg.env_config(env_class))
-        episode = _LocalEpisode(self)
-        await self.call(lambda: episode.make(env_class, env_config, extras), episode)
-        return episode
+    async def open(self) -> Episode:
+        """See `Episodes.open`: a call waits for a thread, an environment for nothing."""
+        return _LocalEpisode(self)
 
     async def close(self) -> None:
         """See `Episodes.close`."""
@@ -84,18 +90,23 @@ class LocalEpisodes:
     async def call(self, function: Callable[[], Any], owner: CallOwner | None) -> Any:
         """A blocking call, in a thread where there are any."""
         if self._pool is None:
-            return function()
+            with _own_error():
+                return function()
         try:
             return await self._pool.run(function, owner)
         except CallTimeout as error:
             raise EnvTimeout(str(error)) from error
 
-    async def wait_for(self, awaited: Any) -> Any:
+    async def wait_for(self, awaited: Awaitable[Any]) -> Any:
         """What an `…_async` method returns."""
+        limit = asyncio.timeout(self._limit_s)
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await awaited
+            async with limit:
+                with _own_error():
+                    return await awaited
         except TimeoutError as error:
+            if not limit.expired():  # it is the environment's own
+                raise
             raise EnvTimeout(f"took longer than {self._limit_s:g} s") from error
 
 
@@ -105,18 +116,13 @@ class _LocalEpisode(Episode):
         self._env: Any = None
         self._is_lost = False  # a call into it never came back
 
-    def make(self, env_class: str, env_config: Any, extras: dict[str, Any]) -> None:
-        """Build the environment."""
-        self._env = skyrl_gym.make(env_class, env_config=env_config, extras=extras)
+    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+        env_config = OmegaConf.create(self._episodes.env_config(env_class))
 
-    async def init(self, prompt: list[dict[str, Any]]) -> Any:
-        return await self._call("init", prompt)
+        def make() -> None:
+            self._env = skyrl_gym.make(env_class, env_config=env_config, extras=extras)
 
-    async def step(self, action: str) -> Any:
-        return await self._call("step", action)
-
-    async def get_metrics(self) -> Any:
-        return await self._call("get_metrics")
+        await self._episodes.call(make, self)
 
     async def close(self) -> None:
         if not self._is_lost and self._env is not None:
@@ -137,3 +143,17 @@ class _LocalEpisode(Episode):
             return await self._episodes.wait_for(native(*args))
         bound = getattr(self._env, method)
         return await self._episodes.call(lambda: bound(*args), None if method == "close" else self)
+
+
+@contextmanager
+def _own_error() -> Iterator[None]:
+    """An environment that raises what would end the task, or the event loop, fails as any other."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # from outside
+        raise EnvError(f"{type(error).__name__}: {error}") from error

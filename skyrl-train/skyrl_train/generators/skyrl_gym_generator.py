@@ -1,6 +1,6 @@
 """The agent loop: an environment and a model take turns until the environment says it is done.
 
-    open → init → generate → step → generate → step → … → get_metrics → close
+    open → make → init → generate → step → generate → step → … → get_metrics → close
 
 Each rollout is alone. What its environment does, or the engine, ends this rollout as invalid and no other; first it is
 tried again with a fresh environment.
@@ -59,15 +59,19 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
 )
 """Stop reasons of what can go wrong in an environment; anything else is `env_error`."""
 
-FINAL = frozenset({"prompt_too_long", "reward_unknown", "abort"})
+NOT_RETRIED = frozenset({"prompt_too_long", "reward_unknown", "abort"})
 """Stop reasons of invalid trajectories that another attempt would not change."""
 
 
 class SkyRLGymGenerator(GeneratorInterface):
     """Plays `skyrl_gym` environments with an inference engine.
 
-    With `generator.batched` all rollouts of a call take their turns in lock-step; otherwise each goes at its own
-    pace and the engine batches whatever is waiting. The rollouts themselves are the same.
+    With `generator.batched` all rollouts of a call take their turns in lock-step; otherwise, and where environments
+    have processes of their own, each goes at its own pace and the engine batches whatever is waiting. The rollouts
+    themselves are the same.
+
+    A subclass overrides `rollout`, or `generate` for SkyRL's parallel lists. It finds `generator_cfg`,
+    `inference_engine_client` and `tokenizer` here.
     """
 
     def __init__(
@@ -79,20 +83,31 @@ class SkyRLGymGenerator(GeneratorInterface):
         model_name: str | None = None,
     ) -> None:
         """`model_name` is for callers that know the engine by name; one engine needs none."""
-        self._cfg = generator_cfg
-        self._engine = inference_engine_client
+        self.generator_cfg = generator_cfg
+        self.inference_engine_client = inference_engine_client
+        self.tokenizer = tokenizer
         template = custom_chat_template(generator_cfg.chat_template)
         self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
         self._converse = conversation_class(generator_cfg, self._chat)
         self._rewards = RewardFunctions(generator_cfg.reward_functions, generator_cfg.reward_weights, self._chat)
         is_apart = skyrl_gym_cfg.isolation == "process"
         self._episodes: Episodes = ProcessEpisodes(skyrl_gym_cfg) if is_apart else LocalEpisodes(skyrl_gym_cfg)
+        self._is_in_step = generator_cfg.batched and not is_apart  # a group that waits for its own processes never ends
         longest = inference_engine_client.context_length - 1  # leaves room for a token
         self._max_input_length = min(generator_cfg.max_input_length or longest, longest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass that overrides `generate` alone, as SkyRL's do, is asked through it."""
+        """A subclass that overrides `generate` alone, as SkyRL's do, is asked through it.
+
+        Raises:
+            TypeError: it overrides what this class does not have.
+        """
         super().__init_subclass__(**kwargs)
+        if hasattr(cls, "agent_loop"):
+            raise TypeError(
+                f"{cls.__name__}.agent_loop would never be called: this generator has no such method. Override "
+                "generate(input_batch), or rollout(requests, sampling, metadata), and play the episodes there"
+            )
         if "generate" in vars(cls) and "rollout" not in vars(cls):
             cls.rollout = GeneratorInterface.rollout  # type: ignore[method-assign]
 
@@ -109,8 +124,10 @@ class SkyRLGymGenerator(GeneratorInterface):
         """See `GeneratorInterface.rollout`. A rollout that fails comes back invalid, never as reward 0."""
         rollouts = [Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
         await self._play_all(rollouts, sampling)
-        for attempt in range(1, self._cfg.n_rollout_retries + 1):
-            failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in FINAL]
+        for attempt in range(1, self.generator_cfg.n_rollout_retries + 1):
+            failed = [
+                i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED
+            ]
             if not failed:
                 break
             _report_failures([rollouts[i] for i in failed], len(rollouts), "are played again")
@@ -120,9 +137,9 @@ class SkyRLGymGenerator(GeneratorInterface):
                 rollouts[i] = rollout
         _report_failures([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid")
         trajectories = await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
-        if self._cfg.zero_reward_on_non_stop:
+        if self.generator_cfg.zero_reward_on_non_stop:
             trajectories = zero_reward_on_non_stop(trajectories)
-        if self._cfg.apply_overlong_filtering:
+        if self.generator_cfg.apply_overlong_filtering:
             trajectories = leave_out_truncated(trajectories)
         return trajectories
 
@@ -131,32 +148,38 @@ class SkyRLGymGenerator(GeneratorInterface):
         await self._episodes.close()
 
     async def _play_all(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
-        groups = [rollouts] if self._cfg.batched else [[rollout] for rollout in rollouts]
-        await _all(self._play(group, sampling) for group in groups)
+        groups = [rollouts] if self._is_in_step else [[rollout] for rollout in rollouts]
+        await _all_or_cancel(self._play(group, sampling) for group in groups)
 
     async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
-        """Play rollouts turn by turn, all of them in step."""
+        """Play rollouts turn by turn, all of them in step. Time runs once their environments have a place."""
         try:
-            async with asyncio.timeout(self._cfg.trajectory_timeout_seconds):
-                await _all(self._start(rollout) for rollout in rollouts)
+            await _all_or_cancel(self._open(rollout) for rollout in rollouts)
+            async with asyncio.timeout(self.generator_cfg.trajectory_timeout_seconds):
+                await _all_or_cancel(self._start(rollout) for rollout in rollouts if not rollout.is_over)
                 while active := [rollout for rollout in rollouts if not rollout.is_over]:
-                    await _all(self._take_turn(rollout, sampling) for rollout in active)
+                    await _all_or_cancel(self._take_turn(rollout, sampling) for rollout in active)
         except TimeoutError:
-            seconds = self._cfg.trajectory_timeout_seconds
+            seconds = self.generator_cfg.trajectory_timeout_seconds
             for rollout in rollouts:
                 if not rollout.is_over:
                     rollout.fail("trajectory_timeout", f"it was not over after {seconds:g} s")
         finally:
-            await _all(self._finish(rollout) for rollout in rollouts)
+            await _all_or_cancel(self._finish(rollout) for rollout in rollouts)
+
+    async def _open(self, rollout: Rollout) -> None:
+        with _boundary(rollout, "init"):
+            rollout.episode = await self._episodes.open()
 
     async def _start(self, rollout: Rollout) -> None:
         """Make the environment and encode its first prompt."""
-        row = rollout.request.row
+        row, episode = rollout.request.row, rollout.episode
+        assert episode is not None
         extras = copy.deepcopy(row.env_extras)
-        extras["max_turns"] = self._cfg.max_turns
+        extras["max_turns"] = self.generator_cfg.max_turns
         with _boundary(rollout, "init"):
-            rollout.episode = await self._episodes.open(rollout.env_class, extras)
-            prompt = checked_prompt(await rollout.episode.init(copy.deepcopy([*map(dict, row.prompt)])))
+            await episode.make(rollout.env_class, extras)
+            prompt = checked_prompt(await episode.init(copy.deepcopy([*map(dict, row.prompt)])))
             rollout.conversation = self._converse(prompt)
             n_tokens = len(rollout.conversation.next_prompt())
             if n_tokens > self._max_input_length:
@@ -170,8 +193,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         assert episode is not None
         prompt_ids = conversation.next_prompt()
         with _boundary(rollout, "generate"):
-            result = await self._sample(rollout, prompt_ids, sampling)
-            text = self._chat.decode(result.token_ids)
+            result, text = await self._sample(rollout, prompt_ids, sampling)
             rollout.turns.append(TurnRecord(result, len(prompt_ids)))
             conversation.add_turn(result, text)
             if result.stop_reason == "abort":
@@ -184,16 +206,28 @@ class SkyRLGymGenerator(GeneratorInterface):
             self._take_answer(rollout, output, text)
         rollout.env_s += time.perf_counter() - started
 
-    async def _sample(self, rollout: Rollout, prompt_ids: list[int], sampling: SamplingParams) -> EngineResult:
-        """The model's turn, within what is left of the trajectory's budget."""
-        if (budget := self._cfg.max_response_length) is not None:
+    async def _sample(
+        self, rollout: Rollout, prompt_ids: list[int], sampling: SamplingParams
+    ) -> tuple[EngineResult, str]:
+        """The model's turn and its text, within what is left of the trajectory's budget.
+
+        Raises:
+            EngineError: whatever went wrong.
+        """
+        if (budget := self.generator_cfg.max_response_length) is not None:
             n_left = budget - rollout.n_response_tokens
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
         request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.request.id.to_string())
         started = time.perf_counter()
-        (result,) = await self._engine.generate([request])
+        try:
+            (result,) = await self.inference_engine_client.generate([request])
+            text = self._chat.decode(result.token_ids)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"generation failed with {type(error).__name__}: {error}") from error
         rollout.generate_s += time.perf_counter() - started
-        return result
+        return result, text
 
     def _take_answer(self, rollout: Rollout, output: BaseTextEnvStepOutput, text: str) -> None:
         """Note the reward of the last turn, and go on with what the environment says, or end."""
@@ -201,9 +235,9 @@ class SkyRLGymGenerator(GeneratorInterface):
         assert conversation is not None
         components = reward_components(output)
         record.reward = turn_reward(output, len(record.result.token_ids))
-        if weights := self._cfg.reward_weights.keys() & components.keys():
+        if weights := self.generator_cfg.reward_weights.keys() & components.keys():
             record.reward = sum(
-                self._cfg.reward_weights[name] * value if name in weights else value
+                self.generator_cfg.reward_weights[name] * value if name in weights else value
                 for name, value in components.items()
             )
         for name, value in components.items():
@@ -214,7 +248,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         if output["done"]:
             rollout.stop_reason = record.result.stop_reason
             return
-        if len(rollout.turns) >= self._cfg.max_turns:
+        if len(rollout.turns) >= self.generator_cfg.max_turns:
             rollout.stop_reason = "max_turns"
             return
         observations = self._with_status(rollout, output["observations"])
@@ -227,29 +261,27 @@ class SkyRLGymGenerator(GeneratorInterface):
             rollout.stop_reason = "length"
 
     def _is_spent(self, rollout: Rollout) -> bool:
-        budget = self._cfg.max_response_length
+        budget = self.generator_cfg.max_response_length
         return budget is not None and rollout.n_response_tokens >= budget
 
     def _with_status(self, rollout: Rollout, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With a line on what is left of the context and of the turns, where that is asked for."""
-        if not self._cfg.inject_context_status or not observations:
+        if not self.generator_cfg.inject_context_status or not observations:
             return observations
         assert rollout.conversation is not None
-        n_tokens, n_turns = len(rollout.conversation.next_prompt()), len(rollout.turns)
-        share = round(100 * n_tokens / self._max_input_length)
-        status = (
-            f"[Context: {n_tokens}/{self._max_input_length} tokens ({share}%), Turn {n_turns}/{self._cfg.max_turns}]"
-        )
+        n_tokens, n_most = len(rollout.conversation.next_prompt()), self._max_input_length
+        context = f"Context: {n_tokens}/{n_most} tokens ({round(100 * n_tokens / n_most)}%)"
+        status = f"[{context}, Turn {len(rollout.turns)}/{self.generator_cfg.max_turns}]"
         last = observations[-1]
         return [*observations[:-1], {**last, "content": f"{last['content']}\n{status}"}]
 
     async def _finish(self, rollout: Rollout) -> None:
         """Collect the environment's metrics, close it, and free the engine's cache of the conversation."""
-        self._engine.end_session(rollout.request.id.to_string())
+        self.inference_engine_client.end_session(rollout.request.id.to_string())
         episode = rollout.episode
         if episode is None:
             return
-        if rollout.error is None:
+        if rollout.is_over and rollout.error is None:  # one that is cancelled may be in the middle of a call
             with _boundary(rollout, "get_metrics"):
                 rollout.env_metrics = checked_metrics(await episode.get_metrics())
         try:
@@ -265,12 +297,12 @@ def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
         yield
     except EngineError as error:
         rollout.fail("engine_error", str(error), error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001, the boundary of a rollout
+    except Exception as error:  # noqa: BLE001, the boundary of a rollout
         stop_reason = next((reason for kind, reason in FAILURES if isinstance(error, kind)), "env_error")
         rollout.fail(stop_reason, f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}", error)
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _all_or_cancel(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines concurrently, the first error cancels the rest; a single one is just awaited."""
     listed = list(coroutines)
     if len(listed) == 1:

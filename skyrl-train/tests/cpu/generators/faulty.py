@@ -52,7 +52,9 @@ class FaultyEnv(BaseTextEnv):
         self._fault("close")
 
     def _fault(self, method: str) -> Any:
-        return commit(self.extras.get("fault", ""), self.leaks) if self.extras.get("where") == method else None
+        if self.extras.get("where") != method:
+            return None
+        return commit(self.extras.get("fault", ""), self.leaks, self.extras.get("pids", os.devnull))
 
 
 class FaultyAsyncEnv(FaultyEnv):
@@ -76,6 +78,28 @@ class FaultyAsyncEnv(FaultyEnv):
             await asyncio.Event().wait()
 
 
+class AwaitedEnv(BaseTextEnv):
+    """Two turns, with nothing but methods that are awaited; they share an event loop."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def init_async(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        self.loop = asyncio.get_running_loop()
+        return prompt, {}
+
+    async def step_async(self, action: str) -> BaseTextEnvStepOutput:
+        assert asyncio.get_running_loop() is self.loop
+        await asyncio.sleep(0)
+        self.turns += 1
+        observations = [{"role": "user", "content": "on"}]
+        return BaseTextEnvStepOutput(observations=observations, reward=1.0, done=self.turns == 2, metadata={})
+
+    async def close_async(self) -> None:
+        assert asyncio.get_running_loop() is self.loop
+
+
 def hang(how: str) -> None:
     """Never come back."""
     if how == "lock":
@@ -94,14 +118,16 @@ def die(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def commit(fault: str, leaks: list[Any]) -> Any:
-    """Do what `fault` says; what is returned takes the place of an answer."""
+def commit(fault: str, leaks: list[Any], pids: str) -> Any:
+    """Do what `fault` says; what is returned takes the place of an answer. The file `pids` names what it starts."""
     if fault == "raise":
         raise RuntimeError("no")
     if fault == "exit":
         sys.exit(3)
     if fault == "stop_iteration":
         next(iter(()))
+    if fault == "nap":
+        time.sleep(0.5)
     if fault in HANGS:
         hang(fault)
     if fault in DEATHS:
@@ -109,6 +135,8 @@ def commit(fault: str, leaks: list[Any]) -> Any:
     if fault == "leak":
         leaks.append(open(os.devnull))  # noqa: SIM115
         leaks.append(subprocess.Popen(["sleep", "1000"]))
+        with open(pids, "a") as file:
+            file.write(f"{leaks[-1].pid}\n")
         leaks.append(threading.Thread(target=time.sleep, args=(1000,), daemon=True))
         leaks[-1].start()
     step = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}

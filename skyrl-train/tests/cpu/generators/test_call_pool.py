@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -58,13 +59,23 @@ async def test_answers_and_errors_reach_their_callers(make_pool: Make) -> None:
     assert isinstance(answers[100], OSError)
 
 
-@pytest.mark.parametrize("raised", [StopIteration("over"), SystemExit(3), KeyboardInterrupt()])
+class Unusual(BaseException):
+    """No `Exception`."""
+
+
+@pytest.mark.parametrize(
+    "raised", [StopIteration("over"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Unusual("odd")]
+)
 async def test_what_an_event_loop_must_not_see_becomes_an_error(make_pool: Make, raised: BaseException) -> None:
     def call() -> None:
         raise raised
 
-    with pytest.raises(RuntimeError, match=type(raised).__name__) as caught:
-        await make_pool().run(call)
+    pool = make_pool(n_workers=1, limit_s=None)
+    thread = await pool.run(threading.current_thread)
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match=type(raised).__name__) as caught:
+            await pool.run(call)
+        assert await pool.run(threading.current_thread) is thread
     assert caught.value.__cause__ is raised
 
 
@@ -81,6 +92,14 @@ async def test_calls_that_block_run_beside_each_other(make_pool: Make) -> None:
     assert time.monotonic() - started < 16 * 0.2 / 2
     barrier = threading.Barrier(17, timeout=5)  # each waits for all others
     await asyncio.gather(*(pool.run(barrier.wait) for _ in range(16)), asyncio.to_thread(barrier.wait))
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.004, 0.02])
+async def test_calls_that_block_for_a_moment_run_beside_each_other(make_pool: Make, seconds: float) -> None:
+    pool = make_pool(n_workers=32)
+    started = time.monotonic()
+    await asyncio.gather(*(pool.run(lambda: time.sleep(seconds)) for _ in range(400)))
+    assert time.monotonic() - started < 400 * seconds / 2 + 0.1
 
 
 async def test_no_more_threads_than_workers(make_pool: Make) -> None:
@@ -143,6 +162,45 @@ async def test_a_cancelled_call_in_the_middle_is_lost_to_its_owner(make_pool: Ma
     call.cancel()
     await asyncio.wait([call])
     assert owner.told == [("lose", "MainThread")]
+
+
+async def test_whenever_a_call_is_cancelled_its_owner_knows_and_the_others_are_answered(make_pool: Make) -> None:
+    pool, rng = make_pool(n_workers=4, limit_s=None), random.Random(0)
+    owners, begun = [Owner() for _ in range(300)], set[int]()
+
+    def call(i: int) -> int:
+        begun.add(i)
+        ends = time.monotonic() + rng.random() / 100
+        while time.monotonic() < ends:
+            pass
+        return i
+
+    async with asyncio.timeout(60):
+        for first in range(0, 300, 6):
+            calls = [asyncio.create_task(pool.run(lambda i=i: call(i), owners[i])) for i in range(first, first + 6)]
+            while first not in begun:
+                await asyncio.sleep(0)
+            for cancelled in calls[:3]:
+                cancelled.cancel()
+            await asyncio.wait(calls[:3])
+            assert await asyncio.gather(*calls[3:]) == [first + 3, first + 4, first + 5]
+        while any(len(owner.told) == 1 for owner in owners):
+            await asyncio.sleep(0.01)
+    told = [[what for what, _ in owner.told] for owner in owners]
+    assert all(what in ([], ["lose", "clean_up"]) for what in told)
+    assert any(told)
+    assert not any(told[i] for i in range(300) if i not in begun)
+
+
+async def test_a_closed_pool_answers_with_an_error(make_pool: Make) -> None:
+    pool = make_pool(n_workers=1, limit_s=None)
+    running, queued = (asyncio.create_task(pool.run(lambda: time.sleep(0.3))) for _ in range(2))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(pool.close)
+    async with asyncio.timeout(10):
+        for call in (running, queued, pool.run(lambda: "late")):
+            with pytest.raises(RuntimeError, match=r"close\(\) comes after the last call"):
+                await call
 
 
 async def test_a_thread_that_nothing_can_interrupt_is_named(caplog: pytest.LogCaptureFixture) -> None:

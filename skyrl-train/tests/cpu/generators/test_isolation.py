@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from generators.conftest import MakeStage, Stage, story
-from generators.faulty import DEATHS, HANGS, METHODS, RAISED, RUBBISH
+from generators.faulty import METHODS, RAISED, RUBBISH
 from generators.test_skyrl_gym_generator_failures import tokens_and_rewards
 
 import skyrl_gym
@@ -24,7 +23,11 @@ from skyrl_train.generators.base import RolloutRequest
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
 from skyrl_train.types import Trajectory
 
-ENVS = {"faulty": "generators.faulty:FaultyEnv", "faulty_async": "generators.faulty:FaultyAsyncEnv"}
+ENVS = {
+    "faulty": "generators.faulty:FaultyEnv",
+    "faulty_async": "generators.faulty:FaultyAsyncEnv",
+    "awaited": "generators.faulty:AwaitedEnv",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -116,51 +119,6 @@ async def test_two_thousand_rollouts_with_faults_in_a_tenth_of_them(make_stage: 
     assert tokens_and_rewards([trajectories[i] for i in healthy]) == tokens_and_rewards(expected)
 
 
-async def test_processes_hold_what_hangs_dies_and_leaks(make_stage: MakeStage) -> None:
-    faults = [{"where": where, "fault": fault} for where in METHODS for fault in ("raise", "exit")]
-    faults += [{"where": "step", "fault": fault, "turn": 2} for fault in (*HANGS, *DEATHS, *RUBBISH)]
-    faults += [{"where": where, "fault": "os_exit"} for where in METHODS]
-    requests = [faulty(str(i), **extras) for i, extras in enumerate(faults)] + [faulty(f"h{i}") for i in range(40)]
-    stage = make_stage(
-        skyrl_gym={"isolation": "process", "call_timeout_seconds": 3.0, "max_env_workers": 4}, n_rollout_retries=0
-    )
-    trajectories = await play(stage, requests)
-    reasons = check(trajectories, requests, trajectories[-1])
-    assert reasons["env_timeout"] == len(HANGS)
-    # a process that ends in `close` has done its work; one that exits by sys.exit says so
-    assert reasons["env_crashed"] == len(DEATHS) + 4 + 4
-    crash = next(t for t in trajectories if t.error and "SIGKILL" in t.error)
-    assert crash.error == "faulty.step raised EnvCrashed: its process ended by signal SIGKILL"
-
-
-async def test_what_an_environment_leaks_dies_with_its_process(make_stage: MakeStage) -> None:
-    leaky = [faulty(str(i), where="get_metrics", fault="leak") for i in range(6)]
-    stage = make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 2})
-    trajectories = await play(stage, leaky)
-    assert all(t.is_valid for t in trajectories)
-
-
-async def test_processes_and_threads_play_alike(make_stage: MakeStage) -> None:
-    requests = [faulty(str(i)) for i in range(5)]
-    in_threads = await play(make_stage(), requests)
-    apart = await play(make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 2}), requests)
-    assert tokens_and_rewards(apart) == tokens_and_rewards(in_threads)
-    assert [t.env_metrics for t in apart] == [t.env_metrics for t in in_threads]
-
-
-async def test_an_environment_that_no_process_can_import(make_stage: MakeStage) -> None:
-    (t,) = await play(make_stage(skyrl_gym={"isolation": "process"}), [story("a")])
-    assert not t.is_valid
-    assert "register it as 'module:ClassName'" in str(t.error)
-
-
-async def test_an_interpreter_that_is_not_there_or_lacks_the_package(make_stage: MakeStage, tmp_path: Any) -> None:
-    for python, reason in (("/nowhere/python", "cannot be run: No such file"), ("/bin/true", "did not start")):
-        stage = make_stage(skyrl_gym={"isolation": "process", "python": python})
-        (t,) = await play(stage, [faulty("a")])
-        assert reason in str(t.error)
-
-
 async def test_a_rollout_that_takes_too_long(make_stage: MakeStage) -> None:
     stage = make_stage(trajectory_timeout_seconds=3, skyrl_gym={"max_env_workers": 2})
     slow = faulty("slow", where="step", fault="sleep", turn=2)
@@ -194,4 +152,3 @@ async def test_an_engine_error_is_the_rollouts_problem_and_is_tried_again(
     monkeypatch.setattr(stage.engine, "generate", broken)
     (t,) = await stage.play([faulty("a")])
     assert (t.stop_reason, t.error, t.n_attempts) == ("engine_error", "out of memory", 2)
-    assert os.getpid()  # still here

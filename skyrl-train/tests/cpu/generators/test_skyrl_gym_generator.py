@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, to_generator_input
+from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.types import Trajectory
 
@@ -238,3 +239,17 @@ async def test_timing_says_where_the_seconds_went(make_stage: MakeStage, journal
     assert set(t.timing) == {"generate", "env"}
     assert t.timing["env"] >= 0.06
     assert t.timing["generate"] > 0
+
+
+async def test_what_subclasses_find(make_stage: MakeStage) -> None:
+    stage = make_stage(max_turns=7)
+    generator = stage.generator
+    assert (generator.generator_cfg.max_turns, generator.inference_engine_client) == (7, stage.engine)
+    assert generator.tokenizer.decode(generator.tokenizer.encode("Go on.")) == "Go on."
+
+
+def test_a_subclass_whose_method_nobody_would_call_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Mine\.agent_loop would never be called.*Override generate\(input_batch\)"):
+
+        class Mine(SkyRLGymGenerator):
+            async def agent_loop(self, prompt: object) -> None: ...

@@ -17,6 +17,7 @@ from generators.environments import METHODS, Journal, StoryEnv
 import skyrl_gym
 from skyrl_gym.core import Env
 from skyrl_gym.envs.registration import deregister
+from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import Trajectory
 
 BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["each on its own", "batched"])
@@ -182,3 +183,19 @@ async def test_failures_leave_the_engine_ready_for_the_next_batch(make_stage: Ma
     broken = [replace(request, row=replace(request.row, env_extras={"fails": "step"})) for request in requests]
     assert not any(t.is_valid for t in await stage.play(broken))
     assert tokens_and_rewards(await stage.play(requests)) == expected
+
+
+async def test_what_an_engine_raises_is_no_fault_of_the_environment(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage()
+
+    async def fail(requests: object) -> list[EngineResult]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(stage.engine, "generate", fail)
+    (t,) = await stage.play([story("a")])
+    assert (t.stop_reason, t.error) == (
+        "engine_error",
+        "generation failed with RuntimeError: CUDA error: out of memory",
+    )
