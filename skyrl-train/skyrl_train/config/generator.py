@@ -110,7 +110,8 @@ class GeneratorConfig(Section):
     """Ask the engine asynchronously. Engines always are asynchronous, so false needs no `batched=true`."""
 
     batched: bool = False
-    """true: all trajectories of a batch play their turns in lock-step; false: each at its own pace."""
+    """true: all trajectories of a batch play their turns in lock-step; false, and where environments have processes of
+    their own: each at its own pace."""
 
     n_samples_per_prompt: Count = 5
     """Trajectories per training prompt, which form one group."""
@@ -161,7 +162,8 @@ class GeneratorConfig(Section):
     """How often a rollout that failed is played again, with a fresh environment, before it counts as invalid."""
 
     trajectory_timeout_seconds: Annotated[float, Gt(0)] | None = None
-    """A rollout that takes longer, waiting for the engine included, is invalid (`trajectory_timeout`)."""
+    """A rollout that takes longer, waiting for the engine included and for an environment's process not, is invalid
+    (`trajectory_timeout`)."""
 
     max_input_length: OptionalCount = None
     """A trajectory whose input for the next turn is longer, in tokens, ends with stop reason `length`. null takes

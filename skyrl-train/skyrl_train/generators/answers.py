@@ -60,6 +60,15 @@ def reward_components(output: BaseTextEnvStepOutput) -> dict[str, float]:
     return {name: float(reward) for name, reward in components.items()}
 
 
+def weighted_reward(
+    reward: float | list[float], components: Mapping[str, float], weights: Mapping[str, float]
+) -> float | list[float]:
+    """The reward, or where one of its components has a weight, their sum: 1 is the weight of those that have none."""
+    if not weights.keys() & components.keys():
+        return reward
+    return sum(weights.get(name, 1.0) * value for name, value in components.items())
+
+
 def turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> float | list[float]:
     """The reward of a turn of `n_tokens`, or one for each of them."""
     reward: Any = output["reward"]

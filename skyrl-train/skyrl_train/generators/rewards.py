@@ -16,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.answers import is_reward
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -125,23 +127,30 @@ def _of_this_loop(
 class RewardFunctions:
     """The functions that a run has chosen, and their weights."""
 
-    def __init__(self, names: Sequence[str], weights: Mapping[str, float], chat: ChatEncoder) -> None:
+    def __init__(self, cfg: GeneratorConfig, chat: ChatEncoder) -> None:
         """Raises ConfigError for a name that is not registered."""
-        for name in names:
+        for name in cfg.reward_functions:
             if name not in REWARD_FUNCTIONS:
                 known = ", ".join(sorted(REWARD_FUNCTIONS)) or "none"
                 raise ConfigError(f"generator.reward_functions={name!r} is not registered; available: {known}")
-        self._names = list(names)
-        self._weights = weights
+        self._cfg = cfg
+        self._weights = cfg.reward_weights
         self._chat = chat
         self._unused: set[str] = set()  # weights that the log has named
 
-    async def add_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The trajectories with what every function says of the valid ones."""
-        for name in self._names:
-            trajectories = await self._add(name, list(trajectories))
+    async def add_to(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """The trajectories with what every function says of the valid ones.
+
+        Then follow the configuration's own rules for replies that did not end by themselves.
+        """
+        for name in self._cfg.reward_functions:
+            trajectories = await self._add(name, trajectories)
         self._report_unused_weights(trajectories)
-        return list(trajectories)
+        if self._cfg.zero_reward_on_non_stop:
+            trajectories = zero_reward_on_non_stop(trajectories)
+        if self._cfg.apply_overlong_filtering:
+            trajectories = leave_out_truncated(trajectories)
+        return trajectories
 
     async def _add(self, name: str, trajectories: list[Trajectory]) -> list[Trajectory]:
         registered = REWARD_FUNCTIONS[name]

@@ -15,12 +15,12 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
-from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import EngineError
@@ -31,15 +31,13 @@ from skyrl_train.generators.answers import (
     checked_prompt,
     reward_components,
     turn_reward,
+    weighted_reward,
 )
+from skyrl_train.generators.attempts import play_until_valid
 from skyrl_train.generators.base import (
     BatchMetadata,
-    GeneratorInput,
     GeneratorInterface,
-    GeneratorOutput,
     RolloutRequest,
-    to_generator_output,
-    to_requests,
 )
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
 from skyrl_train.generators.conversation import conversation_class
@@ -58,9 +56,6 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (UnknownReward, "reward_unknown"),
 )
 """Stop reasons of what can go wrong in an environment; anything else is `env_error`."""
-
-NOT_RETRIED = frozenset({"prompt_too_long", "reward_unknown", "abort"})
-"""Stop reasons of invalid trajectories that another attempt would not change."""
 
 
 class SkyRLGymGenerator(GeneratorInterface):
@@ -89,7 +84,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         template = custom_chat_template(generator_cfg.chat_template)
         self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
         self._converse = conversation_class(generator_cfg, self._chat)
-        self._rewards = RewardFunctions(generator_cfg.reward_functions, generator_cfg.reward_weights, self._chat)
+        self._rewards = RewardFunctions(generator_cfg, self._chat)
         is_apart = skyrl_gym_cfg.isolation == "process"
         self._episodes: Episodes = ProcessEpisodes(skyrl_gym_cfg) if is_apart else LocalEpisodes(skyrl_gym_cfg)
         self._is_in_step = generator_cfg.batched and not is_apart  # a group that waits for its own processes never ends
@@ -97,57 +92,27 @@ class SkyRLGymGenerator(GeneratorInterface):
         self._max_input_length = min(generator_cfg.max_input_length or longest, longest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass that overrides `generate` alone, as SkyRL's do, is asked through it.
-
-        Raises:
-            TypeError: it overrides what this class does not have.
-        """
+        """Raises TypeError for a subclass that overrides what this class does not have."""
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "agent_loop"):
             raise TypeError(
                 f"{cls.__name__}.agent_loop would never be called: this generator has no such method. Override "
                 "generate(input_batch), or rollout(requests, sampling, metadata), and play the episodes there"
             )
-        if "generate" in vars(cls) and "rollout" not in vars(cls):
-            cls.rollout = GeneratorInterface.rollout  # type: ignore[method-assign]
-
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """See `GeneratorInterface.generate`."""
-        sampling = SamplingParams(**input_batch["sampling_params"])
-        metadata = input_batch["batch_metadata"]
-        trajectories = await SkyRLGymGenerator.rollout(self, to_requests(input_batch), sampling, metadata)
-        return to_generator_output(trajectories)
 
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """See `GeneratorInterface.rollout`. A rollout that fails comes back invalid, never as reward 0."""
-        rollouts = [Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
-        await self._play_all(rollouts, sampling)
-        for attempt in range(1, self.generator_cfg.n_rollout_retries + 1):
-            failed = [
-                i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED
-            ]
-            if not failed:
-                break
-            _report_failures([rollouts[i] for i in failed], len(rollouts), "are played again")
-            again = [Rollout(rollouts[i].request, rollouts[i].seed, attempt) for i in failed]
-            await self._play_all(again, sampling)
-            for i, rollout in zip(failed, again, strict=True):
-                rollouts[i] = rollout
-        _report_failures([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid")
-        trajectories = await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
-        if self.generator_cfg.zero_reward_on_non_stop:
-            trajectories = zero_reward_on_non_stop(trajectories)
-        if self.generator_cfg.apply_overlong_filtering:
-            trajectories = leave_out_truncated(trajectories)
-        return trajectories
+        play = partial(self._play_all, sampling)
+        rollouts = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
+        return await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
 
     async def close(self) -> None:
         """See `GeneratorInterface.close`: no thread and no process is left."""
         await self._episodes.close()
 
-    async def _play_all(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
+    async def _play_all(self, sampling: SamplingParams, rollouts: Sequence[Rollout]) -> None:
         groups = [rollouts] if self._is_in_step else [[rollout] for rollout in rollouts]
         await _all_or_cancel(self._play(group, sampling) for group in groups)
 
@@ -234,12 +199,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         conversation, record = rollout.conversation, rollout.turns[-1]
         assert conversation is not None
         components = reward_components(output)
-        record.reward = turn_reward(output, len(record.result.token_ids))
-        if weights := self.generator_cfg.reward_weights.keys() & components.keys():
-            record.reward = sum(
-                self.generator_cfg.reward_weights[name] * value if name in weights else value
-                for name, value in components.items()
-            )
+        reward = turn_reward(output, len(record.result.token_ids))
+        record.reward = weighted_reward(reward, components, self.generator_cfg.reward_weights)
         for name, value in components.items():
             rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + value
         action = output.get("postprocessed_action")
@@ -311,17 +272,3 @@ async def _all_or_cancel(coroutines: Iterable[Coroutine[Any, Any, None]]) -> Non
     async with asyncio.TaskGroup() as tasks:
         for coroutine in listed:
             tasks.create_task(coroutine)
-
-
-def _report_failures(failed: Sequence[Rollout], n_rollouts: int, what: str) -> None:
-    """One warning for each kind of failure, with the traceback of the first."""
-    kinds: dict[tuple[str | None, str], list[Rollout]] = {}
-    for rollout in failed:
-        kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
-    for alike in kinds.values():
-        first = alike[0]
-        logger.warning(
-            "%d of %d rollouts %s; the first, %s: %s",
-            *(len(alike), n_rollouts, what, first.request.id.to_string(), first.error),
-            exc_info=first.cause,
-        )

@@ -13,22 +13,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.attempts import play_until_valid
 from skyrl_train.generators.base import (
     BatchMetadata,
-    GeneratorInput,
     GeneratorInterface,
-    GeneratorOutput,
     RolloutRequest,
-    to_generator_output,
-    to_requests,
 )
 from skyrl_train.generators.call_pool import CallPool
 from skyrl_train.generators.chat_template import custom_chat_template
 from skyrl_train.generators.endpoint.agents import Agent, AgentResult, NoReward, checked_result, is_async
-from skyrl_train.generators.endpoint.attempts import play_until_valid
 from skyrl_train.generators.endpoint.server import Endpoint
 from skyrl_train.generators.endpoint.service import ModelService
 from skyrl_train.generators.endpoint.session import Session
@@ -39,9 +34,6 @@ from skyrl_train.types import PromptRow, Trajectory
 
 AGENT_TIMEOUT_S = 1800.0
 """For agents, where `generator.trajectory_timeout_seconds` is null."""
-
-FINAL = frozenset({"reward_unknown", "abort"})
-"""Stop reasons of invalid trajectories that another attempt would not change."""
 
 
 class AgentGenerator(GeneratorInterface):
@@ -82,9 +74,7 @@ class AgentGenerator(GeneratorInterface):
             ends_stopped_turns=generator_cfg.append_eos_token_after_stop_str_in_multi_turn,
             max_input_length=generator_cfg.max_input_length if generator_cfg.max_turns > 1 else None,
         )
-        self._rewards = RewardFunctions(
-            generator_cfg.reward_functions, generator_cfg.reward_weights, self._service.chat
-        )
+        self._rewards = RewardFunctions(generator_cfg, self._service.chat)
         self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
         self._slots = asyncio.Semaphore(max_concurrent_agents)
         self._pool = None if is_async(agent) else CallPool(max_concurrent_agents, None, "skyrl-agent")
@@ -92,30 +82,14 @@ class AgentGenerator(GeneratorInterface):
         self._starting = asyncio.Lock()
         self._n_rolling = 0
 
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """See `GeneratorInterface.generate`."""
-        sampling = SamplingParams(**input_batch["sampling_params"])
-        trajectories = await self.rollout(to_requests(input_batch), sampling, input_batch["batch_metadata"])
-        return to_generator_output(trajectories)
-
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """See `GeneratorInterface.rollout`. An agent that fails makes an invalid trajectory, never reward 0."""
         async with self._serving() as endpoint:
-            rollouts = await play_until_valid(
-                requests,
-                metadata,
-                partial(self._play_all, endpoint, sampling),
-                n_retries=self.generator_cfg.n_rollout_retries,
-                final=FINAL,
-            )
-        trajectories = await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
-        if self.generator_cfg.zero_reward_on_non_stop:
-            trajectories = zero_reward_on_non_stop(trajectories)
-        if self.generator_cfg.apply_overlong_filtering:
-            trajectories = leave_out_truncated(trajectories)
-        return trajectories
+            play = partial(self._play_all, endpoint, sampling)
+            rollouts = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
+        return await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
 
     async def close(self) -> None:
         """See `GeneratorInterface.close`: no thread and no socket is left."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from skyrl_train.errors import EnvError
-from skyrl_train.generators.answers import is_reward
+from skyrl_train.generators.answers import is_reward, weighted_reward
 from skyrl_train.types import PromptRow
 
 
@@ -62,6 +62,4 @@ def checked_result(returned: Any, weights: Mapping[str, float]) -> AgentResult:
     if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
         raise NoReward("agent_error", f"the agent returned {returned!r}; rewards must be finite numbers")
     components = {str(name): float(value) for name, value in result.components.items()}
-    if weights.keys() & components.keys():
-        reward = sum(weights.get(name, 1.0) * value for name, value in components.items())
-    return AgentResult(reward, components, dict(result.metrics))
+    return AgentResult(weighted_reward(reward, components, weights), components, dict(result.metrics))

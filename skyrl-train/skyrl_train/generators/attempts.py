@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.generators.rollout import Rollout
 
 logger = logging.getLogger(__name__)
+
+NOT_RETRIED = frozenset({"prompt_too_long", "reward_unknown", "abort"})
+"""Stop reasons of invalid trajectories that another attempt would not change."""
 
 
 async def play_until_valid(
@@ -17,13 +20,12 @@ async def play_until_valid(
     play: Callable[[Sequence[Rollout]], Awaitable[None]],
     *,
     n_retries: int,
-    final: Collection[str],
 ) -> list[Rollout]:
-    """One rollout for each request, in order. `final` are stop reasons that another attempt would not change."""
+    """One rollout for each request, in order; `play` plays each it is given to its end, valid or not."""
     rollouts = [Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
     await play(rollouts)
     for attempt in range(1, n_retries + 1):
-        failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in final]
+        failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED]
         if not failed:
             break
         _report([rollouts[i] for i in failed], len(rollouts), "are played again")
