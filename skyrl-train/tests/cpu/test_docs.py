@@ -121,7 +121,7 @@ def test_every_key_exists(page: Path) -> None:
         "generator.reward_weights.",
         "generator.chat_template_kwargs.",
         "environment.skyrl_gym.",
-            "generator.engine_init_kwargs.",
+        "generator.engine_init_kwargs.",
     )
     unknown = {word for word in words if word not in FIELDS and word not in sections and not word.startswith(free)}
     assert not unknown
