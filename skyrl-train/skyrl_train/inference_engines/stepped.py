@@ -10,10 +10,9 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,11 +21,11 @@ from skyrl_train.inference_engines.base import EngineRequest, EngineResult, OnTo
 from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.inference_engines.sequence import ActiveSequence, Call
 from skyrl_train.inference_engines.stopping import StopRules
+from skyrl_train.inference_engines.thread import EngineThread
 
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=ActiveSequence)
-T = TypeVar("T")
 
 
 class SteppedEngine(ABC, Generic[S]):
@@ -39,16 +38,13 @@ class SteppedEngine(ABC, Generic[S]):
         vocab_size: int,
         eos_ids: frozenset[int],
         tokenizer: PreTrainedTokenizerBase,
-        executor: ThreadPoolExecutor,
-        is_own_executor: bool,
+        thread: EngineThread,
     ) -> None:
-        """`executor` has one thread; `close` ends it if it is the engine's own."""
         self.context_length = context_length
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._rules = StopRules(eos_ids, tokenizer)
-        self._executor = executor
-        self._is_own_executor = is_own_executor
+        self._thread = thread
         self._weight_version = 0
         self._is_paused, self._is_asleep = False, False
         self._n_holds = 0  # reasons not to take another step
@@ -183,10 +179,6 @@ class SteppedEngine(ABC, Generic[S]):
 
     # -- the loop
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Run something in the engine's thread, when its turn comes."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
     def _start_loop(self) -> None:
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._run())
@@ -246,8 +238,7 @@ class SteppedEngine(ABC, Generic[S]):
             self._hand_out()
             await self._shut_down()
         finally:
-            if self._is_own_executor:
-                self._executor.shutdown()
+            self._thread.close()
 
     def _append(self, sequence: S, choice: Choice) -> None:
         """Note what was sampled for a sequence, unless it ended while the step ran."""

@@ -28,6 +28,7 @@ from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
 from skyrl_train.inference_engines.sequence import Call
 from skyrl_train.inference_engines.stepped import SteppedEngine
 from skyrl_train.inference_engines.stopping import all_eos_ids
+from skyrl_train.inference_engines.thread import EngineThread
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.memory import cache_bytes_per_token
 
@@ -53,15 +54,15 @@ class HFEngine(SteppedEngine[CachedSequence]):
         Raises:
             EngineError: the model does not compute packed what it computes alone.
         """
-        check_supported(model, bf16=bf16)
+        thread = EngineThread(executor, "hf-engine")
+        thread.begin(check_supported, model, bf16)
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         super().__init__(
             context_length=int(model.config.get_text_config().max_position_embeddings),
             vocab_size=int(model.config.get_text_config().vocab_size),
             eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
             tokenizer=tokenizer,
-            executor=executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine"),
-            is_own_executor=executor is None,
+            thread=thread,
         )
         self._model = model
         self._bf16 = bf16
@@ -97,7 +98,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
 
     async def _step(self) -> None:
         step = self._scheduler.next_step()
-        choices = iter(await self._in_thread(self._forward, step))
+        choices = iter(await self._thread.run(self._forward, step))
         for row in step.rows:
             sequence, is_complete = row.sequence, row.is_complete
             assert sequence.region is not None

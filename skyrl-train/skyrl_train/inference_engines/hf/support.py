@@ -18,7 +18,7 @@ TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # of the largest value: float32
 
 
 @torch.inference_mode()
-def check_supported(model: PreTrainedModel, *, bf16: bool) -> None:
+def check_supported(model: PreTrainedModel, bf16: bool) -> None:
     """Read two short sequences, packed and with a cache, and each alone and without.
 
     Raises:

@@ -13,6 +13,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.sequence import ActiveSequence, Call
 from skyrl_train.inference_engines.stepped import SteppedEngine
+from skyrl_train.inference_engines.thread import EngineThread
 from skyrl_train.inference_engines.vllm.core import Core, Weights
 
 
@@ -70,20 +71,14 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
             **(engine_init_kwargs or {}),
         }
         self._weights = weights
-        thread = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
-        try:
-            self._core = thread.submit(Core, options, tokenizer.eos_token_id).result()
-        except BaseException:
-            if executor is None:
-                thread.shutdown()
-            raise
+        thread = EngineThread(executor, "vllm-engine")
+        self._core = thread.begin(Core, options, tokenizer.eos_token_id)
         super().__init__(
             context_length=self._core.context_length,
             vocab_size=self._core.vocab_size,
             eos_ids=self._core.eos_ids,
             tokenizer=tokenizer,
-            executor=thread,
-            is_own_executor=executor is None,
+            thread=thread,
         )
         self._n_requests = 0  # so far
         self._waiting: dict[str, ActiveSequence] = {}  # vLLM has not heard of them
@@ -116,7 +111,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
     async def _step(self) -> None:
         new, self._waiting = self._waiting, {}
         self._running |= new
-        for output in await self._in_thread(self._core.step, new, self._take_dropped()):
+        for output in await self._thread.run(self._core.step, new, self._take_dropped()):
             sequence = self._running.get(output.request_id)
             if sequence is None:
                 continue
@@ -130,21 +125,21 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
     async def _drop_all(self) -> None:
         self._dropped.extend(self._running)
         self._running, self._waiting = {}, {}
-        await self._in_thread(self._core.forget, self._take_dropped())
+        await self._thread.run(self._core.forget, self._take_dropped())
 
     async def _take_weights(self) -> None:
         """Copy every tensor of the policy into vLLM's model; EngineError if they do not fit."""
-        await self._in_thread(self._core.load_weights, self._weights, self._take_dropped())
+        await self._thread.run(self._core.load_weights, self._weights, self._take_dropped())
 
     async def _release_memory(self) -> None:
         """On a CPU, vLLM keeps its memory."""
-        await self._in_thread(self._core.sleep, self._take_dropped())
+        await self._thread.run(self._core.sleep, self._take_dropped())
 
     async def _take_memory(self) -> None:
-        await self._in_thread(self._core.wake_up)
+        await self._thread.run(self._core.wake_up)
 
     async def _shut_down(self) -> None:
-        await self._in_thread(self._core.shutdown)
+        await self._thread.run(self._core.shutdown)
 
     def _take_dropped(self) -> list[str]:
         dropped, self._dropped = self._dropped, []

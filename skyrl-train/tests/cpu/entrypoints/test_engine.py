@@ -31,7 +31,7 @@ async def test_the_embedded_engine_gets_a_share_of_what_is_left(
     with ThreadPoolExecutor(1) as executor:
         engine = new_engine(cfg, tiny_model, tiny_tokenizer, bytes_to_come, executor)
         assert isinstance(engine, HFEngine)
-        assert engine._executor is executor
+        assert engine._thread._executor is executor
         assert engine._memory.size * TOKEN_BYTES == pytest.approx(2**29, rel=0.2)  # other programs take and give
         await engine.close()
         assert executor.submit(lambda: 7).result() == 7
