@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import settings
+from small_models import SMALL
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -21,17 +22,6 @@ from skyrl_train.models.loading import load_model
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
 OTHER_ARCHITECTURES = {
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0, attn_logit_softcapping=None, sliding_window=64),

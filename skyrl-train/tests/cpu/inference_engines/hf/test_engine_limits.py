@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import SMALL
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,14 +28,6 @@ NewEngine = Callable[..., HFEngine]
 Passes = list[int]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 TOKEN_BYTES = 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, head_dim, float32
 REGION_BYTES = 64 * TOKEN_BYTES  # of a sequence of up to 64 tokens
 
