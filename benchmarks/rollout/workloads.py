@@ -47,20 +47,24 @@ def large_vocabulary() -> PreTrainedModel:
 
 
 def workloads() -> list[Workload]:
-    """The four that agent training is made of."""
+    """What agent training is made of."""
     rng = random.Random(0)
 
     def tokens(n: int) -> list[int]:
         return [rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(n)]
 
     mixed = [Conversation(tokens(rng.randint(8, 128)), [(rng.randint(8, 256), [])]) for _ in range(64)]
-    chats = [Conversation(tokens(128), [(24, tokens(160)) for _ in range(10)]) for _ in range(16)]
+    chats, tool_use = (
+        [Conversation(tokens(128), [(24, tokens(n_observed)) for _ in range(10)]) for _ in range(16)]
+        for n_observed in (160, 320)
+    )
     prompts = [tokens(1024) for _ in range(4)]
     groups = [Conversation(prompt, [(32, [])]) for prompt in prompts for _ in range(16)]
     large = [Conversation(tokens(32), [(32, [])]) for _ in range(64)]
     return [
         Workload("mixed lengths, 8 to 256", small_model, mixed, 1.5),
-        Workload("ten-turn conversations", small_model, chats, 4),
+        Workload("ten turns, 160 tokens observed after each", small_model, chats, 4),
+        Workload("ten turns, 320 tokens observed after each", small_model, tool_use, 4),
         Workload("groups of 16, prompts of 1,024", small_model, groups, 3),
         Workload("vocabulary of 151,936", large_vocabulary, large, 4),
     ]

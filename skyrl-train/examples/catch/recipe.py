@@ -76,6 +76,7 @@ class CatchRun:
     n_steps: int = N_STEPS
     label: str = ""  # of a run that is not the recipe as it is
     overrides: tuple[str, ...] = ()  # of the recipe, e.g. ("trainer.algorithm.advantage_estimator=rloo",)
+    experiment: type[BasePPOExp] = BasePPOExp
 
     @property
     def name(self) -> str:
@@ -117,7 +118,7 @@ class CatchRun:
             f"trainer.max_training_steps={self.n_steps}",
             f"trainer.seed={self.seed}",
         ]
-        BasePPOExp(parse_cli([*TINY_MODEL, *THIS_RUN, *this_run, *self.overrides])).run()
+        self.experiment(parse_cli([*TINY_MODEL, *THIS_RUN, *this_run, *self.overrides])).run()
 
     def metrics(self) -> MetricRows:
         """What the run logged so far."""

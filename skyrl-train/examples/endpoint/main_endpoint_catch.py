@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from examples.catch.learn import parser
 from examples.catch.main_catch import register_catch
-from examples.catch.recipe import THIS_RUN, TINY_MODEL, CatchRun
+from examples.catch.recipe import CatchRun
 from examples.endpoint.agent import play_catch
-from skyrl_train.config import SkyRLConfig, parse_cli
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.endpoint import AgentGenerator
@@ -47,25 +47,7 @@ class EndpointExp(BasePPOExp):
         return AgentGenerator(play_catch, cfg.generator, inference_engine_client, tokenizer)
 
 
-class EndpointRun(CatchRun):
-    """The Catch recipe with fewer games, played through the endpoint."""
-
-    def train(self) -> None:
-        """See `CatchRun.train`."""
-        this_run = [
-            f"data.train_data=['{self.data_dir / 'train.parquet'}']",
-            f"data.val_data=['{self.data_dir / 'validation.parquet'}']",
-            f"trainer.policy.model.path='{self.model_dir}'",
-            f"trainer.output_dir='{self.output_dir}'",
-            f"trainer.run_name={self.name}",
-            f"trainer.max_training_steps={self.n_steps}",
-            f"trainer.eval_interval={self.n_steps}",
-            f"trainer.seed={self.seed}",
-        ]
-        EndpointExp(parse_cli([*TINY_MODEL, *THIS_RUN, *SMALLER, *this_run, *self.overrides])).run()
-
-
-def learn(run: EndpointRun) -> bool:
+def learn(run: CatchRun) -> bool:
     """Prepare, train, and say how well the model plays; whether that is well enough."""
     started = time.monotonic()
     run.prepare()
@@ -88,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options.parse_args(argv)
     register_catch()
     output_dir = args.output_dir.expanduser().resolve()
-    run = EndpointRun(output_dir, "shaped", args.seed, args.steps, label="endpoint", overrides=tuple(args.overrides))
+    overrides = (*SMALLER, f"trainer.eval_interval={args.steps}", *args.overrides)
+    run = CatchRun(output_dir, "shaped", args.seed, args.steps, "endpoint", overrides, EndpointExp)
     results: list[bool] = []
     run_command(lambda: results.append(learn(run)))
     sys.exit(0 if results[0] else 1)

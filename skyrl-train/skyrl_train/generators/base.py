@@ -31,8 +31,12 @@ class BatchMetadata:
 
     def rollout_seed(self, id: TrajectoryID) -> int:
         """The randomness of one rollout: a function of what it is, not of when or beside what it runs."""
-        identity = f"{self.seed}/{self.training_phase}/{self.global_step}/{id.to_string()}"
-        return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
+        return seed_of(f"{self.seed}/{self.training_phase}/{self.global_step}/{id.to_string()}")
+
+
+def seed_of(identity: str) -> int:
+    """64 bits of randomness that follow from what tells a rollout, or a reply, from others."""
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,13 +79,17 @@ class Place:
 class TokenConversation:
     """Tokens are the truth: the next prompt is the last one, the sampled tokens, and those of the observations."""
 
-    def __init__(self, chat: ChatEncoder, prompt: Messages, *, ends_stopped_turns: bool = True) -> None:
-        """`ends_stopped_turns`: a turn that a stop string ended gets the template's end of turn."""
+    def __init__(self, chat: ChatEncoder, prompt: Messages | None, *, ends_stopped_turns: bool = True) -> None:
+        """`prompt` begins the first row; None: there is none yet.
+
+        `ends_stopped_turns`: a turn that a stop string ended gets the template's end of turn.
+        """
         self._chat = chat
         self._ends_stopped_turns = ends_stopped_turns
         self.rows: list[Row] = []
         self.places: list[Place] = []
-        self._begin_row(chat.prompt_ids(prompt))
+        if prompt is not None:
+            self._begin_row(chat.prompt_ids(prompt))
 
     def next_prompt(self) -> list[int]:
         """What the engine reads now."""

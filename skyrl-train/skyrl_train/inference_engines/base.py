@@ -104,7 +104,7 @@ class EngineResult:
     sampling_logprobs: list[float] | None = None  # [n] of the distribution sampled from; None where it is the same
     raw_logprobs: list[float] | None = None  # [n] at temperature 1, on request
     top_logprobs: list[dict[int, float]] | None = None  # [n] most likely tokens, like `logprobs`, on request
-    n_cached: int = 0  # tokens of the prompt that were not read again
+    n_reused: int = 0  # tokens of the prompt that were not read again
 
 
 OnTokens = Callable[[int, list[int], list[float]], None]
@@ -116,6 +116,8 @@ class InferenceEngine(Protocol):
 
     context_length: int
     """Tokens of prompt and response together that a sequence can have."""
+    longest_sequence: int
+    """The same, or less where the engine's memory holds less."""
 
     async def generate(
         self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None

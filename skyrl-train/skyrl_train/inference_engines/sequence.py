@@ -107,5 +107,5 @@ class ActiveSequence:
             sampling_logprobs=self.sampling_logprobs if self.is_shaped else None,
             raw_logprobs=self.raw_logprobs or None,
             top_logprobs=self.top_logprobs or None,
-            n_cached=self.n_reused or 0,
+            n_reused=self.n_reused or 0,
         )

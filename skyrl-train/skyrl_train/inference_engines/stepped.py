@@ -40,7 +40,7 @@ class SteppedEngine(ABC, Generic[S]):
         tokenizer: PreTrainedTokenizerBase,
         thread: EngineThread,
     ) -> None:
-        self.context_length = context_length
+        self.context_length = self.longest_sequence = context_length
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._rules = StopRules(eos_ids, tokenizer)

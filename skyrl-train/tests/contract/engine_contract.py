@@ -242,8 +242,8 @@ class EngineContract:
             for i, (turn, result) in enumerate(zip(turns, results, strict=True)):
                 assert_agrees(engine_kit, turn, result)
                 if n_turn and turn.session_id:
-                    assert len(turn.prompt_ids) - 12 - engine_kit.reused_at_once < result.n_cached
-                assert 0 <= result.n_cached < len(turn.prompt_ids)
+                    assert len(turn.prompt_ids) - 12 - engine_kit.reused_at_once < result.n_reused
+                assert 0 <= result.n_reused < len(turn.prompt_ids)
                 observation = engine_kit.prompt(11, seed=i)
                 turns[i] = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + observation)
 
@@ -251,10 +251,10 @@ class EngineContract:
         engine = engine_kit.new()
         first = engine_kit.request(150, 8, session="game")
         (result,) = await engine.generate([first])
-        assert result.n_cached == 0
+        assert result.n_reused == 0
         edited = replace(first, prompt_ids=[*first.prompt_ids[:100], *engine_kit.prompt(40, seed=5)])
         (result,) = await engine.generate([edited])
-        assert 100 - engine_kit.reused_at_once < result.n_cached <= 100
+        assert 100 - engine_kit.reused_at_once < result.n_reused <= 100
         assert_agrees(engine_kit, edited, result)
 
     async def test_an_ended_session_starts_over(self, engine_kit: EngineKit) -> None:
@@ -280,7 +280,7 @@ class EngineContract:
         for version in range(3):
             (result,) = await engine.generate([request])
             assert result.weight_spans == ((version, 8),)
-            assert result.n_cached == 0  # what other weights computed is forgotten
+            assert result.n_reused == 0  # what other weights computed is forgotten
             assert_agrees(engine_kit, request, result)
             engine_kit.add_noise(seed=version)
             outdated = engine_kit.trainer_logprobs(request, result)
@@ -419,7 +419,7 @@ class EngineContract:
             await engine.wake_up()
         (result,) = await engine.generate([request])
         assert_same(result, expected, engine_kit.tolerance)
-        assert result.n_cached == 0
+        assert result.n_reused == 0
         call = asyncio.create_task(engine.generate([engine_kit.request(10, **LONG)], listener))
         await listener.heard(2)
         with pytest.raises(EngineError, match="cannot sleep while 1 sequences"):

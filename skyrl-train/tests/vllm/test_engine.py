@@ -73,7 +73,7 @@ async def test_a_failing_step_fails_every_caller_and_the_engine_recovers(
     assert "ValueError: out of luck" in caplog.text  # with its traceback
     results = await engine.generate(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    assert [r.n_cached for r in results] == [0, 0, 0]  # what the failing step did not write is not taken for read
+    assert [r.n_reused for r in results] == [0, 0, 0]  # what the failing step did not write is not taken for read
 
 
 async def test_more_requests_than_memory_read_what_they_have_again(kit: EngineKit) -> None:
@@ -88,7 +88,7 @@ async def test_more_requests_than_memory_read_what_they_have_again(kit: EngineKi
     model_of(engine).register_forward_pre_hook(count, with_kwargs=True)
     for request, result in zip(requests, await engine.generate(requests), strict=True):
         assert_agrees(kit, request, result)
-        assert (len(result.token_ids), result.stop_reason, result.n_cached) == (300, "length", 0)
+        assert (len(result.token_ids), result.stop_reason, result.n_reused) == (300, "length", 0)
     assert n_read > 3 * (100 + 299)
 
 

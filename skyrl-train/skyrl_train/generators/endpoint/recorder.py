@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any
 
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
-from skyrl_train.generators.conversation import Place, Row, TokenConversation
+from skyrl_train.generators.conversation import Place, TokenConversation
 from skyrl_train.generators.rollout import TurnRecord
 from skyrl_train.inference_engines.base import EngineResult
 
@@ -51,10 +51,7 @@ class Recording(TokenConversation):
 
     def __init__(self, chat: ChatEncoder, *, ends_stopped_turns: bool = True) -> None:
         """`ends_stopped_turns`: see `TokenConversation`."""
-        self._chat = chat  # there is no prompt yet, so the base class cannot begin its first row
-        self._ends_stopped_turns = ends_stopped_turns
-        self.rows: list[Row] = []
-        self.places: list[Place] = []
+        super().__init__(chat, None, ends_stopped_turns=ends_stopped_turns)
         self.turns: list[TurnRecord] = []
         self._moments: list[Moment] = []
         self._by_digest: dict[Digest, Moment] = {}

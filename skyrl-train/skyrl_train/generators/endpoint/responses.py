@@ -128,7 +128,7 @@ class Answer(ABC):
             "prompt_tokens": n_prompt,
             "completion_tokens": n_sampled,
             "total_tokens": n_prompt + n_sampled,
-            "prompt_tokens_details": {"cached_tokens": sum(reply.result.n_cached for reply in of_prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(reply.result.n_reused for reply in of_prompts)},
         }
 
 

@@ -14,13 +14,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
+from skyrl_train.generators.base import seed_of
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.endpoint.calls import Owners
 from skyrl_train.generators.endpoint.errors import RequestError, refuse
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
 from skyrl_train.generators.endpoint.reply_text import TextStream, reply_text
 from skyrl_train.generators.endpoint.responses import Answer, ChatAnswer, CompletionAnswer, Json, Reply, Scored
-from skyrl_train.generators.endpoint.session import Session, free_sampling, seed_of
+from skyrl_train.generators.endpoint.session import Session, free_sampling
 from skyrl_train.generators.endpoint.wire import MOST_PROMPTS, ChatRequest, CompletionOptions, CompletionRequest
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, OnTokens, SamplingParams
 
@@ -69,8 +70,8 @@ class ModelService:
         ends_stopped_turns: bool = True,
         max_input_length: int | None = None,
     ) -> None:
-        """`max_input_length` is the longest prompt in tokens; None: what the model's context leaves room for."""
-        longest = engine.context_length - 1  # leaves room for a token
+        """`max_input_length` is the longest prompt in tokens; None: what the engine has room for."""
+        longest = engine.longest_sequence - 1  # leaves room for a token
         self.model_name = model_name
         self.engine = engine
         self.max_input_length = min(max_input_length or longest, longest)
@@ -155,7 +156,7 @@ class ModelService:
             sampling = session.sampling_for(asked, self._warned)
             request = partial(session.engine_request, prompt, sampling)
             return [Choice(prompt, sampling, session, request)] * asked.n_choices
-        sampling = free_sampling(asked, self.engine.context_length)
+        sampling = free_sampling(asked, self.engine.longest_sequence - n_tokens)
         # of SkyRL's clients, who name a conversation for the sake of the engine's cache
         cache = f"client/{asked.session_id}" if isinstance(asked.session_id, str | int) else None
         base = secrets.randbits(64) if asked.seed is None else asked.seed

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from skyrl_train.generators.base import seed_of
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
 from skyrl_train.generators.endpoint.wire import CompletionOptions
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
+from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, EngineResult, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-SHARPEST = 0.01
-"""A lower temperature than this is 0: so small a divisor makes logits infinite."""
 
 OF_THE_SESSION: Mapping[str, str] = {
     "temperature": "temperature",
@@ -33,21 +31,16 @@ trainer believes replies to come from."""
 
 
 def free_sampling(asked: CompletionOptions, n_most: int) -> SamplingParams:
-    """How to sample a request that no session rules; `n_most` tokens where it does not say."""
+    """How to sample a request that no session rules; `n_most` tokens at most."""
     set_here = {name: value for field, name in OF_THE_SESSION.items() if (value := getattr(asked, field)) is not None}
     temperature = set_here.get("temperature", 1.0)
     return SamplingParams(
-        **set_here | {"temperature": temperature if temperature >= SHARPEST else 0.0},
-        max_new_tokens=asked.n_most or n_most,
+        **set_here | {"temperature": temperature if temperature >= MIN_TEMPERATURE else 0.0},
+        max_new_tokens=min(asked.n_most or n_most, n_most),
         stop=asked.stops,
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         n_top_logprobs=asked.n_top_logprobs or 0,
     )
-
-
-def seed_of(identity: str) -> int:
-    """The randomness of a reply: 64 bits that follow from what tells it from others."""
-    return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(slots=True, eq=False)

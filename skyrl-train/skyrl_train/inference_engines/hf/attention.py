@@ -20,6 +20,7 @@ from skyrl_train.inference_engines.hf.kv_memory import KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 
 NAME = "skyrl_packed"
+MASK_SIZE = 1 << 24  # elements of a mask: 80 MiB while attention makes numbers of them
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Run:
     length: int  # tokens of the longest sequence after the pass, L
     is_causal: bool  # nothing is stored yet, so that queries and keys are the same tokens
     is_even: bool  # every query sees all keys
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def view(self, pool: torch.Tensor) -> torch.Tensor:
         """What the run has stored (n, heads, L, d), in place."""
@@ -41,13 +42,14 @@ class Run:
         shape = (len(self.positions), pool.shape[1], self.length, pool.shape[2])
         return pool.as_strided(shape, (self.capacity * of_token, of_head, of_token, of_value), self.start * of_token)
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Which keys each query sees (n, 1, T, L): those up to itself, of a sliding window the last ones."""
-        if window not in self._masks:
-            keys = torch.arange(self.length, device=self.positions.device)
-            distance = self.positions[:, None, :, None] - keys  # (n, 1, T, L)
-            self._masks[window] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return self._masks[window]
+    def mask(self, queries: slice, n_keys: int, window: int | None) -> torch.Tensor:
+        """Which keys each query sees (n, 1, queries, keys): those up to itself, of a sliding window the last ones."""
+        at = (queries.start, window)
+        if at not in self._masks:
+            keys = torch.arange(n_keys, device=self.positions.device)
+            distance = self.positions[:, None, queries, None] - keys
+            self._masks[at] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self._masks[at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +179,21 @@ def _attend(
             queries.flatten(1, 2), keys, values, is_causal=True, scale=scaling, enable_gqa=True
         )
         return whole.view(*queries.shape[:4], -1)
-    mask = None
-    if not (run.is_even and window is None):
-        mask = run.mask(window).repeat(1, 1, queries.shape[2], 1)  # (n, 1, heads per key head · T, L)
-    folded = scaled_dot_product_attention(queries.flatten(2, 3), keys, values, attn_mask=mask, scale=scaling)
-    return folded.view(*queries.shape[:4], -1)
+    if run.is_even and window is None:
+        folded = scaled_dot_product_attention(queries.flatten(2, 3), keys, values, scale=scaling)
+        return folded.view(*queries.shape[:4], -1)
+    n_shared, n_new = queries.shape[2:4]
+    size = max(1, MASK_SIZE // (len(queries) * n_shared * run.length))
+    blocks = []
+    for begin in range(0, n_new, size):
+        block = queries[:, :, :, begin : begin + size]
+        n_keys = run.length - max(0, n_new - begin - size)
+        mask = run.mask(slice(begin, begin + size), n_keys, window).repeat(1, 1, n_shared, 1)
+        folded = scaled_dot_product_attention(
+            block.flatten(2, 3), keys[:, :, :n_keys], values[:, :, :n_keys], attn_mask=mask, scale=scaling
+        )
+        blocks.append(folded.view(*block.shape[:4], -1))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=3)
 
 
 def hidden_states(model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row]) -> torch.Tensor:

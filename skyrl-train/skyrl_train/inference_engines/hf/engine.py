@@ -71,6 +71,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._max_cache_bytes = max_cache_bytes
         size = max_cache_bytes // self._bytes_per_token // UNIT * UNIT
         self._memory = KVMemory(size)
+        self.longest_sequence = min(self.context_length, size)
         self._table = RegionTable(size)
         self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
 

@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
     request_id: str
     choices: list[Choice]
-    n_cached: int | None  # tokens of the prompt that were not read; None after the first output
+    n_reused: int | None  # tokens of the prompt that were not read; None after the first output
     is_over: bool
 
 

@@ -116,7 +116,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
             if sequence is None:
                 continue
             if sequence.n_reused is None:
-                sequence.n_reused = output.n_cached
+                sequence.n_reused = output.n_reused
             for choice in output.choices:
                 self._append(sequence, choice)
             if output.is_over and not sequence.is_over:

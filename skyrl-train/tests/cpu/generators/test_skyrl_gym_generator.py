@@ -86,7 +86,7 @@ async def test_two_hundred_turns_read_every_token_once(make_stage: MakeStage, ta
     (t,) = await stage.play([story("a", n_turns=200)])
     assert len(t.turns) == 200
     check_against_engine(t, stage)
-    n_read = [len(request.prompt_ids) - result.n_cached for request, result in stage.engine.exchanges]
+    n_read = [len(request.prompt_ids) - result.n_reused for request, result in stage.engine.exchanges]
     n_sampled = sum(len(result.token_ids) for _, result in stage.engine.exchanges)
     assert sum(n_read) + n_sampled - 200 == len(t.prompt_ids) + len(t.response_ids) - 1  # all but the very last
 

@@ -22,8 +22,11 @@ MODEL = "tiny"
 HELLO = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "State: ball=(3,0)"}]
 
 
-def new_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RecordedEngine:
-    return RecordedEngine(model, tokenizer, max_num_seqs=64, max_num_batched_tokens=512, max_cache_bytes=2**24)
+def new_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_cache_bytes: int = 1 << 24
+) -> RecordedEngine:
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_cache_bytes": max_cache_bytes}
+    return RecordedEngine(model, tokenizer, **limits)
 
 
 def new_client(base_url: str) -> AsyncOpenAI:

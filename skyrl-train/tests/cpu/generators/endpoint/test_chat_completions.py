@@ -56,7 +56,7 @@ def test_usage_counts_tokens_and_what_was_cached(live: LiveEndpoint) -> None:
         n_sampled,
         n_prompt + n_sampled,
     )
-    assert usage.prompt_tokens_details.cached_tokens == results[0].n_cached > 0
+    assert usage.prompt_tokens_details.cached_tokens == results[0].n_reused > 0
 
 
 def test_a_seed_gives_the_same_reply_again_and_choices_differ(live: LiveEndpoint) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.endpoint import Endpoint, ModelService, Session
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.models.memory import cache_bytes_per_token
 
 LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
@@ -36,7 +37,7 @@ async def test_what_a_session_asks_is_recorded(stage: Stage) -> None:
     request, result = stage.engine.exchanges[-1]
     assert row.token_ids == request.prompt_ids + result.token_ids
     assert [record.result for record in session.recording.turns] == [result for _, result in stage.engine.exchanges]
-    assert result.n_cached > 0
+    assert result.n_reused > 0
 
 
 async def test_a_session_is_named_by_url_header_or_body(stage: Stage) -> None:
@@ -222,6 +223,22 @@ async def test_agents_elsewhere_get_the_public_url(stage: Stage) -> None:
     assert endpoint.url(session) == f"http://trainer.example:8000/session/{session.id}/v1"
     assert session.id.startswith("17-3-")
     await endpoint.close()
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 10_000}])
+async def test_a_reply_ends_where_the_engines_memory_does(
+    asked: dict[str, int], talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = new_engine(talker, tiny_tokenizer, max_cache_bytes=192 * cache_bytes_per_token(talker))
+    endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
+    await endpoint.start()
+    async with new_client(endpoint.url()) as client:
+        answer = await chat(client, **asked, extra_body={"ignore_eos": True})
+        assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (192, "length")
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 191 tokens"):
+            await chat(client, [{"role": "user", "content": "State: ball=(3,0)" * 40}])
+    await endpoint.close()
+    await engine.close()
 
 
 async def test_an_engine_that_fails_is_a_failure_of_the_server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

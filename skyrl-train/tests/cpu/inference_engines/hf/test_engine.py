@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import HFEngine, attention
 from skyrl_train.models.logprobs import response_logprobs
 
 NewEngine = Callable[..., HFEngine]
@@ -75,7 +75,11 @@ async def alone(new_engine: NewEngine, requests: list[EngineRequest]) -> list[En
 # -- against the model
 
 
-async def test_other_architectures_agree_with_transformers(new_engine: NewEngine, other_model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("mask_size", [attention.MASK_SIZE, 500])  # 500: a mask for every two queries
+async def test_other_architectures_agree_with_transformers(
+    new_engine: NewEngine, other_model: PreTrainedModel, mask_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "MASK_SIZE", mask_size)
     engine = new_engine(other_model)
     requests = [
         request(prompt(n), n_new=12, temperature=0.0, session=str(n)) for n in (1, 9, 60, 90)
@@ -140,7 +144,7 @@ async def test_a_sessions_next_turn_reads_only_what_is_new(
         (result,) = await engine.generate([turn])
         n_new = 30 if len(turn.prompt_ids) == 30 else 12  # the last sampled token and 11 observed ones
         assert forward_passes == [n_new, 1, 1, 1, 1]
-        assert result.n_cached == len(turn.prompt_ids) - n_new
+        assert result.n_reused == len(turn.prompt_ids) - n_new
         assert_same(result, without)
         assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, turn, result), abs=1e-5)
         turn = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + prompt(11))
@@ -153,7 +157,7 @@ async def test_a_shared_prompt_is_read_once(
     other = request(prompt(10), session="other")
     results = await new_engine().generate([group[0], other, *group[1:]])
     assert forward_passes[:3] == [40 + 10, 2 + 3, 5]  # the three others read the last token of the prompt
-    assert [result.n_cached for result in results] == [0, 0, 39, 39, 39]
+    assert [result.n_reused for result in results] == [0, 0, 39, 39, 39]
     assert len({tuple(result.token_ids) for result in results}) == 5
     for r, result in zip([group[0], other, *group[1:]], results, strict=True):
         assert result.logprobs == pytest.approx(trainer_logprobs(tiny_model, r, result), abs=1e-5)
@@ -190,7 +194,7 @@ async def test_a_short_prompt_without_a_session_is_found_again(new_engine: NewEn
     engine = new_engine()
     await engine.generate([request(prompt(20), n_new=9)])
     (again,) = await engine.generate([request(prompt(20), n_new=9, seed=5)])
-    assert again.n_cached == 19
+    assert again.n_reused == 19
 
 
 async def test_a_longer_prompt_without_a_session_reads_what_is_new(
@@ -203,7 +207,7 @@ async def test_a_longer_prompt_without_a_session_reads_what_is_new(
     forward_passes.clear()
     (second,) = await engine.generate([longer])
     assert forward_passes[0] == 21  # the last token of the first response was never read
-    assert second.n_cached == 100 + len(first.token_ids) - 1
+    assert second.n_reused == 100 + len(first.token_ids) - 1
     assert_same(second, expected)
 
 
@@ -238,7 +242,7 @@ async def test_an_ended_session_is_read_anew(new_engine: NewEngine) -> None:
     engine = new_engine()
     await engine.generate([request(prompt(30), session="game")])
     engine.end_session("game")
-    assert (await engine.generate([request(prompt(30), session="game")]))[0].n_cached == 0
+    assert (await engine.generate([request(prompt(30), session="game")]))[0].n_reused == 0
 
 
 async def test_an_engine_asleep_holds_no_memory(new_engine: NewEngine) -> None:

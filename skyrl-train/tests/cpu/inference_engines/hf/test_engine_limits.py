@@ -268,7 +268,7 @@ async def test_a_session_that_ends_while_it_runs_keeps_nothing(new_engine: NewEn
     engine.end_session("game")
     gate.set()
     (result,) = await engine.generate([request(80, 1, session="other")])
-    assert result.n_cached == 0
+    assert result.n_reused == 0
 
 
 async def test_an_engine_that_cannot_start_over_says_so(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
