@@ -136,7 +136,7 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
-	@$(PIP) -c constraints.txt -e skyrl-gym -e 'skyrl-train[dev]'
+	@$(PIP) -c constraints.txt -e 'skyrl-gym[all]' -e 'skyrl-train[dev]'
 	@touch $@
 
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)

@@ -3,7 +3,8 @@
 Error
 ├── RegistrationError       a registration that cannot be accepted
 │   └── InvalidSpec         a spec that cannot be built, written as JSON or read back (also a ValueError)
-└── UnregisteredEnv         an id that this process's registry does not hold (also a ValueError)
+├── UnregisteredEnv         an id that this process's registry does not hold (also a ValueError)
+└── ToolFailure             a tool's server does not answer: not the model's doing, so that the rollout is invalid
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class InvalidSpec(RegistrationError, ValueError):
 
 class UnregisteredEnv(Error, ValueError):
     """No environment with this id is registered in this process."""
+
+
+class ToolFailure(Error):
+    """What a tool depends on has failed; the model that called it has not."""

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_gym import error
 
-ERRORS = [error.Error, error.RegistrationError, error.InvalidSpec, error.UnregisteredEnv]
+ERRORS = [error.Error, error.RegistrationError, error.InvalidSpec, error.UnregisteredEnv, error.ToolFailure]
 
 
 @pytest.mark.parametrize("error_class", ERRORS)

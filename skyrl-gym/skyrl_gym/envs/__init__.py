@@ -1,5 +1,21 @@
-"""Environments and the registry that finds them by name."""
+"""Environments and the registry that finds them by name. Those that come with the package are registered here; each is
+imported when it is made.
+"""
 
 from skyrl_gym.envs.registration import EnvSpec, deregister, make, pprint_registry, register, registry, spec
 
-__all__ = ["EnvSpec", "deregister", "make", "pprint_registry", "register", "registry", "spec"]
+__all__ = ["BUILT_IN", "EnvSpec", "deregister", "make", "pprint_registry", "register", "registry", "spec"]
+
+BUILT_IN = {
+    "aime": "skyrl_gym.envs.aime.env:AIMEEnv",
+    "gsm8k": "skyrl_gym.envs.gsm8k.env:GSM8kEnv",
+    "gsm8k_multi_turn": "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv",
+    "lcb": "skyrl_gym.envs.lcb.env:LCBEnv",
+    "multiply": "skyrl_gym.envs.multiply.env:MultiplyEnv",
+    "search": "skyrl_gym.envs.search.env:SearchEnv",
+    "searchcode": "skyrl_gym.envs.searchcode.env:SearchCodeEnv",
+    "text2sql": "skyrl_gym.envs.sql.env:SQLEnv",
+}
+
+for _id, _entry_point in BUILT_IN.items():
+    register(_id, _entry_point)

@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_gym.core import Env, EnvStepOutput
 from skyrl_gym.metrics import default_aggregate_metrics
+from skyrl_gym.tools.core import ToolGroup
 
 MessageType = dict[str, Any]
 """One chat message: ``role`` and ``content``, and whatever else the chat template understands (``tool_calls``, …)."""
@@ -35,6 +36,8 @@ class BaseTextEnv(Env[ConversationType, str]):
     def __init__(self) -> None:
         self.turns = 0
         self.max_turns = 1
+        self.tool_groups: list[ToolGroup] = []
+        self.tool_to_toolgroup: dict[str, str] = {}
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Begin the episode with the row's prompt; an environment may answer with another one."""
@@ -43,6 +46,25 @@ class BaseTextEnv(Env[ConversationType, str]):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Answer the model's reply `action`, the decoded text of one turn."""
         raise NotImplementedError(f"{type(self).__name__} must implement step()")
+
+    def close(self) -> None:
+        """Release what the tools hold. Calling it again does nothing."""
+        for group in self.tool_groups:
+            group.close()
+
+    def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
+        """Offer the tools of these groups; of two tools with one name, the last."""
+        self.tool_groups = list(tool_groups)
+        self.tool_to_toolgroup = {}
+        for group in tool_groups:
+            self.tool_to_toolgroup.update(group.get_tool_to_group_mapping())
+
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
+        """What a tool returns for the arguments `tool_input`; ValueError if there is no such group or tool."""
+        group = next((group for group in self.tool_groups if group.get_name() == tool_group_name), None)
+        if group is None:
+            raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
+        return group.execute_tool(tool_name, *tool_input)
 
     def get_metrics(self) -> dict[str, Any]:
         """The facts of this episode that are worth averaging, e.g. ``{"steps": 5, "caught": 1}``."""

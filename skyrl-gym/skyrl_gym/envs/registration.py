@@ -109,12 +109,14 @@ def register(id: str, entry_point: EnvCreator | str | None = None, kwargs: Mappi
 
         register(id="multiply", entry_point="my_project.multiply:MultiplyEnv")
 
+    An environment of yours takes the place of one of ours that has the same name.
+
     Raises:
-        RegistrationError: `id` is taken, or `entry_point` is missing or malformed.
+        RegistrationError: `id` is taken by another of yours, or `entry_point` is missing or malformed.
     """
     if entry_point is None:
         raise error.RegistrationError(f"registering {id!r} needs an entry_point: a class or 'module:attribute'")
-    if id in registry:
+    if id in registry and not _is_built_in(registry[id]):
         raise error.RegistrationError(
             f"cannot register {id!r} as {entry_point}: it is already registered as {registry[id].entry_point}; "
             f"choose another id, or call deregister({id!r}) first"
@@ -191,6 +193,10 @@ def pprint_registry(
     rows = [ids[start : start + num_cols] for start in range(0, len(ids), num_cols)]
     lines = ["  ".join(env_id.ljust(width) for env_id in row).rstrip() for row in rows]
     return _print_or_return("\n".join(lines), disable_print)
+
+
+def _is_built_in(env_spec: EnvSpec) -> bool:
+    return isinstance(env_spec.entry_point, str) and env_spec.entry_point.startswith(__name__.split(".")[0] + ".")
 
 
 def _split_entry_point(name: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import skyrl_gym
 from skyrl_gym import error
+from skyrl_gym.envs import BUILT_IN
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import (
     EnvSpec,
@@ -51,6 +52,13 @@ class TestRegister:
         with pytest.raises(error.RegistrationError, match=r"'row'.*already registered as .*:RowEnv.*deregister"):
             register("row", "elsewhere:OtherEnv")
         assert spec("row").entry_point == ROW_ENV
+
+    def test_ones_own_takes_the_place_of_a_built_in(self) -> None:
+        register("gsm8k", BUILT_IN["gsm8k"])
+        register("gsm8k", RowEnv)
+        assert spec("gsm8k").entry_point is RowEnv
+        with pytest.raises(error.RegistrationError, match="already registered"):
+            register("gsm8k", RowEnv)
 
     def test_an_entry_point_is_needed(self) -> None:
         with pytest.raises(error.RegistrationError, match="'row' needs an entry_point"):

@@ -39,7 +39,10 @@ def gdpo(
     _check(weights, reward_components)
     # in double precision: components that cancel leave little, which whitening makes large again
     total = torch.stack(
-        [weights.get(name, 1.0) * group_normalised(scores.double(), index) for name, scores in reward_components.items()]
+        [
+            weights.get(name, 1.0) * group_normalised(scores.double(), index)
+            for name, scores in reward_components.items()
+        ]
     ).sum(dim=0)  # (B,)
     advantages = masked_whiten(on_sampled_tokens(total, response_mask), response_mask)  # (B, R)
     advantages = advantages.to(next(iter(reward_components.values())).dtype)

@@ -1,0 +1,59 @@
+"""A programming task: one reply, whose last block of code must pass all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, read_tests
+from skyrl_gym.envs.row import ground_truth_of, settings_of
+from skyrl_gym.isolation.program import Limits
+
+
+@dataclass(frozen=True)
+class LCBEnvConfig:
+    """`environment.skyrl_gym.lcb`."""
+
+    timeout: float = 6.0
+    """Seconds of one test."""
+    total_timeout: float = 120.0
+    """Seconds of all tests of a task; what takes longer is wrong."""
+    memory_mb: int = 1024
+
+
+class LCBEnv(BaseTextEnv):
+    """1 if the program in the reply passes all tests in `reward_spec["ground_truth"]`, else 0.
+
+    Programs run closed off: see `skyrl_gym.isolation`. `metadata` has `parsed_code`, and how the program failed.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._settings = settings_of("lcb", env_config, LCBEnvConfig)
+        self.tests = read_tests(ground_truth_of(extras))
+        self._verdict = Verdict(0, len(self.tests), "none")
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Run the program."""
+        self.turns += 1
+        code = extract_code(action)
+        if code is not None:
+            limits = Limits(seconds=self._settings.timeout, memory_bytes=self._settings.memory_mb << 20)
+            self._verdict = grade(code, self.tests, limits, self._settings.total_timeout)
+        return BaseTextEnvStepOutput(
+            observations=[],
+            reward=float(self._verdict.is_correct),
+            done=True,
+            metadata={"parsed_code": code, "failure": self._verdict.failure},
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Which part of the tests it passed, and whether there was a program, and whether that met a limit."""
+        failure = self._verdict.failure
+        return {
+            "passed_tests": self._verdict.n_passed / self._verdict.n_tests,
+            "has_code": failure != "none",
+            "met_limit": failure not in (None, "none", "wrong", "error"),
+        }

@@ -1,0 +1,58 @@
+"""What environments read of a dataset row, and of their section of the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+S = TypeVar("S")
+
+
+def ground_truth_of(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> Any:
+    """The right answer of a row, from the first of `fields` that the row has.
+
+    Raises:
+        AssertionError: the field, or its `ground_truth`, is missing. (SkyRL's choice, which its users' tests expect.)
+    """
+    field = next((field for field in fields if extras.get(field) is not None), None)
+    if field is None:
+        needed = ", or ".join(f"{field} field is required" for field in fields)
+        raise AssertionError(f"{needed}: give the row {fields[0]}={{'ground_truth': …}}; it has {sorted(extras)}")
+    spec = extras[field]
+    truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
+    if truth is None or (isinstance(truth, str) and not truth.strip()):
+        raise AssertionError(f"ground_truth is required in {field} field; got {field}={spec!r}")
+    return truth
+
+
+def max_turns_of(extras: Mapping[str, Any], default: int) -> int:
+    """How many turns the episode may take: the row's `max_turns`, else that of its `extra_info`, else `default`.
+
+    Raises:
+        ValueError: it is no whole number, or less than 1.
+    """
+    given = [source.get("max_turns") for source in (extras, extras.get("extra_info") or {})]
+    max_turns = next((value for value in given if value is not None), default)  # parquet stores a missing key as None
+    if isinstance(max_turns, float) and max_turns.is_integer():
+        max_turns = int(max_turns)
+    if not isinstance(max_turns, int) or isinstance(max_turns, bool) or max_turns < 1:
+        raise ValueError(f"max_turns={max_turns!r} must be a whole number of at least 1; set generator.max_turns")
+    return max_turns
+
+
+def settings_of(env_class: str, env_config: Mapping[str, Any] | None, kind: type[S]) -> S:
+    """The section `environment.skyrl_gym.<env_class>` as the dataclass `kind`; what it does not set has its default.
+
+    Raises:
+        ValueError: it sets something else.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    given = dict(env_config or {})
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+            raise ValueError(f"environment.skyrl_gym.{env_class}.{name} is unknown; {hint}")
+    return kind(**given)

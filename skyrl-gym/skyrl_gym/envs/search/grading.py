@@ -1,0 +1,50 @@
+"""Exact match of an answer, as it is usual for open questions.
+
+Source: Search-R1 (Jin et al., 2025, arXiv:2503.09516), with the normalisation of SQuAD (Rajpurkar et al., 2016).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_gym.envs.tags import last_between
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(answer: str) -> str:
+    """Without capitals, punctuation, articles and needless space."""
+    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
+
+
+def extract_solution(solution_str: str) -> str | None:
+    """The last `<answer>…</answer>` of a text; None without one."""
+    answer = last_between(solution_str, "<answer>", "</answer>")
+    return None if answer is None else answer.strip()
+
+
+def compute_score(
+    solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` if the answer is one of `ground_truth["target"]`, else `format_score`; 0 without an answer."""
+    answer = extract_solution(solution_str)
+    if answer is None:
+        return 0.0
+    return score if normalize_answer(answer) in map(normalize_answer, targets_of(ground_truth)) else format_score
+
+
+def targets_of(ground_truth: Any) -> list[str]:
+    """The right answers, of which one will do.
+
+    Raises:
+        ValueError: there are none.
+    """
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    targets = [target] if isinstance(target, str) else target
+    if not isinstance(targets, Sequence) or not targets or not all(isinstance(one, str) for one in targets):
+        raise ValueError(f"ground_truth={ground_truth!r} must be {{'target': text or a list of texts}}")
+    return list(targets)

@@ -1,0 +1,29 @@
+"""Calls into the C library that Python has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+
+
+@cache
+def libc() -> ctypes.CDLL:
+    """The C library of this process."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set a property of this process, where there is such a thing."""
+    if sys.platform == "linux":
+        libc().prctl(option, value, 0, 0, 0)
+
+
+def checked(name: str, result: int) -> None:
+    """OSError if a call failed."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

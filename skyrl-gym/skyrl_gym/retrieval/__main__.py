@@ -1,0 +1,53 @@
+"""`python -m skyrl_gym.retrieval --corpus wiki.jsonl`: find documents by their words; `--encoder` by their meaning."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_gym.retrieval.corpus import read_corpus
+from skyrl_gym.retrieval.index import Index, VectorIndex, WordIndex
+
+logger = logging.getLogger("skyrl_gym.retrieval")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m skyrl_gym.retrieval", description=__doc__)
+    parser.add_argument("--corpus", type=Path, required=True, help='JSON lines of {"id": …, "contents": …}, maybe .gz')
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--topk", type=int, default=3, help="documents, where a request does not say")
+    parser.add_argument("--encoder", help="a model of sentence-transformers, e.g. intfloat/e5-base-v2")
+    parser.add_argument("--query_prefix", default="", help='what the encoder wants before a query, e.g. "query: "')
+    parser.add_argument("--document_prefix", default="", help='and before a document, e.g. "passage: "')
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        import uvicorn
+
+        from skyrl_gym.retrieval.server import new_app
+
+        documents = read_corpus(options.corpus)
+        index: Index
+        if options.encoder:
+            from sentence_transformers import SentenceTransformer
+
+            encoder = SentenceTransformer(options.encoder)
+            index = VectorIndex(documents, encoder, options.query_prefix, options.document_prefix)
+        else:
+            index = WordIndex(documents)
+    except ModuleNotFoundError as error:
+        package = "sentence-transformers" if error.name == "sentence_transformers" else "'skyrl-gym[retrieval]'"
+        sys.exit(f"{error.name} is not installed: pip install {package}")
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    logger.info("%d documents at http://%s:%d/retrieve", len(documents), options.host, options.port)
+    uvicorn.run(new_app(index, len(documents), options.topk), host=options.host, port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

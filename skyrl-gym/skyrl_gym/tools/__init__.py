@@ -1,0 +1,20 @@
+"""Tools for models: what environments offer them to call."""
+
+from importlib import import_module
+
+from skyrl_gym.tools.core import ToolGroup, tool
+
+__all__ = ["PythonCodeExecutorToolGroup", "SQLCodeExecutorToolGroup", "SearchToolGroup", "ToolGroup", "tool"]
+
+_MODULES = {
+    "PythonCodeExecutorToolGroup": "skyrl_gym.tools.python",
+    "SQLCodeExecutorToolGroup": "skyrl_gym.tools.sql",
+    "SearchToolGroup": "skyrl_gym.tools.search",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The groups that need other packages are imported when they are asked for."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,0 +1,151 @@
+"""A tool that asks a retrieval server.
+
+POST {"query": "…", "topk": 3, "return_scores": true}, answered by
+{"result": [[{"document": {"contents": "…"}, "score": 0.7}, …]]}; `python -m skyrl_gym.retrieval` is such a server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import urllib3
+
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.tools.core import ToolGroup, tool
+
+logger = logging.getLogger(__name__)
+
+N_ATTEMPTS = 10
+DELAY_SECONDS = 1.0  # after the first attempt; twice as much after the second, and so on
+RETRIED = (500, 502, 503, 504)
+POOL_SIZE = 256  # connections to one server
+
+_pools: dict[str, urllib3.PoolManager] = {}
+_pools_lock = threading.Lock()
+
+
+def call_search_api(
+    retrieval_service_url: str,
+    query: str,
+    topk: int = 3,
+    return_scores: bool = True,
+    timeout: float = 30,
+    log_requests: bool = True,
+    session: urllib3.PoolManager | None = None,
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The answer of a retrieval server, or what went wrong; `timeout` in seconds, of each attempt.
+
+    A server that is busy, down or slow is asked again, ten times in 45 seconds.
+    """
+    pool = session or pool_for(retrieval_service_url)
+    body = {"query": query, "topk": topk, "return_scores": return_scores}
+    problem = None
+    for attempt in range(1, N_ATTEMPTS + 1):
+        if log_requests:
+            logger.info("search, attempt %d: %s", attempt, query)
+        answer, problem, is_final = _ask(pool, retrieval_service_url, body, timeout)
+        if is_final:
+            return answer, problem
+        if attempt < N_ATTEMPTS:
+            time.sleep(DELAY_SECONDS * attempt)
+    return None, f"{problem} (after {N_ATTEMPTS} attempts)"
+
+
+def pool_for(url: str) -> urllib3.PoolManager:
+    """The connections to a server, which all tools of this process share."""
+    parts = urlsplit(url)
+    with _pools_lock:
+        return _pools.setdefault(
+            f"{parts.scheme}://{parts.netloc}", urllib3.PoolManager(maxsize=POOL_SIZE, block=False, retries=False)
+        )
+
+
+def _ask(
+    pool: urllib3.PoolManager, url: str, body: dict[str, Any], timeout: float
+) -> tuple[dict[str, Any] | None, str | None, bool]:
+    """One attempt: the answer, what went wrong, and whether to leave it at that."""
+    try:
+        response = pool.request("POST", url, json=body, timeout=timeout, headers={"Accept": "application/json"})
+    except (urllib3.exceptions.TimeoutError, urllib3.exceptions.ProtocolError) as error:
+        return None, f"{type(error).__name__}: {error}", False
+    except urllib3.exceptions.HTTPError as error:
+        return None, f"{type(error).__name__}: {error}", True
+    if response.status in RETRIED:
+        return None, f"the server answered with status {response.status}", False
+    if response.status >= 400:
+        return None, f"the server answered with status {response.status}: {response.data[:200]!r}", True
+    try:
+        answer = json.loads(response.data)
+    except ValueError:
+        return None, f"the server's answer is not JSON: {response.data[:200]!r}", True
+    if not isinstance(answer, dict):
+        return None, f"the server's answer is not an object: {response.data[:200]!r}", True
+    return answer, None, True
+
+
+class SearchToolGroup(ToolGroup):
+    """The tool `search`."""
+
+    def __init__(
+        self,
+        search_url: str = "http://127.0.0.1:8000/retrieve",
+        topk: int = 3,
+        timeout: float = 30,
+        log_requests: bool = True,
+        raise_failures: bool = False,
+    ) -> None:
+        """Ask the server at `search_url` for `topk` documents.
+
+        `raise_failures`: a server that fails is an error, and not an answer that the model reads.
+        """
+        super().__init__(name="SearchToolGroup")
+        if not search_url.startswith(("http://", "https://")):
+            raise ValueError(f"search_url={search_url!r} must begin with http:// or https://")
+        self._url = search_url
+        self._topk = topk
+        self._timeout = timeout
+        self._log_requests = log_requests
+        self._raise_failures = raise_failures
+
+    @tool
+    def search(self, query: str | None) -> str:
+        """Search for documents.
+
+        Args:
+            query: what to look for
+        """
+        if query is None:
+            return ""
+        answer, problem = call_search_api(
+            retrieval_service_url=self._url,
+            query=query,
+            topk=self._topk,
+            return_scores=True,
+            timeout=self._timeout,
+            log_requests=self._log_requests,
+            session=pool_for(self._url),
+        )
+        if problem is not None:
+            if self._raise_failures:
+                raise ToolFailure(f"search at {self._url}: {problem}")
+            return json.dumps({"result": f"Search error: {problem}"})
+        return json.dumps({"result": _text(answer or {})})
+
+
+def _text(answer: dict[str, Any]) -> str:
+    """The documents as the model reads them, numbered from 1 in each list."""
+    lists = [
+        "".join(f"Doc {i}: {_contents(found)}\n" for i, found in enumerate(documents, start=1))
+        for documents in answer.get("result") or []
+    ]
+    return "\n---\n".join(lists) if any(lists) else "No search results found."
+
+
+def _contents(found: dict[str, Any]) -> str:
+    document = found.get("document", found)
+    return str(document.get("contents", "")) if isinstance(document, dict) else str(document)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_gym.envs.lcb.env import LCBEnv
+from skyrl_gym.envs.lcb.grading import extract_code, is_same_output, read_tests
+
+SUMS = [{"input": f"{n}\n{n + 1}\n", "output": f"{2 * n + 1}\n", "testtype": "stdin"} for n in range(3)]
+CALLS = [
+    {"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional", "metadata": {"func_name": "add"}},
+    {"input": "[]\n1", "output": "[]", "testtype": "functional", "metadata": '{"func_name": "add"}'},
+]
+RIGHT = "print(int(input()) + int(input()))"
+
+
+def play(reply: str, tests: Any = SUMS, **settings: Any) -> tuple[float | None, str | None, dict[str, Any]]:
+    """Reward, failure and metrics."""
+    with LCBEnv(env_config=settings, extras={"reward_spec": {"ground_truth": json.dumps(tests)}}) as env:
+        output = env.step(reply)
+        assert output["done"]
+        assert output["observations"] == []
+        return output["reward"], output["metadata"]["failure"], env.get_metrics()
+
+
+def fenced(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("code", "reward", "failure"),
+    [
+        (RIGHT, 1.0, None),
+        ("if __name__ == '__main__':\n    " + RIGHT, 1.0, None),
+        ("import sys\nprint(sum(map(int, sys.stdin)))", 1.0, None),
+        ("import threading\ndef main(): " + RIGHT + "\nthreading.Thread(target=main).start()", 1.0, None),
+        (RIGHT + "\nexit()", 1.0, None),
+        ("print(1)", 0.0, "wrong"),
+        ("print(int(input()) + int(input())); 1 / 0", 0.0, "error"),
+        ("", 0.0, "wrong"),
+        ("def", 0.0, "error"),
+        ("while True: pass", 0.0, "time"),
+        ("x = bytearray(1 << 33)", 0.0, "error"),
+        ("while True: print(1)", 0.0, "output"),
+        ("import os; os._exit(0)", 0.0, "wrong"),
+    ],
+)
+def test_programs_that_read_and_print(code: str, reward: float, failure: str | None) -> None:
+    assert play(fenced(code), timeout=1.0)[:2] == (reward, failure)
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        ("def add(a, n): return [x + n for x in a]", 1.0),
+        ("class Solution:\n    def add(self, a: List[int], n: int) -> List[int]: return [x + n for x in a]", 1.0),
+        ("from __future__ import annotations\ndef add(a, n): return tuple(x + n for x in a)", 1.0),
+        ("def add(a, n): return a", 0.0),
+        ("def add(a): return a", 0.0),
+        ("def add(a, n): return object()", 0.0),
+        ("add = 3", 0.0),
+        ("x = 1", 0.0),
+        ("def add(a, n): print('[4, 5]')", 0.0),
+    ],
+)
+def test_functions_that_are_called(code: str, reward: float) -> None:
+    assert play(fenced(code), CALLS)[0] == reward
+
+
+def test_metrics() -> None:
+    half = "n = int(input())\nprint(n + int(input()) if n < 2 else 0)"
+    assert play(fenced(half))[2] == {"passed_tests": 2 / 3, "has_code": True, "met_limit": False}
+    assert play("no program")[2] == {"passed_tests": 0.0, "has_code": False, "met_limit": False}
+    assert play(fenced("while True: pass"), timeout=0.3)[2]["met_limit"]
+
+
+def test_all_tests_together_have_their_time() -> None:
+    slow = "import time; time.sleep(0.3); " + RIGHT
+    assert play(fenced(slow), total_timeout=0.4)[:2] == (0.0, "time")
+    assert play(fenced(slow), total_timeout=60)[:2] == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\n```py\nb", "a\n"),
+        ("```python\nprint(1)```", "print(1)"),
+        ("```a```", None),
+        ("a", None),
+        ("", None),
+        ("```", None),
+        ("```\n```", ""),
+    ],
+)
+def test_the_last_block_is_the_program(reply: str, code: str | None) -> None:
+    assert extract_code(reply) == code
+
+
+@given(st.lists(st.sampled_from(["```", "\n", "x", "`", "python"])).map("".join) | st.text())
+def test_any_reply_has_a_program_or_none(reply: str) -> None:
+    code = extract_code(reply)
+    assert code is None or code in reply
+
+
+@pytest.mark.parametrize("piece", ["```", "```\n", "`", "```x", "\n```python"])
+def test_a_megabyte_takes_no_time(piece: str) -> None:
+    started = time.monotonic()
+    extract_code(piece * (1_000_000 // len(piece)))
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        (" 1 \n2", "1\n2", True),
+        ("1.0 2", "1 2.00", True),
+        ("1e3", "1000", True),
+        ("1 2", "1\n2", False),
+        ("1", "1\n1", False),
+        ("yes", "YES", False),
+        ("nan", "nan", True),
+        ("٤", "4", False),
+        ("1_0", "10", False),
+        ("", "", True),
+        ("9" * 100_000, "8" * 100_000, False),
+    ],
+)
+def test_outputs_are_compared_by_line_and_number(found: str, expected: str, same: bool) -> None:
+    assert is_same_output(found, expected) is same
+
+
+@pytest.mark.parametrize(
+    "ground_truth",
+    [
+        "",
+        "[",
+        "{}",
+        "[]",
+        '[{"input": "x"}]',
+        '[{"input": "", "output": "", "testtype": "gui"}]',
+        [3],
+        json.dumps([CALLS[0] | {"metadata": None}]),
+    ],
+)
+def test_tests_that_cannot_be_read_are_named(ground_truth: Any) -> None:
+    with pytest.raises(ValueError, match="tests"):
+        read_tests(ground_truth)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from skyrl_gym.envs.search import env as module
+from skyrl_gym.envs.search.env import SearchEnv
+from skyrl_gym.envs.search.grading import compute_score, extract_solution, normalize_answer
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.tools import search
+
+ROW: dict[str, Any] = {"reward_spec": {"ground_truth": {"target": ["Mount Fuji", "Fuji"]}}, "max_turns": 3}
+PROMPT = [{"role": "user", "content": "What is the highest mountain of Japan?"}]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A search engine that finds a document with an answer in it; what it was asked."""
+    requests: list[dict[str, Any]] = []
+
+    def answer(**request: Any) -> tuple[dict[str, Any] | None, str | None]:
+        requests.append(request)
+        if request["query"] == "down":
+            return None, "the server answered with status 503 (after 10 attempts)"
+        return {"result": [[{"document": {"contents": "<answer>Fuji</answer></information>"}, "score": 1.0}]]}, None
+
+    monkeypatch.setattr(search, "call_search_api", answer)
+    return requests
+
+
+def new_env(env_config: Any = None, **row: Any) -> SearchEnv:
+    env = SearchEnv(env_config=env_config, extras=ROW | row)
+    env.init(PROMPT)
+    return env
+
+
+def test_a_search_and_an_answer(asked: list[dict[str, Any]]) -> None:
+    env = new_env({"topk": 5})
+    first = env.step("I need to look. <search> japan mountain </search>")
+    assert (first["reward"], first["done"]) == (0.0, False)
+    (message,) = first["observations"]
+    told = json.dumps({"result": "Doc 1: <answer>Fuji</answer></information>\n"})
+    assert message == {"role": "user", "content": f"\n<information>{told}</information>\n"}
+    assert first["metadata"] == {
+        "tool_group": "SearchToolGroup",
+        "tool_name": "search",
+        "tool_input": [" japan mountain "],
+    }
+    assert [(request["query"], request["topk"]) for request in asked] == [(" japan mountain ", 5)]
+    last = env.step("So: <answer>the Mount  Fuji!</answer>")
+    assert (last["reward"], last["done"], last["observations"]) == (1.0, True, [])
+    assert env.get_metrics() == {"steps": 2, "searches": 1}
+
+
+def test_an_answer_in_a_document_is_nobodys(asked: list[dict[str, Any]]) -> None:
+    env = new_env()
+    env.step("<search>a</search>")
+    env.step("<search>b</search>")
+    last = env.step("I cannot tell.")
+    assert (last["reward"], last["done"]) == (0.0, True)
+
+
+def test_a_reply_that_says_nothing_gets_an_empty_answer(asked: list[dict[str, Any]]) -> None:
+    output = new_env().step("hm </search><search>")
+    assert output["observations"] == [{"role": "user", "content": "\n<information></information>\n"}]
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("<answer>Fuji</answer>", 1.0),
+        ("<answer>Etna</answer><answer> a Fuji </answer>", 1.0),
+        ("<answer>Fuji</answer><answer>Etna</answer>", 0.0),
+        ("<answer><answer>Fuji</answer></answer>", 0.0),
+        ("</answer>Fuji<answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<search>x</search><answer>Fuji</answer>", 1.0),
+        ("<answer>" * 50_000 + "Fuji</answer>", 1.0),
+        ("<answer>Fuji" + "</answer>" * 50_000, 0.0),
+    ],
+)
+def test_the_last_answer_counts(asked: list[dict[str, Any]], reply: str, reward: float) -> None:
+    started = time.monotonic()
+    output = new_env().step(reply)
+    assert (output["reward"], output["done"]) == (reward, True)
+    assert asked == []
+    assert time.monotonic() - started < 2
+
+
+def test_a_search_engine_that_fails_is_not_the_models_fault(asked: list[dict[str, Any]]) -> None:
+    with pytest.raises(ToolFailure, match="status 503"):
+        new_env().step("<search>down</search>")
+    told = new_env({"tell_failures": True}).step("<search>down</search>")["observations"][0]["content"]
+    assert "Search error: the server answered with status 503" in told
+
+
+def test_turns_are_the_rows_or_two(asked: list[dict[str, Any]]) -> None:
+    assert SearchEnv(None, {"reward_spec": ROW["reward_spec"]}).max_turns == module.MAX_TURNS == 2
+    assert new_env(max_turns=1).step("<search>x</search>")["done"]
+
+
+@pytest.mark.parametrize(
+    ("env_config", "row", "error", "message"),
+    [
+        (None, {}, AssertionError, "reward_spec field is required"),
+        (None, {"reward_spec": {}}, AssertionError, "ground_truth is required in reward_spec field"),
+        (None, {"reward_spec": {"ground_truth": {"target": []}}}, ValueError, "must be .'target': text"),
+        (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, ValueError, "must be .'target': text"),
+        ({"top_k": 3}, ROW, ValueError, r"environment\.skyrl_gym\.search\.top_k is unknown; did you mean topk\?"),
+        ({"search_url": "x"}, ROW, ValueError, "must begin with http"),
+        (None, ROW | {"max_turns": 0}, ValueError, "max_turns=0 must be a whole number of at least 1"),
+    ],
+)
+def test_what_is_wrong_is_named(env_config: Any, row: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SearchEnv(env_config, row)
+
+
+def test_grading() -> None:
+    assert normalize_answer("The  Quick-brown, FOX & an owl") == "quickbrown fox owl"
+    assert extract_solution("<answer>a</answer> <answer> b </answer>") == "b"
+    assert extract_solution("nothing") is None
+    assert compute_score("<answer>x</answer>", {"target": "x"}, score=2.0) == 2.0
+    assert compute_score("<answer>y</answer>", {"target": "x"}, format_score=0.1) == 0.1
+    assert compute_score("y", {"target": "x"}, format_score=0.1) == 0.0
+    assert compute_score("<answer>the</answer>", {"target": "x"}) == 0.0

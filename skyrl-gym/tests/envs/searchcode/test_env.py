@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_gym.envs.searchcode.env import SearchCodeEnv
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.tools import search
+
+ROW: dict[str, Any] = {"reward_spec": {"ground_truth": "42"}, "max_turns": 3}
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search engine that knows the answer, in the format of an answer, or is down."""
+
+    def answer(**request: Any) -> tuple[dict[str, Any] | None, str | None]:
+        return (None, "down") if request["query"] == "down" else ({"result": [[{"contents": "#### 42"}]]}, None)
+
+    monkeypatch.setattr(search, "call_search_api", answer)
+
+
+def new_env(**env_config: Any) -> SearchCodeEnv:
+    return SearchCodeEnv(env_config=env_config, extras=ROW)
+
+
+def test_python_search_and_a_solution() -> None:
+    with new_env() as env:
+        first = env.step("<tool><python>\nprint(6 * 7)\n</python></tool>")
+        assert first["observations"] == [{"role": "user", "content": "42"}]
+        assert first["metadata"] == {
+            "tool_group": "PythonCodeExecutorToolGroup",
+            "tool_name": "python",
+            "tool_input": ["print(6 * 7)"],
+            "tools": [["search"], ["python"]],
+        }
+        second = env.step("<tool><search>answer</search></tool>")
+        assert second["observations"][0]["content"] == '{"result": "Doc 1: #### 42\\n"}'
+        assert second["metadata"]["tool_group"] == "SearchToolGroup"
+        last = env.step("<solution>#### 42</solution>")
+        assert (last["reward"], last["done"], last["observations"]) == (1.0, True, [])
+        assert env.get_metrics() == {"steps": 3}
+
+
+def test_what_tools_say_is_not_scored() -> None:
+    env = new_env()
+    env.step("<tool><python>print('#' * 4, 42)</python></tool>")
+    env.step("<tool><search>answer</search></tool>")
+    assert env.step("no idea")["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ("", "Call a tool with <tool>"),
+        ("<tool>python</tool>", "Write the tool's name as a tag"),
+        ("<tool><python>print(1)</tool>", "Write the tool's name as a tag"),
+        ("<tool><shell>ls</shell></tool>", "There is no tool shell. Tools: python, search."),
+        ("<tool><close>x</close></tool>", "There is no tool close."),
+        ("<tool><execute_tool>x</execute_tool></tool>", "There is no tool execute_tool."),
+        ("<tool>" * 100_000, "Call a tool with <tool>"),
+    ],
+)
+def test_a_call_that_is_wrong_is_explained(reply: str, told: str) -> None:
+    output = new_env().step(reply)
+    assert output["observations"][0]["content"].startswith(told)
+    assert (output["reward"], output["done"]) == (0.0, False)
+
+
+def test_a_search_engine_that_fails_is_not_the_models_fault() -> None:
+    with pytest.raises(ToolFailure):
+        new_env().step("<tool><search>down</search></tool>")
+    output = new_env(tell_failures=True).step("<tool><search>down</search></tool>")
+    assert "Search error: down" in output["observations"][0]["content"]
+
+
+def test_a_program_has_its_time() -> None:
+    output = new_env(python_timeout=0.5).step("<tool><python>while True: pass</python></tool>")
+    assert output["observations"][0]["content"].endswith("Execution timed out after 0.5 seconds.")

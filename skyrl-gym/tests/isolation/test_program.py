@@ -1,0 +1,238 @@
+"""Programs that behave, programs that do not, and what is left of either: nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+from isolation.hostile import HARMLESS, HOSTILE
+
+from skyrl_gym.isolation import Call, Limits, Outcome, Stdin, isolation_level, run_program
+from skyrl_gym.isolation.program import Level, run_once
+
+SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
+LEVELS: tuple[Level, ...] = ("namespaces", "limits") if isolation_level() == "namespaces" else ("limits",)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Level:
+    level: Level = request.param
+    return level
+
+
+def left_over() -> tuple[set[int], int, int, set[str]]:
+    """What a program could leave behind: processes, descriptors, threads, folders."""
+    gc.collect()
+    pids = {p.pid for p in psutil.process_iter(["environ"]) if "SKYRL_PROGRAM" in (p.info["environ"] or {})}
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    folders = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("skyrl-program-")}
+    return pids | children, psutil.Process().num_fds(), threading.active_count(), folders
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = left_over()
+    yield
+    assert left_over() == before
+
+
+# -- programs that behave
+
+
+def test_what_is_printed_and_read(level: Level) -> None:
+    outcome = run_once("import sys\nprint(input()[::-1])\nprint('é', file=sys.stderr)", "abc\n", level=level)
+    assert (outcome.end, outcome.status, outcome.stdout, outcome.stderr) == ("exit", 0, "cba\n", "é\n")
+    assert outcome.is_success
+
+
+def test_every_input_meets_a_fresh_program(level: Level) -> None:
+    source = "import os\nprint(len(os.listdir('.')), input())\nopen('left', 'w').close()\nos.remove('left')"
+    outcomes = list(run_program(source, [Stdin(str(i)) for i in range(5)], SMALL, level))
+    assert [outcome.stdout for outcome in outcomes] == [f"0 {i}\n" for i in range(5)]
+
+
+def test_calls_of_functions_and_of_solutions(level: Level) -> None:
+    source = "class Solution:\n    def add(self, a, b): return (a + b, {a})\ndef sub(a, b): return a - b"
+    method, function, missing = run_program(
+        source, [Call("add", [2, 3]), Call("sub", [2, 3]), Call("mul")], SMALL, level
+    )
+    assert (method.value, function.value) == ([5, [2]], -1)
+    assert "KeyError: 'mul'" in missing.stderr
+    assert not missing.is_success
+    with pytest.raises(ValueError, match="Expecting value"):
+        _ = missing.value
+
+
+def test_a_program_that_is_called_is_not_main(level: Level) -> None:
+    source = "def f(): return __name__\nif __name__ == '__main__': raise SystemExit(3)"
+    assert [o.status for o in run_program(source, [Call("f"), Stdin()], SMALL, level)] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "told"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no')", 1, ""),
+        ("1 / 0", 1, 'File "program.py", line 1, in <module>'),
+        ("def", 1, "SyntaxError"),
+        ("print('\0')", 1, "null bytes"),
+        ("print(chr(0xd800))", 0, ""),
+        ("'\ud800'", 1, "surrogates not allowed"),
+        ("import threading\nt = threading.Thread(target=lambda: print('late'))\nt.start()", 0, ""),
+        ("if __name__ == '__main__': print(1)", 0, ""),
+        ("print(1); exit()", 0, ""),
+        ("quit(4)", 4, ""),
+        ("import numpy; print(numpy.ones(3).sum())", 0, ""),
+    ],
+)
+def test_how_programs_end(source: str, status: int, told: str) -> None:
+    outcome = run_once(source)
+    assert (outcome.end, outcome.status) == ("exit", status)
+    assert told in outcome.stderr
+    if "print" in source and status == 0:
+        assert outcome.stdout
+
+
+def test_threads_are_waited_for(level: Level) -> None:
+    source = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()"
+    assert run_once(source, level=level).stdout == "late\n"
+
+
+def test_one_can_stop_early(level: Level) -> None:
+    with closing(run_program("print(1)", [Stdin()] * 50, SMALL, level)) as outcomes:
+        assert next(outcomes).stdout == "1\n"
+
+
+def test_a_megabyte_in_and_out(level: Level) -> None:
+    text = "é\n" * 250_000
+    outcome = run_once("import sys; sys.stdout.write(sys.stdin.read())", text, Limits(output_bytes=1 << 20), level)
+    assert (outcome.end, outcome.stdout) == ("exit", text)
+
+
+# -- programs that do not
+
+
+def test_signals_reach_nobody_outside(level: Level) -> None:
+    outcome = run_once(f"import os; os.kill({os.getpid()}, 0)", limits=SMALL, level=level)
+    assert "ProcessLookupError" in outcome.stderr or "PermissionError" in outcome.stderr
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_harm_is_bounded(name: str, level: Level) -> None:
+    test_signals_reach_nobody_outside(level)  # or this test would end more than itself
+    source, ends = HOSTILE[name]
+    started = time.monotonic()
+    outcomes = list(run_program(source, [Stdin(), Stdin()], SMALL, level))
+    assert time.monotonic() - started < 20
+    for outcome in outcomes:
+        assert outcome.end in ends
+        assert len(outcome.stdout) <= SMALL.output_bytes
+        if name not in HARMLESS:
+            assert not outcome.is_success
+
+
+def test_a_run_that_harms_does_not_end_the_others(level: Level) -> None:
+    source = "n = int(input())\nif n == 1:\n    while True: pass\nprint(n)"
+    outcomes = list(run_program(source, [Stdin("0"), Stdin("1"), Stdin("2")], SMALL, level))
+    assert [(o.end, o.stdout) for o in outcomes] == [("exit", "0\n"), ("time", ""), ("exit", "2\n")]
+
+
+def test_secrets_stay_outside(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    assert "hunter2" not in run_once("import os; print(dict(os.environ))", level=level).stdout
+
+
+@pytest.mark.skipif("namespaces" not in LEVELS, reason="this machine lets its users make no namespaces")
+class TestCutOff:
+    """What only namespaces can promise."""
+
+    def test_no_network(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            outcome = run_once(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)", limits=SMALL)
+        assert "OSError" in outcome.stderr or "ConnectionRefusedError" in outcome.stderr
+
+    def test_no_file_of_ours_can_be_read(self, tmp_path: Path) -> None:
+        (tmp_path / "secret").write_text("hunter2")
+        outcome = run_once(f"print(open({str(tmp_path / 'secret')!r}).read())", limits=SMALL)
+        assert "FileNotFoundError" in outcome.stderr
+
+    @pytest.mark.parametrize("folder", ["/usr", sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")])
+    def test_nothing_that_is_seen_can_be_written(self, folder: str) -> None:
+        outcome = run_once(f"open({folder + '/harm'!r}, 'w')", limits=SMALL)
+        assert "Read-only file system" in outcome.stderr or "Permission denied" in outcome.stderr
+
+    def test_no_other_process_is_seen(self) -> None:
+        outcome = run_once("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))", limits=SMALL)
+        assert outcome.stdout == "2\n"  # the warden, and itself
+
+    @pytest.mark.parametrize(
+        "what",
+        [
+            "libc.mount(b'none', b'/usr', None, 4096 | 32, None)",  # remount, writable
+            "libc.umount2(b'/usr', 2)",
+            "libc.unshare(0x10000000)",  # another user namespace
+            "libc.sethostname(b'x', 1)",
+        ],
+    )
+    def test_no_rights_are_left(self, what: str) -> None:
+        outcome = run_once(f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print({what})", limits=SMALL)
+        assert outcome.stdout == "-1\n"
+
+
+# -- limits themselves
+
+
+def test_limits_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"the limit seconds=0 of a program must be positive"):
+        Limits(seconds=0)
+
+
+def test_at_most_as_many_as_there_are_cores() -> None:
+    outcomes: list[Outcome] = []
+
+    def work() -> None:
+        outcomes.append(run_once("import time; time.sleep(0.2); print(time.time())"))
+
+    threads = [threading.Thread(target=work) for _ in range(3 * (os.cpu_count() or 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ends = sorted(float(outcome.stdout) for outcome in outcomes)
+    n = os.cpu_count() or 1
+    assert all(later - earlier > 0.15 for earlier, later in zip(ends, ends[n:], strict=False))
+
+
+def test_a_trainer_that_is_killed_takes_its_programs_along(tmp_path: Path) -> None:
+    code = (
+        "from skyrl_gym.isolation.program import run_once, Limits\n"
+        "run_once('import time; time.sleep(1000)', limits=Limits(seconds=1000))"
+    )
+    trainer = psutil.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)})  # its folder stays
+    deadline = time.monotonic() + 20
+    while len(family := trainer.children(recursive=True)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert family
+    trainer.kill()
+    trainer.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_outcomes_are_json_of_whatever_was_written(level: Level) -> None:
+    outcome = run_once("import os; os.write(1, bytes(range(256)))", level=level)
+    assert json.loads(json.dumps(outcome.stdout))[:3] == "\x00\x01\x02"

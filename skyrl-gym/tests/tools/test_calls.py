@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, without_thoughts
+
+SEARCH = ToolCall("search", {"query": "Mount Fuji"})
+JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Mount Fuji"}}\n</tool_call>'
+PLAIN_CALL = "<function=search>\n<parameter=query>\nMount Fuji\n</parameter>\n</function>"
+
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,10}", fullmatch=True)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        JSON_CALL,
+        PLAIN_CALL,
+        "I will search.\n" + JSON_CALL + "\n",
+        JSON_CALL.removesuffix("\n</tool_call>"),
+        JSON_CALL.removesuffix("</tool_call>") + "<|im_end|>",
+        PLAIN_CALL.removesuffix("</parameter>\n</function>"),
+        JSON_CALL.replace("tool_call", "function_call"),
+        JSON_CALL.replace("arguments", "parameters"),
+        JSON_CALL.replace("arguments", "params").replace('"name"', '"tool"'),
+        "<think>" + JSON_CALL.replace("Fuji", "Etna") + "</think>" + JSON_CALL,
+        "thoughts the prompt began" + JSON_CALL.replace("Fuji", "Etna") + "</think>" + JSON_CALL,
+    ],
+)
+def test_ways_to_write_a_call(text: str) -> None:
+    assert parse_tool_calls(text) == [SEARCH]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no call", "<think>" + JSON_CALL, "</tool_call>", '{"name": "search"}', "<tool_calls>{}</tool_calls>"]
+)
+def test_no_call(text: str) -> None:
+    assert parse_tool_calls(text) == []
+
+
+def test_calls_side_by_side_of_both_kinds() -> None:
+    assert parse_tool_calls(JSON_CALL + PLAIN_CALL + JSON_CALL) == [SEARCH] * 3
+
+
+def test_plain_arguments_keep_their_lines() -> None:
+    text = "<function=python><parameter=code>\nif x:\n    print(x)\n\n</parameter><parameter=n>3</parameter></function>"
+    assert parse_tool_calls(text) == [ToolCall("python", {"code": "if x:\n    print(x)\n", "n": "3"})]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("", r"not valid JSON \(Expecting value at line 1, column 1\)"),
+        ('{"name": "search"', "not valid JSON"),
+        ("[1]", "is a JSON object"),
+        ('"search"', "is a JSON object"),
+        ('{"arguments": {}}', 'no "name"'),
+        ('{"name": 3}', 'no "name"'),
+        ('{"name": "search", "arguments": [1]}', '"arguments" of the tool call search must be a JSON object'),
+        ('{"name": "search", "arguments": {"n": ' + "9" * 5000 + "}}", "too many digits"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_explained(body: str, message: str) -> None:
+    with pytest.raises(ToolCallError, match=message):
+        parse_tool_calls(f"{JSON_CALL}<tool_call>{body}</tool_call>")
+
+
+@given(st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3))
+def test_what_is_written_is_read(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    if any("</tool_call>" in call for call in written):
+        return
+    text = "\n".join(f"<tool_call>{call}</tool_call>" for call in written)
+    assert parse_tool_calls(text) == [ToolCall(name, arguments) for name, arguments in calls]
+
+
+@given(
+    st.text()
+    | st.lists(st.sampled_from([JSON_CALL, "<tool_call>", "</tool_call>", "<function=f>", "</think>"])).map("".join)
+)
+def test_any_text_gives_calls_or_an_explanation(text: str) -> None:
+    with suppress(ToolCallError):
+        assert all(call.name for call in parse_tool_calls(text))
+
+
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "<function=f>", "<parameter=p>", "<think>", "</think>", "<function=f><parameter=p>"]
+)
+def test_a_megabyte_takes_no_time(piece: str) -> None:
+    started = time.monotonic()
+    with suppress(ToolCallError):
+        parse_tool_calls(piece * (1_000_000 // len(piece)))
+    assert time.monotonic() - started < 5
+
+
+def test_thoughts() -> None:
+    assert without_thoughts("<think>a</think>b") == "b"
+    assert without_thoughts("a</think>b<think>c") == "b"
+    assert without_thoughts("<think>a") == ""
+    assert without_thoughts("b") == "b"

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+from skyrl_gym.tools import ToolGroup, tool
+
+
+class Counter(ToolGroup):
+    """Two tools that share a number, and a method that is none."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Counter")
+        self.count = 0
+        self.n_closed = 0
+
+    @tool
+    def add(self, n: int = 1) -> int:
+        """Count on."""
+        self.count += n
+        return self.count
+
+    @tool
+    def reset(self) -> int:
+        """Start anew."""
+        self.count = 0
+        return 0
+
+    def helper(self) -> None:
+        """Not for models."""
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+
+class LateName(ToolGroup):
+    """Sets its own attributes after the constructor of the base class."""
+
+    def __init__(self) -> None:
+        super().__init__("LateName")
+        self.reset = "an attribute is no tool"
+
+    @tool
+    def add(self) -> str:
+        return "late"
+
+
+def test_tools_are_found_and_run() -> None:
+    group = Counter()
+    assert (group.get_name(), group.get_tool_names()) == ("Counter", ["add", "reset"])
+    assert group.execute_tool("add", 2) == 2
+    assert group.execute_tool("add", n=3) == 5
+    assert group.count == 5
+    assert group.add() == 6
+    assert group.get_tool("helper") is None
+    assert Counter.add.name == "add"
+    assert Counter.add.__doc__ == "Count on."
+
+
+def test_an_unknown_tool_is_named_with_its_group() -> None:
+    with pytest.raises(ValueError, match=r"Tool 'helper' not found in ToolGroup 'Counter'; its tools: add, reset"):
+        Counter().execute_tool("helper")
+
+
+def test_an_environment_runs_tools_by_the_name_of_their_group() -> None:
+    env, counter = BaseTextEnv(), Counter()
+    assert (env.tool_groups, env.tool_to_toolgroup) == ([], {})
+    env.init_tool_groups([counter, LateName()])
+    assert env.tool_to_toolgroup == {"add": "LateName", "reset": "Counter"}
+    assert env._execute_tool("Counter", "add", [4]) == 4
+    assert env._execute_tool("LateName", "add", ()) == "late"
+    with pytest.raises(ValueError, match="ToolGroup 'Nobody' not found"):
+        env._execute_tool("Nobody", "add", [])
+
+
+def test_an_environment_closes_its_tools() -> None:
+    counter = Counter()
+    with BaseTextEnv() as env:
+        env.init_tool_groups([counter])
+    assert counter.n_closed == 1

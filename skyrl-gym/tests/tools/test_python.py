@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from skyrl_gym.tools import PythonCodeExecutorToolGroup
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("print(6 * 7)", "42"),
+        ("", ""),
+        ("import sys; print('out'); print('a warning', file=sys.stderr)", "out"),
+        ("raise SystemExit(3)", "Error executing Python code: it ended with status 3"),
+        ("while True: pass", "Error executing Python code: Execution timed out after 1 seconds."),
+        ("x = bytearray(1 << 40)", "Error executing Python code: *MemoryError"),
+        (
+            "while True: print('x' * 100)",
+            "Error executing Python code: it printed more than 20000 bytes, which began: xxx*",
+        ),
+        ("1 / 0", "Error executing Python code: Traceback*ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_a_program_prints_or_why_not(code: str, output: str) -> None:
+    told = PythonCodeExecutorToolGroup(timeout=1).python(code)
+    beginning, _, end = output.partition("*")
+    assert told.startswith(beginning)
+    assert told.endswith(end)
+    if "*" not in output:
+        assert told == output
+
+
+def test_nothing_of_one_program_meets_the_next() -> None:
+    group = PythonCodeExecutorToolGroup(timeout=5)
+    group.python("open('left', 'w').close()")
+    assert group.execute_tool("python", "import os; print(os.listdir('.'))") == "[]"
