@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config import to_yaml
 from skyrl_train.dataset.files import write_jsonl
+from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -119,6 +120,24 @@ class Logging(Callback):
     async def on_train_end(self, trainer: Trainer) -> None:
         if self._progress is not None:
             self._progress.close()
+
+
+Curriculum = Callable[[int, dict[str, float], Mapping[str, float]], Mapping[str, float]]
+"""From a step, the weights of the data sources in it, and its metrics to the weights of the next."""
+
+
+class CurriculumStep(Callback):
+    """Lets a curriculum move the weights of the data sources; comes before the logging and the checkpoint of a step."""
+
+    def __init__(self, prompts: MixedPrompts, curriculum: Curriculum) -> None:
+        self._prompts = prompts
+        self._curriculum = curriculum
+
+    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+        if report.global_step > 0:
+            weights = self._curriculum(report.global_step, self._prompts.weights, dict(report.metrics))
+            self._prompts.set_weights(weights)
+            report.metrics |= {f"data/weight/{name}": weight for name, weight in self._prompts.weights.items()}
 
 
 class TrajectoryDump(Callback):

@@ -12,12 +12,9 @@ from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.metrics import pass_at_k, reward_metrics, rollout_metrics, with_prefix
+from skyrl_train.generators.metrics import by_source, pass_at_k, reward_metrics, rollout_metrics, with_prefix
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import Segment, Trajectory
-
-TAKEN = frozenset({"all", "aggregated_results"})
-"""What stands for everything, in names of metrics and of files: a data source of that name gets a "_" after it."""
 
 
 async def evaluate(
@@ -47,7 +44,7 @@ async def evaluate(
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
     """The metrics of `evaluate` from trajectories."""
     metrics: dict[str, float] = {}
-    for name, some in {"all": list(trajectories), **_by_source(trajectories)}.items():
+    for name, some in {"all": list(trajectories), **by_source(trajectories)}.items():
         metrics |= with_prefix(f"eval/{name}", reward_metrics(some, n_samples) | pass_at_k(some))
     return metrics | with_prefix("eval", rollout_metrics(trajectories))
 
@@ -56,7 +53,7 @@ def dump_evaluation(
     folder: Path, trajectories: Sequence[Trajectory], metrics: dict[str, float], chat: ChatEncoder
 ) -> None:
     """Write one `<data source>.jsonl` per source and `aggregated_results.jsonl`, a line with all metrics."""
-    for name, some in _by_source(trajectories).items():
+    for name, some in by_source(trajectories).items():
         write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat) for t in some])
     write_jsonl(folder / "aggregated_results.jsonl", [metrics])
 
@@ -94,17 +91,3 @@ def _row(row: Segment | Trajectory, chat: ChatEncoder, is_valid: bool) -> dict[s
         "output_response": chat.decode_all(row.response_ids),
         "score": row.rewards if is_valid else None,
     }
-
-
-def _by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Trajectories under what files and metrics of their data source are called."""
-    groups: dict[str, list[Trajectory]] = {}
-    for t in sorted(trajectories, key=lambda t: t.data_source):
-        groups.setdefault(_source_name(t.data_source), []).append(t)
-    return groups
-
-
-def _source_name(data_source: str) -> str:
-    """The data source without a "/", and told apart from what stands for everything."""
-    name = data_source.replace("/", "_")
-    return f"{name}_" if name in TAKEN else name

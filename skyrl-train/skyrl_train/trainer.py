@@ -34,7 +34,7 @@ from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
 from skyrl_train.config.built_in import PER_TOKEN
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.dataset.prompts import ShuffledPrompts
+from skyrl_train.dataset.prompts import PromptOrder
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
@@ -58,7 +58,7 @@ class Trainer:
         self,
         cfg: SkyRLConfig,
         *,
-        prompts: ShuffledPrompts,
+        prompts: PromptOrder,
         total_steps: int,
         generator: GeneratorInterface,
         engine: InferenceEngine,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +16,7 @@ from typing import Any
 
 from skyrl_gym import error
 from skyrl_gym.core import Env
+from skyrl_gym.entry_point import load_attribute, split_entry_point, suggestion
 
 EnvCreator = Callable[..., Env[Any, Any]]
 
@@ -39,7 +38,7 @@ class EnvSpec:
         if not isinstance(self.id, str) or not self.id:
             raise error.InvalidSpec(f"the environment id {self.id!r} must be a non-empty string, such as 'catch'")
         if isinstance(self.entry_point, str):
-            _split_entry_point(self.entry_point)
+            split_entry_point(self.entry_point)
         elif self.entry_point is not None and not callable(self.entry_point):
             raise error.InvalidSpec(
                 f"entry_point of {self.id!r} is {self.entry_point!r}; give a class, a function or 'module:attribute'"
@@ -168,19 +167,7 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
 
 def load_env_creator(name: str) -> EnvCreator:
     """Import the class or function at ``"module:attribute"``."""
-    module_name, attribute = _split_entry_point(name)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as problem:
-        problem.add_note(f"while importing the environment entry point {name!r}")
-        raise
-    try:
-        creator: EnvCreator = getattr(module, attribute)
-    except AttributeError as problem:
-        hint = _suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
-        raise error.InvalidSpec(
-            f"the entry point {name!r} names no attribute of {module_name} ({module.__file__}).{hint}"
-        ) from problem
+    creator: EnvCreator = load_attribute(name)
     return creator
 
 
@@ -199,26 +186,12 @@ def _is_built_in(env_spec: EnvSpec) -> bool:
     return isinstance(env_spec.entry_point, str) and env_spec.entry_point.startswith(__name__.split(".")[0] + ".")
 
 
-def _split_entry_point(name: str) -> tuple[str, str]:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise error.InvalidSpec(
-            f"the entry point {name!r} must be 'module:attribute', such as 'examples.catch.env:CatchEnv'"
-        )
-    return module_name, attribute
-
-
 def _unregistered_message(env_id: str) -> str:
     known = ", ".join(sorted(registry)) or "none"
     return (
-        f"No registered env with id: {env_id!r}.{_suggestion(str(env_id), list(registry))} Registered here: {known}. "
+        f"No registered env with id: {env_id!r}.{suggestion(str(env_id), list(registry))} Registered here: {known}. "
         "The registry belongs to one process: import or register the environment in the process that makes it."
     )
-
-
-def _suggestion(name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _print_or_return(text: str, disable_print: bool) -> str | None:

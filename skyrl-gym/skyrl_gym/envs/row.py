@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -27,18 +28,28 @@ def ground_truth_of(extras: Mapping[str, Any], fields: tuple[str, ...] = ("rewar
     return truth
 
 
+def answer_of(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> str:
+    """The right answer of a row that is compared as text: text, or a whole number.
+
+    Raises:
+        AssertionError: see `ground_truth_of`.
+        ValueError: the ground truth is of another kind.
+    """
+    truth = ground_truth_of(extras, fields)
+    return truth.strip() if isinstance(truth, str) else str(_whole(truth, "ground_truth", "text or a whole number"))
+
+
 def max_turns_of(extras: Mapping[str, Any], default: int) -> int:
-    """How many turns the episode may take: the row's `max_turns`, else that of its `extra_info`, else `default`.
+    """How many turns the episode may take: `max_turns`, else ``extra_info["max_turns"]``, else `default`.
 
     Raises:
         ValueError: it is no whole number, or less than 1.
     """
     given = [source.get("max_turns") for source in (extras, extras.get("extra_info") or {})]
-    max_turns = next((value for value in given if value is not None), default)  # parquet stores a missing key as None
-    if isinstance(max_turns, float) and max_turns.is_integer():
-        max_turns = int(max_turns)
-    if not isinstance(max_turns, int) or isinstance(max_turns, bool) or max_turns < 1:
-        raise ValueError(f"max_turns={max_turns!r} must be a whole number of at least 1; set generator.max_turns")
+    # Parquet stores a missing key as None.
+    max_turns = next((_whole(value, "max_turns", "a whole number") for value in given if value is not None), default)
+    if max_turns < 1:
+        raise ValueError(f"max_turns={max_turns}: an episode has at least 1 turn; set generator.max_turns")
     return max_turns
 
 
@@ -56,3 +67,10 @@ def settings_of(env_class: str, env_config: Mapping[str, Any] | None, kind: type
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
             raise ValueError(f"environment.skyrl_gym.{env_class}.{name} is unknown; {hint}")
     return kind(**given)
+
+
+def _whole(value: Any, name: str, kind: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be {kind}, got {type(value).__name__}") from None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_gym.tools.schema import Signature
 
 
 class tool:
@@ -56,6 +59,26 @@ class ToolGroup:
             known = ", ".join(self.get_tool_names()) or "none"
             raise ValueError(f"Tool '{name}' not found in ToolGroup '{self._name}'; its tools: {known}")
         return function(*args, **kwargs)
+
+    def get_schemas(self) -> list[dict[str, Any]]:
+        """Its tools as chat templates and OpenAI's interface describe them."""
+        return [self._signature(name).schema for name in self.get_tool_names()]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a model reads after it has called the tool `name`.
+
+        Raises:
+            ToolCallError: the arguments are not those of the tool; the message is for the model.
+            ToolFailure: what the tool depends on fails.
+        """
+        return str(self.execute_tool(name, **self._signature(name).check(arguments)))
+
+    def _signature(self, name: str) -> Signature:
+        from skyrl_gym.tools.schema import Signature  # pydantic takes its time to load
+
+        function = self.get_tool(name)
+        assert function is not None
+        return Signature(name, function)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
         """The group's name for each of its tools."""

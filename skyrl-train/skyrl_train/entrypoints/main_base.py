@@ -19,13 +19,16 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_gym.entry_point import load_attribute
 from skyrl_gym.envs.registration import spec as env_spec
-from skyrl_gym.error import UnregisteredEnv
+from skyrl_gym.error import InvalidSpec, UnregisteredEnv
 from skyrl_train.algorithms import advantage_estimator, policy_loss, required_inputs
 from skyrl_train.algorithms.contract import check_advantage_estimator, check_policy_loss
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
+    Curriculum,
+    CurriculumStep,
     Evaluation,
     Export,
     Logging,
@@ -34,7 +37,8 @@ from skyrl_train.callbacks import (
     TrajectoryDump,
 )
 from skyrl_train.config import SkyRLConfig, config_dir, validate_cfg, what_runs_here
-from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
+from skyrl_train.dataset.mixture import MixedPrompts
+from skyrl_train.dataset.prompts import PromptDataset, PromptOrder, ShuffledPrompts
 from skyrl_train.entrypoints.command import (
     collect_rarely,
     compute_thread,
@@ -170,6 +174,16 @@ class BasePPOExp:
         config = self.cfg.model_dump(mode="json")
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
 
+    def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
+        """The order in which training goes through its prompts."""
+        batch_size, seed, mixture = self.cfg.trainer.train_batch_size, self.cfg.trainer.seed, self.cfg.data.mixture
+        if not mixture.is_used:
+            return ShuffledPrompts(train_dataset, batch_size, seed)
+        has_curriculum = mixture.curriculum is not None
+        return MixedPrompts(
+            train_dataset, batch_size, seed, mixture.weights, mixture.min_per_batch, resumes_weights=has_curriculum
+        )
+
     def get_callbacks(self, eval_dataset: PromptDataset | None, tracker: Tracking) -> list[Callback]:
         """What happens around a step, in this order."""
         chat = ChatEncoder(self.tokenizer)
@@ -191,7 +205,8 @@ class BasePPOExp:
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self.check_environments(datasets)
-        prompts = ShuffledPrompts(train_dataset, cfg.train_batch_size, cfg.seed)
+        prompts = self.get_prompts(train_dataset)
+        curriculum = self._curriculum(prompts)
         total_steps = cfg.epochs * prompts.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
         model = self.get_model(cfg.policy.model.path, POLICY_PATH)
@@ -222,13 +237,20 @@ class BasePPOExp:
                     ref=ref,
                     estimator=estimator,
                     pad_token_id=self.tokenizer.pad_token_id,
-                    callbacks=self.get_callbacks(eval_dataset, tracker),
+                    callbacks=[*curriculum, *self.get_callbacks(eval_dataset, tracker)],
                     compute=self._compute,
                 )
                 with on_first_interrupt(trainer.request_stop):
                     await trainer.train()
                 if trainer.is_stopping and trainer.global_step < total_steps:
                     raise KeyboardInterrupt
+
+    def _curriculum(self, prompts: PromptOrder) -> list[Callback]:
+        """The step of `data.mixture.curriculum`, if there is one."""
+        name = self.cfg.data.mixture.curriculum
+        if name is None or not isinstance(prompts, MixedPrompts):
+            return []
+        return [CurriculumStep(prompts, load_curriculum(name))]
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Every environment the rows name must be registered, unless a generator of one's own plays them."""
@@ -248,6 +270,19 @@ class BasePPOExp:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: `key=value` overrides of the configuration."""
     run_main(__doc__, lambda cfg: BasePPOExp(cfg).run(), argv)
+
+
+def load_curriculum(name: str) -> Curriculum:
+    """The function at `module:function`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        curriculum: Curriculum = load_attribute(name)
+    except (ImportError, InvalidSpec) as error:
+        raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
+    return curriculum
 
 
 def _seed_everything(seed: int) -> None:

@@ -92,10 +92,33 @@ def pass_at_k(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
-    """The same under the names that training rewards have: `reward/avg_raw_reward`, `reward/avg_pass_at_n`, …"""
+    """The same under the names that training rewards have: `reward/avg_raw_reward`, `reward/avg_pass_at_n`, …
+
+    Where there are several data sources, for each of them too: `reward/<data source>/avg_raw_reward`, …
+    """
+    groups = {"reward": list(trajectories)}
+    sources = by_source(trajectories)
+    if len(sources) > 1:
+        groups |= {f"reward/{name}": some for name, some in sources.items()}
     names = {"avg_score": "avg_raw_reward", f"pass_at_{n_samples}": f"avg_pass_at_{n_samples}"}
-    metrics = reward_metrics(trajectories, n_samples)
-    return with_prefix("reward", {names.get(name, name): value for name, value in metrics.items()})
+    metrics: dict[str, float] = {}
+    for prefix, some in groups.items():
+        of_group = {names.get(name, name): value for name, value in reward_metrics(some, n_samples).items()}
+        metrics |= with_prefix(prefix, of_group)
+    return metrics
+
+
+TAKEN = frozenset({"all", "aggregated_results", "component"})
+"""What stands for something else in names of metrics and of files: a data source of that name gets a "_" after it."""
+
+
+def by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Trajectories under what files and metrics of their data source are called: a "/" in it is a "_"."""
+    groups: dict[str, list[Trajectory]] = {}
+    for t in sorted(trajectories, key=lambda t: t.data_source):
+        name = t.data_source.replace("/", "_")
+        groups.setdefault(f"{name}_" if name in TAKEN else name, []).append(t)
+    return groups
 
 
 def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

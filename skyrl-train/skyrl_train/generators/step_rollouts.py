@@ -11,7 +11,7 @@ from skyrl_train.algorithms.dynamic_sampling import GroupCollector, original_uid
 from skyrl_train.algorithms.filters import punish_overlong
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.built_in import COMPARE_SAMPLES, ESTIMATORS
-from skyrl_train.dataset.prompts import ShuffledPrompts
+from skyrl_train.dataset.prompts import PromptOrder
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest, rollout_requests
 from skyrl_train.inference_engines.base import SamplingParams
@@ -34,7 +34,7 @@ class RolloutSampler:
         self,
         cfg: SkyRLConfig,
         generator: GeneratorInterface,
-        prompts: ShuffledPrompts,
+        prompts: PromptOrder,
         *,
         with_greedy_rewards: bool = False,
     ) -> None:

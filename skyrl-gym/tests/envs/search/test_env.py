@@ -112,7 +112,7 @@ def test_turns_are_the_rows_or_two(asked: list[dict[str, Any]]) -> None:
         (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, ValueError, "must be .'target': text"),
         ({"top_k": 3}, ROW, ValueError, r"environment\.skyrl_gym\.search\.top_k is unknown; did you mean topk\?"),
         ({"search_url": "x"}, ROW, ValueError, "must begin with http"),
-        (None, ROW | {"max_turns": 0}, ValueError, "max_turns=0 must be a whole number of at least 1"),
+        (None, ROW | {"max_turns": 0}, ValueError, "max_turns=0: an episode has at least 1 turn"),
     ],
 )
 def test_what_is_wrong_is_named(env_config: Any, row: dict[str, Any], error: type[Exception], message: str) -> None:

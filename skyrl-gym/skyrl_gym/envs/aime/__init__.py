@@ -1,0 +1,1 @@
+"""Competition maths, in the manner of DAPO."""

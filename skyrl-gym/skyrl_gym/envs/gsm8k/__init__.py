@@ -1,0 +1,1 @@
+"""Grade-school maths: word problems whose answer is a number."""

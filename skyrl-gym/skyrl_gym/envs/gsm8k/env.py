@@ -1,0 +1,47 @@
+"""GSM8K, one reply: 1 for the right answer, else 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_gym import maths
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.gsm8k.grading import GRADERS
+from skyrl_gym.envs.row import answer_of
+
+
+class GSM8kEnv(BaseTextEnv):
+    """One word problem, one reply.
+
+    `extras` is the row: ``reward_spec["ground_truth"]`` is the number. `env_config` may choose a `grader`: ``strict``
+    (the default) reads ``#### 42``, ``flexible`` the last number of the reply, ``math_verify`` what the reply marks as
+    its answer, in any notation. Where math-verify cannot decide upon an answer, `undecided` in the metadata says why.
+    It is wrong then, and the metric of that name counts it.
+
+    Raises:
+        AssertionError, ValueError: the row has no ground truth, or one of a strange kind; the grader is unknown.
+        ModuleNotFoundError: the grader needs a package that is not installed.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.ground_truth = answer_of(extras)
+        self._grader = maths.choose_grader("gsm8k", env_config, GRADERS, "strict")
+        self._n_undecided = 0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Grade the reply."""
+        self.turns += 1
+        grade = self._grader(action, self.ground_truth)
+        self._n_undecided += grade.undecided is not None
+        return BaseTextEnvStepOutput(
+            observations=[],
+            reward=float(grade.is_correct),
+            done=True,
+            metadata={"parsed_answer": grade.answer, "undecided": grade.undecided},
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        """With ``math_verify``, 1 if it could not decide upon the answer."""
+        return {"undecided": self._n_undecided} if self._grader is maths.grade else {}

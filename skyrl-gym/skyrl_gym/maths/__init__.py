@@ -1,0 +1,165 @@
+r"""Mathematical answers: which one a reply gives, and whether two are equal.
+
+`verify` asks math-verify (`pip install 'skyrl-gym[maths]'`) in worker processes: an answer as short as 10^{10^{10}}
+keeps a computer algebra system busy for ever, and nothing but a process can be stopped. POSIX only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import math
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from skyrl_gym.maths.pool import Pool
+
+MAX_WORKERS = min(8, os.cpu_count() or 1)
+TIMEOUT_SECONDS = 5.0
+MAX_ANSWER_CHARS = 4096
+
+BOXED = r"\boxed{"
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # what a backslash escapes is no brace
+_MARK = re.compile(r"####|answer\**\s*:", re.IGNORECASE)
+_PROSE_MARK = re.compile(r"\banswer\s+is\b", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\.\s|\n|<\|")
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """What a grader thinks of a reply, e.g. ``Grade("42", True)``.
+
+    answer: what it took for the answer; None where the reply has none.
+    is_correct: whether that is the right one; False where it could not be told.
+    undecided: why it could not be told: no verdict within the time (``timeout``), two workers died of the answer
+        (``crash``), or it is longer than `MAX_ANSWER_CHARS` (``length``). None where it could.
+    """
+
+    answer: str | None
+    is_correct: bool
+    undecided: Literal["timeout", "crash", "length"] | None = None
+
+
+Grader = Callable[[str, str], Grade]
+"""From a reply and the ground truth to a grade."""
+
+
+def choose_grader(
+    env_class: str, env_config: Mapping[str, Any] | None, graders: Mapping[str, Grader], default: str
+) -> Grader:
+    """The grader that ``env_config["grader"]`` names.
+
+    Raises:
+        ValueError: there is no such grader.
+        ModuleNotFoundError: it needs math-verify, which is not installed.
+    """
+    name = (env_config or {}).get("grader") or default
+    key = f"environment.skyrl_gym.{env_class}.grader={name}"
+    if not isinstance(name, str) or name not in graders:
+        raise ValueError(f"{key} is unknown; use one of {', '.join(graders)}")
+    if graders[name] is grade and importlib.util.find_spec("math_verify") is None:
+        raise ModuleNotFoundError(f"{key} needs math-verify: pip install 'skyrl-gym[maths]'")
+    return graders[name]
+
+
+def grade(reply: str, ground_truth: str) -> Grade:
+    """Grade a reply's `final_answer` with `verify`: any way to write the same number, set or expression is right."""
+    answer = final_answer(reply)
+    return Grade(None, False) if answer is None else verify(answer, ground_truth)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What is inside the last ``\boxed{…}``, braces within it included; None without one, or when it is not closed."""
+    start = text.rfind(BOXED) + len(BOXED)
+    if start < len(BOXED):
+        return None
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start : brace.start()]
+    return None
+
+
+def final_answer(text: str) -> str | None:
+    r"""What the text marks as its answer; None where it marks none. It has one answer, however many it tries.
+
+    The last of ``\boxed{…}``, ``#### …`` and ``Answer: …`` counts, and where there is none of these, the last
+    ``answer is …``. Where no braces end it, it ends with the line or the sentence.
+    """
+    boxed = last_boxed(text)
+    mark = _last(_MARK, text)
+    if boxed is not None and (mark is None or text.rfind(BOXED) > mark.start()):
+        return boxed.strip() or None
+    mark = mark or _last(_PROSE_MARK, text)
+    if mark is None:
+        return None
+    sentence = _SENTENCE_END.split(text[mark.end() :].lstrip(" \t\r\n:*"), maxsplit=1)[0]
+    return sentence.strip().rstrip(" \t.,*") or None
+
+
+def verify(answer: str, gold: str, timeout_seconds: float = TIMEOUT_SECONDS) -> Grade:
+    r"""Whether `answer` means the same as `gold`, both LaTeX or plain, e.g. ``verify(r"\frac12", "0.5")``.
+
+    Whatever the answer is, there is a grade: one without a verdict after `timeout_seconds` is wrong, and `undecided`
+    says so. Waiting for a free worker is not counted. Any thread may call.
+
+    Raises:
+        ValueError: there is nothing to read in `gold`, or the time is not positive.
+        RuntimeError: a worker does not start, or `close` was called meanwhile.
+    """
+    if not 0 < timeout_seconds < math.inf:
+        raise ValueError(f"timeout_seconds={timeout_seconds} must be a positive number")
+    if len(answer) > MAX_ANSWER_CHARS:
+        return Grade(answer, False, "length")
+    for _ in range(2):  # a worker may be killed for reasons that are not the answer's
+        try:
+            is_correct = _current_pool().ask([answer, gold, timeout_seconds], timeout_seconds)
+        except TimeoutError:
+            return Grade(answer, False, "timeout")
+        except ConnectionError:
+            continue
+        if is_correct is None:
+            raise ValueError(f"ground_truth={gold!r} holds nothing that math-verify can read; mend the row")
+        return Grade(answer, is_correct)
+    return Grade(answer, False, "crash")
+
+
+def close() -> None:
+    """End all workers, those at work too. It is called at exit; the next `verify` starts new ones."""
+    global _pool
+    with _pool_lock:
+        pool, _pool = _pool, None
+    if pool is not None:
+        pool.close()
+
+
+_pool: Pool | None = None
+_pool_lock = threading.Lock()
+
+
+def _current_pool() -> Pool:
+    global _pool
+    with _pool_lock:
+        _pool = _pool or Pool(MAX_WORKERS)
+        return _pool
+
+
+def _forget() -> None:
+    """In a forked child: the workers are the parent's."""
+    global _pool, _pool_lock
+    _pool, _pool_lock = None, threading.Lock()
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+
+
+atexit.register(close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_gym import maths
+from skyrl_gym.envs.aime.grading import GRADERS, compute_score, normalize_answer, reward_of
+from skyrl_gym.maths import Grade
+
+MEGABYTE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("answer", "normal"),
+    [
+        ("42", "42"),
+        (" 42 ", "42"),
+        ("x = 42", "42"),
+        ("a = b = 42", "42"),
+        ("1,234,567", "1234567"),
+        ("1,2", "12"),
+        ("(1,2)", "(1,2)"),
+        ("1,000.5", "1,000.5"),
+        ("$42$", "42"),
+        ("so $x = 42$.", "42."),
+        ("the value $42$ is it", "42"),
+        (r"\boxed{42}", "42"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac123", r"\frac{1}{2}3"),
+        (r"\sqrt2", r"\sqrt{2}"),
+        (r"\sqrt{2}", r"\sqrt{2}"),
+        (r"\text{blue}", "blue"),
+        (r"\text{\textbf{7}}", "7"),
+        (r"\overline{AB}", "AB"),
+        (r"\mbox{7}", "7"),
+        ("42 dollars", "42"),
+        ("42 square cm", "42"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"5\text{ cm}^2", "5"),
+        (r"7^{\mathrm{th}}", "7^{}"),
+        ("10{,}000", "10000"),
+        (r"3 \text{and} 4", "34"),
+        (r"\$42", "42"),
+        ("an apple", "apple"),
+        ("²", "²"),
+        ("1,²", "1,²"),
+        ("٤,٢", "٤,٢"),
+        ("", ""),
+        ("units", ""),
+    ],
+)
+def test_normalize_answer(answer: str, normal: str) -> None:
+    assert normalize_answer(answer) == normal
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "pred", "is_correct"),
+    [
+        (r"Answer: \boxed{42}", "42", "42", True),
+        (r"Answer: \boxed{42}<|im_end|>", "42", "42", True),
+        (r"Answer: \boxed{42}im_end|>", "42", "42im_end|>", False),
+        (r"Answer: \boxed{0.5}", r"\frac{1}{2}", "0.5", False),
+        ("Answer: 41\nANSWER : 42", "42", "42", True),
+        ("Answer: 42\nanswer: 41", "42", "41", False),
+        ("Answer:\n42", "42", "42", True),
+        ("Answer: 1,000", "1000", "1000", True),
+        ("Answer: 42", "x = 42 dollars", "42", True),
+        ("Answer: 42.", "42", "42.", False),
+        ("Answer: 42" + " " * 300, "42", "[INVALID]", False),
+        ("42" * 1000 + " Answer: 42", "42", "42", True),
+        (r"\boxed{42}", "42", "[INVALID]", False),
+        ("", "42", "[INVALID]", False),
+        ("", "[INVALID]", "[INVALID]", False),
+        ("Answer: dollars", "units", "", False),
+        ("Answer: ٤٢", "42", "٤٢", False),
+    ],
+)
+def test_minerva_reads_the_last_answer(reply: str, truth: str, pred: str, is_correct: bool) -> None:
+    assert GRADERS["minerva"](reply, truth) == Grade(pred, is_correct)
+    assert compute_score(reply, truth) == {"score": 1.0 if is_correct else -1.0, "acc": is_correct, "pred": pred}
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "pred", "is_correct"),
+    [
+        (r"\boxed{42}", "42", "42", True),
+        (r"\boxed{41} \boxed{42}", "42", "42", True),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", r"\frac{1}{2}", True),
+        (r"\boxed{ 42}", "42", " 42", False),
+        (r"\boxed{042}", "42", "042", False),
+        (r"\boxed{42}" + "." * 100, "42", None, False),
+        (r"\boxed{42", "42", None, False),
+        ("Answer: 42", "42", None, False),
+        ("", "", None, False),
+    ],
+)
+def test_strict_box_reads_the_last_box(reply: str, truth: str, pred: str | None, is_correct: bool) -> None:
+    assert GRADERS["strict_box"](reply, truth) == Grade(pred, is_correct)
+    score = {"score": 1.0 if is_correct else -1.0, "acc": is_correct, "pred": pred}
+    assert compute_score(reply, truth, strict_box_verify=True) == score
+
+
+@given(st.text())
+def test_whatever_a_model_writes_is_scored(reply: str) -> None:
+    for is_strict in (False, True):
+        assert compute_score("Answer: " + reply, "no such answer", is_strict)["score"] == -1
+    normal = normalize_answer(reply)
+    assert "$" not in normal
+    assert normal == normal.strip()
+
+
+@pytest.mark.parametrize("unit", ["Answer:", "Answer: $", "$", r"\boxed{", r"\text{", "frac", "=", "\n", "a "])
+def test_a_megabyte_is_read_at_once(unit: str) -> None:
+    text = unit * (MEGABYTE // len(unit))
+    began = time.process_time()
+    compute_score(text, "42")
+    compute_score(text, "42", strict_box_verify=True)
+    assert time.process_time() - began < 0.5
+
+
+def test_the_rest() -> None:
+    assert GRADERS["math_verify"] is maths.grade
+    assert [reward_of(Grade("42", is_correct)) for is_correct in (True, False)] == [1.0, -1.0]
+    assert compute_score("Answer: 42", 42)["acc"]  # type: ignore[arg-type]

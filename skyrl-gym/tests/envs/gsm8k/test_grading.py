@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_gym import maths
+from skyrl_gym.envs.gsm8k.grading import GRADERS, Method, compute_score, extract_solution
+from skyrl_gym.maths import Grade
+
+MEGABYTE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("So it is\n#### 42", "42"),
+        ("#### -7", "-7"),
+        ("#### 1,234.50", "1234.50"),
+        ("#### 42.", "42."),
+        ("#### 1\n#### 2", "1"),
+        ("#### 12 apples", "12"),
+        ("##### 5", "5"),
+        ("#### x\n#### 3", "3"),
+        ("#### .", "."),
+        ("####42", None),
+        ("####  42", None),
+        ("#### $42", None),
+        ("#### +42", None),
+        ("#### --42", None),
+        ("#### ٤٢", None),
+        ("#### 4٢", "4"),
+        ("The answer is 42", None),
+        ("", None),
+        ("####", None),
+        ("#### ", None),
+        ("\x00\ud800#### 42", "42"),
+    ],
+)
+def test_strict_takes_the_first_number_after_four_hashes(reply: str, answer: str | None) -> None:
+    assert extract_solution(reply, "strict") == answer
+    assert extract_solution(reply) == answer
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("First 12, then 42", "42"),
+        ("It is 42.", "42"),
+        ("It is $1,234.50, I think...", "1234.50"),
+        ("5 - 7 = -2!", "-2"),
+        ("#### 41 or 42 or .5", ".5"),
+        ("42 , . ... -", "42"),
+        ("٤٢", None),
+        ("none", None),
+        ("- . ,", None),
+        ("", None),
+    ],
+)
+def test_flexible_takes_the_last_number(reply: str, answer: str | None) -> None:
+    assert extract_solution(reply, "flexible") == answer
+
+
+@given(st.integers().map(str), st.text(alphabet="abc\n$ٱ", max_size=20), st.text(alphabet="abc\n$ٱ", max_size=20))
+def test_a_number_in_the_format_is_found_in_any_text(number: str, before: str, after: str) -> None:
+    assert extract_solution(f"{before}#### {number}{after}", "strict") == number
+    assert extract_solution(f"{before} {number} {after}", "flexible") == number
+
+
+@given(st.text())
+def test_whatever_a_model_writes_is_scored(reply: str) -> None:
+    for method in ("strict", "flexible"):
+        assert compute_score(reply, "no number", method) == 0
+
+
+@pytest.mark.parametrize("unit", ["#", "#### ", "1", "-", "1,", ".", "- ", "#### -"])
+def test_a_megabyte_is_read_at_once(unit: str) -> None:
+    text = unit * (MEGABYTE // len(unit))
+    began = time.process_time()
+    extract_solution(text, "strict")
+    extract_solution(text, "flexible")
+    assert time.process_time() - began < 1
+
+
+def test_compute_score() -> None:
+    assert compute_score("#### 42", "42") == 1.0
+    assert compute_score("#### 41", "42") == 0.0
+    assert compute_score("#### 41", "42", format_score=0.1) == 0.1
+    assert compute_score("41", "42", format_score=0.1) == 0.0
+    assert compute_score("41", "42", "flexible", format_score=0.1, score=2.0) == 0.1
+    assert compute_score("42", "42", "flexible", score=2.0) == 2.0
+
+
+@pytest.mark.parametrize(("reply", "truth"), [("#### 1,000", "1000"), ("#### 1000", "1,000"), ("#### 42", " 42 ")])
+def test_commas_do_not_count(reply: str, truth: str) -> None:
+    assert compute_score(reply, truth) == 1.0
+
+
+@pytest.mark.parametrize("reply", ["#### 42.", "#### 42.0", "#### 042"])
+def test_numbers_are_compared_as_text(reply: str) -> None:
+    assert compute_score(reply, "42") == 0.0
+
+
+def test_an_unknown_method_is_named() -> None:
+    method: Method = "loose"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"method='loose' is unknown; use 'strict' or 'flexible'"):
+        extract_solution("42", method)
+
+
+def test_the_graders() -> None:
+    assert GRADERS["strict"]("#### 41 then 42", "42") == Grade("41", False)
+    assert GRADERS["flexible"]("#### 41 then 42", "42") == Grade("42", True)
+    assert GRADERS["flexible"]("", "42") == Grade(None, False)
+    assert GRADERS["math_verify"] is maths.grade

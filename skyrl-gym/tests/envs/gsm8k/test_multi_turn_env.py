@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_gym.envs.gsm8k.multi_turn_env import ANSWER_NOW, THINK_ON, GSM8kMultiTurnEnv
+from skyrl_gym.metrics import default_aggregate_metrics
+
+
+def new(env_config: dict[str, Any] | None = None, **extras: Any) -> GSM8kMultiTurnEnv:
+    return GSM8kMultiTurnEnv(env_config=env_config, extras={"reward_spec": {"ground_truth": "42"}} | extras)
+
+
+def asked(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_five_turns_of_the_right_format_make_a_fifth() -> None:
+    env = new()
+    steps = [env.step("#### 41") for _ in range(5)]
+    assert [step["reward"] for step in steps] == [pytest.approx(0.04)] * 5
+    assert [step["done"] for step in steps] == [False] * 4 + [True]
+    assert [step["observations"] for step in steps] == [asked(THINK_ON)] * 3 + [asked(ANSWER_NOW), []]
+    assert env.get_metrics() == {"steps": 5}
+    with pytest.raises(RuntimeError, match="ended after turn 5"):
+        env.step("#### 42")
+
+
+def test_the_right_answer_ends_the_episode() -> None:
+    env = new(max_turns=3)
+    first, second = env.step("Let me think."), env.step("#### 42")
+    assert (first["reward"], first["done"]) == (0.0, False)
+    assert (second["reward"], second["done"], second["observations"]) == (1.0, True, [])
+    assert second["metadata"] == {"parsed_answer": "42", "undecided": None}
+    with pytest.raises(RuntimeError, match="ended after turn 2"):
+        env.step("#### 42")
+
+
+def test_one_turn() -> None:
+    step = new(max_turns=1).step("#### 41")
+    assert (step["reward"], step["done"], step["observations"]) == (0.2, True, [])
+
+
+def test_two_turns_ask_for_the_answer_at_once() -> None:
+    assert new(max_turns=2).step("")["observations"] == asked(ANSWER_NOW)
+
+
+def test_the_observations_name_the_format() -> None:
+    assert "'#### ANSWER'" in THINK_ON
+    assert "'#### ANSWER'" in ANSWER_NOW
+
+
+def test_max_turns() -> None:
+    assert new().max_turns == 5
+    assert new(max_turns=2, extra_info={"max_turns": 3}).max_turns == 2
+    assert new(extra_info={"max_turns": 3}).max_turns == 3
+    with pytest.raises(ValueError, match="max_turns=0"):
+        new(max_turns=0)
+
+
+def test_other_graders() -> None:
+    assert new({"grader": "flexible"}).step("So 42.")["reward"] == 1.0
+    env = new({"grader": "math_verify"}, max_turns=2)
+    assert env.step("I do not know.")["reward"] == 0.0
+    assert env.step(r"\boxed{43}")["reward"] == 0.1
+    assert env.get_metrics() == {"steps": 2, "undecided": 0}
+    with pytest.raises(ValueError, match=r"gsm8k_multi_turn\.grader=lenient"):
+        new({"grader": "lenient"})
+
+
+def test_undecided_answers_are_counted() -> None:
+    env = new({"grader": "math_verify"})
+    for _ in range(2):
+        assert env.step("#### " + "1" * 10_000)["metadata"]["undecided"] == "length"
+    assert env.get_metrics() == {"steps": 2, "undecided": 2}
+
+
+def test_metrics_of_a_batch() -> None:
+    aggregate = GSM8kMultiTurnEnv.aggregate_metrics
+    assert aggregate([{"steps": 1}, {"steps": 4}]) == {"avg_steps": 2.5}
+    assert aggregate([{"steps": 1, "undecided": 1}, {"steps": 1, "undecided": 0}]) == {"avg_steps": 1, "undecided": 0.5}
+    assert aggregate([]) == default_aggregate_metrics([]) == {}
+
+
+def test_a_row_needs_a_ground_truth() -> None:
+    with pytest.raises(AssertionError, match="reward_spec field is required"):
+        GSM8kMultiTurnEnv(env_config={}, extras={})
+    with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):
+        new(reward_spec={})

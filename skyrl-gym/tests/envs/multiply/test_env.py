@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_gym.envs.multiply.env import MultiplyEnv
+
+MEGABYTE = 1 << 20
+
+
+def new(truth: object = "84", **extras: Any) -> MultiplyEnv:
+    return MultiplyEnv(env_config={}, extras={"reward_spec": {"method": "rule", "ground_truth": truth}} | extras)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward", "parsed"),
+    [
+        (r"\boxed{84}", 1.0, "84"),
+        (r"\boxed{ 84 } and \boxed{85}", 1.0, " 84 "),
+        (r"\boxed{85} and \boxed{84}", 0.0, "85"),
+        (r"\boxed{} \boxed{84}", 1.0, "84"),
+        (r"\boxed{\text{84}}", 0.0, r"\text{84"),
+        (r"\boxed{٨٤}", 0.0, "٨٤"),
+        (r"\boxed{84", 0.0, None),
+        ("84", 0.0, None),
+        ("", 0.0, None),
+    ],
+)
+def test_one_turn_is_right_or_wrong(reply: str, reward: float, parsed: str | None) -> None:
+    step = new(max_turns=1).step(reply)
+    assert step == {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": parsed}}
+
+
+def test_a_wrong_answer_may_be_mended() -> None:
+    env = new(max_turns=3)
+    first, second, third = env.step("84"), env.step(r"\boxed{85}"), env.step(r"\boxed{84}")
+    assert [step["reward"] for step in (first, second, third)] == [0.0, 0.0, 1.0]
+    assert [step["done"] for step in (first, second, third)] == [False, False, True]
+    (no_box,), (wrong,) = first["observations"], second["observations"]
+    assert no_box == {"role": "user", "content": r"There is no answer in a box. Put your final answer in \boxed{}."}
+    assert wrong["content"].startswith("The answer in the box is wrong. Try again.")
+    assert third["observations"] == []
+    assert env.get_metrics() == {"steps": 3, "correct": 1}
+
+
+@pytest.mark.parametrize(("last", "reward"), [(r"\boxed{85}", 0.5), ("85", 0.0), (r"\boxed{84}", 1.0)])
+def test_the_last_of_several_turns(last: str, reward: float) -> None:
+    env = new(max_turns=2)
+    env.step(r"\boxed{85}")
+    step = env.step(last)
+    assert (step["reward"], step["done"], step["observations"]) == (reward, True, [])
+    assert env.get_metrics() == {"steps": 2, "correct": int(reward == 1)}
+
+
+def test_five_turns_where_nobody_says_how_many() -> None:
+    env = new()
+    assert [env.step(r"\boxed{85}")["reward"] for _ in range(5)] == [0, 0, 0, 0, 0.5]
+    with pytest.raises(RuntimeError, match="ended after turn 5"):
+        env.step(r"\boxed{84}")
+
+
+def test_nothing_comes_after_the_right_answer() -> None:
+    env = new()
+    env.step(r"\boxed{84}")
+    with pytest.raises(RuntimeError, match="ended after turn 1"):
+        env.step(r"\boxed{84}")
+
+
+def test_the_product_may_be_a_number() -> None:
+    assert new(84).step(r"\boxed{84}")["reward"] == 1.0
+
+
+def test_a_row_needs_a_ground_truth_and_a_turn() -> None:
+    with pytest.raises(AssertionError, match="reward_spec field is required"):
+        MultiplyEnv(env_config=None, extras={})
+    with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):
+        new(None)
+    with pytest.raises(ValueError, match="max_turns=0"):
+        new(max_turns=0)
+
+
+@given(st.lists(st.sampled_from([r"\boxed{", "}", "84", "{", "\n", "é"])).map("".join))
+def test_the_box_is_the_one_of_the_tutorial(reply: str) -> None:
+    box = re.search(r"\\boxed\{([^}]+)\}", reply)
+    assert new().step(reply)["metadata"]["parsed_answer"] == (box[1] if box else None)
+
+
+@pytest.mark.parametrize("unit", [r"\boxed{", r"\boxed{}", "{", "}", "\\"])
+def test_a_megabyte_is_read_at_once(unit: str) -> None:
+    env, reply = new(max_turns=1), unit * (MEGABYTE // len(unit))
+    began = time.process_time()
+    env.step(reply)
+    assert time.process_time() - began < 0.5

@@ -1,0 +1,427 @@
+r"""Answers are found, compared, and bounded in time and memory, and no worker outlives its use."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from skyrl_gym import maths
+from skyrl_gym.maths import Grade, __main__, choose_grader, final_answer, last_boxed, verify
+from skyrl_gym.maths.pool import environment
+from skyrl_gym.worker import EnvConfig
+
+BOMB = "10^{10^{10}}"  # one operation of C that holds the interpreter
+BOMBS = [
+    BOMB,
+    "9999999999!",
+    "9!!!!!!!",
+    "(x+y+z)^{200}",
+    r"\sin(" * 100 + "x" + ")" * 100,
+    "(" * 2000 + "1" + ")" * 2000,
+]
+MEGABYTE = 1 << 20
+
+EXITS = """
+import os, sys, threading, time
+from skyrl_gym import maths
+
+assert maths.verify("1", "1").is_correct
+(worker,) = maths._current_pool()._idle
+print(worker._process.pid, flush=True)
+if sys.argv[1] == "dies at work":
+    threading.Thread(target=maths.verify, args=("10^{10^{10}}", "1", 2.0)).start()
+    time.sleep(0.5)
+    os._exit(9)
+"""
+FORKS = """
+import os, threading, time
+from skyrl_gym import maths
+
+maths.MAX_WORKERS = 1
+grades = []
+at_work = threading.Thread(target=lambda: grades.append(maths.verify("10^{10^{10}}", "1", 4.0)))
+at_work.start()
+time.sleep(2)  # the only worker is taken
+child = os.fork()
+if child == 0:
+    assert maths.verify("2", "2").is_correct and not maths.verify("1", "2").is_correct
+    maths.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+at_work.join()
+assert grades[0].undecided == "timeout"
+assert maths.verify("3", "3").is_correct
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_end_with_this_module() -> Iterator[None]:
+    yield
+    maths.close()
+    assert workers() == set()
+
+
+@pytest.fixture
+def no_workers() -> Iterator[None]:
+    """None before and after, and as many file descriptors after as before."""
+    maths.close()
+    n_open = n_descriptors()
+    assert workers() == set()
+    yield
+    maths.close()
+    assert workers() == set()
+    assert n_descriptors() == n_open
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("42", "42"),
+        ("42.0", "42"),
+        ("1,000", "1000"),
+        (r"\frac12", "0.5"),
+        ("0.333333", "1/3"),
+        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("x = 42", "42"),
+        (r"\{2, 1\}", r"\{1, 2\}"),
+        (r"\text{blue}", "blue"),
+        ("$42$", "42"),
+        (r"42 \text{ cm}", "42"),
+        ("50%", r"50\%"),
+        (r"$50\%$", "0.5"),
+        (r"\boxed{42}", "42"),
+    ],
+)
+def test_the_same_in_another_notation(answer: str, gold: str) -> None:
+    assert verify(answer, gold) == Grade(answer, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("41", "42"),
+        ("", "42"),
+        ("   ", "42"),
+        ("}", "42"),
+        ("{", "42"),
+        ("41 or 42", "42"),
+        ("41, 42", "42"),
+        ("42}, \\boxed{43", "42"),
+        ("x", "y"),
+        ("(1, 2)", "(2, 1)"),
+        ("٤٢", "42"),
+        ("４２", "42"),
+        ("4\x002", "42"),
+        ("42\ud800", "42"),
+        ("[42]" * 900, "42"),
+    ],
+)
+def test_what_is_not_the_same(answer: str, gold: str) -> None:
+    assert verify(answer, gold) == Grade(answer, False)
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb[:12])
+def test_an_answer_without_an_end_is_wrong_in_time_and_the_next_is_judged(bomb: str) -> None:
+    verify("1", "1")
+    before, n_open = workers(), n_descriptors()
+    began = time.monotonic()
+    assert verify(bomb, "42", timeout_seconds=0.5) == Grade(bomb, False, "timeout")
+    assert time.monotonic() - began < 3
+    assert verify("42", "42") == Grade("42", True)
+    assert len(workers()) == len(before) == 1
+    assert workers() != before
+    assert n_descriptors() == n_open
+
+
+def test_a_worker_has_little_memory() -> None:
+    limited = (
+        "from skyrl_gym.maths import __main__ as worker; "
+        "worker.limit('RLIMIT_AS', worker.MEMORY_BYTES); bytearray(worker.MEMORY_BYTES)"
+    )
+    greedy = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=60)
+    assert greedy.stderr.endswith("MemoryError\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the limits of another process")
+@pytest.mark.usefixtures("no_workers")
+def test_the_kernel_limits_a_workers_memory_and_time() -> None:
+    verify("1", "1", timeout_seconds=2.0)
+    (pid,) = workers()
+    assert resource.prlimit(pid, resource.RLIMIT_AS)[0] == __main__.MEMORY_BYTES
+    assert 3 <= resource.prlimit(pid, resource.RLIMIT_CPU)[0] < 10
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_a_worker_that_keeps_memory_or_has_served_for_long_is_replaced() -> None:
+    before = __main__.address_space()
+    with mmap(-1, 100 * MEGABYTE):
+        assert __main__.address_space() >= before + 100 * MEGABYTE
+    verify("1", "1")
+    first = workers()
+    for _ in range(__main__.SPENT_ANSWERS - 2):
+        verify("1", "1")
+    assert workers() == first
+    verify("1", "1")
+    assert workers() == set()
+    assert verify("1", "1").is_correct
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_a_long_answer_is_not_even_tried() -> None:
+    assert verify("1" * (maths.MAX_ANSWER_CHARS + 1), "1").undecided == "length"
+    assert verify("1" * MEGABYTE, "1" * MEGABYTE).undecided == "length"
+    assert workers() == set()
+    assert verify("1" * maths.MAX_ANSWER_CHARS, "1").undecided is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40) | st.text(alphabet=r"\{}()[]^_$%=<,.!+-*/ 0123456789xefracsqtboxd", max_size=40))
+def test_whatever_a_model_writes_is_judged(answer: str) -> None:
+    grade = verify(answer, "271828.5")
+    assert not grade.is_correct
+    assert grade.answer == answer
+
+
+@pytest.mark.parametrize("gold", ["", "}", "  "])
+def test_a_ground_truth_that_is_none_is_no_answers_fault(gold: str) -> None:
+    with pytest.raises(ValueError, match=r"ground_truth='.*' holds nothing that math-verify can read"):
+        verify("42", gold)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_the_time_is_positive(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"timeout_seconds=.* must be a positive number"):
+        verify("42", "42", timeout_seconds=seconds)
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_many_threads_share_few_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "MAX_WORKERS", 2)
+    seen: list[int] = []
+
+    def one(n: int) -> Grade:
+        seen.append(len(workers()))
+        return verify(BOMB, "1", timeout_seconds=0.3) if n % 16 == 7 else verify(str(n), str(n - n % 3))
+
+    with ThreadPoolExecutor(32) as threads:
+        grades = list(threads.map(one, range(64)))
+    assert [grade.is_correct for grade in grades] == [n % 3 == 0 and n % 16 != 7 for n in range(64)]
+    assert [grade.undecided for grade in grades] == ["timeout" if n % 16 == 7 else None for n in range(64)]
+    assert max(seen) <= 2
+    assert 1 <= len(workers()) <= 2
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_idle_workers_that_died_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "MAX_WORKERS", 3)
+    with ThreadPoolExecutor(3) as threads:  # nobody waits for a worker that another one has just started
+        list(threads.map(verify, "123", "123"))
+    assert len(workers()) == 3
+    kill_workers()
+    assert verify("42", "42") == Grade("42", True)
+    assert len(workers()) == 1
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_an_answer_of_which_two_workers_die_is_wrong() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        grade = thread.submit(verify, BOMB, "42", 60.0)
+        for _ in range(2):
+            wait_until(lambda: workers() or grade.done())
+            time.sleep(1.5)  # let it begin
+            assert not grade.done()
+            kill_workers()
+        assert grade.result(timeout=20) == Grade(BOMB, False, "crash")
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_close_ends_workers_at_work() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        grade = thread.submit(verify, BOMB, "42", 60.0)
+        wait_until(workers)
+        time.sleep(1.5)
+        maths.close()
+        assert workers() == set()
+        with pytest.raises(RuntimeError, match=r"close\(\) was called while an answer was verified"):
+            grade.result(timeout=20)
+    assert verify("42", "42").is_correct
+
+
+@pytest.mark.parametrize("how", ["ends", "dies at work"])
+def test_workers_end_with_the_process_that_started_them(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS, how], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (9 if how == "dies at work" else 0), done.stderr
+    assert done.stderr == ""
+    wait_until(lambda: int(done.stdout) not in running())
+
+
+def test_a_forked_process_has_workers_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_a_worker_that_does_not_start_is_an_error_and_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(
+        RuntimeError, match=r"a worker of skyrl_gym\.maths did not start \(it ended\).*import math_verify"
+    ):
+        verify("42", "42")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+        verify("42", "42")
+
+
+def test_workers_get_our_modules_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.syspath_prepend("relative")
+    passed_on = environment()
+    assert "secret" not in passed_on.values()
+    assert passed_on["PYTHONPATH"].split(os.pathsep)[0] == os.path.abspath("relative")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{42}", "42"),
+        (r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        (r"\boxed{a\\}", r"a\\"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} \boxed{2", None),
+        ("boxed{42}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text: str, inside: str | None) -> None:
+    assert last_boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"So \boxed{41}, no: \boxed{ 42 }", "42"),
+        ("#### 42", "42"),
+        ("#### 41\nWait.\n#### 42.\n", "42"),
+        (r"#### \boxed{42}", "42"),
+        (r"\boxed{41}, rather" + "\n#### 42", "42"),
+        ("Answer: $x < 5$", "$x < 5$"),
+        ("**Answer:** 42", "42"),
+        ("**Final answer**: 42.", "42"),
+        ("ANSWER:\n\n42\nfor sure", "42"),
+        ("Answer: 42<|im_end|>", "42"),
+        ("The answer is 3.5. I hope it is correct.", "3.5"),
+        ("The answer is clear. Answer: 42", "42"),
+        (r"\boxed{42}" + "\nThe answer is above", "42"),
+        (r"Answer: 42 \boxed{", r"42 \boxed{"),
+        ("42", None),
+        (r"\boxed{}", None),
+        ("#### \n", None),
+        ("", None),
+    ],
+)
+def test_final_answer(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "unit", [r"\boxed{", "####", "Answer:", "answer is ", "answer", "\\", "{", "}", " ", "\n", ". ", "*"]
+)
+def test_a_megabyte_is_read_at_once(unit: str) -> None:
+    text = unit * (MEGABYTE // len(unit))
+    began = time.process_time()
+    for reply in (text, "Answer:" + text, r"\boxed{" + text, text + "x", "answer is" + text + "x"):
+        final_answer(reply)
+    assert time.process_time() - began < 3
+
+
+def test_a_reply_is_graded_by_what_it_marks() -> None:
+    assert maths.grade(r"\boxed{\frac{84}{2}}", "42") == Grade(r"\frac{84}{2}", True)
+    assert maths.grade("I say 42", "42") == Grade(None, False)
+
+
+def right(reply: str, ground_truth: str) -> Grade:
+    return Grade(reply, True)
+
+
+@pytest.mark.parametrize("config", [dict, EnvConfig, OmegaConf.create], ids=["dict", "EnvConfig", "OmegaConf"])
+def test_a_grader_is_chosen_by_name(config: Any) -> None:
+    graders = {"right": right, "math_verify": maths.grade}
+    assert choose_grader("mine", config({"grader": "math_verify"}), graders, "right") is maths.grade
+    assert choose_grader("mine", config({"grader": None}), graders, "right") is right
+    assert choose_grader("mine", config({}), graders, "right") is right
+    assert choose_grader("mine", None, graders, "right") is right
+
+
+@pytest.mark.parametrize("name", ["math-verify", 3, ["right"]])
+def test_an_unknown_grader_is_named_with_the_choices(name: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"environment\.skyrl_gym\.mine\.grader=.* is unknown; use one of right, other"
+    ):
+        choose_grader("mine", {"grader": name}, {"right": right, "other": right}, "right")
+
+
+def test_math_verify_is_missed_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    graders = {"right": right, "math_verify": maths.grade}
+    with pytest.raises(ModuleNotFoundError, match=r"needs math-verify: pip install 'skyrl-gym\[maths\]'"):
+        choose_grader("mine", {"grader": "math_verify"}, graders, "right")
+    assert choose_grader("mine", {}, graders, "right") is right
+
+
+def test_importing_starts_nothing_and_loads_no_sympy() -> None:
+    code = "import sys, threading, skyrl_gym.maths; print('sympy' in sys.modules, threading.active_count())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == ["False", "1"]
+
+
+def processes() -> list[tuple[int, int, str]]:
+    """Process, parent and command of everything that runs, zombies included."""
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    fields = (line.split(maxsplit=2) for line in listing.stdout.splitlines())
+    return [(int(pid), int(parent), command) for pid, parent, command in fields]
+
+
+def running() -> set[int]:
+    return {pid for pid, _, command in processes() if "<defunct>" not in command}
+
+
+def workers() -> set[int]:
+    """The workers of this process, and the zombies that it has not taken leave of."""
+    ours = re.compile(r"skyrl_gym\.maths|python.*<defunct>")
+    return {pid for pid, parent, command in processes() if parent == os.getpid() and ours.search(command)}
+
+
+def kill_workers() -> None:
+    killed = workers()
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not killed & running())
+
+
+def n_descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def wait_until(is_true: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,150 @@
+"""Tools of a real MCP server, over its pipes and over HTTP."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.tools.calls import ToolCallError
+from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+PIPES = MCPServerConfig(command=sys.executable, args=[SERVER], timeout=20)
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[MCPServerConfig]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield MCPServerConfig(url=f"http://127.0.0.1:{port}/mcp", timeout=20)
+        process.kill()
+
+
+@pytest.fixture(params=["pipes", "http"])
+def config(request: pytest.FixtureRequest) -> MCPServerConfig:
+    config: MCPServerConfig = PIPES if request.param == "pipes" else request.getfixturevalue("http")
+    return config
+
+
+def left_over() -> tuple[int, list[str], int]:
+    gc.collect()
+    me = psutil.Process()
+    names = [thread.name for thread in threading.enumerate() if "mcp" in thread.name]
+    return len(me.children(recursive=True)), names, me.num_fds()
+
+
+def test_tools_are_those_of_the_server(config: MCPServerConfig) -> None:
+    group = MCPToolGroup("notes", config)
+    assert group.get_tool_names() == ["add_note", "end", "environment", "fail", "read_notes", "wait"]
+    function = next(schema["function"] for schema in group.get_schemas() if schema["function"]["name"] == "add_note")
+    assert function["description"] == "Keep a note."
+    assert function["parameters"]["required"] == ["text"]
+    assert group.call("add_note", {"text": "milk"}).endswith("notes")
+    assert group.execute_tool("read_notes", joined_by="; ").endswith("milk")
+    with pytest.raises(ValueError, match="Tool 'nothing' not found in ToolGroup 'notes'"):
+        group.execute_tool("nothing")
+    group.close()
+    group.close()
+
+
+def test_what_goes_wrong_in_a_tool_is_for_the_model(config: MCPServerConfig) -> None:
+    group = MCPToolGroup("notes", config)
+    with pytest.raises(ToolCallError, match="out of paper"):
+        group.call("fail", {"reason": "out of paper"})
+    with pytest.raises(ToolCallError, match="text"):
+        group.call("add_note", {})
+    assert group.call("read_notes", {}) is not None  # the session goes on
+    group.close()
+
+
+def test_sessions_over_pipes_share_nothing() -> None:
+    first, second = (MCPToolGroup("notes", PIPES) for _ in range(2))
+    first.call("add_note", {"text": "milk"})
+    assert (first.call("read_notes", {}), second.call("read_notes", {})) == ("milk", "")
+    first.close()
+    assert second.call("add_note", {"text": "tea"}) == "1 notes"
+    second.close()
+
+
+def test_a_server_sees_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    config = MCPServerConfig(command=sys.executable, args=[SERVER], env={"COLOUR": "ultramarine"})
+    group = MCPToolGroup("notes", config)
+    told = group.call("environment", {})
+    assert "ultramarine" in told
+    assert "hunter2" not in told
+    group.close()
+
+
+def test_a_server_that_ends_or_waits_is_a_failure() -> None:
+    before = left_over()
+    dying = MCPToolGroup("notes", PIPES)
+    with pytest.raises(ToolFailure, match="the MCP server notes, tool end: "):
+        dying.call("end", {})
+    with pytest.raises(ToolFailure):
+        dying.call("read_notes", {})
+    dying.close()
+    slow = MCPToolGroup("notes", MCPServerConfig(command=sys.executable, args=[SERVER], timeout=3))
+    started = time.monotonic()
+    with pytest.raises(ToolFailure, match="the MCP server notes, tool wait: "):
+        slow.call("wait", {"seconds": 60})
+    slow.close()
+    assert time.monotonic() - started < 20
+    with pytest.raises(ToolFailure, match="is closed"):
+        slow.call("read_notes", {})
+    assert left_over() == before
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MCPServerConfig(command="/nowhere/server"),
+        MCPServerConfig(command=sys.executable, args=["-c", "print('no protocol')"], timeout=5),
+        MCPServerConfig(url="http://127.0.0.1:1/mcp", timeout=5),
+    ],
+)
+def test_a_server_that_is_none_is_a_failure(config: MCPServerConfig) -> None:
+    before = left_over()
+    with pytest.raises(ToolFailure, match="the MCP server notes"):
+        MCPToolGroup("notes", config)
+    assert left_over() == before
+
+
+def test_a_server_has_a_command_or_an_address() -> None:
+    for wrong in ({}, {"command": "x", "url": "y"}):
+        with pytest.raises(ValueError, match="either a command or a url"):
+            MCPServerConfig(**wrong)
+
+
+def test_many_sessions_in_many_threads_leave_nothing(config: MCPServerConfig) -> None:
+    before = left_over()
+
+    def work(n: int) -> str:
+        group = MCPToolGroup("notes", config)
+        try:
+            return group.call("read_notes", {"joined_by": str(n)})
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(work, range(8)))) == 8
+    assert left_over() == before

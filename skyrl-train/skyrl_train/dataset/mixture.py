@@ -1,0 +1,166 @@
+"""Batches to which each data source contributes its share."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from skyrl_train.dataset.prompts import PromptDataset, PromptOrder
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.types import PromptRow
+
+MIXTURE = "data.mixture"
+
+
+class MixedPrompts(PromptOrder):
+    """Batches of prompts in which every data source has its share, whatever its size.
+
+    Each source is gone through in an order of its own, epoch after epoch. What a source's share of a batch falls short
+    of a whole prompt is made up for in the batches that follow. An epoch of the whole is as many batches as the dataset
+    fills.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        batch_size: int,
+        seed: int,
+        weights: Mapping[str, float],
+        n_least: int = 0,
+        *,
+        resumes_weights: bool = False,
+    ) -> None:
+        """`weights` by data source, which need not add up to 1; none: by the number of rows. `n_least` prompts of each
+        source are in every batch, however small its share. `resumes_weights`: the weights of a position that is loaded
+        apply, for a curriculum made them; otherwise these.
+
+        Raises:
+            DataError: the dataset does not fill one batch.
+            ConfigError: see `set_weights`; or `n_least` of each source do not fit.
+        """
+        super().__init__(dataset, batch_size, seed)
+        rows: dict[str, list[int]] = {}
+        for i, row in enumerate(dataset):
+            rows.setdefault(row.data_source, []).append(i)
+        self._streams = {name: _Stream(name, rows[name], seed) for name in sorted(rows)}
+        self._n_least = n_least
+        self._resumes_weights = resumes_weights
+        self._n_batches = 0
+        self._credits = dict.fromkeys(self._streams, 0.0)  # prompts that a source is owed
+        self.set_weights(weights or {name: len(of_source) for name, of_source in rows.items()})
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of each source in a batch; they add up to 1."""
+        return dict(self._weights)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """From the next batch on, other shares. A source of weight 0 is left out.
+
+        Raises:
+            ConfigError: a weight is missing, negative or not finite, all are 0, or one is of no source.
+        """
+        _check_weights(weights, list(self._streams))
+        total = sum(weights.values())
+        self._weights = {name: weights[name] / total for name in self._streams}
+        n_used = sum(weight > 0 for weight in self._weights.values())
+        if self._n_least * n_used > self._batch_size:
+            raise ConfigError(
+                f"{MIXTURE}.min_per_batch={self._n_least} of each of {n_used} data sources is more than "
+                f"trainer.train_batch_size={self._batch_size}; lower the one or raise the other"
+            )
+
+    @property
+    def n_epochs_over(self) -> int:
+        """See `PromptOrder`."""
+        return self._n_batches // self.batches_per_epoch
+
+    def next_batch(self) -> list[PromptRow]:
+        """The next batch, sources shuffled among one another."""
+        chosen = [i for name, n in self._shares().items() for i in self._streams[name].take(n)]
+        order = torch.randperm(len(chosen), generator=_generator(self._seed, "batch", self._n_batches))
+        self._n_batches += 1
+        return [self._dataset[chosen[i]] for i in order.tolist()]
+
+    def _shares(self) -> dict[str, int]:
+        """How many prompts each source contributes to the next batch; settles what it is owed."""
+        used = [name for name, weight in self._weights.items() if weight > 0]
+        for name in used:
+            self._credits[name] += self._batch_size * self._weights[name]
+        shares = {name: max(self._n_least, math.floor(self._credits[name])) for name in used}
+        while (n_missing := self._batch_size - sum(shares.values())) != 0:
+            step = 1 if n_missing > 0 else -1
+            movable = [name for name in used if step > 0 or shares[name] > self._n_least]
+            most_owed = max(movable, key=lambda name: step * (self._credits[name] - shares[name]))
+            shares[most_owed] += step
+        for name in used:
+            self._credits[name] -= shares[name]
+        return shares
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PromptOrder`."""
+        return {
+            "n_batches": self._n_batches,
+            "streams": {name: stream.position for name, stream in self._streams.items()},
+            "credits": dict(self._credits),
+            "weights": dict(self._weights),
+        } | self._identity()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if "streams" not in state:
+            raise DataError(
+                f"the checkpoint was made without {MIXTURE}, and this run has one; go on without, or start anew with "
+                "another trainer.run_name"
+            )
+        self._n_batches = state["n_batches"]
+        self._credits = dict(state["credits"])
+        for name, position in state["streams"].items():
+            self._streams[name].position = position
+        if self._resumes_weights:
+            self._weights = dict(state["weights"])
+
+
+class _Stream:
+    """The rows of one source, epoch after epoch, each in an order that follows from the seed and the epoch."""
+
+    def __init__(self, name: str, rows: Sequence[int], seed: int) -> None:
+        self._name = name
+        self._rows = rows
+        self._seed = seed
+        self.position = (0, 0)  # epoch, and row of the epoch's order
+
+    def take(self, n: int) -> list[int]:
+        """The next n rows; one that is taken again is of another epoch."""
+        epoch, row = self.position
+        taken: list[int] = []
+        while len(taken) < n:
+            order = torch.randperm(len(self._rows), generator=_generator(self._seed, self._name, epoch))
+            some = order[row : row + n - len(taken)].tolist()
+            taken += [self._rows[i] for i in some]
+            row += len(some)
+            if row == len(self._rows):
+                epoch, row = epoch + 1, 0
+        self.position = (epoch, row)
+        return taken
+
+
+def _generator(seed: int, name: str, number: int) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+def _check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
+    known = ", ".join(sources)
+    if unknown := sorted(set(weights) - set(sources)):
+        raise ConfigError(f"{MIXTURE}.weights names {', '.join(unknown)}, and the data sources are: {known}")
+    if missing := sorted(set(sources) - set(weights)):
+        raise ConfigError(f"{MIXTURE}.weights has none for {', '.join(missing)}; 0 leaves a data source out")
+    for name, weight in weights.items():
+        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"{MIXTURE}.weights.{name}={weight!r} must be a number of at least 0")
+    if not any(weights.values()):
+        raise ConfigError(f"{MIXTURE}.weights are all 0; at least one of {known} must have more")

@@ -1,0 +1,166 @@
+"""Shares of data sources in batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.dataset.mixture import MixedPrompts
+from skyrl_train.dataset.prompts import ShuffledPrompts
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.types import PromptRow
+
+
+class Sources:
+    """As much of a dataset as mixing needs: n rows of each source, side by side."""
+
+    def __init__(self, sizes: dict[str, int], fingerprint: str = "sources") -> None:
+        self.fingerprint = fingerprint
+        self._rows = [
+            PromptRow(f"{name}{i}", [], None, {"data_source": name}) for name, n in sizes.items() for i in range(n)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return iter(self._rows)
+
+
+SIZES = {"games": 6, "maths": 30}
+
+
+def mixed(weights: dict[str, float] | None = None, batch_size: int = 4, **options: Any) -> MixedPrompts:
+    return MixedPrompts(Sources(options.pop("sizes", SIZES)), batch_size, 0, weights or {}, **options)  # type: ignore[arg-type]
+
+
+def shares(prompts: MixedPrompts) -> Counter[str]:
+    return Counter(row.data_source for row in prompts.next_batch())
+
+
+def test_shares_follow_the_weights_and_not_the_sizes() -> None:
+    prompts = mixed({"games": 3, "maths": 1})
+    assert [shares(prompts) for _ in range(5)] == [{"games": 3, "maths": 1}] * 5
+
+
+def test_without_weights_they_follow_the_sizes() -> None:
+    prompts = mixed(batch_size=6)
+    assert [shares(prompts) for _ in range(5)] == [{"games": 1, "maths": 5}] * 5
+
+
+def test_a_share_of_less_than_a_prompt_is_made_up_for() -> None:
+    prompts = mixed({"games": 1, "maths": 15})
+    drawn = [shares(prompts)["games"] for _ in range(16)]
+    assert sum(drawn) == 4
+    assert max(drawn) == 1
+
+
+def test_every_source_is_in_every_batch_where_asked_for() -> None:
+    prompts = mixed({"games": 1, "maths": 99}, n_least=1)
+    assert [shares(prompts) for _ in range(20)] == [{"games": 1, "maths": 3}] * 20
+
+
+def test_a_source_of_weight_0_is_left_out() -> None:
+    prompts = mixed({"games": 0, "maths": 2}, n_least=4)
+    assert shares(prompts) == {"maths": 4}
+
+
+def test_a_source_is_gone_through_before_it_comes_again() -> None:
+    prompts = mixed({"games": 1, "maths": 1})
+    games = [row.uid for _ in range(9) for row in prompts.next_batch() if row.data_source == "games"]
+    epochs = [games[:6], games[6:12], games[12:]]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_epochs_of_the_whole_are_counted() -> None:
+    prompts = mixed({"games": 1, "maths": 1})
+    assert prompts.batches_per_epoch == 9
+    for n in range(20):
+        assert prompts.n_epochs_over == n // 9
+        prompts.next_batch()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.integers(1, 9), min_size=1).filter(
+        lambda sizes: sum(sizes.values()) > 4
+    ),
+    st.data(),
+)
+def test_any_mixture_fills_its_batches_fairly_and_resumes(sizes: dict[str, int], data: st.DataObject) -> None:
+    weights = {name: data.draw(st.integers(0, 5)) for name in sizes}
+    if not any(weights.values()):
+        weights[min(weights)] = 1
+    batch_size = data.draw(st.integers(len(sizes), 5)) if len(sizes) <= 5 else 5
+    n_least = data.draw(st.integers(0, batch_size // len(sizes)))
+    prompts = mixed(weights, batch_size, n_least=n_least, sizes=sizes)
+    n_before, n_after = data.draw(st.integers(0, 7)), 6
+    drawn = [[row.uid for row in prompts.next_batch()] for _ in range(n_before)]
+    state = prompts.state_dict()
+    drawn += [[row.uid for row in prompts.next_batch()] for _ in range(n_after)]
+    resumed = mixed(weights, batch_size, n_least=n_least, sizes=sizes)
+    resumed.load_state_dict(state)
+    assert [[row.uid for row in resumed.next_batch()] for _ in range(n_after)] == drawn[n_before:]
+    assert {len(batch) for batch in drawn} == {batch_size}
+    counts = Counter(uid[0] for batch in drawn for uid in batch)
+    for name, weight in weights.items():
+        assert (counts[name] > 0) <= (weight > 0)
+        if n_least == 0:
+            fair = len(drawn) * batch_size * weight / sum(weights.values())
+            assert abs(counts[name] - fair) < len(sizes)
+        elif weight:
+            assert all(sum(uid[0] == name for uid in batch) >= n_least for batch in drawn)
+
+
+def test_weights_can_be_moved() -> None:
+    prompts = mixed({"games": 1, "maths": 1})
+    assert shares(prompts) == {"games": 2, "maths": 2}
+    prompts.set_weights({"games": 0, "maths": 1})
+    assert prompts.weights == {"games": 0.0, "maths": 1.0}
+    assert shares(prompts) == {"maths": 4}
+
+
+@pytest.mark.parametrize("resumes_weights", [True, False])
+def test_moved_weights_are_resumed_where_a_curriculum_made_them(resumes_weights: bool) -> None:
+    prompts = mixed({"games": 1, "maths": 1})
+    prompts.set_weights({"games": 3, "maths": 1})
+    resumed = mixed({"games": 1, "maths": 1}, resumes_weights=resumes_weights)
+    resumed.load_state_dict(prompts.state_dict())
+    assert resumed.weights["games"] == (0.75 if resumes_weights else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"games": 1}, r"data\.mixture\.weights has none for maths; 0 leaves a data source out"),
+        ({"games": 1, "maths": 1, "gmes": 1}, r"weights names gmes, and the data sources are: games, maths"),
+        ({"games": -1, "maths": 1}, r"weights\.games=-1 must be a number of at least 0"),
+        ({"games": float("nan"), "maths": 1}, r"weights\.games=nan must be a number"),
+        ({"games": 0, "maths": 0}, "weights are all 0; at least one of games, maths must have more"),
+    ],
+)
+def test_wrong_weights_are_named(weights: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mixed(weights)
+
+
+def test_more_of_each_than_a_batch_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"min_per_batch=3 of each of 2 data sources .*train_batch_size=4"):
+        mixed({"games": 1, "maths": 1}, n_least=3)
+
+
+def test_positions_of_another_order_are_refused() -> None:
+    shuffled = ShuffledPrompts(Sources(SIZES), 4, 0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"made without data\.mixture"):
+        mixed().load_state_dict(shuffled.state_dict())
+    with pytest.raises(DataError, match=r"made with data\.mixture, and this run has none"):
+        shuffled.load_state_dict(mixed().state_dict())

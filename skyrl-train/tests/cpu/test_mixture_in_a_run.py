@@ -1,0 +1,84 @@
+"""A whole run with two environments whose shares a curriculum moves: what it logs, and that it resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.dataset.files import read_rows, write_jsonl
+from skyrl_train.entrypoints.main_base import main
+
+N_STEPS = 4
+
+
+def towards_sums(step: int, weights: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """A quarter more of the sums each step."""
+    assert {"reward/sums/avg_raw_reward", "reward/synthetic_catch/avg_raw_reward"} <= set(metrics)
+    share = min(0.75, weights["sums"] + 0.25)
+    return {"sums": share, "synthetic_catch": 1 - share}
+
+
+@pytest.fixture
+def arguments(catch_run: list[str], catch_data: Path, tmp_path: Path) -> list[str]:
+    rows = [row | {"env_class": "catch"} for row in read_rows(f"{catch_data}/train.parquet")]
+    sums = [
+        {
+            "prompt": [{"role": "user", "content": f"{i} + {i}"}],
+            "env_class": "gsm8k",
+            "data_source": "sums",
+            "reward_spec": {"ground_truth": str(2 * i)},
+        }
+        for i in range(8)
+    ]
+    write_jsonl(tmp_path / "sums.jsonl", sums)
+    write_jsonl(tmp_path / "games.jsonl", rows)
+    return [
+        *catch_run,
+        f"data.train_data=['{tmp_path}/games.jsonl','{tmp_path}/sums.jsonl']",
+        "data.mixture.weights={synthetic_catch:3,sums:1}",
+        f"data.mixture.curriculum={__name__}:towards_sums",
+        f"trainer.max_training_steps={N_STEPS}",
+        "trainer.epochs=4",
+        "trainer.eval_interval=-1",
+        "trainer.ckpt_interval=1",
+        "generator.batched=true",
+    ]
+
+
+def logged(tmp_path: Path, name: str) -> list[dict[str, Any]]:
+    lines = (tmp_path / f"skyrl/{name}/metrics.jsonl").read_text().splitlines()
+    timed = ("timing/", "trainer/tokens_per_second")
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith(timed)} for line in lines]
+
+
+def test_a_curriculum_moves_the_shares_and_resumes(arguments: list[str], tmp_path: Path) -> None:
+    main([*arguments, "trainer.run_name=whole"])
+    whole = logged(tmp_path, "whole")
+    assert [step["data/weight/sums"] for step in whole[1:]] == [0.5, 0.75, 0.75, 0.75]
+    assert {"environment/catch/catch_rate", "reward/avg_raw_reward"} <= set(whole[1])
+    main([*arguments, "trainer.run_name=halved", "trainer.max_training_steps=2"])
+    main([*arguments, "trainer.run_name=halved"])
+    assert logged(tmp_path, "halved") == whole
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.mixture.curriculum=nowhere:f", r"data\.mixture\.curriculum=nowhere:f: No module named 'nowhere'"),
+        (f"data.mixture.curriculum={__name__}:towards_sum", "Did you mean 'towards_sums'"),
+        ("data.mixture.weights.games=1", "weights names games, and the data sources are: sums, synthetic_catch"),
+        ("data.mixture.min_per_batch=3", "min_per_batch=3 of each of 2 data sources"),
+    ],
+)
+def test_what_is_wrong_is_said_before_training(
+    arguments: list[str], override: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, override])
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "skyrl/test_run/metrics.jsonl").exists()
