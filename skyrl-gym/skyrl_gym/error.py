@@ -4,6 +4,7 @@ Error
 ├── RegistrationError       a registration that cannot be accepted
 │   └── InvalidSpec         a spec that cannot be built, written as JSON or read back (also a ValueError)
 ├── UnregisteredEnv         an id that this process's registry does not hold (also a ValueError)
+├── InvalidAnswer           what an environment returned is not what it may return
 └── ToolFailure             a tool's server does not answer: not the model's doing, so that the rollout is invalid
 """
 
@@ -24,6 +25,10 @@ class InvalidSpec(RegistrationError, ValueError):
 
 class UnregisteredEnv(Error, ValueError):
     """No environment with this id is registered in this process."""
+
+
+class InvalidAnswer(Error):
+    """An environment returned what it may not."""
 
 
 class ToolFailure(Error):

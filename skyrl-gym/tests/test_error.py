@@ -6,7 +6,14 @@ import pytest
 
 from skyrl_gym import error
 
-ERRORS = [error.Error, error.RegistrationError, error.InvalidSpec, error.UnregisteredEnv, error.ToolFailure]
+ERRORS = [
+    error.Error,
+    error.RegistrationError,
+    error.InvalidSpec,
+    error.UnregisteredEnv,
+    error.InvalidAnswer,
+    error.ToolFailure,
+]
 
 
 @pytest.mark.parametrize("error_class", ERRORS)

@@ -13,6 +13,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.contract import is_conversation
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
 from skyrl_train.types import PromptRow
@@ -173,13 +174,6 @@ class ShuffledPrompts(PromptOrder):
                 "with another trainer.run_name"
             )
         self._epoch, self._row = state["epoch"], state["row"]
-
-
-def is_conversation(value: Any) -> bool:
-    """Whether `value` is a list of chat messages, possibly an empty one."""
-    return isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
-    )
 
 
 def _check_prompt(row: Row, i: int, source: str, prompt_key: str) -> None:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from skyrl_gym.contract import is_reward
 from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
-from skyrl_train.generators.answers import is_reward
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.types import Trajectory, last_sampled
 

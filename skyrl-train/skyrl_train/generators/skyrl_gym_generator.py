@@ -20,16 +20,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.contract import checked_metrics, checked_output, checked_prompt, reward_components
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.answers import (
     UnknownReward,
-    checked_metrics,
-    checked_output,
-    checked_prompt,
-    reward_components,
     turn_reward,
     weighted_reward,
 )

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from skyrl_gym.contract import is_reward
 from skyrl_train.errors import EnvError
-from skyrl_train.generators.answers import is_reward, weighted_reward
+from skyrl_train.generators.answers import weighted_reward
 from skyrl_train.types import PromptRow
 
 

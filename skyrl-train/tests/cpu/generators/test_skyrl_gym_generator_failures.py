@@ -79,7 +79,7 @@ async def test_turns_before_the_failure_are_kept_for_people(
 @pytest.mark.parametrize(
     ("method", "answer", "reason"),
     [
-        ("init", None, "TypeError"),
+        ("init", None, "init() returned None; return the prompt and a dict"),
         ("init", (None, {}), "init() returned prompt=None; it must be a list of messages"),
         ("init", ([], {}), "init() returned prompt=[]"),
         ("init", ("Hello", {}), "init() returned prompt='Hello'"),
