@@ -1,0 +1,63 @@
+"""A thousand programs are scored, a quarter of which do harm: right verdicts, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from isolation.hostile import HOSTILE
+
+from skyrl_gym.envs.lcb.env import LCBEnv
+
+N_PROGRAMS, N_THREADS = 1000, 8
+TESTS = json.dumps([{"input": f"{n}\n{n}\n", "output": str(2 * n), "testtype": "stdin"} for n in (1, 20, -3)])
+RIGHT = ["print(int(input()) + int(input()))", "import sys\nprint(sum(map(int, sys.stdin.read().split())))"]
+WRONG = ["print(2)", "print(int(input()) * 2 + 1)", "input() + 1", "x =", "print(20 + int(input()))", ""]
+PROBES = ["import os; os.kill(1, 9)", "import socket; socket.create_connection(('127.0.0.1', 22), 1)"]
+
+
+def programs() -> list[tuple[str, float]]:
+    """Programs and what they deserve, shuffled."""
+    harm = [source for source, _ in HOSTILE.values()] + PROBES
+    chosen = [(harm[i % len(harm)], 0.0) for i in range(N_PROGRAMS // 4)]
+    chosen += [(RIGHT[i % len(RIGHT)], 1.0) for i in range(N_PROGRAMS // 2)]
+    chosen += [(WRONG[i % len(WRONG)], 0.0) for i in range(N_PROGRAMS - len(chosen))]
+    random.Random(0).shuffle(chosen)
+    return chosen
+
+
+def held() -> tuple[int, int, int, set[str]]:
+    """Children, descriptors, threads, folders."""
+    me = psutil.Process()
+    folders = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("skyrl-program-")}
+    return len(me.children(recursive=True)), me.num_fds(), threading.active_count(), folders
+
+
+def reward(source: str) -> float:
+    settings = {"timeout": 1.0, "memory_mb": 256}
+    with LCBEnv(settings, {"reward_spec": {"ground_truth": TESTS}}) as env:
+        value = env.step(f"```python\n{source}\n```")["reward"]
+        assert isinstance(value, float)
+        return value
+
+
+@pytest.mark.timeout(600)
+def test_a_thousand_programs() -> None:
+    chosen = programs()
+    reward(RIGHT[0])  # what is found out once, is known now
+    before, memory = held(), psutil.virtual_memory().available
+    started = time.monotonic()
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        rewards = list(pool.map(reward, [source for source, _ in chosen]))
+    assert rewards == [deserved for _, deserved in chosen]
+    assert held() == before
+    assert {p.pid for p in psutil.process_iter(["environ"]) if "SKYRL_PROGRAM" in (p.info["environ"] or {})} == set()
+    assert psutil.virtual_memory().available > memory - (1 << 30)
+    assert time.monotonic() - started < 500
