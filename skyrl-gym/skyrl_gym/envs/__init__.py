@@ -10,11 +10,19 @@ BUILT_IN = {
     "aime": "skyrl_gym.envs.aime.env:AIMEEnv",
     "gsm8k": "skyrl_gym.envs.gsm8k.env:GSM8kEnv",
     "gsm8k_multi_turn": "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv",
+    "gymnasium": "skyrl_gym.adapters.gymnasium:GymnasiumEnv",
     "lcb": "skyrl_gym.envs.lcb.env:LCBEnv",
+    "mcp": "skyrl_gym.adapters.mcp:MCPEnv",
     "multiply": "skyrl_gym.envs.multiply.env:MultiplyEnv",
+    "openenv": "skyrl_gym.adapters.openenv:OpenEnvEnv",
+    "openspiel": "skyrl_gym.envs.openspiel.env:OpenSpielEnv",
+    "openspiel_game": "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv",
     "search": "skyrl_gym.envs.search.env:SearchEnv",
     "searchcode": "skyrl_gym.envs.searchcode.env:SearchCodeEnv",
     "text2sql": "skyrl_gym.envs.sql.env:SQLEnv",
+    "textarena": "skyrl_gym.adapters.textarena:TextArenaEnv",
+    "trl": "skyrl_gym.adapters.trl:TrlEnv",
+    "verifiers": "skyrl_gym.adapters.verifiers:VerifiersEnv",
 }
 
 for _id, _entry_point in BUILT_IN.items():

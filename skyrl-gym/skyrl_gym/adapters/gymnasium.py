@@ -1,0 +1,169 @@
+"""Environments of Gymnasium, in words: observations become text, and replies become actions of the action space.
+
+environment.env_class=gymnasium environment.skyrl_gym.gymnasium.id=FrozenLake-v1
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from skyrl_gym.adapters.actions import ActionError
+from skyrl_gym.adapters.ansi import uncoloured
+from skyrl_gym.adapters.observations import described, readable, user_message, with_observation
+from skyrl_gym.adapters.settings import max_turns, read_settings, require, reset_arguments
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+
+if TYPE_CHECKING:
+    import gymnasium
+
+ACTION_NAMES = {
+    "Blackjack": ("stick", "hit"),
+    "CartPole": ("left", "right"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "FrozenLake": ("left", "down", "right", "up"),
+    "FrozenLake8x8": ("left", "down", "right", "up"),
+    "MountainCar": ("left", "none", "right"),
+    "Taxi": ("south", "north", "east", "west", "pick up", "drop off"),
+}
+"""What the numbers mean in environments that come with Gymnasium, which does not say it in a form to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GymnasiumSettings:
+    """The section `environment.skyrl_gym.gymnasium`.
+
+    id: what `gymnasium.make` takes, e.g. ``FrozenLake-v1``; ``my_package:Mine-v0`` imports `my_package` first.
+    kwargs: the other arguments of `gymnasium.make`.
+    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, come on top.
+    action_names: the names of the actions of a discrete space, in order; environments of Gymnasium have theirs.
+    observation: the field that is shown, or a text with `{field}` in it, e.g. ``Your sum is {0}.``; by default, what
+        the environment renders as text (`render_mode="ansi"`), or all of the observation where it renders none.
+    describe_action: whether the prompt says which actions there are.
+    illegal: after a reply that is no action, ``retry`` says what is allowed, and ``end`` ends the episode.
+    illegal_reward: of a turn with such a reply.
+    """
+
+    id: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reset: Mapping[str, Any] = field(default_factory=dict)
+    action_names: Sequence[str] | None = None
+    observation: str | None = None
+    describe_action: bool = True
+    illegal: str = "retry"
+    illegal_reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.illegal not in ("retry", "end"):
+            raise ValueError(f"illegal={self.illegal!r} is unknown; use retry or end")
+
+
+class GymnasiumEnv(BaseTextEnv):
+    """One episode of a Gymnasium environment. The reward of a turn is the one of its step."""
+
+    def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        super().__init__()
+        require("gymnasium", "gymnasium")
+        from skyrl_gym.adapters.gymnasium_actions import ActionReader
+
+        self.settings = read_settings(GymnasiumSettings, "gymnasium", env_config, extras)
+        self.max_turns = max_turns(extras)
+        self._reset_arguments = reset_arguments(self.settings.reset, extras)
+        self._env: gymnasium.Env[Any, Any] | None = _made(self.settings)
+        try:
+            self._actions = ActionReader(self._env.action_space, _action_names(self.settings, self._env.spec))
+        except ValueError:
+            self.close()
+            raise
+        self._n_invalid = 0
+        self._is_done = False
+        self._is_truncated = False
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        """Reset the environment, and append what it shows and which actions there are to the prompt."""
+        observation, _ = self._running().reset(**self._reset_arguments)
+        parts = [self._shown(observation)]
+        if self.settings.describe_action:
+            parts.append(self._actions.instructions)
+        return with_observation(prompt, "\n\n".join(filter(None, parts))), {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Play the action that the reply names."""
+        env = self._running()
+        self.turns += 1
+        try:
+            chosen = self._actions.read(action)
+        except ActionError as problem:
+            return self._illegal(str(problem))
+        observation, reward, terminated, truncated, _ = env.step(chosen)
+        self._is_done, self._is_truncated = bool(terminated or truncated), bool(truncated)
+        return self._output(lambda: self._shown(observation), float(reward), {"action": chosen})
+
+    def close(self) -> None:
+        """Close the environment. Calling it again does nothing."""
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Turns, replies that were no actions, and whether the environment cut the episode off."""
+        return {"steps": self.turns, "invalid_actions": self._n_invalid, "truncated": int(self._is_truncated)}
+
+    def _running(self) -> gymnasium.Env[Any, Any]:
+        if self._env is None or self._is_done:
+            raise RuntimeError("this episode is over; make a new GymnasiumEnv for the next one")
+        return self._env
+
+    def _illegal(self, problem: str) -> BaseTextEnvStepOutput:
+        self._n_invalid += 1
+        self._is_done = self.settings.illegal == "end"
+        text = f"{problem} {self._actions.instructions}"
+        return self._output(lambda: text, self.settings.illegal_reward, {"action": None})
+
+    def _output(self, text: Callable[[], str], reward: float, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
+        self._is_done = self._is_done or self.turns >= self.max_turns
+        observations = [] if self._is_done else [user_message(readable(text()))]
+        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=self._is_done, metadata=metadata)
+
+    def _shown(self, observation: Any) -> str:
+        env = self._running()
+        if self.settings.observation is None and env.render_mode == "ansi":
+            return uncoloured(str(env.render())).strip("\n")
+        return described(observation, self.settings.observation)
+
+
+def _made(settings: GymnasiumSettings) -> gymnasium.Env[Any, Any]:
+    """The environment, rendering text where it can.
+
+    Raises:
+        ValueError: there is none of that id.
+    """
+    import gymnasium
+
+    module, _, name = settings.id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    try:
+        spec = gymnasium.spec(name)
+    except gymnasium.error.Error as problem:
+        raise ValueError(f"environment.skyrl_gym.gymnasium.id={settings.id!r}: {problem}") from problem
+    kwargs = {"disable_env_checker": True, **settings.kwargs}
+    if "render_mode" not in kwargs and settings.observation is None and "ansi" in _render_modes(spec):
+        kwargs["render_mode"] = "ansi"
+    return gymnasium.make(spec, **kwargs)
+
+
+def _render_modes(spec: gymnasium.envs.registration.EnvSpec) -> Sequence[str]:
+    from gymnasium.envs.registration import load_env_creator
+
+    creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+    return (getattr(creator, "metadata", None) or {}).get("render_modes") or ()
+
+
+def _action_names(settings: GymnasiumSettings, spec: gymnasium.envs.registration.EnvSpec | None) -> Sequence[str]:
+    if settings.action_names is not None:
+        return settings.action_names
+    is_of_gymnasium = spec is not None and str(spec.entry_point).startswith("gymnasium.")
+    return ACTION_NAMES.get(spec.name, ()) if spec is not None and is_of_gymnasium else ()

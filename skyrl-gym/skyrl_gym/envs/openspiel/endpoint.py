@@ -1,0 +1,160 @@
+"""An endpoint: a language model behind an OpenAI-compatible URL."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import urllib3
+
+from skyrl_gym import error
+from skyrl_gym.envs.base_text_env import ConversationType
+from skyrl_gym.envs.openspiel.options import finite_number, given, reject_unknown, whole_number
+
+_RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_LONGEST_PAUSE_SECONDS = 30.0
+_MAX_REPLY_BYTES = 32 * 1024 * 1024
+
+
+class EndpointError(error.Error):
+    """An endpoint does not answer, or not as it should. Whoever waits for its reply cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointConfig:
+    """Where a model is, and how it is asked.
+
+    base_url: what ``/chat/completions`` follows, e.g. ``http://127.0.0.1:8000/v1``.
+    model: the name that the endpoint knows it by.
+    api_key_env: the environment variable that holds the key; empty for none.
+    sampling_params: further fields of the request, e.g. ``{"temperature": 1.0, "max_tokens": 1024}``.
+    timeout_seconds: for one request, from connecting to the last byte.
+    n_attempts: requests before giving up, with pauses between them.
+    """
+
+    base_url: str
+    model: str
+    api_key_env: str = ""
+    sampling_params: dict[str, Any] = field(default_factory=dict)
+    timeout_seconds: float = 120.0
+    n_attempts: int = 4
+
+    def __post_init__(self) -> None:
+        if not str(self.base_url).startswith(("http://", "https://")):
+            raise ValueError(f"base_url={self.base_url!r} must begin with http:// or https://")
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model={self.model!r} must be the name that {self.base_url} knows the model by")
+        if not isinstance(self.sampling_params, Mapping):
+            raise ValueError(
+                f"sampling_params={self.sampling_params!r} must be a mapping, such as {{temperature: 1.0}}"
+            )
+        if finite_number(self.timeout_seconds, "timeout_seconds") <= 0:
+            raise ValueError(f"timeout_seconds={self.timeout_seconds} must be above 0")
+        whole_number(self.n_attempts, "n_attempts", at_least=1)
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ValueError(f"api_key_env={self.api_key_env!r} names an environment variable that is not set")
+
+    @staticmethod
+    def of(options: Mapping[str, Any] | None) -> EndpointConfig:
+        """The configuration in `options`. Raises `ValueError` where one is missing, unknown or wrong."""
+        options = given(options)
+        reject_unknown(options, [option.name for option in fields(EndpointConfig)], "the endpoint")
+        missing = [name for name in ("base_url", "model") if name not in options]
+        if missing:
+            raise ValueError(f"the endpoint of opponent=policy has no {' and no '.join(missing)}; got {options}")
+        return EndpointConfig(**options)
+
+
+class ChatEndpoint:
+    """A model that answers a conversation: ``reply = endpoint(messages)``. It blocks until the reply is there.
+
+    Raises:
+        EndpointError: there was no reply in `n_attempts` requests, or it was none of a chat completion.
+    """
+
+    def __init__(self, config: EndpointConfig) -> None:
+        self.config = config
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=1)
+        self._jitter = random.Random()  # its own: the program's may be part of what is resumed
+
+    def __call__(self, messages: ConversationType) -> str:
+        problem = ""
+        for attempt in range(self.config.n_attempts):
+            try:
+                status, headers, body = self._post(messages)
+            except urllib3.exceptions.HTTPError as failure:
+                problem, pause = repr(failure), 0.0
+            else:
+                if status == 200:
+                    return self._reply(body)
+                problem = f"status {status}: {body[:500].decode('utf-8', 'replace')}"
+                if status not in _RETRIED_STATUSES:
+                    raise EndpointError(f"{self._name} refused: {problem}")
+                pause = _retry_after(headers)
+            if attempt + 1 < self.config.n_attempts:
+                time.sleep(max(pause, min(8.0, 0.5 * 2**attempt) * self._jitter.uniform(0.5, 1.0)))
+        raise EndpointError(f"{self._name} gave no reply in {self.config.n_attempts} attempts; the last: {problem}")
+
+    def close(self) -> None:
+        """Close the connection; calling it again does nothing."""
+        self._pool.clear()
+
+    @property
+    def _name(self) -> str:
+        return f"the model {self.config.model!r} at {self.config.base_url}"
+
+    def _post(self, messages: ConversationType) -> tuple[int, Mapping[str, str], bytes]:
+        """One request: status, headers and body."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.config.api_key_env:
+            headers["Authorization"] = f"Bearer {os.environ[self.config.api_key_env]}"
+        deadline = time.monotonic() + self.config.timeout_seconds
+        response = self._pool.request(
+            "POST",
+            f"{self.config.base_url.rstrip('/')}/chat/completions",
+            body=json.dumps({**self.config.sampling_params, "model": self.config.model, "messages": messages}),
+            headers=headers,
+            timeout=urllib3.Timeout(total=self.config.timeout_seconds),
+            retries=False,
+            redirect=False,
+            preload_content=False,
+        )
+        try:
+            return response.status, response.headers, _body(response, deadline)
+        finally:
+            response.close()
+
+    def _reply(self, body: bytes) -> str:
+        try:
+            content = json.loads(body)["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError) as problem:
+            raise EndpointError(f"{self._name} sent no chat completion ({problem!r}): {body[:500]!r}") from problem
+        if content is not None and not isinstance(content, str):
+            raise EndpointError(f"{self._name} sent a message that is no text: {content!r}")
+        return content or ""  # null: all that the model wrote were thoughts
+
+
+def _body(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
+    """The whole body, unless it takes too long or is too large: a timeout of urllib3 is one of each single read."""
+    body = bytearray()
+    while chunk := response.read1(65536):
+        body += chunk
+        if time.monotonic() > deadline:
+            raise urllib3.exceptions.TimeoutError("the reply came too slowly")
+        if len(body) > _MAX_REPLY_BYTES:
+            raise urllib3.exceptions.HTTPError(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
+    return bytes(body)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """How long the endpoint asks to wait, in seconds; 0 where it does not say so in a number."""
+    try:
+        pause = float(headers.get("Retry-After", "0"))
+    except ValueError:
+        return 0.0
+    return min(max(pause, 0.0), _LONGEST_PAUSE_SECONDS)

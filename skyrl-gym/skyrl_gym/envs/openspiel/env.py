@@ -1,0 +1,92 @@
+"""One move in a game of OpenSpiel: is it legal, and what does it lead to?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.openspiel.answers import ParsedAnswer, parse_answer
+from skyrl_gym.envs.openspiel.options import given, row_facts, row_options
+from skyrl_gym.envs.openspiel.rewards import move_value
+from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, task_of_row
+
+MAX_LOGGED_ANSWER = 200
+"""Characters of an answer that are kept in `metadata`."""
+
+
+class OpenSpielEnv(BaseTextEnv):
+    """One turn: the model names a move, and is rewarded from 0 to 1.
+
+    `extras` is a row of `OpenSpielTasks.rows`: `extra_info` has the position, as `serialized_game_and_state` or as the
+    `task_id` of the configured tasks; `reward_spec.method` may name the reward mode. `env_config` has the fields of
+    `TaskConfig`; what it sets goes before what the row says.
+
+    An answer that names no legal move is worth 0. In mode ``outcome`` a legal one is worth the mean of `n_playouts`
+    random games that it begins, which are the same ones whenever this move is made in this task.
+
+    Raises:
+        ImportError: OpenSpiel is not installed.
+        ValueError: the row or the configuration is not as described; the message names the value.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        extras = extras or {}
+        self.config = TaskConfig.of(_row_options(extras) | given(env_config))
+        self.task = task_of_row(row_facts(extras), self.config)
+        self.parsed: ParsedAnswer | None = None
+        self.value: float | None = None
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Score the move that the model's reply names."""
+        if self.parsed is not None:
+            raise RuntimeError("this task has had its answer; make a new OpenSpielEnv for the next one")
+        self.turns += 1
+        self.parsed = parse_answer(action, self.task.legal)
+        is_legal = self.parsed.move is not None
+        if self.config.reward_mode == "outcome":
+            self.value = self._outcome()
+        reward = float(is_legal) if self.value is None else self.value
+        return BaseTextEnvStepOutput(
+            observations=[],
+            reward=reward,
+            done=True,
+            metadata={
+                "reward_components": {self.config.reward_mode: reward},
+                "legal": is_legal,
+                "outcome": self.value,
+                **describe(self.parsed),
+            },
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        """1 if the answer was a legal move, and what it led to; nothing before there is an answer."""
+        if self.parsed is None:
+            return {}
+        metrics: dict[str, Any] = {"legal": int(self.parsed.move is not None)}
+        return metrics if self.value is None else metrics | {"outcome": self.value}
+
+    def _outcome(self) -> float:
+        if self.parsed is None or self.parsed.move is None:
+            return 0.0
+        task = self.task
+        seed = f"{self.config.seed}/{task.task_id}"
+        return move_value(task.state, task.player, self.parsed.move.action, self.config.n_playouts, seed)
+
+
+def describe(parsed: ParsedAnswer) -> dict[str, Any]:
+    """What an answer came to, for `metadata`: the move and its id, or None, and how it was read."""
+    return {
+        "action": parsed.move and parsed.move.action,
+        "move": parsed.move and parsed.move.text,
+        "parsed_by": parsed.way,
+        "answer": parsed.answer[:MAX_LOGGED_ANSWER],
+    }
+
+
+def _row_options(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a row brings along. Its method may be SkyRL's ``rule``, which leaves the mode open."""
+    method = (extras.get("reward_spec") or {}).get("method")
+    mode = {} if method in (None, "", "rule") else {"reward_mode": method}
+    return mode | row_options(extras, TASK_OPTIONS)

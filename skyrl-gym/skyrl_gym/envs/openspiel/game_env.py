@@ -1,0 +1,283 @@
+"""A whole game of OpenSpiel, turn by turn, against opponents."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.openspiel import prompts
+from skyrl_gym.envs.openspiel.answers import ParsedAnswer, parse_answer
+from skyrl_gym.envs.openspiel.cases import Game
+from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
+from skyrl_gym.envs.openspiel.env import describe
+from skyrl_gym.envs.openspiel.match import Match, Opponent, Turn
+from skyrl_gym.envs.openspiel.opponents import LanguageModel, MctsConfig, MctsOpponent, PolicyOpponent, RandomOpponent
+from skyrl_gym.envs.openspiel.options import finite_number, given, one_of, row_facts, row_options, whole_number
+from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
+from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, task_of_row
+
+OPPONENTS = ("random", "mcts", "policy")
+ILLEGAL_RULES = ("retry", "lose", "random")
+MAX_DEALS = 10
+"""How often a game is begun again that ended before the seat's first turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class GameConfig:
+    """How a game is played and scored, besides what `tasks` says about its beginning.
+
+    opponent: ``random``, ``mcts`` (options in `mcts`), or ``policy``, a language model (options in `policy`).
+    seat: the player that the model is; by default, the players take turns from task to task.
+    illegal: what an answer does that is no legal move. ``retry``: the model is told so, up to `n_retries` times in a
+        row, and then loses; one slip does not throw a game away, yet answering is learned, for tries take turns and
+        whoever never finds a legal move loses. ``lose``: at once. ``random``: a random move is played instead.
+    legal_move_reward: added to the reward of a turn with a legal move.
+    max_turns: the game is scored where it stands after so many turns of the model; the trainer's own limit holds too.
+    """
+
+    tasks: TaskConfig = field(default_factory=TaskConfig)
+    opponent: str = "random"
+    mcts: MctsConfig = field(default_factory=MctsConfig)
+    policy: EndpointConfig | None = None
+    seat: int | None = None
+    illegal: str = "retry"
+    n_retries: int = 2
+    legal_move_reward: float = 0.0
+    max_turns: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of(self.opponent, "opponent", OPPONENTS)
+        one_of(self.illegal, "illegal", ILLEGAL_RULES)
+        whole_number(self.n_retries, "n_retries", 0)
+        finite_number(self.legal_move_reward, "legal_move_reward")
+        if self.seat is not None:
+            whole_number(self.seat, "seat", 0)
+        if self.max_turns is not None:
+            whole_number(self.max_turns, "max_turns", 1)
+
+    @staticmethod
+    def of(options: Mapping[str, Any] | None = None) -> GameConfig:
+        """The configuration in `options`: the fields above but `tasks`, and those of `TaskConfig`.
+
+        Raises:
+            ValueError: an option is unknown or has a value that it may not have.
+        """
+        options = given(options)
+        own = {name: options.pop(name) for name in _GAME_OPTIONS if name in options}
+        own["mcts"] = MctsConfig.of(own.get("mcts"))
+        own["policy"] = EndpointConfig.of(own["policy"]) if "policy" in own else None
+        return GameConfig(tasks=TaskConfig.of(options), **own)
+
+
+_GAME_OPTIONS = frozenset(option.name for option in fields(GameConfig)) - {"tasks"}
+
+
+class OpenSpielGameEnv(BaseTextEnv):
+    """A game in which the model plays one seat to the end.
+
+    `extras` is a row of `OpenSpielTasks.game_rows`: `extra_info` has the position from which the game is played, and
+    may have any option of `GameConfig`; `env_config` has such options too, and goes before the row. The position is
+    added to the row's prompt; after each turn of the model come the others' moves, the new position and its legal
+    moves.
+
+    The reward of the last turn is the seat's scaled return: 0 for the worst outcome of the game and for a game lost by
+    illegal answers, 1 for the best. A game that is not over when the turns are used up is worth the mean of
+    `n_playouts` random games that go on from there.
+
+    All that is drawn follows from the seed, the task id and the moves, so that the same replies play the same game;
+    what a language model answers is its own affair. `language_model` takes the place of the endpoint in `policy`.
+
+    Raises:
+        ImportError: OpenSpiel is not installed.
+        ValueError: the row or the configuration is not as described; the message names the value.
+        EndpointError: from `init` and `step`, when the opponent cannot be reached: the game has no result.
+    """
+
+    def __init__(
+        self,
+        env_config: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Any] | None = None,
+        language_model: LanguageModel | None = None,
+    ) -> None:
+        super().__init__()
+        extras = extras or {}
+        self.config = GameConfig.of(row_options(extras, TASK_OPTIONS | _GAME_OPTIONS) | given(env_config))
+        self.task = task_of_row(row_facts(extras), self.config.tasks)
+        self.seat = _seat(self.config, self.task.task_id, self.task.game)
+        self.max_turns = _turn_limit(self.config, extras, self.task.game)
+        self.n_legal = 0
+        self.outcome: float | None = None
+        self._n_illegal_in_a_row = 0
+        self._rng = random.Random(f"{self.config.tasks.seed}/{self.task.task_id}")
+        self._endpoint = _endpoint(self.config) if language_model is None else None
+        self._model = language_model or self._endpoint
+        self._opponents = self._seat_opponents()
+        self._match = Match(self.task.state, self.seat, self._opponents, self._rng)
+        self._turn: Turn | None = None
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        """Begin the game: the prompt, and after its last words the first decision of the seat."""
+        self._begin()
+        decision = self._decision()
+        *before, last = prompt or [{"role": "user", "content": prompts.introduction(self.task.game)}]
+        if last["role"] == "user" and isinstance(last["content"], str):
+            messages = [*before, {**last, "content": f"{last['content']}\n\n{decision}"}]
+        else:
+            messages = [*before, last, {"role": "user", "content": decision}]
+        return messages, {"seat": self.seat, "case": self.task.case, "task_id": self.task.task_id}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Play the move that the model's reply names, then everybody else's up to its next turn."""
+        if self._turn is None:
+            raise RuntimeError("call init before step: the others may have to move first")
+        if self.outcome is not None:
+            raise RuntimeError(f"this game ended after turn {self.turns}; make a new OpenSpielGameEnv for the next one")
+        self.turns += 1
+        parsed = parse_answer(action, self._turn.legal)
+        observations = self._play(parsed.move.action) if parsed.move else self._after_illegal_answer()
+        if self.outcome is None and self.turns >= self.max_turns:
+            self.outcome = self._value_here()
+        components = {"outcome": self.outcome or 0.0}
+        if self.config.legal_move_reward:
+            components["legal"] = self.config.legal_move_reward if parsed.move else 0.0
+        return BaseTextEnvStepOutput(
+            observations=observations if self.outcome is None else [],
+            reward=sum(components.values()),
+            done=self.outcome is not None,
+            metadata={"reward_components": components, **self._facts(parsed)},
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Turns, the share of legal answers, and how the game ended; nothing before the first turn."""
+        if not self.turns:
+            return {}
+        metrics: dict[str, Any] = {
+            "steps": self.turns,
+            "legal": self.n_legal / self.turns,
+            "finished": int(self._match.is_over),
+        }
+        if self.outcome is not None:
+            metrics |= {"outcome": self.outcome, "won": int(self._has_won())}
+        if self.config.opponent == "policy":
+            policies = [other for other in self._opponents.values() if isinstance(other, PolicyOpponent)]
+            metrics["opponent_illegal"] = sum(policy.n_illegal for policy in policies)
+        return metrics
+
+    def close(self) -> None:
+        """Close the connection to the opponent."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _begin(self) -> None:
+        """Play up to the seat's first decision, and begin again where the game ends before it."""
+        if self._turn is not None:
+            raise RuntimeError("this game has begun; make a new OpenSpielGameEnv for the next one")
+        for _ in range(MAX_DEALS):
+            self._match.advance()
+            if not self._match.is_over:
+                self._turn = self._match.turn()
+                return
+            self._opponents = self._seat_opponents()
+            self._match = Match(self.task.state, self.seat, self._opponents, self._rng)
+        raise ValueError(
+            f"task {self.task.task_id} of {self.task.case} ended {MAX_DEALS} times before the first turn of "
+            f"seat={self.seat}; choose another seat or fewer max_random_steps"
+        )
+
+    def _seat_opponents(self) -> dict[int, Opponent]:
+        """A new opponent for every other seat."""
+        return {player: self._new_opponent() for player in range(self.task.game.num_players()) if player != self.seat}
+
+    def _new_opponent(self) -> Opponent:
+        if self.config.opponent == "random":
+            return RandomOpponent()
+        if self.config.opponent == "mcts":
+            return MctsOpponent(self.task.game, self.config.mcts)
+        assert self._model is not None
+        return PolicyOpponent(self._model, self.config.tasks.max_listed_moves, self.config.n_retries)
+
+    def _decision(self, *news: str) -> str:
+        assert self._turn is not None
+        turn = self._turn
+        listed = self.config.tasks.max_listed_moves
+        return prompts.decision(turn.state, turn.player, turn.legal, listed, (*news, *turn.events))
+
+    def _play(self, action: int) -> ConversationType:
+        self.n_legal += 1
+        self._n_illegal_in_a_row = 0
+        self._match.play(action)
+        return self._after_play()
+
+    def _after_illegal_answer(self) -> ConversationType:
+        """What the rule for illegal answers wants."""
+        if self.config.illegal == "random":
+            assert self._turn is not None
+            drawn = self._rng.choice(self._turn.legal.moves)
+            self._match.play(drawn.action)
+            return self._after_play(prompts.played_at_random(drawn.text))
+        self._n_illegal_in_a_row += 1
+        n_left = min(1 + self.config.n_retries - self._n_illegal_in_a_row, self.max_turns - self.turns)
+        if self.config.illegal == "retry" and n_left > 0:
+            return [{"role": "user", "content": prompts.illegal_answer(n_left)}]
+        self.outcome = 0.0
+        return []
+
+    def _after_play(self, *news: str) -> ConversationType:
+        """The next decision, or the outcome."""
+        if self._match.is_over:
+            self.outcome = scaled_return(self.task.game, self._match.state.returns(), self.seat)
+            return []
+        self._turn = self._match.turn()
+        return [{"role": "user", "content": self._decision(*news)}]
+
+    def _value_here(self) -> float:
+        return playout_value(self._match.state, self.seat, self.config.tasks.n_playouts, self._rng)
+
+    def _has_won(self) -> bool:
+        """Whether the game ended, nobody has more, and somebody has less; alone, more than half of what there is."""
+        if not self._match.is_over:
+            return False
+        returns = self._match.state.returns()
+        if len(returns) == 1:
+            return scaled_return(self.task.game, returns, self.seat) > 0.5
+        return bool(returns[self.seat] == max(returns) > min(returns))
+
+    def _facts(self, parsed: ParsedAnswer) -> dict[str, Any]:
+        return {
+            "seat": self.seat,
+            "legal": parsed.move is not None,
+            "outcome": self.outcome,
+            "returns": list(self._match.state.returns()) if self._match.is_over else None,
+            **describe(parsed),
+        }
+
+
+def _endpoint(config: GameConfig) -> ChatEndpoint | None:
+    """The language model that the configuration names, where it wants one."""
+    if config.opponent != "policy":
+        return None
+    if config.policy is None:
+        raise ValueError(
+            "opponent=policy needs a model to play: set policy.base_url and policy.model to an OpenAI-compatible "
+            "endpoint, such as http://127.0.0.1:8000/v1"
+        )
+    return ChatEndpoint(config.policy)
+
+
+def _seat(config: GameConfig, task_id: int, game: Game) -> int:
+    """Who the model is: the configured seat, or each player in turn from task to task."""
+    seat = config.seat if config.seat is not None else task_id % game.num_players()
+    if seat >= game.num_players():
+        raise ValueError(f"seat={seat}, but {game} has {game.num_players()} players, counted from 0")
+    return seat
+
+
+def _turn_limit(config: GameConfig, extras: Mapping[str, Any], game: Game) -> int:
+    """The turns that the model may take: the least of the limits there are, or what the longest game could need."""
+    limits = [] if config.max_turns is None else [config.max_turns]
+    if extras.get("max_turns") is not None:
+        limits.append(whole_number(extras["max_turns"], "max_turns", 1))
+    return min(limits) if limits else int(game.max_game_length()) * (1 + config.n_retries)

@@ -1,0 +1,118 @@
+"""A match: one game from a position to its end, with a chair for every player."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel
+from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
+from skyrl_gym.envs.openspiel.states import advance_chance, apply_jointly, is_simultaneous, legal_actions
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A decision that one player has to make.
+
+    legal: what they may do.
+    events: what others have played since this player's last turn, e.g. ``("Player 1 played b3.",)``; empty in games
+        with hidden information, where it may not be known.
+    """
+
+    state: State
+    player: int
+    legal: LegalMoves
+    events: tuple[str, ...] = ()
+
+
+class Opponent(Protocol):
+    """Someone who plays one seat of a match."""
+
+    def choose(self, turn: Turn, rng: random.Random) -> int:
+        """The id of a legal action. What is drawn comes from `rng`, so that a match can be played again."""
+
+
+class Match:
+    """A game in which one seat is played from outside, with `play`, and the others by opponents.
+
+    Everything that is drawn comes from `rng`, in the order of play: the same moves meet the same cards, dice and random
+    opponents.
+    """
+
+    def __init__(self, state: State, seat: int, opponents: Mapping[int, Opponent], rng: random.Random) -> None:
+        self.game: Game = state.get_game()
+        self.state = state.clone()
+        self.seat = seat
+        self._opponents = opponents
+        self._rng = rng
+        self._log: list[tuple[int, str]] = []
+        self._seen = [0] * self.game.num_players()
+        kind = self.game.get_type()
+        self._is_open = kind.information == open_spiel().GameType.Information.PERFECT_INFORMATION
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the game has ended."""
+        return bool(self.state.is_terminal())
+
+    def turn(self) -> Turn:
+        """The decision of the seat."""
+        return self._turn_of(self.seat)
+
+    def play(self, action: int) -> None:
+        """Play a legal action of the seat, and let the game go on to the seat's next decision or the end."""
+        if is_simultaneous(self.state):
+            self._play_together({self.seat: action})
+        else:
+            self._play_alone(self.seat, action)
+        self.advance()
+
+    def advance(self) -> None:
+        """Let chance and the opponents play up to the seat's next decision or the end."""
+        while not self.state.is_terminal() and not self._is_seats_turn():
+            if self.state.is_chance_node():
+                advance_chance(self.state, self._rng)
+            elif is_simultaneous(self.state):
+                self._play_together({})
+            else:
+                player = self.state.current_player()
+                self._play_alone(player, self._choice(player))
+
+    def _is_seats_turn(self) -> bool:
+        if is_simultaneous(self.state):
+            return bool(legal_actions(self.state, self.seat))
+        return int(self.state.current_player()) == self.seat
+
+    def _play_together(self, actions: Mapping[int, int]) -> None:
+        """All players at once: nobody sees what another one plays."""
+        others = {
+            player: self._choice(player)
+            for player in self._opponents
+            if player not in actions and legal_actions(self.state, player)
+        }
+        joint = {**actions, **others}
+        for player in sorted(joint):
+            self._note(player, joint[player])
+        apply_jointly(self.state, joint, self._rng)
+
+    def _play_alone(self, player: int, action: int) -> None:
+        self._note(player, action)
+        self.state.apply_action(action)
+
+    def _choice(self, player: int) -> int:
+        action = self._opponents[player].choose(self._turn_of(player), self._rng)
+        assert action in legal_actions(self.state, player), f"player {player} chose {action}, which is not legal"
+        return action
+
+    def _note(self, player: int, action: int) -> None:
+        if self._is_open:
+            move = next(move for move in legal_moves(self.state, player).moves if move.action == action)
+            self._log.append((player, move.text))
+
+    def _turn_of(self, player: int) -> Turn:
+        news = self._log[self._seen[player] :]
+        self._seen[player] = len(self._log)
+        events = tuple(f"Player {who} played {text}." for who, text in news if who != player)
+        return Turn(self.state, player, legal_moves(self.state, player), events)

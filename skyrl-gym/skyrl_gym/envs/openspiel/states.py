@@ -1,0 +1,109 @@
+"""States of play: how a game goes on, with all that is drawn coming from a seeded generator.
+
+A state that a model is shown is always a decision: of the player to move or, where all move at once, of a seat.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel
+
+
+def opening(game: Game, seed: int, n_random_steps: int) -> State:
+    """The decision that `seed` leads to: `n_random_steps` random moves, dealt cards and dice included, from the root.
+
+    Where these end the game, the decision is the first one of the game.
+
+    Raises:
+        ValueError: the game has no decision at all.
+    """
+    rng = random.Random(seed)
+    state = game.new_initial_state()
+    for _ in range(n_random_steps):
+        if state.is_terminal():
+            break
+        random_step(state, rng)
+    advance_chance(state, rng)
+    if state.is_terminal():
+        state = game.new_initial_state()
+        advance_chance(state, random.Random(seed))
+    if state.is_terminal() or not any(legal_actions(state, player) for player in range(game.num_players())):
+        raise ValueError(f"the game {game} offers no decision from its beginning (seed {seed}); choose another case")
+    return state
+
+
+def advance_chance(state: State, rng: random.Random) -> None:
+    """Draw every chance event up to the next decision or the end."""
+    while state.is_chance_node():
+        state.apply_action(_chance_event(state, rng))
+
+
+def random_step(state: State, rng: random.Random) -> None:
+    """One chance event, or one move of each player to move, drawn at random."""
+    if state.is_chance_node():
+        state.apply_action(_chance_event(state, rng))
+    elif is_simultaneous(state):
+        apply_jointly(state, {}, rng)
+    else:
+        state.apply_action(rng.choice(state.legal_actions()))
+
+
+def apply_move(state: State, player: int, action: int, rng: random.Random) -> None:
+    """Play a legal `action` of `player`; where all move at once, the others' moves are drawn."""
+    if is_simultaneous(state):
+        apply_jointly(state, {player: action}, rng)
+    else:
+        state.apply_action(action)
+
+
+def apply_jointly(state: State, actions: Mapping[int, int], rng: random.Random) -> None:
+    """Play one action of every player at once; those missing in `actions` are drawn."""
+    joint = [
+        actions[player] if player in actions else _random_action(state, player, rng)
+        for player in range(state.num_players())
+    ]
+    state.apply_actions(joint)
+
+
+def is_simultaneous(state: State) -> bool:
+    """Whether all players are to move at once."""
+    return bool(state.is_simultaneous_node())
+
+
+def player_to_move(state: State, seat: int) -> int:
+    """Whose decision this is: `seat` where all move at once."""
+    return seat if is_simultaneous(state) else int(state.current_player())
+
+
+def legal_actions(state: State, player: int) -> list[int]:
+    """The ids of what `player` may do now; empty when it is not their turn."""
+    return list(state.legal_actions(player))
+
+
+def serialize(game: Game, state: State) -> str:
+    """Text from which `deserialize` makes the game and the state again."""
+    return str(open_spiel().serialize_game_and_state(game, state))
+
+
+def deserialize(text: str) -> tuple[Game, State]:
+    """The game and the state that `serialize` wrote. Raises `ValueError` for anything else."""
+    spiel = open_spiel()
+    try:
+        game, state = spiel.deserialize_game_and_state(text)
+    except (spiel.SpielError, ValueError, IndexError, TypeError) as problem:
+        raise ValueError(
+            f"serialized_game_and_state is no state of OpenSpiel {spiel.__version__}: {problem}; got {text!r}"
+        ) from problem
+    return game, state
+
+
+def _chance_event(state: State, rng: random.Random) -> int:
+    outcomes, probabilities = zip(*state.chance_outcomes(), strict=True)
+    return int(rng.choices(outcomes, weights=probabilities, k=1)[0])
+
+
+def _random_action(state: State, player: int, rng: random.Random) -> int:
+    """A player without a choice at this node passes with action 0, as OpenSpiel wants it."""
+    return rng.choice(legal_actions(state, player) or [0])

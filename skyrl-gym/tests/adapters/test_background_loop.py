@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from skyrl_gym.adapters.background_loop import BackgroundLoop
+
+
+def test_coroutines_run_in_one_loop_until_it_is_closed() -> None:
+    n_threads = threading.active_count()
+    background = BackgroundLoop("test")
+    events: list[str] = []
+
+    async def start() -> asyncio.AbstractEventLoop:
+        async def forever() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                events.append("cancelled")
+
+        loop = asyncio.get_running_loop()
+        loop.tasks = [asyncio.create_task(forever())]  # type: ignore[attr-defined]
+        await asyncio.to_thread(events.append, "in a thread")
+        return loop
+
+    async def same() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    loop = background.run(start())
+    assert background.run(same()) is loop
+    assert loop.is_running()
+    background.close()
+    background.close()
+    assert events == ["in a thread", "cancelled"]
+    assert loop.is_closed()
+    assert threading.active_count() == n_threads
+
+
+def test_what_a_coroutine_raises_is_raised() -> None:
+    background = BackgroundLoop("test")
+
+    async def fail() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        background.run(fail())
+    background.close()
+
+
+async def test_it_runs_beside_another_loop() -> None:
+    background = BackgroundLoop("test")
+
+    async def answer() -> int:
+        await asyncio.sleep(0)
+        return 42
+
+    assert background.run(answer()) == 42
+    background.close()

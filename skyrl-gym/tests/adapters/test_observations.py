@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_gym.adapters.observations import described, with_observation
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        ("a text", "a text"),
+        (16, "16"),
+        (np.int64(16), "16"),
+        (True, "true"),
+        (None, "null"),
+        (0.1 + 0.2, "0.3"),
+        (np.float32(0.1), "0.1"),
+        (np.array([0.1, -2], dtype=np.float32), "[0.1, -2]"),
+        (np.array([[0, 1], [1, 0]]), "0 1\n1 0"),
+        ([["X", "."], [".", "O"]], "X .\n. O"),
+        ((20, 7, 0), "[20, 7, 0]"),
+        ([["a"], ["b", "c"]], '[["a"], ["b", "c"]]'),
+        ([], "[]"),
+        ({}, ""),
+        ({"prompt": "Guess.", "messages": [], "error": None}, "Guess."),
+        ({"board": [[0, 1], [2, 3]], "legal": [0, 2]}, "board:\n0 1\n2 3\nlegal: [0, 2]"),
+        ({"player": {"hp": 3, "name": "Ann"}, "at": np.array([1, 2])}, "player:\nhp: 3\nname: Ann\nat: [1, 2]"),
+        ([{"role": "user", "n": np.int64(2)}], '[{"role": "user", "n": 2}]'),
+        ("\ud800", "?"),
+    ],
+)
+def test_observations_are_readable(observation: Any, text: str) -> None:
+    assert described(observation) == text
+
+
+@pytest.mark.parametrize(
+    ("observation", "template", "text"),
+    [
+        ({"board": "XO", "n": 2}, "board", "XO"),
+        ({"board": "XO", "n": 2}, "{n}: {board}", "2: XO"),
+        ((20, 7, 0), "Sum {0}, dealer {1}", "Sum 20, dealer 7"),
+        (np.array([0.5, 1.5]), "at {0}", "at 0.5"),
+        (16, "Cell {observation}", "Cell 16"),
+        ({"board": "{n}", "n": 2}, "{board}", "{n}"),
+    ],
+)
+def test_templates(observation: Any, template: str, text: str) -> None:
+    assert described(observation, template) == text
+
+
+@pytest.mark.parametrize(("observation", "fields"), [({"n": 2}, "has n"), ({}, "no fields"), ((1, 2), "has 0, 1")])
+def test_a_template_names_fields_that_are_there(observation: Any, fields: str) -> None:
+    with pytest.raises(ValueError, match=f"names 'board'.*{fields}"):
+        described(observation, "{board}")
+
+
+def test_the_first_observation_joins_the_users_last_message() -> None:
+    system, user = {"role": "system", "content": "Play."}, {"role": "user", "content": "Begin."}
+    assert with_observation([system, user], "X.") == [system, {"role": "user", "content": "Begin.\n\nX."}]
+    assert with_observation([system], "X.") == [system, {"role": "user", "content": "X."}]
+    assert with_observation([{"role": "user", "content": ""}], "X.") == [{"role": "user", "content": "X."}]
+    assert with_observation([user], "") == [user]
+    assert with_observation([], "X.") == [{"role": "user", "content": "X."}]
+    assert user == {"role": "user", "content": "Begin."}

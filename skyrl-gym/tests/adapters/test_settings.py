@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from skyrl_gym.adapters.settings import max_turns, read_settings, require, reset_arguments
+
+
+@dataclass(frozen=True)
+class Settings:
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    limit: float | None = 3.0
+
+
+def read(env_config: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> Settings:
+    return read_settings(Settings, "mine", env_config, extras or {})
+
+
+def test_a_section_of_omegaconf_becomes_plain() -> None:
+    config = OmegaConf.create({"name": "${other}", "options": {"a": [1, {"b": 2}]}, "limit": None})
+    settings = read(OmegaConf.create({"other": "x", "section": config}).section)
+    assert settings == Settings("x", {"a": [1, {"b": 2}]}, None)
+    assert type(settings.options) is dict
+    assert type(settings.options["a"]) is list
+
+
+def test_what_is_no_dict_stays_what_it_is() -> None:
+    class Space(dict[str, int]):
+        pass
+
+    class Node(Mapping[str, int]):
+        def __getitem__(self, key: str) -> int:
+            return 1
+
+        def __iter__(self) -> Any:
+            return iter("a")
+
+        def __len__(self) -> int:
+            return 1
+
+    node = Node()
+    assert read({"name": "x", "options": {"space": node, "pair": (1, 2)}}).options == {"space": node, "pair": (1, 2)}
+
+
+def test_a_row_has_the_last_word() -> None:
+    extras = {"extra_info": {"env_config": {"name": "row", "limit": None}, "index": 3}}
+    assert read({"name": "config", "options": None}) == Settings("config", {}, 3.0)
+    assert read({"name": "config", "limit": 5.0}, extras) == Settings("row", {}, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("env_config", "message"),
+    [
+        ({}, r"environment\.skyrl_gym\.mine\.name is missing"),
+        ({"name": None}, r"mine\.name is missing"),
+        ({"name": "x", "limits": 1}, r"mine\.limits is unknown; did you mean limit\?"),
+        ({"name": "x", "q": 1}, r"mine\.q is unknown; there are: name, options, limit"),
+        ({"name": "x", "options": "fast"}, r"mine\.options='fast' must be a section: set .*mine\.options\.<key>"),
+    ],
+)
+def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(env_config)
+
+
+def test_reset_arguments() -> None:
+    extras = {
+        "seed": 3,
+        "reset": {"level": 2, "unset": None},
+        "extra_info": {"seed": 1, "reset": {"level": 1, "map": "m"}},
+    }
+    assert reset_arguments({"level": 0, "game": "g"}, extras) == {"level": 2, "game": "g", "seed": 3, "map": "m"}
+    assert reset_arguments({"seed": 9}, {"seed": None, "extra_info": None}) == {"seed": 9}
+    assert type(reset_arguments({}, {"seed": np.int64(5)})["seed"]) is int
+    with pytest.raises(ValueError, match=r"extra_info\.seed='x' of a dataset row must be a whole number"):
+        reset_arguments({}, {"extra_info": {"seed": "x"}})
+    with pytest.raises(ValueError, match=r"extra_info\.reset=3 of a dataset row"):
+        reset_arguments({}, {"extra_info": {"reset": 3}})
+
+
+def test_an_episode_by_hand_has_any_number_of_turns() -> None:
+    assert max_turns({"max_turns": 4}) == 4
+    assert max_turns({}) > 10**9
+
+
+def test_a_package_that_is_not_there() -> None:
+    require("json", "mine")
+    with pytest.raises(ImportError, match=r"need the package no_such_package: pip install 'skyrl-gym\[mine\]'"):
+        require("no_such_package", "mine")

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+import re
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+import skyrl_gym
+from skyrl_gym.adapters.textarena import TextArenaEnv
+
+PROMPT = [{"role": "user", "content": "Let us play."}]
+GUESS = {"env_id": "GuessTheNumber-v0"}
+TICTACTOE = {"env_id": "TicTacToe-v0", "num_players": 2}
+
+
+class LowestCell:
+    """Plays the first free cell, and remembers what it saw."""
+
+    saw: list[str] = []  # noqa: RUF012, of all games
+
+    def __call__(self, seen: str) -> str:
+        self.saw.append(seen)
+        return re.findall(r"'(\[\d\])'", seen.splitlines()[-1])[0]
+
+
+def rule_breaker(seen: str) -> str:
+    """Plays no cell."""
+    return "[99]"
+
+
+def text_of(output: Any) -> str:
+    (message,) = output["observations"]
+    return message["content"]
+
+
+@pytest.fixture
+def opponent(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of this module's opponent."""
+    here = types.SimpleNamespace(LowestCell=LowestCell, rule_breaker=rule_breaker)
+    monkeypatch.setitem(sys.modules, "opponents_of_a_test", here)
+    LowestCell.saw.clear()
+    return "opponents_of_a_test:LowestCell"
+
+
+def guess_all(env: Any) -> list[Any]:
+    """Play with bisection; everything that came back."""
+    low, high = 1, 20
+    outputs = []
+    while not outputs or not outputs[-1]["done"]:
+        middle = (low + high) // 2
+        outputs.append(env.step(f"<think>[99]?</think>[{middle}]"))
+        if not outputs[-1]["done"]:
+            low, high = (middle + 1, high) if "higher" in text_of(outputs[-1]) else (low, middle - 1)
+    return outputs
+
+
+def test_a_number_is_guessed() -> None:
+    skyrl_gym.register(id="textarena", entry_point="skyrl_gym.adapters.textarena:TextArenaEnv")
+    with skyrl_gym.make("textarena", env_config=OmegaConf.create(GUESS), extras={"max_turns": 20}) as env:
+        prompt, _ = env.init(PROMPT)
+        assert prompt[0]["content"].startswith("Let us play.\n\n[GAME] You are Player 0. You are playing Guess")
+        outputs = guess_all(env)
+        assert outputs[-1]["reward"] == 1.0
+        assert all(output["reward"] == 0.0 for output in outputs[:-1])
+        assert env.get_metrics() == {"steps": len(outputs), "invalid_actions": 0, "finished": 1}
+        with pytest.raises(RuntimeError, match="over"):
+            env.step("[1]")
+
+
+def test_each_turn_shows_what_is_new() -> None:
+    with TextArenaEnv(GUESS, {"seed": 1}) as env:
+        env.init(PROMPT)
+        assert text_of(env.step("[1]")) in ("[GAME] The target number is higher.", "[GAME] The target number is lower.")
+
+
+def test_illegal_moves_are_the_games_to_judge() -> None:
+    with TextArenaEnv(GUESS, {"seed": 1}) as env:
+        env.init(PROMPT)
+        assert "attempted an invalid move" in text_of(env.step("I do not know"))
+        output = env.step("")
+        assert (output["done"], output["reward"]) == (True, 0.0)
+        assert env.get_metrics() == {"steps": 2, "invalid_actions": 2, "finished": 1}
+
+
+def test_a_legal_move_after_an_illegal_one() -> None:
+    with TextArenaEnv(GUESS, {"seed": 1}) as env:
+        env.init(PROMPT)
+        env.step("[0]")
+        env.step("[2]")
+        env.step("[0]")
+        assert env.get_metrics() == {"steps": 3, "invalid_actions": 2, "finished": 0}
+
+
+def test_a_game_that_was_not_finished_is_worth_nobody_knows_what() -> None:
+    for env_config, reward in ((GUESS, None), ({**GUESS, "missing_reward": -1}, -1.0)):
+        with TextArenaEnv(env_config, {"seed": 1, "max_turns": 1}) as env:
+            env.init(PROMPT)
+            output = env.step("[1]")
+            assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
+
+
+def test_the_other_seat_is_played(opponent: str) -> None:
+    with TextArenaEnv({**TICTACTOE, "opponents": opponent}, {}) as env:
+        prompt, _ = env.init(PROMPT)
+        assert "'[0]', '[1]'" in prompt[0]["content"]
+        seen = text_of(env.step("<think>[4] is in the middle</think>I take [4]."))
+        assert "[Player 1] [0]" in seen
+        assert "I take" not in seen
+        assert "Let us" not in LowestCell.saw[0]
+        assert "You are Player 1 in Tic Tac Toe" in LowestCell.saw[0]
+        assert "[Player 0] I take [4]." in LowestCell.saw[0]
+        env.step("[6]")
+        output = env.step("[2]")
+        assert (output["reward"], output["done"]) == (1.0, True)
+        assert output["metadata"] == {"rewards": {0: 1.0, 1: -1.0}}
+        metrics = {"steps": 3, "invalid_actions": 0, "finished": 1, "won": 1, "drawn": 0, "lost": 0}
+        assert env.get_metrics() == {**metrics, "opponent_illegal": 0}
+
+
+def test_the_model_may_sit_in_the_second_seat(opponent: str) -> None:
+    with TextArenaEnv({**TICTACTOE, "seat": 1, "opponents": [opponent]}, {}) as env:
+        prompt, _ = env.init(PROMPT)
+        assert "You are Player 1 in Tic Tac Toe" in prompt[0]["content"]
+        assert "[Player 0] [0]" in prompt[0]["content"]
+        env.step("[3]")
+        output = env.step("[4]")
+        assert (output["reward"], output["done"]) == (-1.0, True)
+        assert env.get_metrics()["lost"] == 1
+
+
+def test_an_opponent_that_breaks_the_rules_is_reported(opponent: str) -> None:
+    name = opponent.replace("LowestCell", "rule_breaker")
+    with TextArenaEnv({**TICTACTOE, "opponents": name}, {}) as env:
+        env.init(PROMPT)
+        assert env.step("[4]")["reward"] == 1.0
+        assert (env.get_metrics()["won"], env.get_metrics()["opponent_illegal"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "n_players"),
+    [("TicTacToe-v0", 2), ("KuhnPoker-v0", 2), ("PigDice-v0", 2), ("ThreePlayerTicTacToe-v0", 3)],
+)
+def test_random_games_come_to_an_end(env_id: str, n_players: int) -> None:
+    generator = random.Random(0)
+    for seed in range(5):
+        with TextArenaEnv({"env_id": env_id, "num_players": n_players}, {"seed": seed}) as env:
+            seen, n_turns = env.init(PROMPT)[0][0]["content"], 0
+            while n_turns < 200:
+                n_turns += 1
+                offered = [line for line in seen.splitlines() if "'[" in line] or [seen]
+                moves = re.findall(r"'(\[[^\[\]]+\])'", offered[-1]) or ["[0]"]
+                output = env.step(generator.choice(moves))
+                if output["done"]:
+                    break
+                seen = text_of(output)
+            assert output["done"]
+            assert output["reward"] is not None
+            assert env.get_metrics()["finished"] == 1
+
+
+def test_a_view_of_the_board_is_shown_as_it_is() -> None:
+    with TextArenaEnv({"env_id": "TicTacToe-v0-train", "num_players": 2}, {"seed": 1}) as env:
+        first = env.init(PROMPT)[0][0]["content"]
+        seen = text_of(env.step("4"))
+        for text in (first, seen):
+            assert "You are Player 0 in Tic Tac Toe" in text
+        assert " O " in seen
+
+
+def test_the_same_seed_is_the_same_game_whatever_else_is_played() -> None:
+    def game(seed: int, *, is_disturbed: bool) -> list[str]:
+        with TextArenaEnv({"env_id": "KuhnPoker-v0", "num_players": 2}, {"extra_info": {"seed": seed}}) as env:
+            seen = [env.init(PROMPT)[0][0]["content"]]
+            for _ in range(4):
+                if is_disturbed:
+                    random.random()
+                    with TextArenaEnv(GUESS, {"seed": 5}) as other:
+                        other.init(PROMPT)
+                if (output := env.step("[check]"))["done"]:
+                    break
+                seen.append(text_of(output))
+            return seen
+
+    assert game(1, is_disturbed=False) == game(1, is_disturbed=True)
+    assert len({game(seed, is_disturbed=False)[0] for seed in range(8)}) > 1
+
+
+def test_the_numbers_of_others_do_not_change() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    expected = (random.random(), np.random.rand())
+    random.seed(3)
+    np.random.seed(3)
+    with TextArenaEnv({"env_id": "Sokoban-v0"}, {"seed": 5}) as env:
+        env.init(PROMPT)
+        env.step("[up]")
+    assert (random.random(), np.random.rand()) == expected
+
+
+async def test_games_in_threads_do_not_disturb_each_other() -> None:
+    def game(seed: int) -> list[Any]:
+        with TextArenaEnv(GUESS, {"seed": seed}) as env:
+            env.init(PROMPT)
+            return [output["observations"] for output in guess_all(env)]
+
+    alone = [game(seed) for seed in range(20)]
+    assert await asyncio.gather(*(asyncio.to_thread(game, seed) for seed in range(20))) == alone
+
+
+def test_a_random_opponent_without_offers_says_what_to_do() -> None:
+    env = TextArenaEnv({"env_id": "Breakthrough-v0-tiny", "num_players": 2, "seat": 1}, {"seed": 1})
+    with pytest.raises(ValueError, match="Breakthrough-v0-tiny offers no moves in quotes; set opponents"):
+        env.init(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("env_config", "message"),
+    [
+        ({}, r"textarena\.env_id is missing"),
+        ({"env_id": "TicTacTo-v0"}, r"env_id='TicTacTo-v0' is no game of TextArena; did you mean 'TicTacToe-v0'"),
+        ({**TICTACTOE, "seat": 2}, "seat=2 is none of num_players=2"),
+        ({**TICTACTOE, "opponents": []}, r"opponents=\[\] must be 1"),
+        ({**TICTACTOE, "opponent": "random"}, r"did you mean opponents\?"),
+    ],
+)
+def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TextArenaEnv(env_config, {})
+
+
+def test_a_wrong_number_of_players_is_named() -> None:
+    with TextArenaEnv({"env_id": "TicTacToe-v0"}, {}) as env, pytest.raises(ValueError, match="num_players=1"):
+        env.init(PROMPT)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"textarena: pip install 'skyrl-gym\[textarena\]'"):
+        TextArenaEnv(GUESS, {})

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import types
+from typing import Any, Literal
+
+import pytest
+
+import skyrl_gym
+from skyrl_gym.adapters.trl import TrlEnv
+
+PROMPT = [{"role": "user", "content": "Guess."}]
+
+
+class Guess:
+    """Guess a number between 1 and 10."""
+
+    def __init__(self, penalty: float = 0.1) -> None:
+        self.penalty = penalty
+        self.closed = 0
+
+    def reset(self, **row: Any) -> str | None:
+        self.row = row
+        self.number = row["number"]
+        self.reward = 0.0
+        self.done = False
+        return row.get("greeting")
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: between 1 and 10
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self.done = number == self.number
+        self.reward = 1.0 if self.done else self.reward - self.penalty
+        return "Right." if self.done else "Higher." if number < self.number else "Lower."
+
+    def hint(self, kind: Literal["parity", "size"] = "parity") -> dict[str, Any]:
+        """Ask for a hint."""
+        return {"even": self.number % 2 == 0, "kind": kind}
+
+    def fail(self, how: str) -> str:
+        """Fail."""
+        raise {"value": ValueError, "connection": ConnectionResetError, "timeout": TimeoutError}[how](f"failed: {how}")
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _secret(self) -> str:
+        return str(self.number)
+
+    @property
+    def answer(self) -> int:
+        return self.number
+
+
+class Asynchronous:
+    """Its methods are awaited, in one event loop."""
+
+    async def reset(self, number: int, **row: Any) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    async def ask(self, question: str) -> str:
+        """Ask."""
+        assert asyncio.get_running_loop() is self.loop
+        await asyncio.sleep(0)
+        return question.upper()
+
+    async def get_reward(self) -> float | None:
+        return None
+
+
+class Narrow:
+    """Takes one column of the row, and has its reward in a method."""
+
+    def reset(self, number: int) -> None:
+        self.number = number
+
+    def nothing(self) -> None:
+        """Do nothing."""
+
+    def get_reward(self) -> float:
+        return self.number / 2
+
+
+class Odd(Narrow):
+    def get_reward(self) -> Any:
+        return "much"
+
+
+class Talkative(Narrow):
+    def reset(self, number: int) -> Any:
+        return ["a list"]
+
+
+class Toolless:
+    def reset(self, **row: Any) -> None: ...
+
+    value = 3
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = (Guess, Asynchronous, Narrow, Odd, Talkative, Toolless)
+    here = types.SimpleNamespace(__file__="none", **{cls.__name__: cls for cls in classes})
+    monkeypatch.setitem(sys.modules, "factories_of_a_test", here)
+
+
+def made(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
+    return TrlEnv({"factory": f"factories_of_a_test:{name}", **env_config}, {"number": 7, **(extras or {})})
+
+
+def begun(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
+    env = made(name, extras, **env_config)
+    env.init(PROMPT)
+    return env
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def text_of(output: Any) -> str:
+    (message,) = output["observations"]
+    assert message["role"] == "user"
+    return message["content"]
+
+
+def test_an_episode() -> None:
+    skyrl_gym.register(id="trl", entry_point="skyrl_gym.adapters.trl:TrlEnv")
+    row = {"number": 7, "greeting": "Between 1 and 10.", "data_source": "x", "max_turns": 5}
+    with skyrl_gym.make("trl", env_config={"factory": "factories_of_a_test:Guess"}, extras=row) as env:
+        prompt, _ = env.init(PROMPT)
+        assert prompt[-1] == {"role": "user", "content": "Guess.\n\nBetween 1 and 10."}
+        assert env._env.row == {"prompt": PROMPT, "number": 7, "greeting": "Between 1 and 10.", "data_source": "x"}
+        output = env.step(f"<think>5?</think>{call('guess', number=5)}")
+        assert text_of(output) == "<tool_response>\nHigher.\n</tool_response>"
+        assert (output["reward"], output["done"]) == (0.0, False)
+        output = env.step(call("guess", number=7))
+        assert (output["reward"], output["done"], output["observations"]) == (1.0, True, [])
+        assert env.get_metrics() == {"steps": 2, "tool_calls": 2, "failed_tool_calls": 0, "invalid_actions": 0}
+        with pytest.raises(RuntimeError, match="over"):
+            env.step("hello")
+
+
+def test_the_system_prompt_lists_public_methods() -> None:
+    env = made("Guess")
+    system = env.init([{"role": "system", "content": "Be brief."}, *PROMPT])[0][0]["content"]
+    assert system.startswith("Be brief.\n\n# Tools")
+    listed = [json.loads(line)["function"] for line in system.splitlines() if line.startswith('{"type"')]
+    assert [tool["name"] for tool in listed] == ["fail", "guess", "hint"]
+    assert listed[1]["description"] == "Guess the number."
+    assert listed[1]["parameters"]["properties"]["number"]["type"] == "integer"
+    assert listed[1]["parameters"]["properties"]["number"]["description"] == "between 1 and 10"
+    assert listed[1]["parameters"]["required"] == ["number"]
+
+
+def test_tools_may_be_described_elsewhere() -> None:
+    env = made("Guess", describe_tools=False)
+    assert env.init(PROMPT)[0] == PROMPT
+
+
+def test_a_reply_without_a_call_is_the_last() -> None:
+    env = begun("Guess")
+    env.step(call("guess", number=1))
+    output = env.step("I give up.")
+    assert (output["reward"], output["done"]) == (-0.1, True)
+
+
+def test_the_last_turn_has_the_reward_so_far() -> None:
+    env = begun("Guess", {"max_turns": 2}, kwargs={"penalty": 0.25})
+    assert env.step(call("guess", number=1))["reward"] == 0.0
+    output = env.step(call("guess", number=2))
+    assert (output["reward"], output["done"], output["observations"]) == (-0.5, True, [])
+
+
+def test_calls_of_one_reply_are_made_in_order() -> None:
+    env = begun("Guess")
+    seen = text_of(env.step(call("guess", number=1) + " and " + call("hint", kind="size")))
+    assert (
+        seen == "<tool_response>\nHigher.\n</tool_response>\n<tool_response>\neven: false\nkind: size\n</tool_response>"
+    )
+
+
+def test_mistakes_are_told() -> None:
+    env = begun("Guess")
+    assert "there is no tool fly; there are fail, guess, hint." in text_of(env.step(call("fly")))
+    assert "there is no tool _secret" in text_of(env.step(call("_secret")))
+    assert "there is no tool reset" in text_of(env.step(call("reset", number=3)))
+    assert "there is no tool close" in text_of(env.step(call("close")))
+    assert "there is no tool answer" in text_of(env.step(call("answer")))
+    assert "arguments of guess are wrong" in text_of(env.step(call("guess", number="seven")))
+    assert "arguments of guess are wrong" in text_of(env.step(call("guess")))
+    assert "arguments of guess are wrong" in text_of(env.step(call("guess", number=3, self="me")))
+    assert "not valid JSON" in text_of(env.step("<tool_call>{oops</tool_call>"))
+    assert "33 tool calls" in text_of(env.step(call("guess", number=1) * 33))
+    assert env._env.reward == 0.0
+    assert env.get_metrics() == {"steps": 10, "tool_calls": 0, "failed_tool_calls": 0, "invalid_actions": 10}
+
+
+def test_a_call_in_thoughts_or_in_what_a_tool_said_is_no_call() -> None:
+    env = begun("Guess")
+    output = env.step(f"<think>{call('guess', number=7)}</think>I do not know.")
+    assert (output["reward"], output["done"]) == (0.0, True)
+    assert env.get_metrics()["tool_calls"] == 0
+
+
+def test_what_a_tool_raises_is_told() -> None:
+    env = begun("Guess")
+    assert text_of(env.step(call("fail", how="value"))) == "<tool_response>\nError: failed: value\n</tool_response>"
+    assert env.get_metrics()["failed_tool_calls"] == 1
+
+
+@pytest.mark.parametrize(("how", "error"), [("connection", ConnectionResetError), ("timeout", TimeoutError)])
+def test_a_lost_connection_is_not_the_models_mistake(how: str, error: type[Exception]) -> None:
+    env = begun("Guess")
+    with pytest.raises(error, match="failed"):
+        env.step(call("fail", how=how))
+
+
+def test_reset_takes_the_columns_that_it_names() -> None:
+    env = begun("Narrow", {"data_source": "x"})
+    assert env.step("")["reward"] == 3.5
+
+
+def test_methods_that_are_awaited_share_a_loop_that_ends() -> None:
+    n_threads = threading.active_count()
+    with made("Asynchronous", {"data_source": "x"}) as env:
+        env.init(PROMPT)
+        assert "HELLO" in text_of(env.step(call("ask", question="hello")))
+        assert env.step("bye")["reward"] is None
+    env.close()
+    assert threading.active_count() == n_threads
+    with made("Asynchronous", missing_reward=0.0) as env:
+        env.init(PROMPT)
+        assert env.step("bye")["reward"] == 0.0
+
+
+def test_closing_closes_once() -> None:
+    env = made("Guess")
+    env.close()
+    env.close()
+    assert env._env.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Odd", "reward of factories_of_a_test:Odd is 'much'"),
+        ("Talkative", r"reset of .*Talkative returned \['a list'\]"),
+    ],
+)
+def test_what_an_environment_returns_is_checked(name: str, message: str) -> None:
+    def play() -> None:
+        begun(name).step("bye")
+
+    with pytest.raises(ValueError, match=message):
+        play()
+
+
+@pytest.mark.parametrize(
+    ("env_config", "message"),
+    [
+        ({}, r"trl\.factory is missing"),
+        ({"factory": "factories_of_a_test"}, "must be 'module:attribute'"),
+        ({"factory": "factories_of_a_test:Gues"}, "Did you mean 'Guess'"),
+        ({"factory": "factories_of_a_test:Toolless"}, "Toolless has no tools: give it public methods besides reset"),
+    ],
+)
+def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrlEnv(env_config, {})

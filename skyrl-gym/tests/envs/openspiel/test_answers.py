@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyrl_gym.envs.openspiel.answers import final_answer, parse_answer
+from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
+from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
+from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening
+
+HEX = legal_moves(load_game("hex(board_size=11)").new_initial_state(), 0)
+POKER_STATE = opening(load_game("leduc_poker"), 1, 4)
+POKER = legal_moves(POKER_STATE, POKER_STATE.current_player())
+CHESS = legal_moves(load_game("chess").new_initial_state(), 1)
+
+
+def chosen(reply: str, legal: LegalMoves = HEX) -> str | None:
+    move = parse_answer(reply, legal).move
+    return move.text if move else None
+
+
+FORMS = (
+    "{}",
+    " {} ",
+    "**{}**",
+    "`{}`",
+    "({}).",
+    "Answer: {}",
+    "Let me see.\n\n{}\n",
+    "\\boxed{{{}}}",
+    "$\\boxed{{{}}}$",
+    "\\boxed{{\\text{{{}}}}}",
+    "<action>{}</action>",
+    "<think>first a1, then 0</think>\n{}",
+    "hm</think>{}",
+)
+
+
+@st.composite
+def decisions(draw: st.DrawFn) -> LegalMoves:
+    """The legal moves at a random decision of a random case."""
+    game = load_game(draw(st.sampled_from(AVAILABLE_CASES)))
+    state = opening(game, draw(st.integers(0, 10_000)), draw(st.integers(0, 40)))
+    players = [player for player in range(game.num_players()) if legal_actions(state, player)]
+    player = draw(st.sampled_from(players)) if is_simultaneous(state) else state.current_player()
+    return legal_moves(state, player)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(legal=decisions(), pick=st.integers(0, 10_000), forms=st.randoms(use_true_random=False))
+def test_every_legal_move_is_read_from_its_text_and_from_its_number(
+    legal: LegalMoves, pick: int, forms: random.Random
+) -> None:
+    move = legal.moves[pick % len(legal.moves)]
+    written = forms.choice([move.text, move.raw, str(move.number), f"{move.number}: {move.text}"])
+    form = forms.choice(FORMS)
+    assert parse_answer(form.format(written), legal).move == move
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(legal=decisions(), noise=st.data())
+def test_what_is_read_stands_in_the_answer_as_a_word(legal: LegalMoves, noise: st.DataObject) -> None:
+    words = st.sampled_from([move.text for move in legal.moves])
+    marks = st.sampled_from([" ", " ", "\n", ",", "-", "+", "/", "=", "(", ")", "x", "7", "**", ": ", "\\boxed{", "}"])
+    reply = "".join(noise.draw(st.lists(words | marks | st.text(max_size=2), max_size=8)))
+    move = parse_answer(reply, legal).move
+    if move is None:
+        return
+    names = "|".join(map(re.escape, (move.text, " ".join(move.raw.split()), str(move.number))))
+    word = rf"(?<![A-Za-z0-9+/=,.-])(?:{names})(?![A-Za-z0-9+/=#-])"
+    assert re.search(word, " ".join(reply.split()), re.IGNORECASE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(word=st.text(alphabet="ab12-/+=x#&", min_size=1, max_size=5))
+def test_a_word_that_is_no_move_and_no_number_is_not_read(word: str) -> None:
+    legal = {move.text for move in HEX.moves} | {str(move.number) for move in HEX.moves}
+    is_number = word.removeprefix("#") in {str(move.number) for move in HEX.moves}
+    assert (chosen(word) is not None) == (word in legal or is_number)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "",
+        "   \n\t ",
+        "a",
+        "l1",
+        "a12",
+        "a0",
+        "121",
+        "00",
+        "007",
+        "-1",
+        "1.5",
+        "1/2",
+        "1e1",
+        "a1-b2",
+        "a1,b2",
+        "xa1",
+        "a1b",
+        "I pass",
+        "<think>a1",
+        "a1</think>",
+        "<think>a1</think>",
+        "<think>\na1",
+        "<think>\n\\boxed{a1}",
+        "\\boxed{}",
+        "a1\n\\boxed{}",
+        "a1\n<action></action>",
+        "\\boxed{a1",
+        "<action>a1",
+        "</action>a1<action>",
+        "１",
+        "٣",
+        "a１",
+        "ａ1",
+        "\x00",
+        "a\x001",
+        "\ud800",
+        "a1\u200b",
+    ],
+)
+def test_what_names_no_move_is_no_move(reply: str) -> None:
+    assert chosen(reply) is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "move"),
+    [
+        ("I think a1 is bad, so b1", "b1"),
+        ("I think a1 is bad, so B1!", "b1"),
+        ("b1 or a1? I take a10", "a10"),
+        ("a1\nb1", "b1"),
+        ("\\boxed{a1} hm \\boxed{b1} sure", "b1"),
+        ("\\boxed{c1} <action>b1</action> a1", "b1"),
+        ("<action>b1</action> \\boxed{c1}", "c1"),
+        ("<action>\\boxed{c1}</action>", "c1"),
+        ("\\boxed{\\boxed{c1}}", "c1"),
+        ("\\boxed{c1} and \\boxed{d1", "c1"),
+        ("{ \\boxed{c1} }", "c1"),
+        ("<action>a1<action>b1</action>", "b1"),
+        ("<think>\\boxed{a1}</think>\\boxed{b1}", "b1"),
+        ("a1</think>b1</think>c1", "c1"),
+        ("\\boxed{b1} <think>but \\boxed{a1}", "b1"),
+        ("7", "h1"),
+        ("#7", "h1"),
+        ("(7).", "h1"),
+        ("\\(7\\)", "h1"),
+        ("**Answer: 7**", "h1"),
+        ("The final answer is 7.", "h1"),
+        ("Index: 7", "h1"),
+        ("Action number 7", "h1"),
+        ("7: b2", "b2"),
+        ("\\boxed{7: b2}", "b2"),
+        ("Move:b2", "b2"),
+        ("“b2”", "b2"),
+        ("\ud800 b2", "b2"),
+    ],
+)
+def test_the_last_answer_counts(reply: str, move: str) -> None:
+    assert chosen(reply) == move
+
+
+def test_words_are_read_in_any_case_where_that_is_clear() -> None:
+    assert chosen("I CALL.", POKER) == "Call"
+    assert chosen("\\boxed{raise}", POKER) == "Raise"
+    assert chosen("recall the raised", POKER) is None
+
+
+def test_chess_tells_a_pawn_from_a_bishop() -> None:
+    assert chosen("b4", CHESS) == "b4"
+    assert chosen("B4", CHESS) is None
+    assert chosen("Nf3!?", CHESS) == "Nf3"
+    assert chosen("Nf3+", CHESS) is None
+
+
+def test_of_two_castlings_the_one_that_is_written_is_meant() -> None:
+    state = load_game("chess").new_initial_state("r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1")
+    legal = legal_moves(state, 1)
+    assert chosen("I castle: O-O-O", legal) == "O-O-O"
+    assert chosen("I castle: O-O", legal) == "O-O"
+    without_long = LegalMoves(tuple(move for move in legal.moves if move.text != "O-O-O"), is_case_sensitive=True)
+    assert chosen("I castle: O-O-O", without_long) is None
+
+
+def test_the_longer_of_two_moves_at_the_same_place_is_meant() -> None:
+    texts = {move.text for move in BACKGAMMON.moves}
+    double = next(text for text in texts if text.endswith(")"))
+    single = double.rpartition(" ")[0]
+    assert chosen(f"I play {double}", BACKGAMMON) == double
+    assert chosen(f"I play {single}", BACKGAMMON) == single
+
+
+def test_a_single_letter_is_a_move_only_on_its_own() -> None:
+    legal = legal_moves(load_game("oware").new_initial_state(), 0)
+    letter = legal.moves[0].text
+    assert letter == "A"
+    assert chosen("**a**", legal) == letter
+    assert chosen("I play a move", legal) is None
+
+
+def test_how_a_move_was_found_is_told() -> None:
+    ways = {reply: parse_answer(reply, HEX).way for reply in ("b1", "1", "so b1", "so")}
+    assert ways == {"b1": "text", "1": "number", "so b1": "mention", "so": "none"}
+
+
+def test_the_part_that_was_read_is_told() -> None:
+    assert final_answer("<think>a1</think>\nSo:\n  b1  \n\n") == "b1"
+    assert final_answer("x \\boxed{ a {b} c } y") == "a {b} c"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "a1 " * 350_000,
+        "a1" * 500_000,
+        "\\boxed{" * 150_000,
+        "{" * 1_000_000,
+        "\\boxed{" + "}" * 1_000_000,
+        "<action>" * 125_000,
+        "<action></action>" * 60_000,
+        "<think>" * 150_000,
+        "</think>" * 130_000,
+        "(" * 500_000 + "a1" + ")" * 500_000,
+        "\n" * 1_000_000,
+        "the answer is " * 75_000,
+        "1" * 1_000_000,
+        "\\text{" * 160_000,
+        "\ud800" * 1_000_000,
+    ],
+)
+def test_a_megabyte_is_read_at_once(reply: str) -> None:
+    legal = legal_moves(load_game("amazons").new_initial_state(), 0)
+    for moves in (HEX, legal):
+        begun = time.perf_counter()
+        parse_answer(reply, moves)
+        assert time.perf_counter() - begun < 0.5
+
+
+def backgammon_with_two_ways() -> LegalMoves:
+    """A decision in which two actions have the same text."""
+    for seed in range(100):
+        state = opening(load_game("backgammon"), seed, 0)
+        legal = legal_moves(state, state.current_player())
+        if any(move.text.endswith(")") for move in legal.moves):
+            return legal
+    raise AssertionError("no such decision")
+
+
+BACKGAMMON = backgammon_with_two_ways()

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import skyrl_gym
+from skyrl_gym.checkup import Checkup
+from skyrl_gym.envs.base_text_env import ConversationType
+from skyrl_gym.envs.openspiel import prompts
+from skyrl_gym.envs.openspiel.endpoint import EndpointError
+from skyrl_gym.envs.openspiel.game_env import GameConfig, OpenSpielGameEnv
+from skyrl_gym.envs.openspiel.rewards import scaled_return
+from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks
+from skyrl_gym.envs.registration import EnvSpec
+
+TIC_TAC_TOE = {"cases": ["tic_tac_toe"], "max_random_steps": 0, "num_tasks_per_case": 1}
+
+
+def row_of(task_id: int = 0, **options: Any) -> dict[str, Any]:
+    (row,) = OpenSpielTasks(TIC_TAC_TOE | options).game_rows([task_id])
+    return row
+
+
+def new_game(row: dict[str, Any] | None = None, **config: Any) -> OpenSpielGameEnv:
+    """A game that has begun."""
+    row = row_of() if row is None else row
+    extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
+    env = OpenSpielGameEnv(env_config=config, extras=extras)
+    env.init(row["prompt"])
+    return env
+
+
+def play_at_random(env: OpenSpielGameEnv, seed: int = 0) -> list[dict[str, Any]]:
+    """Every step of a game in which the seat plays at random."""
+    rng = random.Random(seed)
+    steps: list[dict[str, Any]] = []
+    while not steps or not steps[-1]["done"]:
+        assert env._turn is not None
+        steps.append(dict(env.step(f"\\boxed{{{rng.choice(env._turn.legal.moves).text}}}")))
+    return steps
+
+
+def test_the_first_decision_follows_the_prompt() -> None:
+    row = row_of()
+    env = OpenSpielGameEnv({"seat": 1}, row)
+    (message,), facts = env.init(row["prompt"])
+    assert facts == {"seat": 1, "case": "tic_tac_toe", "task_id": 0}
+    introduction, news, position, moves, answer = message["content"].split("\n\n")
+    assert introduction == row["prompt"][0]["content"]
+    assert news.startswith("Player 0 played x(")
+    assert position.startswith("You are player 1.\nCurrent state (your turn):\n")
+    assert moves.startswith("Legal actions:\n0: o(")
+    assert answer == prompts.ANSWER_FORMAT
+
+
+@pytest.mark.parametrize(
+    ("prompt", "roles"),
+    [
+        ([{"role": "system", "content": "Play well."}], ["system", "user"]),
+        ([{"role": "system", "content": "Play well."}, {"role": "user", "content": "Go."}], ["system", "user"]),
+        ([], ["user"]),
+    ],
+)
+def test_the_prompt_of_a_row_is_kept(prompt: ConversationType, roles: list[str]) -> None:
+    before = json.dumps(prompt)
+    messages, _ = OpenSpielGameEnv({"seat": 0}, row_of()).init(prompt)
+    assert [message["role"] for message in messages] == roles
+    assert json.dumps(prompt) == before
+    assert "Legal actions:" in messages[-1]["content"]
+    if prompt:
+        assert messages[0]["content"].startswith("Play well.")
+
+
+def test_a_game_is_played_to_its_end_and_worth_its_scaled_return() -> None:
+    outcomes = set()
+    for seed in range(12):
+        env = new_game(seat=0, seed=seed)
+        *before, last = play_at_random(env, seed)
+        assert all(step["reward"] == 0.0 and not step["done"] for step in before)
+        assert all(step["observations"][0]["role"] == "user" for step in before)
+        returns = env._match.state.returns()
+        assert last["reward"] == scaled_return(env.task.game, returns, 0)
+        assert last["observations"] == []
+        assert last["metadata"]["returns"] == returns
+        assert env.get_metrics() == {
+            "steps": len(before) + 1,
+            "legal": 1.0,
+            "finished": 1,
+            "outcome": last["reward"],
+            "won": int(returns[0] > 0),
+        }
+        outcomes.add(last["reward"])
+    assert outcomes >= {0.0, 1.0}
+
+
+def test_each_turn_tells_what_the_others_played_and_what_is_legal_now() -> None:
+    env = new_game(seat=0)
+    (message,) = env.step("x(1,1)")["observations"]
+    assert message["content"].startswith("Player 1 played o(")
+    assert "x(1,1)" not in message["content"].partition("Legal actions:")[2]
+    assert message["content"].count("\n0: x(") == 1
+
+
+@pytest.mark.parametrize("opponent", ["random", "mcts"])
+@pytest.mark.parametrize("case", ["backgammon", "leduc_poker", "hex(board_size=5)", "goofspiel(num_cards=8)"])
+def test_the_same_replies_play_the_same_game(case: str, opponent: str) -> None:
+    if case.startswith("goofspiel") and opponent == "mcts":
+        opponent = "random"
+    row = row_of(3, cases=[case], max_random_steps=2, num_tasks_per_case=5)
+    config = {"opponent": opponent, "mcts": {"n_simulations": 2, "n_worlds": 2}, "max_turns": 12}
+    games = [play_at_random(new_game(row, **config), seed=1) for _ in range(2)]
+    assert games[0] == games[1]
+    other_seed = play_at_random(new_game(row, seed=1, **config), seed=1)
+    assert other_seed != games[0]
+
+
+def test_the_players_take_turns_from_task_to_task_unless_a_seat_is_set() -> None:
+    options = {"num_tasks_per_case": 4}
+    assert [new_game(row_of(k, **options)).seat for k in range(4)] == [0, 1, 0, 1]
+    assert [new_game(row_of(k, **options), seat=1).seat for k in range(4)] == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"seat=2, but tic_tac_toe\(\) has 2 players"):
+        new_game(seat=2)
+
+
+def test_an_illegal_answer_may_be_corrected() -> None:
+    env = new_game(seat=0, n_retries=2)
+    first = env.step("z9")
+    assert first["observations"] == [{"role": "user", "content": prompts.illegal_answer(2)}]
+    assert (first["reward"], first["done"]) == (0.0, False)
+    assert "1 more try" in env.step("")["observations"][0]["content"]
+    corrected = env.step("x(1,1)")
+    assert corrected["metadata"]["legal"]
+    assert "you have 2 more tries" in env.step("x(1,1)")["observations"][0]["content"]  # a new decision, new tries
+    assert env.get_metrics()["legal"] == 0.25
+
+
+def test_who_finds_no_legal_move_loses() -> None:
+    env = new_game(seat=0, n_retries=1)
+    assert not env.step("z9")["done"]
+    last = env.step("z9")
+    assert (last["reward"], last["done"], last["observations"]) == (0.0, True, [])
+    assert last["metadata"]["returns"] is None
+    assert env.get_metrics() == {"steps": 2, "legal": 0.0, "finished": 0, "outcome": 0.0, "won": 0}
+
+
+def test_an_illegal_answer_may_lose_at_once() -> None:
+    last = new_game(seat=0, illegal="lose").step("z9")
+    assert (last["reward"], last["done"]) == (0.0, True)
+
+
+def test_for_an_illegal_answer_a_move_may_be_drawn() -> None:
+    env = new_game(seat=0, illegal="random")
+    out = env.step("z9")
+    drawn = out["observations"][0]["content"].splitlines()[0]
+    assert drawn.startswith("Your answer was not a legal action; a random one was played for you: x(")
+    assert len(env._match.state.history()) == 2
+    assert (env.get_metrics()["legal"], out["metadata"]["legal"], out["done"]) == (0.0, False, False)
+
+
+def test_legal_moves_may_be_rewarded() -> None:
+    env = new_game(seat=0, legal_move_reward=0.01)
+    out = env.step("x(1,1)")
+    assert (out["reward"], out["metadata"]["reward_components"]) == (0.01, {"outcome": 0.0, "legal": 0.01})
+    assert env.step("z9")["reward"] == 0.0
+    last = play_at_random(env)[-1]
+    assert last["reward"] == pytest.approx(last["metadata"]["outcome"] + 0.01)
+
+
+@pytest.mark.parametrize(("trainer", "configured"), [(2, None), (None, 2), (9, 2), (2, 9)])
+def test_a_game_that_is_cut_off_is_worth_what_random_games_make_of_it(
+    trainer: int | None, configured: int | None
+) -> None:
+    row = row_of(0, cases=["hex(board_size=7)"]) | ({} if trainer is None else {"max_turns": trainer})
+    config = {} if configured is None else {"max_turns": configured}
+    env = new_game(row, seat=0, n_playouts=50, **config)
+    first, last = play_at_random(env)
+    assert env.max_turns == 2
+    assert not first["done"]
+    assert last["done"]
+    assert last["observations"] == []
+    assert 0.0 < last["reward"] < 1.0
+    assert env.get_metrics()["finished"] == 0
+
+
+def test_the_last_turn_leaves_no_try_for_an_illegal_answer() -> None:
+    env = new_game(seat=0, max_turns=2, n_retries=5)
+    assert "1 more try" in env.step("z9")["observations"][0]["content"]
+    last = env.step("z9")
+    assert (last["reward"], last["done"]) == (0.0, True)
+
+
+def test_without_limits_the_longest_game_fits() -> None:
+    assert new_game(seat=0, n_retries=1).max_turns == 18
+
+
+def test_a_game_that_ends_before_the_seats_turn_is_begun_again_and_then_refused() -> None:
+    """In this nim the first to move takes the only object: whoever else sits there never has a turn."""
+    row = row_of(0, cases=["nim(pile_sizes=1;0)"])
+    with pytest.raises(ValueError, match="ended 10 times before the first turn of seat=1"):
+        new_game(row, seat=1)
+    assert new_game(row, seat=0).step("0")["done"]
+
+
+def test_a_game_has_an_order_of_calls() -> None:
+    env = OpenSpielGameEnv({}, row_of())
+    assert env.get_metrics() == {}
+    with pytest.raises(RuntimeError, match="call init before step"):
+        env.step("0")
+    env.init([])
+    with pytest.raises(RuntimeError, match="has begun"):
+        env.init([])
+    play_at_random(env)
+    with pytest.raises(RuntimeError, match="make a new OpenSpielGameEnv"):
+        env.step("0")
+
+
+def test_options_come_from_the_configuration_then_the_row_then_the_defaults() -> None:
+    row = row_of()
+    row["extra_info"] |= {"opponent": "mcts", "illegal": "lose"}
+    env = new_game(row)
+    assert (env.config.opponent, env.config.illegal) == ("mcts", "lose")
+    section = OmegaConf.create({"opponent": "random", "mcts": {"n_simulations": 7}, "cases": ["hex"]})
+    assert OpenSpielGameEnv(section, row).config.opponent == "random"
+    assert OpenSpielGameEnv(section, row).config.mcts.n_simulations == 7
+    assert OpenSpielGameEnv({}, row_of() | {"illegal": "random"}).config.illegal == "random"
+    assert GameConfig.of({}).illegal == "retry"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"opponent": "human"}, "opponent='human' is unknown; use one of random, mcts, policy"),
+        ({"illegal": "ignore"}, "illegal='ignore' is unknown"),
+        ({"n_retries": -1}, "n_retries=-1 must be at least 0"),
+        ({"max_turns": 0}, "max_turns=0 must be at least 1"),
+        ({"legal_move_reward": float("nan")}, "legal_move_reward=nan must be a finite number"),
+        ({"oponent": "random"}, "no option 'oponent'"),
+        ({"mcts": {"n": 1}}, "mcts has no option 'n'"),
+        ({"opponent": "policy"}, "set policy.base_url and policy.model"),
+        ({"opponent": "policy", "policy": {"model": "m"}}, "has no base_url"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OpenSpielGameEnv(config, row_of())
+
+
+def test_self_play_against_a_model_behind_a_url(model_server: Any) -> None:
+    def first_legal(messages: ConversationType) -> str:
+        listed = messages[-1]["content"].partition("Legal actions:\n")[2]
+        return f"<think>I wonder.</think>\\boxed{{{listed.splitlines()[0].partition(': ')[2]}}}"
+
+    model_server.answer = first_legal
+    policy = {"base_url": model_server.url, "model": "frozen", "sampling_params": {"temperature": 0.7}}
+    with new_game(opponent="policy", policy=policy, seat=1) as env:
+        steps = play_at_random(env)
+        assert steps[-1]["reward"] == scaled_return(env.task.game, env._match.state.returns(), 1)
+        assert env.get_metrics()["opponent_illegal"] == 0
+    asked = [request["body"] for request in model_server.requests]
+    assert len(asked) >= 3
+    assert all(body["model"] == "frozen" and body["temperature"] == 0.7 for body in asked)
+    first, second = asked[0]["messages"], asked[1]["messages"]
+    assert first[0]["content"].startswith("Game: tic_tac_toe\n")
+    assert "You are player 0." in first[0]["content"]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[2]["content"].startswith("Player 1 played o(")
+
+
+def test_an_opponent_that_cannot_be_reached_is_no_loss_and_no_win(model_server: Any) -> None:
+    policy = {"base_url": model_server.url, "model": "frozen", "n_attempts": 1}
+    model_server.answer = lambda messages: (500, b"out of memory")
+    with pytest.raises(EndpointError, match="out of memory"):
+        new_game(opponent="policy", policy=policy, seat=1)
+    model_server.answer = lambda messages: "0"
+    with new_game(opponent="policy", policy=policy, seat=1) as env:
+        model_server.answer = lambda messages: (500, b"out of memory")
+        with pytest.raises(EndpointError, match="out of memory"):
+            env.step("0")
+        assert "outcome" not in env.get_metrics()
+
+
+def test_a_language_model_may_be_given_as_a_function() -> None:
+    asked: list[ConversationType] = []
+
+    def model(messages: ConversationType) -> str:
+        asked.append(messages)
+        return "nonsense"
+
+    row = row_of()
+    env = OpenSpielGameEnv({"opponent": "policy", "seat": 1, "n_retries": 1}, row, language_model=model)
+    env.init(row["prompt"])
+    assert len(asked) == 2
+    play_at_random(env)
+    assert env.get_metrics()["opponent_illegal"] == len(asked)
+
+
+def test_every_other_seat_has_a_conversation_of_its_own() -> None:
+    asked: list[ConversationType] = []
+
+    def model(messages: ConversationType) -> str:
+        asked.append(messages)
+        return "0"
+
+    row = row_of(0, cases=["hearts"], max_random_steps=0)
+    env = OpenSpielGameEnv({"opponent": "policy", "seat": 0, "max_turns": 4}, row, language_model=model)
+    env.init(row["prompt"])
+    play_at_random(env)
+    for messages in asked:
+        players = {line for message in messages for line in message["content"].splitlines() if "You are player" in line}
+        assert len(players) == 1
+    assert len({messages[0]["content"] for messages in asked}) == 3
+
+
+def test_it_is_made_from_the_registry() -> None:
+    skyrl_gym.register("whole_game", "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv")
+    row = row_of()
+    extras = {key: value for key, value in row.items() if key != "prompt"} | {"max_turns": 3}
+    with skyrl_gym.make("whole_game", env_config={"seat": 0}, extras=extras) as env:
+        env.init(row["prompt"])
+        out = env.step("\\boxed{4}")
+        assert out["metadata"]["move"] == "x(1,1)"
+        json.dumps(out)
+
+
+@pytest.mark.parametrize("opponent", ["random", "mcts"])
+@pytest.mark.parametrize("case", ["chess", "backgammon", "leduc_poker"])
+def test_it_bears_what_training_does_to_it(case: str, opponent: str) -> None:
+    row = row_of(1, cases=[case], num_tasks_per_case=2)
+    settings = {"opponent": opponent, "mcts": {"n_simulations": 3, "n_worlds": 2}}
+    findings = Checkup(EnvSpec("game", "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv"), row, settings).run()
+    assert [finding for finding in findings if finding.verdict != "kept"] == []

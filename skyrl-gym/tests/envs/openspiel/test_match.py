@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
+from skyrl_gym.envs.openspiel.match import Match, Turn
+from skyrl_gym.envs.openspiel.opponents import RandomOpponent
+from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening
+
+
+class Scripted:
+    """Plays these actions in order, and keeps the turns that it was given."""
+
+    def __init__(self, *actions: int) -> None:
+        self.actions = list(actions)
+        self.turns: list[Turn] = []
+
+    def choose(self, turn: Turn, rng: random.Random) -> int:
+        self.turns.append(turn)
+        return self.actions.pop(0)
+
+
+def test_the_others_play_until_it_is_the_seats_turn() -> None:
+    other = Scripted(4, 8)
+    match = Match(load_game("tic_tac_toe").new_initial_state(), 1, {0: other}, random.Random(0))
+    match.advance()
+    assert match.state.history() == [4]
+    assert match.turn().events == ("Player 0 played x(1,1).",)
+    match.play(0)
+    assert match.state.history() == [4, 0, 8]
+    assert other.turns[1].events == ("Player 1 played o(0,0).",)
+    assert match.turn().events == ("Player 0 played x(2,2).",)
+
+
+def test_several_others_play_in_their_order() -> None:
+    others = {player: Scripted(1, 1, 1) for player in (0, 2)}
+    state = opening(load_game("leduc_poker(players=3)"), 0, 0)
+    match = Match(state, 1, others, random.Random(0))
+    match.advance()
+    assert match.state.current_player() == 1
+    match.play(1)
+    assert [len(other.turns) for other in others.values()] == [2, 1]
+    assert match.state.current_player() == 1
+
+
+def test_what_others_play_is_not_told_where_information_is_hidden() -> None:
+    match = Match(opening(load_game("leduc_poker"), 0, 0), 1, {0: Scripted(2)}, random.Random(0))
+    match.advance()
+    assert match.turn().events == ()
+
+
+def test_nobody_sees_a_bid_before_all_have_bid() -> None:
+    other = Scripted(6, 5)
+    state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
+    match = Match(state, 0, {1: other}, random.Random(0))
+    match.advance()
+    assert match.turn().events == ()
+    match.play(7)
+    assert other.turns[0].events == ()
+    assert match.turn().events == ("Player 1 played Bid: 7.",)
+    match.play(0)
+    assert other.turns[1].events == ("Player 0 played Bid: 8.",)
+    assert match.state.history() == [7, 6, 0, 5]
+
+
+def test_the_state_that_a_match_begins_with_is_left_alone() -> None:
+    state = opening(load_game("hex(board_size=5)"), 0, 0)
+    match = Match(state, 0, {1: RandomOpponent()}, random.Random(0))
+    match.play(3)
+    assert state.history() == []
+    assert len(match.state.history()) == 2
+
+
+@pytest.mark.parametrize("case", AVAILABLE_CASES)
+def test_every_case_is_played_to_its_end_with_decisions_of_the_seat_only(case: str) -> None:
+    game = load_game(case)
+    for seat in range(game.num_players()):
+        opponents = {player: RandomOpponent() for player in range(game.num_players()) if player != seat}
+        match, own = Match(opening(game, seat, 0), seat, opponents, random.Random(seat)), random.Random(99)
+        match.advance()
+        while not match.is_over:
+            assert is_simultaneous(match.state) or match.state.current_player() == seat
+            turn = match.turn()
+            assert turn.player == seat
+            assert [move.action for move in turn.legal.moves] == legal_actions(match.state, seat)
+            match.play(own.choice(turn.legal.moves).action)
+        assert match.state.is_terminal()
+
+
+def test_the_same_moves_meet_the_same_dice() -> None:
+    histories = set()
+    for _ in range(3):
+        game, own = load_game("backgammon"), random.Random(5)
+        match = Match(opening(game, 1, 0), 0, {1: RandomOpponent()}, random.Random("7/3"))
+        match.advance()
+        for _ in range(10):
+            match.play(own.choice(match.turn().legal.moves).action)
+        histories.add(tuple(match.state.history()))
+    assert len(histories) == 1
+
+
+def test_an_opponent_that_plays_what_is_not_legal_is_a_defect() -> None:
+    match = Match(load_game("tic_tac_toe").new_initial_state(), 1, {0: Scripted(99)}, random.Random(0))
+    with pytest.raises(AssertionError, match="player 0 chose 99"):
+        match.advance()

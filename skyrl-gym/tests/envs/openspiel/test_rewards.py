@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, State, load_game
+from skyrl_gym.envs.openspiel.rewards import move_value, playout_value, scaled_return, utility_range
+from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening, player_to_move
+
+
+@pytest.mark.parametrize(
+    ("case", "returns", "player", "reward"),
+    [
+        ("hex", [1.0, -1.0], 0, 1.0),
+        ("hex", [1.0, -1.0], 1, 0.0),
+        ("chess", [0.0, 0.0], 1, 0.5),
+        ("leduc_poker", [-13.0, 13.0], 0, 0.0),
+        ("leduc_poker", [3.0, -3.0], 0, 16 / 26),
+        ("gin_rummy", [25.0, -25.0], 0, 0.75),
+        ("gin_rummy", [62.0, -62.0], 0, 1.0),
+        ("gin_rummy", [62.0, -62.0], 1, 0.0),
+        ("gin_rummy(gin_bonus=100)", [198.0, -198.0], 0, 1.0),
+        ("gin_rummy(gin_bonus=100)", [50.0, -50.0], 0, (50 + 198) / 396),
+        ("hearts", [26.0, 13.0, 0.0, 13.0], 0, 1.0),
+        ("hearts", [26.0, 13.0, 0.0, 13.0], 3, 0.5),
+        ("hearts(jd_bonus=True)", [36.0, 13.0, 0.0, 13.0], 1, 13 / 36),
+        ("cribbage", [1121.0, -907.0], 0, (1121 + 1149) / 2298),
+    ],
+)
+def test_a_return_is_scaled_to_what_the_game_can_give(
+    case: str, returns: list[float], player: int, reward: float
+) -> None:
+    assert scaled_return(load_game(case), returns, player) == pytest.approx(reward)
+
+
+def test_every_case_is_worth_between_0_and_1() -> None:
+    for case in AVAILABLE_CASES:
+        game = load_game(case)
+        state = opening(game, 1, 4)
+        player = player_to_move(state, 0)
+        for action in legal_actions(state, player)[:3]:
+            assert 0.0 <= move_value(state, player, action, 3, "0/1") <= 1.0
+
+
+def test_a_winning_move_is_worth_1_and_a_losing_one_0() -> None:
+    state = load_game("nim(pile_sizes=1;2)").new_initial_state()  # the last to take loses
+    values = {
+        state.action_to_string(action): move_value(state, 0, action, 200, "0/0") for action in state.legal_actions()
+    }
+    assert values["pile:2, take:2;"] == 1.0  # leaves one
+    assert values["pile:1, take:1;"] == pytest.approx(0.5, abs=0.1)  # the other takes one of two, or both
+
+
+def test_a_value_is_the_mean_over_random_games() -> None:
+    state = load_game("tic_tac_toe").new_initial_state()
+    for action in (0, 2):
+        state.apply_action(action)
+    for action in (4, 8):
+        value = move_value(state, 0, action, 4000, "0/0")
+        assert value == pytest.approx(exact_value(state.child(action)), abs=0.02)
+
+
+def test_a_move_has_one_value_whatever_was_asked_before() -> None:
+    state = opening(load_game("hex(board_size=5)"), 0, 0)
+    first = [move_value(state, 0, action, 4, "0/7") for action in (0, 12)]
+    random.random()
+    assert [move_value(state, 0, action, 4, "0/7") for action in (12, 0)] == first[::-1]
+    seeds = {move_value(state, 0, 12, 4, f"0/{task_id}") for task_id in range(20)}
+    assert len(seeds) > 1
+
+
+def test_scoring_leaves_the_state_alone() -> None:
+    state = opening(load_game("goofspiel(num_cards=8)"), 0, 0)
+    before = str(state)
+    move_value(state, 1, 3, 2, "0/0")
+    playout_value(state, 1, 2, random.Random(0))
+    assert str(state) == before
+
+
+def test_where_all_move_at_once_the_own_move_is_kept() -> None:
+    state = opening(load_game("goofspiel(num_cards=2,points_order=descending)"), 0, 0)
+    assert is_simultaneous(state)
+    high, low = (move_value(state, 0, action, 400, "0/0") for action in (1, 0))
+    # 2 for the card 2 wins or ties both cards, 1 for it loses or ties
+    assert high == pytest.approx(0.75, abs=0.05)
+    assert low == pytest.approx(0.25, abs=0.05)
+
+
+def test_a_game_without_a_range_of_utilities_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"utilities of the game 2048\(max_tile=0\) go from 0.0 to nan"):
+        utility_range(load_game("2048(max_tile=0)"))
+
+
+def exact_value(state: State) -> float:
+    """The mean scaled return of player 0 over all games of random play from `state` on."""
+    if state.is_terminal():
+        return float(state.returns()[0] + 1) / 2
+    actions = state.legal_actions()
+    return sum(exact_value(state.child(action)) for action in actions) / len(actions)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
+from skyrl_gym.envs.openspiel.states import (
+    advance_chance,
+    apply_jointly,
+    apply_move,
+    deserialize,
+    is_simultaneous,
+    legal_actions,
+    opening,
+    player_to_move,
+    serialize,
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "seed", "history"),
+    [
+        ("hex(board_size=5)", 0, [12, 14, 1, 9]),
+        ("hex(board_size=5)", 1, [4, 19, 2, 10]),
+        ("hex(board_size=5)", 42, [20, 3, 0, 10]),
+        ("clobber(rows=5,columns=5)", 0, [59, 78, 2, 31]),
+        ("othello", 0, [44, 43, 18, 29]),
+        ("breakthrough(rows=6,columns=6)", 0, [122, 346, 50, 320]),
+        ("chess", 0, [3009, 3010, 90, 1841]),
+        ("leduc_poker", 1, [0, 5, 1, 2]),
+    ],
+)
+def test_a_seed_leads_to_the_recorded_moves(case: str, seed: int, history: list[int]) -> None:
+    assert opening(load_game(case), seed, 4).history() == history
+
+
+def test_a_game_that_the_random_moves_end_is_shown_from_its_first_decision() -> None:
+    game = load_game("leduc_poker")
+    for seed in (0, 42):
+        state = opening(game, seed, 4)
+        assert state.history() == opening(game, seed, 0).history()
+        assert len(state.history()) == 2  # the two cards
+
+
+@pytest.mark.parametrize("n_random_steps", [0, 1, 4, 23, 60])
+def test_every_case_shows_a_decision_of_a_player(n_random_steps: int) -> None:
+    for case in AVAILABLE_CASES:
+        game = load_game(case)
+        for seed in range(4):
+            state = opening(game, seed, n_random_steps)
+            assert not state.is_terminal()
+            assert not state.is_chance_node()
+            player = player_to_move(state, seed % game.num_players())
+            assert 0 <= player < game.num_players()
+            assert legal_actions(state, player)
+
+
+def test_the_same_seed_deals_the_same_cards_and_another_seed_others() -> None:
+    game = load_game("gin_rummy")
+    assert str(opening(game, 3, 0)) == str(opening(game, 3, 0))
+    assert str(opening(game, 3, 0)) != str(opening(game, 4, 0))
+
+
+def test_a_game_without_decisions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"hex\(board_size=0\) offers no decision"):
+        opening(load_game("hex(board_size=0)"), 0, 0)
+
+
+def test_chance_events_come_with_their_probabilities() -> None:
+    game = load_game("pig(piglet=True)")  # a 1, or anything else
+    drawn = []
+    for seed in range(600):
+        state = game.new_initial_state()
+        state.apply_action(state.legal_actions()[0])  # roll
+        ones = state.chance_outcomes()[0]
+        advance_chance(state, random.Random(seed))
+        drawn.append(state.history()[-1])
+    assert ones[1] == pytest.approx(1 / 6)
+    assert 70 < drawn.count(ones[0]) < 130
+
+
+def test_where_all_move_at_once_the_others_moves_are_drawn() -> None:
+    game = load_game("goofspiel(num_cards=8,points_order=descending)")
+    others = set()
+    for seed in range(40):
+        state = game.new_initial_state()
+        assert is_simultaneous(state)
+        assert player_to_move(state, 1) == 1
+        apply_move(state, 1, 7, random.Random(seed))
+        own, other = state.history()[1], state.history()[0]
+        assert own == 7
+        others.add(other)
+    assert len(others) > 5
+
+
+def test_a_move_that_is_given_is_not_drawn() -> None:
+    state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
+    apply_jointly(state, {0: 2, 1: 5}, random.Random(0))
+    assert state.history() == [2, 5]
+
+
+def test_every_case_comes_back_from_its_text() -> None:
+    for case in AVAILABLE_CASES:
+        state = opening(load_game(case), 5, 9)
+        game, again = deserialize(serialize(state.get_game(), state))
+        assert str(game) == str(state.get_game())
+        assert str(again) == str(state)
+        assert again.history() == state.history()
+
+
+@pytest.mark.parametrize("text", ["", "hello", "[Game]\nhexx()\n[State]\n1\n", "[Meta]\nVersion: 1\n[Game]\n"])
+def test_other_text_is_no_state(text: str) -> None:
+    with pytest.raises(ValueError, match="serialized_game_and_state is no state of OpenSpiel"):
+        deserialize(text)
