@@ -15,6 +15,8 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml constraints.txt
 DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
+OPENENV := .venv-openenv
+OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
 VLLM := .venv-vllm
 VLLM_REQUIREMENTS := skyrl-train/tests/vllm/requirements.txt
 IN_TRAIN := cd skyrl-train && ../$(BIN)/python
@@ -63,6 +65,10 @@ test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
 test-differential: $(DIFFERENTIAL)/.ready ## compare algorithms with TRL, verl and TorchRL, in an environment of its own
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
 	  $(DIFFERENTIAL)/bin/python -m pytest -q skyrl-train/tests/differential $(ARGS)
+
+.PHONY: test-openenv
+test-openenv: .venv/.dev $(OPENENV)/.ready ## play on servers of the package openenv, which has an environment of its own
+	@$(BIN)/python -m pytest -q skyrl-gym/tests/openenv_server $(ARGS)
 
 .PHONY: test-vllm
 test-vllm: $(VLLM)/.ready ## run the vLLM engine on the CPU build of vLLM, in an environment of its own
@@ -122,7 +128,7 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 
 # --- set-up --------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python $(VLLM)/bin/python:
+.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(VLLM)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …"; exit 1; }
 	@echo "setup: creating $(@:/bin/python=)"
@@ -152,8 +158,14 @@ $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
+# A server that our client meets over a socket: nothing of ours is in there.
+$(OPENENV)/.ready: $(OPENENV_REQUIREMENTS) | $(OPENENV)/bin/python
+	@echo "setup: installing $(OPENENV_REQUIREMENTS) into $(OPENENV)"
+	@$(OPENENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(OPENENV_REQUIREMENTS)
+	@touch $@
+
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; outputs/ stays
-	@rm -rf .venv $(DIFFERENTIAL) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

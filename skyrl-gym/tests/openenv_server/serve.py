@@ -1,0 +1,135 @@
+"""Environments served by the package openenv, in its own environment: `serve.py echo|openspiel|tools PORT CAPACITY`."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+from uuid import uuid4
+
+import pyspiel
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class EchoAction(Action):
+    message: str
+
+
+class EchoObservation(Observation):
+    echoed_message: str
+
+
+class EchoEnvironment(Environment):
+    """Repeats messages, and rewards their length."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = State(episode_id=str(uuid4()))
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> EchoObservation:
+        self._state = State(episode_id=episode_id or str(uuid4()))
+        return EchoObservation(echoed_message="Echo environment ready.")
+
+    def step(self, action: EchoAction, timeout_s: float | None = None, **_: Any) -> EchoObservation:
+        self._state.step_count += 1
+        return EchoObservation(echoed_message=action.message, reward=len(action.message) / 10)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+
+class MoveAction(Action):
+    action_id: int
+
+
+class BoardObservation(Observation):
+    board: str
+    legal_actions: list[int]
+
+
+class OpenSpielEnvironment(Environment):
+    """Tic-tac-toe against random moves, which follow from the seed."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._game = pyspiel.load_game("tic_tac_toe")
+        self._state = State(episode_id=str(uuid4()))
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> BoardObservation:
+        self._rng = random.Random(seed)
+        self._board = self._game.new_initial_state()
+        self._state = State(episode_id=episode_id or str(uuid4()))
+        return self._observation()
+
+    def step(self, action: MoveAction, timeout_s: float | None = None, **_: Any) -> BoardObservation:
+        if action.action_id not in self._board.legal_actions():
+            raise ValueError(f"action_id={action.action_id} is not legal")
+        self._board.apply_action(action.action_id)
+        if not self._board.is_terminal():
+            self._board.apply_action(self._rng.choice(self._board.legal_actions()))
+        self._state.step_count += 1
+        return self._observation()
+
+    def _observation(self) -> BoardObservation:
+        done = self._board.is_terminal()
+        return BoardObservation(
+            board=str(self._board),
+            legal_actions=self._board.legal_actions(),
+            done=done,
+            reward=self._board.returns()[0] if done else 0.0,
+        )
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+
+class ToolEnvironment(MCPEnvironment):
+    """One tool, which repeats what it is told."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        server = FastMCP("tools")
+
+        @server.tool
+        def repeat(message: str) -> str:
+            """Repeat a message."""
+            return message
+
+        super().__init__(server)
+        self._state = State(episode_id=str(uuid4()))
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Observation:
+        self._state = State(episode_id=episode_id or str(uuid4()))
+        return Observation()
+
+    def _step_impl(self, action: Action, timeout_s: float | None = None, **_: Any) -> Observation:
+        raise ValueError(f"{type(action).__name__} is no call of a tool")
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+
+APPS = {
+    "echo": (EchoEnvironment, EchoAction, EchoObservation),
+    "openspiel": (OpenSpielEnvironment, MoveAction, BoardObservation),
+    "tools": (ToolEnvironment, CallToolAction, CallToolObservation),
+}
+
+if __name__ == "__main__":
+    name, port, capacity = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    app = create_app(*APPS[name], env_name=name, max_concurrent_envs=capacity)
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
