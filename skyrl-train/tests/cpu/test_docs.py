@@ -7,12 +7,16 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyrl_gym
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.main_catch import register_catch
+from skyrl_gym.checkup import Checkup
+from skyrl_gym.envs import BUILT_IN as BUILT_IN_ENVIRONMENTS
+from skyrl_gym.envs.registration import EnvSpec
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.entrypoints.main_base import main
@@ -21,6 +25,7 @@ from skyrl_train.generators.rewards import REWARD_FUNCTIONS
 ROOT = Path(__file__).parents[3]
 EXTENDING = ROOT / "docs/extending.md"
 ALGORITHMS = ROOT / "docs/algorithms.md"
+ENVIRONMENTS = ROOT / "docs/environments.md"
 REGISTRIES: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
 BUILT_IN = {name: registry.get(name) for registry in REGISTRIES for name in registry.list_available()}
 KEY = re.compile(r"\b(?:data|trainer|generator|environment)\.\w+(?:\.\w+)*")
@@ -80,6 +85,40 @@ def test_an_estimator_and_a_loss_of_ones_own_train(
     assert 0 < last["reward/component/brevity"] <= 1
 
 
+def environments_page(name: str) -> Any:
+    """What the Python of the page on environments defines as `name`."""
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL):
+        exec(code, names)
+    return names[name]
+
+
+def test_the_environment_of_the_page_keeps_every_rule() -> None:
+    (row,) = re.findall(r"```json\n(.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL)
+    findings = Checkup(EnvSpec("higher_lower", environments_page("HigherLowerEnv")), json.loads(row)).run()
+    assert {finding.verdict for finding in findings} == {"kept"}
+    assert f"my_module:HigherLowerEnv: {len(findings)} kept" in ENVIRONMENTS.read_text(encoding="utf-8")
+
+
+def test_the_tools_of_the_page_are_called() -> None:
+    env = environments_page("ShopEnv")({}, {"max_turns": 2, "reward_spec": {"ground_truth": "3"}})
+    call = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
+    assert env.step(call)["observations"][0]["content"] == "<tool_response>\n3\n</tool_response>"
+    assert env.step("3")["reward"] == 1.0
+
+
+def test_the_curriculum_of_the_page_prefers_what_is_not_solved() -> None:
+    weights = environments_page("towards_the_hard")(3, {"easy": 0.5, "hard": 0.5}, {"reward/easy/avg_raw_reward": 0.9})
+    assert weights["hard"] > 3 * weights["easy"] > 0
+
+
+def test_the_page_lists_the_environments_that_there_are() -> None:
+    page = ENVIRONMENTS.read_text(encoding="utf-8")
+    assert set(BUILT_IN_ENVIRONMENTS) == set(keys_of_tables(page.partition("### Programs")[0])) | {
+        name for name in re.findall(r"environment\.env_class=(\w+)", page)
+    }
+
+
 def keys_of_tables(section: str) -> list[str]:
     """What stands first in the rows of a section's tables."""
     return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
@@ -110,7 +149,13 @@ def test_the_page_of_algorithms_names_nothing_that_is_not_there() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [ALGORITHMS, EXTENDING, ROOT / "docs/rollouts.md", *(ROOT / "skyrl-train/examples/algorithms").rglob("*.md")],
+    [
+        ALGORITHMS,
+        ENVIRONMENTS,
+        EXTENDING,
+        ROOT / "docs/rollouts.md",
+        *(ROOT / "skyrl-train/examples/algorithms").rglob("*.md"),
+    ],
 )
 def test_every_key_exists(page: Path) -> None:
     sections = {key.rpartition(".")[0] for key in FIELDS}
@@ -122,6 +167,7 @@ def test_every_key_exists(page: Path) -> None:
         "generator.chat_template_kwargs.",
         "environment.skyrl_gym.",
         "generator.engine_init_kwargs.",
+        "data.mixture.weights.",
     )
     unknown = {word for word in words if word not in FIELDS and word not in sections and not word.startswith(free)}
     assert not unknown

@@ -1,0 +1,157 @@
+"""The frame of an example in which a tiny model learns a task: data → warm start on random attempts → GRPO → a verdict.
+
+An example gives a `Recipe` to `main`. Every step is skipped when its result is already there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import strftime
+from typing import Any
+
+from examples.tiny_model import make_tiny_model
+from skyrl_gym.envs.base_text_env import ConversationType
+from skyrl_train.config import parse_cli
+from skyrl_train.dataset.files import read_rows
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+from skyrl_train.report import plot_learning_curve, write_report
+from skyrl_train.report.learning_curve import MetricRows
+from skyrl_train.tracking import RunFolder, read_metrics
+
+N_CONVERSATIONS = 4096
+
+TINY_MODEL = (
+    "trainer.algorithm.use_kl_loss=true",
+    "trainer.algorithm.kl_loss_coef=0.01",
+    "trainer.algorithm.eps_clip_high=0.28",
+    "trainer.policy.optimizer_config.lr=1e-3",
+    "trainer.policy.optimizer_config.scheduler=linear",
+    "trainer.policy.optimizer_config.num_warmup_steps=10",
+    "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
+    "trainer.policy.optimizer_config.weight_decay=0",
+    "trainer.eval_interval=10",
+    "trainer.eval_batch_size=512",
+    "trainer.ckpt_interval=20",
+    "trainer.max_ckpts_to_keep=1",
+    "trainer.hf_save_interval=1000",
+    "trainer.epochs=1000",
+    "trainer.logger=[jsonl,tensorboard]",
+    "generator.batched=true",
+)
+"""What suits a tiny model, whatever it learns."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is particular to a task."""
+
+    name: str
+    write_data: Callable[[Path], object]  # train.parquet and validation.parquet, into a folder
+    attempt: Callable[[dict[str, Any], random.Random], ConversationType]  # a random conversation about a row
+    overrides: tuple[str, ...]
+    metric: str  # of an evaluation
+    required: float  # of the metric, for a model that has learned
+    chance: float  # of the metric, for random attempts
+    n_steps: int
+    context_length: int = 512
+    world: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
+    """What must run meanwhile, e.g. a server; yields overrides for it."""
+
+
+@dataclass(frozen=True)
+class LearningRun:
+    """One run of a recipe under `output_dir`/`recipe.name`."""
+
+    recipe: Recipe
+    output_dir: Path
+    seed: int
+    n_steps: int
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return RunFolder(self.output_dir / self.recipe.name / f"seed{self.seed}")
+
+    def prepare(self) -> None:
+        """Dataset and warm-started model; a run that was finished earlier is moved out of the way."""
+        if not (self._data / "validation.parquet").is_file():  # the file written last
+            self.recipe.write_data(self._data)
+        if not self._model.is_dir():
+            rows, rng = read_rows(str(self._data / "train.parquet")), random.Random(self.seed)
+            conversations = [self.recipe.attempt(rng.choice(rows), rng) for _ in range(N_CONVERSATIONS)]
+            make_tiny_model(conversations, self._model, self.seed, context_length=self.recipe.context_length)
+        if self.metrics() and self.metrics()[-1]["step"] >= self.n_steps:
+            kept = self.folder.path.with_name(f"seed{self.seed}-before-{strftime('%Y%m%d-%H%M%S')}")
+            self.folder.path.rename(kept)
+            print(f"An earlier run is finished; it is now in {kept}")
+
+    def train(self) -> None:
+        """Train, from the start or from where it was interrupted."""
+        this_run = (
+            f"data.train_data=['{self._data / 'train.parquet'}']",
+            f"data.val_data=['{self._data / 'validation.parquet'}']",
+            f"trainer.policy.model.path='{self._model}'",
+            f"trainer.output_dir='{self.output_dir}'",
+            f"trainer.project_name={self.recipe.name}",
+            f"trainer.run_name=seed{self.seed}",
+            f"trainer.max_training_steps={self.n_steps}",
+            f"trainer.seed={self.seed}",
+        )
+        with self.recipe.world(self._data) as of_the_world:
+            arguments = [*TINY_MODEL, *self.recipe.overrides, *of_the_world, *this_run, *self.overrides]
+            BasePPOExp(parse_cli(arguments)).run()
+
+    def metrics(self) -> MetricRows:
+        """What the run logged so far."""
+        return read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
+
+    @property
+    def _data(self) -> Path:
+        return self.output_dir / self.recipe.name / "data"
+
+    @property
+    def _model(self) -> Path:
+        return self.output_dir / self.recipe.name / "models" / f"tiny-qwen3-seed{self.seed}"
+
+
+def learn(run: LearningRun, command: str) -> bool:
+    """Prepare, train, and say how well it went; whether that is well enough."""
+    started = time.monotonic()
+    recipe = run.recipe
+    run.prepare()
+    run.train()
+    values = [row[recipe.metric] for row in run.metrics() if recipe.metric in row]
+    lines = {"required": recipe.required, "random attempts": recipe.chance}
+    title = f"A tiny language model learns {recipe.name.replace('_', ' ')}"
+    plot_learning_curve(run.metrics(), run.folder.learning_curve, metric=recipe.metric, title=title, baselines=lines)
+    write_report(run.folder, command=command, baselines={recipe.metric: lines})
+    print(f"\n{recipe.metric} ({run.n_steps} steps, {time.monotonic() - started:.0f} s)\n")
+    for label, value in (("random attempts", recipe.chance), ("before training", values[0]), ("after", values[-1])):
+        print(f"  {label:<16} {value:6.1%}   {'█' * round(40 * max(0.0, value))}")
+    has_learned = values[-1] >= recipe.required
+    print(f"\nIt has {'' if has_learned else 'NOT '}learned: {recipe.required:.0%} required.")
+    print(f"Learning curve: {run.folder.learning_curve}\nReport:         {run.folder.report}")
+    return has_learned
+
+
+def main(recipe: Recipe, doc: str, argv: Sequence[str] | None = None) -> None:
+    """The command line; what stands behind `--` are overrides of the configuration. Exit status 1: it did not learn."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=42, help="of the model, the data order and the sampling")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs"), help="where the run folders go")
+    parser.add_argument("--steps", type=int, default=recipe.n_steps, help="training steps")
+    parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
+    args = parser.parse_args(argv)
+    output_dir = args.output_dir.expanduser().resolve()
+    run = LearningRun(recipe, output_dir, args.seed, args.steps, tuple(args.overrides))
+    results: list[bool] = []
+    run_command(lambda: results.append(learn(run, f"python -m examples.{recipe.name}.learn --seed {args.seed}")))
+    sys.exit(0 if results[0] else 1)

@@ -1,0 +1,68 @@
+r"""A tiny model learns the multiplication table.
+
+    python -m examples.multiply.learn --seed 42
+
+It starts with the form only: it writes ``\boxed{…}`` around some product of the table, whatever it was asked. The
+table has 81 questions, so training and validation ask the same ones: this shows that the rewards teach it the table,
+and says nothing of numbers that it never saw. The exit status is 1 if it did not learn.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from examples.learning import Recipe, main
+from skyrl_gym.envs.base_text_env import ConversationType
+
+FACTORS = range(1, 10)
+PRODUCTS = sorted({a * b for a in FACTORS for b in FACTORS})
+
+
+def question(a: int, b: int) -> dict[str, Any]:
+    """The dataset row of a product."""
+    return {
+        "data_source": "multiply",
+        "prompt": [{"role": "user", "content": f"{a} * {b}"}],
+        "env_class": "multiply",
+        "reward_spec": {"method": "rule", "ground_truth": str(a * b)},
+        "extra_info": {"a": a, "b": b},
+    }
+
+
+def write_data(folder: Path) -> None:
+    """The whole table, four times to train on and once to validate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = [question(a, b) for a in FACTORS for b in FACTORS]
+    for name, rows in (("train", table * 4), ("validation", table)):
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
+    """A question, and any product."""
+    return [*row["prompt"], {"role": "assistant", "content": f"\\boxed{{{rng.choice(PRODUCTS)}}}"}]
+
+
+RECIPE = Recipe(
+    name="multiply",
+    write_data=write_data,
+    attempt=attempt,
+    overrides=(
+        "trainer.train_batch_size=81",
+        "trainer.policy_mini_batch_size=27",
+        "generator.n_samples_per_prompt=32",
+        "generator.sampling_params.max_generate_length=6",
+    ),
+    metric="eval/all/avg_score",
+    required=0.95,
+    chance=1 / len(PRODUCTS),
+    n_steps=60,
+    context_length=64,
+)
+
+if __name__ == "__main__":
+    main(RECIPE, __doc__ or "")
