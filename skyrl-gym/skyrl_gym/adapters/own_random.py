@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 _lent = threading.RLock()
 
 
@@ -21,6 +19,8 @@ class OwnRandom:
 
     def __init__(self, seed: int | None) -> None:
         """Without a seed, every episode differs."""
+        import numpy as np
+
         self._states: tuple[Any, Any] = (
             random.Random(seed).getstate(),
             np.random.RandomState(None if seed is None else seed % 2**32).get_state(),
@@ -29,6 +29,8 @@ class OwnRandom:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """While this lasts, the global generators go on where the last one left off."""
+        import numpy as np
+
         with _lent:
             outer = random.getstate(), np.random.get_state()
             _set(self._states)
@@ -40,5 +42,7 @@ class OwnRandom:
 
 
 def _set(states: tuple[Any, Any]) -> None:
+    import numpy as np
+
     random.setstate(states[0])
     np.random.set_state(states[1])

@@ -1,9 +1,9 @@
-r"""A tiny model learns the multiplication table.
+r"""A tiny model learns the multiplication table, up to six times six.
 
     python -m examples.multiply.learn --seed 42
 
 It starts with the form only: it writes ``\boxed{…}`` around some product of the table, whatever it was asked. The
-table has 81 questions, so training and validation ask the same ones: this shows that the rewards teach it the table,
+table has 36 questions, so training and validation ask the same ones: this shows that the rewards teach it the table,
 and says nothing of numbers that it never saw. The exit status is 1 if it did not learn.
 """
 
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from examples.learning import Recipe, main
 from skyrl_gym.envs.base_text_env import ConversationType
 
-FACTORS = range(1, 10)
+FACTORS = range(1, 7)
 PRODUCTS = sorted({a * b for a in FACTORS for b in FACTORS})
 
 
@@ -35,10 +35,10 @@ def question(a: int, b: int) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> None:
-    """The whole table, four times to train on and once to validate."""
+    """The whole table, to train on and to validate."""
     folder.mkdir(parents=True, exist_ok=True)
     table = [question(a, b) for a in FACTORS for b in FACTORS]
-    for name, rows in (("train", table * 4), ("validation", table)):
+    for name, rows in (("train", table), ("validation", table)):
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 
@@ -52,15 +52,16 @@ RECIPE = Recipe(
     write_data=write_data,
     attempt=attempt,
     overrides=(
-        "trainer.train_batch_size=81",
-        "trainer.policy_mini_batch_size=27",
+        "trainer.train_batch_size=36",
+        "trainer.policy_mini_batch_size=9",
         "generator.n_samples_per_prompt=32",
+        "trainer.algorithm.kl_loss_coef=0.03",
         "generator.sampling_params.max_generate_length=6",
     ),
     metric="eval/all/avg_score",
     required=0.95,
     chance=1 / len(PRODUCTS),
-    n_steps=60,
+    n_steps=80,
     context_length=64,
 )
 
