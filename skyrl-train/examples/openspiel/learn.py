@@ -10,6 +10,7 @@ positions that training has not. The exit status is 1 if it did not learn.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,31 @@ from examples.learning import Recipe, main
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
 
-N_TRAIN, N_VALIDATION = 1500, 150  # positions of each game
-TASKS = {"cases": ["tic_tac_toe", "connect_four"], "reward_mode": "legal", "max_random_steps": 6}
+GAMES = ["tic_tac_toe", "connect_four"]
+N_PLAYED = (4, 5, 6, 7)  # random moves before a position, so that either player may be next
+N_TASKS, N_HELD_OUT = 400, 40  # of each game, for each number of moves
 MOVES = [f"{sign}({row},{column})" for sign in "xo" for row in range(3) for column in range(3)]
 MOVES += [f"{sign}{column}" for sign in "xo" for column in range(7)]
 
 
 def write_data(folder: Path) -> None:
     """Positions after some random moves; none is in both files."""
-    n = N_TRAIN + N_VALIDATION
-    tasks = OpenSpielTasks(TaskConfig.of(TASKS | {"num_tasks_per_case": n}))
-    rows = list(tasks.rows(range(tasks.total)))
-    held_out = {str(row["prompt"]) for row in rows[N_TRAIN:n] + rows[n + N_TRAIN :]}
+    rows = [row for n_played in N_PLAYED for row in _rows(n_played)]
+    held_out = {_position(row): row for i, row in enumerate(rows) if i % N_TASKS < N_HELD_OUT}
+    train = [row for row in rows if _position(row) not in held_out]
     folder.mkdir(parents=True, exist_ok=True)
-    train = [row for row in rows if str(row["prompt"]) not in held_out]
-    for name, some in (("train", train), ("validation", [row for row in rows if str(row["prompt"]) in held_out])):
+    for name, some in (("train", train), ("validation", list(held_out.values()))):
         pq.write_table(pa.Table.from_pylist(some), folder / f"{name}.parquet")
+
+
+def _rows(n_played: int) -> Iterable[dict[str, Any]]:
+    options = {"cases": GAMES, "reward_mode": "legal", "max_random_steps": n_played, "num_tasks_per_case": N_TASKS}
+    tasks = OpenSpielTasks(TaskConfig.of(options))
+    return tasks.rows(range(tasks.total))
+
+
+def _position(row: dict[str, Any]) -> str:
+    return str(row["prompt"][-1]["content"])
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
@@ -56,8 +66,8 @@ RECIPE = Recipe(
     ),
     metric="eval/environment/legal",
     required=0.95,
-    chance=0.17,
-    n_steps=60,
+    chance=0.18,
+    n_steps=100,
     context_length=320,
 )
 

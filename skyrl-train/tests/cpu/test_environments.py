@@ -1,0 +1,106 @@
+"""Every environment that comes with skyrl-gym, played by a model that knows nothing, through the real agent loop."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_gym.envs import BUILT_IN
+from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
+from skyrl_train.dataset.files import read_rows, write_jsonl
+from skyrl_train.entrypoints.main_generate import main
+from skyrl_train.models.tiny import tiny_qwen3
+
+MCP_SERVER = Path(__file__).parents[3] / "skyrl-gym/tests/tools/mcp_server.py"
+OF_SERVERS = {"openenv", "verifiers"}
+"""Their own tests play them: the one needs a server, the other a package."""
+
+
+class Parrot:
+    """An environment for TRL's `environment_factory`."""
+
+    reward = 0.0
+
+    def reset(self, **row: Any) -> str:
+        return "Say something."
+
+    def say(self, text: str) -> str:
+        """Say something, and hear it.
+
+        Args:
+            text: what to say
+        """
+        self.reward = 1.0
+        return text
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """A row for each environment."""
+    tests = json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])
+    specs: dict[str, dict[str, Any]] = {
+        "aime": {"reward_model": {"ground_truth": "42"}},
+        "gsm8k": {"reward_spec": {"ground_truth": "42"}},
+        "gsm8k_multi_turn": {"reward_spec": {"ground_truth": "42"}},
+        "gymnasium": {},
+        "lcb": {"reward_spec": {"ground_truth": tests}},
+        "mcp": {"reward_spec": {"ground_truth": "milk"}},
+        "multiply": {"reward_spec": {"ground_truth": "42"}},
+        "search": {"reward_spec": {"ground_truth": {"target": ["Fuji"]}}},
+        "searchcode": {"reward_spec": {"ground_truth": "42"}},
+        "text2sql": {"db_id": "shop", "data": "spider", "reward_spec": {"ground_truth": "SELECT 1"}},
+        "textarena": {},
+        "trl": {},
+    }
+    prompt = [{"role": "user", "content": "Begin."}]
+    plain = [{"prompt": prompt, "env_class": name, "data_source": name, **columns} for name, columns in specs.items()]
+    games = OpenSpielTasks(TaskConfig.of({"cases": ["tic_tac_toe"], "num_tasks_per_case": 1}))
+    some = [*games.rows([0]), *games.game_rows([0])]
+    return plain + [row | {"data_source": row["env_class"]} for row in some]
+
+
+@pytest.fixture
+def run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[str]:
+    """Overrides for an evaluation of a model of random weights on all of them."""
+    model = tmp_path / "model"
+    tiny_tokenizer.save_pretrained(model)
+    tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(model)
+    database = tmp_path / "spider/database/shop/shop.sqlite"
+    database.parent.mkdir(parents=True)
+    sqlite3.connect(database).close()
+    write_jsonl(tmp_path / "rows.jsonl", rows(tmp_path))
+    return [
+        f"data.val_data=['{tmp_path}/rows.jsonl']",
+        f"trainer.policy.model.path='{model}'",
+        f"trainer.output_dir='{tmp_path}'",
+        "trainer.max_prompt_length=4096",
+        "generator.max_turns=3",
+        "generator.max_input_length=8000",
+        "generator.eval_n_samples_per_prompt=2",
+        "generator.eval_sampling_params.max_generate_length=12",
+        "generator.eval_sampling_params.temperature=1",
+        f"environment.skyrl_gym.text2sql.db_path='{tmp_path}'",
+        "environment.skyrl_gym.gymnasium.id=FrozenLake-v1",
+        "environment.skyrl_gym.textarena.env_id=TicTacToe-v0",
+        "environment.skyrl_gym.textarena.num_players=2",
+        f"environment.skyrl_gym.trl.factory={__name__}:Parrot",
+        f"environment.skyrl_gym.mcp.servers.notes.command='{sys.executable}'",
+        f"environment.skyrl_gym.mcp.servers.notes.args=['{MCP_SERVER}']",
+    ]
+
+
+def test_a_model_that_knows_nothing_plays_them_all(run: list[str], tmp_path: Path) -> None:
+    main(run)
+    folder = tmp_path / "skyrl/test_run/evals/eval_only"
+    (metrics,) = read_rows(str(folder / "aggregated_results.jsonl"))
+    played = {file.stem for file in folder.iterdir()} - {"aggregated_results"}
+    assert played == set(BUILT_IN) - OF_SERVERS
+    failed = {name: row["error"] for name in played for row in read_rows(str(folder / f"{name}.jsonl")) if row["error"]}
+    assert failed == {}
+    assert metrics["eval/generate/n_invalid"] == 0
+    assert all(-1 <= metrics[f"eval/{name}/avg_score"] <= 1 for name in played)
