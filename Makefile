@@ -17,6 +17,8 @@ DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 OPENENV := .venv-openenv
 OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
+VERIFIERS := .venv-verifiers
+VERIFIERS_REQUIREMENTS := skyrl-gym/tests/verifiers_v0/requirements.txt
 VLLM := .venv-vllm
 VLLM_REQUIREMENTS := skyrl-train/tests/vllm/requirements.txt
 IN_TRAIN := cd skyrl-train && ../$(BIN)/python
@@ -69,6 +71,10 @@ test-differential: $(DIFFERENTIAL)/.ready ## compare algorithms with TRL, verl a
 .PHONY: test-openenv
 test-openenv: .venv/.dev $(OPENENV)/.ready ## play on servers of the package openenv, which has an environment of its own
 	@$(BIN)/python -m pytest -q skyrl-gym/tests/openenv_server $(ARGS)
+
+.PHONY: test-verifiers
+test-verifiers: $(VERIFIERS)/.ready ## play environments of verifiers' first generation, in an environment of its own
+	@$(VERIFIERS)/bin/python -m pytest -q skyrl-gym/tests/verifiers_v0 $(ARGS)
 
 .PHONY: test-vllm
 test-vllm: $(VLLM)/.ready ## run the vLLM engine on the CPU build of vLLM, in an environment of its own
@@ -128,7 +134,7 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 
 # --- set-up --------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(VLLM)/bin/python:
+.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …"; exit 1; }
 	@echo "setup: creating $(@:/bin/python=)"
@@ -164,8 +170,13 @@ $(OPENENV)/.ready: $(OPENENV_REQUIREMENTS) | $(OPENENV)/bin/python
 	@$(OPENENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(OPENENV_REQUIREMENTS)
 	@touch $@
 
+$(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERIFIERS)/bin/python
+	@echo "setup: installing $(VERIFIERS_REQUIREMENTS) into $(VERIFIERS)"
+	@$(VERIFIERS)/bin/python -m pip install -qq --disable-pip-version-check -r $(VERIFIERS_REQUIREMENTS) -e skyrl-gym
+	@touch $@
+
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; outputs/ stays
-	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(VERIFIERS) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

@@ -1,0 +1,127 @@
+"""Packages that hold environments of verifiers, by the id that they have there.
+
+There are two generations. A package of the first (v0) has a function `load_environment(**args)`; verifiers 0.3 took
+what it needs away. A package of the second (v1) has a `Taskset` among the names in its `__all__`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
+
+from skyrl_gym.adapters.settings import require
+from skyrl_gym.adapters.verifiers_turn import Episode
+
+BUILT_IN = "verifiers.v1.tasksets"
+NO_V0 = (
+    "{env_id} is an environment of verifiers' first generation (load_environment), and verifiers {version} plays only "
+    "the second. Make a virtual environment with skyrl-gym, 'verifiers<0.3' and the package, and set "
+    "environment.skyrl_gym.python to its python"
+)
+
+_lock = threading.RLock()
+_loaded: dict[str, Package] = {}
+
+
+class Package(Protocol):
+    """One environment with its arguments, shared by all rollouts of a process."""
+
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        """Its dataset: the `prompt`, `example_id` and `answer` of each row, the `input` that `episode` takes, and the
+        `route` to the member of a group that plays it."""
+        ...
+
+    @property
+    def is_infinite(self) -> bool:
+        """Whether `rows` never ends."""
+        ...
+
+    def episode(self, row_input: Mapping[str, Any], max_turns: int) -> Episode:
+        """A rollout of the row whose `input` this is."""
+        ...
+
+
+def load_package(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Package:
+    """The environment `env_id`, which is loaded once for the same arguments. What waits here, waits for the disk.
+
+    Raises:
+        ImportError: verifiers, or the package, is not installed, or is of the other generation.
+        ValueError: there is no environment in the package, or it refuses its arguments.
+    """
+    require("verifiers", "verifiers")
+    key = json.dumps([env_id, args, env], sort_keys=True, default=repr)
+    with _lock:  # imports and datasets are slow, and rollouts come many at once
+        if key not in _loaded:
+            _loaded[key] = _load(env_id, args, env)
+        return _loaded[key]
+
+
+def _load(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Package:
+    name = module_name(env_id)
+    verifiers = importlib.import_module("verifiers")
+    no_v0 = partial(NO_V0.format, env_id=env_id, version=getattr(verifiers, "__version__", ""))
+    try:
+        module = _import(name)
+    except (AttributeError, ImportError) as problem:
+        if _needs_v0(problem, verifiers):
+            raise ImportError(no_v0()) from problem
+        raise
+    if hasattr(module, "load_environment"):
+        if not hasattr(verifiers, "Environment"):
+            raise ImportError(no_v0())
+        from skyrl_gym.adapters.verifiers_v0 import EnvironmentPackage
+
+        if env:
+            raise ValueError(f"environment.skyrl_gym.verifiers.env={env!r} is for v1, and {env_id} is v0; use args")
+        return EnvironmentPackage(name, args)
+    return _load_v1(name, module, args, env)
+
+
+def module_name(env_id: str) -> str:
+    """The module of an environment: `my_env` for ``my-env``, and for ``owner/my-env@0.1.0``, as the Hub has it."""
+    return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
+
+
+def _import(name: str) -> ModuleType:
+    if importlib.util.find_spec("verifiers.v1") and importlib.util.find_spec(BUILT_IN):
+        built_in = f"{BUILT_IN}.{name}"
+        name = built_in if importlib.util.find_spec(built_in) else name
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as problem:
+        if problem.name != name:
+            raise
+        raise ImportError(f"there is no module {name}; install the package of the environment") from problem
+
+
+def _needs_v0(problem: AttributeError | ImportError, verifiers: ModuleType) -> bool:
+    """Whether a package asks verifiers for something of its first generation."""
+    if hasattr(verifiers, "Environment"):
+        return False
+    if isinstance(problem, AttributeError):
+        return problem.obj is verifiers
+    return (problem.name or "").partition(".")[0] == "verifiers"
+
+
+def _load_v1(name: str, module: ModuleType, args: Mapping[str, Any], env: Mapping[str, Any]) -> Package:
+    if not any(map(_is_taskset, (getattr(module, exported, None) for exported in getattr(module, "__all__", ())))):
+        raise ValueError(
+            f"{name} ({module.__file__}) holds no environment of verifiers: neither a function load_environment, nor a "
+            "Taskset among the names in __all__"
+        )
+    try:
+        from skyrl_gym.adapters.verifiers_v1 import TasksetPackage
+    except ImportError as problem:
+        raise ImportError(f"{name} is a taskset, which needs verifiers>=0.4") from problem
+    return TasksetPackage(name, args, env)
+
+
+def _is_taskset(exported: Any) -> bool:
+    bases = exported.__mro__ if isinstance(exported, type) else ()
+    return any(base.__name__ == "Taskset" and base.__module__.startswith("verifiers.") for base in bases)

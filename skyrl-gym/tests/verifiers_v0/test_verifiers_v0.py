@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("adapters.verifiers_contract")
+
+from adapters.verifiers_contract import (  # noqa: E402
+    EXAMPLES,
+    VerifiersContract,
+    env_of,
+    no_task_left,
+    no_thread_left,
+    play,
+    row_of,
+    text_of,
+)
+
+from skyrl_gym.adapters.verifiers import rows  # noqa: E402
+from skyrl_gym.adapters.verifiers_turn import VerifiersError  # noqa: E402
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call as a model writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_progress_bars() -> None:
+    """Their thread stays until the process ends."""
+    import datasets
+
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+class TestContract(VerifiersContract):
+    """Packages with `load_environment`."""
+
+    sums = "arithmetic-v0"
+    game = "guessing-v0"
+
+
+class TestPackages:
+    def test_tasksets_need_a_newer_verifiers(self) -> None:
+        with pytest.raises(ImportError, match=r"textarena is a taskset, which needs verifiers>=0\.4"):
+            rows("textarena")
+
+    def test_the_handlers_of_signals_stay(self) -> None:
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        rows("arithmetic-v0", {"n_tasks": 7})
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+    def test_a_thread_may_load_it(self) -> None:
+        loaded = []
+        thread = threading.Thread(target=lambda: loaded.extend(rows("arithmetic-v0", {"n_tasks": 8})))
+        thread.start()
+        thread.join()
+        assert len(loaded) == 8
+
+    def test_there_are_two_splits(self) -> None:
+        assert len(list(rows("arithmetic-v0", split="train"))) == 3
+        assert len(list(rows("arithmetic-v0", split="eval"))) == 1
+
+    def test_there_is_no_configuration_of_v1(self) -> None:
+        with pytest.raises(ValueError, match="is for v1, and arithmetic-v0 is v0; use args"):
+            rows("arithmetic-v0", env={"timeout": 1})
+
+    async def test_a_group_plays_the_member_of_the_row(self) -> None:
+        mixed = list(rows("mixture-v0"))
+        assert {row["data_source"] for row in mixed} == {"mixture-v0/sums/plain", "mixture-v0/games/guessing"}
+        assert (await play(mixed[1], "2"))[0]["reward"] == 2.5
+        assert (await play(mixed[4], "1", "2"))[0]["reward"] == 1.0
+
+
+class TestRewards:
+    async def test_weights_and_what_functions_are_given(self) -> None:
+        output, env = await play(row_of("arithmetic-v0", 2), "4")
+        assert output["metadata"]["reward_components"] == {"correct": 2.0, "of_row": 0.5}
+        scores = {"correct": 1.0, "length": 1.0, "of_row": 1.0, "num_turns": 1.0, "failed_reward_functions": 0}
+        assert env.get_metrics() == {**scores, "steps": 1, "invalid_actions": 0}
+
+    async def test_a_function_that_the_model_breaks_is_worth_nothing(self) -> None:
+        row = row_of("arithmetic-v0", 2, args={"functions": ["judged"]})
+        output, env = await play(row, "four")
+        assert (output["reward"], env.get_metrics()["failed_reward_functions"]) == (0.5, 1)
+        output, env = await play(row, "4")
+        assert (output["reward"], env.get_metrics()["failed_reward_functions"]) == (2.75, 0)
+
+    async def test_a_function_that_loses_its_connection_raises(self) -> None:
+        row = row_of("arithmetic-v0", 2, args={"functions": ["judged"]})
+        with pytest.raises(VerifiersError, match=r"a reward function of arithmetic_v0: RuntimeError\('no verdict'\)"):
+            await play(row, "asleep")
+
+    async def test_failures_of_others_are_not_ours(self) -> None:
+        row = row_of("arithmetic-v0", 2, args={"functions": ["judged"]})
+        results = await asyncio.gather(*(play(row, text) for text in ["4", "asleep"] * 8), return_exceptions=True)
+        assert [isinstance(result, VerifiersError) for result in results] == [False, True] * 8
+
+    def test_comparisons_are_refused(self) -> None:
+        row = row_of("arithmetic-v0", args={"functions": ["best"]})
+        with pytest.raises(ValueError, match=r"\(SingleTurnEnv\) rewards rollouts in comparison with others, by best;"):
+            env_of(row)
+
+    def test_an_environment_that_does_not_score_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="score_rollouts=False"):
+            env_of(row_of("arithmetic-v0", args={"score_rollouts": False}))
+
+
+class TestGame:
+    async def test_the_environment_may_rewrite_the_conversation(self) -> None:
+        row = row_of("guessing-v0", 1, args={"fault": "forget"})
+        output, _ = await play(row, "7", "8")
+        assert output["metadata"]["modified_chat_history"] == [{"role": "user", "content": "Guess my number."}]
+        assert text_of(output) == "Wrong, and that was guess 2."
+
+    @pytest.mark.parametrize(
+        ("fault", "error", "message"),
+        [
+            ("setup", VerifiersError, r"guessing_v0: SandboxError: no sandbox"),
+            ("step", VerifiersError, r"guessing_v0: SandboxError: the sandbox died"),
+            ("other", VerifiersError, r"guessing_v0: Error: odd"),
+            ("bug", KeyError, "board"),
+        ],
+    )
+    async def test_failures_raise_and_are_cleaned_up(self, fault: str, error: type[Exception], message: str) -> None:
+        import guessing_v0
+
+        n_before = len(guessing_v0.log)
+        with pytest.raises(error, match=message):
+            await play(row_of("guessing-v0", args={"fault": fault}), "7", "8")
+        assert guessing_v0.log[n_before:] == ["put away 1"]
+        await no_task_left()
+
+    def test_a_failure_by_hand_leaves_nothing(self) -> None:
+        row = row_of("guessing-v0", args={"fault": "setup"})
+        with no_thread_left(), pytest.raises(VerifiersError):
+            env_of(row).init(row["prompt"])
+
+
+class TestTools:
+    async def test_tools_are_told_called_and_answered(self) -> None:
+        row = row_of("calculator-v0")
+        env = env_of(row)
+        prompt, _ = await env.init_async(row["prompt"])
+        assert [message["role"] for message in prompt] == ["system", "user"]
+        assert '"name": "add"' in prompt[0]["content"]
+        assert "notes" not in prompt[0]["content"]
+
+        both = text_of(await env.step_async(f"I add. {call('add', a=2, b=3)}{call('fail', text='milk')}"))
+        assert both == "<tool_response>\n5\n</tool_response>\n<tool_response>\nno milk\n</tool_response>"
+        assert "1 notes" in text_of(await env.step_async(call("remember", text="a")))
+        assert "2 notes" in text_of(await env.step_async(call("remember", text="b")))
+        unreadable = text_of(await env.step_async('ANSWER: 5 <tool_call>{"name": </tool_call>'))
+        assert unreadable.startswith("The tool call is not valid JSON")
+
+        output = await env.step_async("ANSWER: 5")
+        assert (output["done"], output["reward"]) == (True, 1.0)
+        metrics = env.get_metrics()
+        assert (metrics["total_tool_calls"], metrics["remember_calls"], metrics["num_turns"]) == (4.0, 2.0, 5.0)
+        assert (metrics["steps"], metrics["invalid_actions"]) == (5, 1)
+        await env.close_async()
+
+    async def test_rollouts_share_no_state_of_tools(self) -> None:
+        row = row_of("calculator-v0")
+        for _ in range(2):
+            output, _ = await play(row, call("remember", text="a"))
+            assert "1 notes" in text_of(output)
+
+    async def test_unreadable_calls_use_up_turns(self) -> None:
+        row = row_of("calculator-v0")
+        output, _ = await play(row, *["<tool_call>"] * 6)  # its max_turns is 6
+        assert (output["done"], output["reward"]) == (True, 0.0)
+        output, _ = await play(row, *["<tool_call>"] * 2, max_turns=2)
+        assert (output["done"], output["metadata"]["stop_condition"]) == (True, "max_turns_reached")
+
+    async def test_an_environment_may_stop_at_what_the_model_does_wrong(self) -> None:
+        output, _ = await play(row_of("calculator-v0", args={"stops": True}), call("fail", text="milk"))
+        assert (output["done"], output["reward"]) == (True, 0.0)
+
+    async def test_a_connection_that_a_tool_loses_raises(self) -> None:
+        with pytest.raises(VerifiersError, match="calculator_v0: ToolCallError"):
+            await play(row_of("calculator-v0", args={"stops": True}), call("lose", text="milk"))
