@@ -16,7 +16,7 @@ from pathlib import Path
 from time import strftime
 from typing import Any
 
-from examples.tiny_model import make_tiny_model
+from examples.tiny_model import N_STEPS, make_tiny_model
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_train.config import parse_cli
 from skyrl_train.dataset.files import read_rows
@@ -61,6 +61,7 @@ class Recipe:
     chance: float  # of the metric, for random attempts
     n_steps: int
     context_length: int = 512
+    n_start_steps: int = N_STEPS  # of the language model of random attempts
     world: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
     """What must run meanwhile, e.g. a server; yields overrides for it."""
 
@@ -87,7 +88,14 @@ class LearningRun:
         if not self._model.is_dir():
             rows, rng = read_rows(str(self._data / "train.parquet")), random.Random(self.seed)
             conversations = [self.recipe.attempt(rng.choice(rows), rng) for _ in range(N_CONVERSATIONS)]
-            make_tiny_model(conversations, self._model, self.seed, context_length=self.recipe.context_length)
+            recipe = self.recipe
+            make_tiny_model(
+                conversations,
+                self._model,
+                self.seed,
+                n_steps=recipe.n_start_steps,
+                context_length=recipe.context_length,
+            )
         if self.metrics() and self.metrics()[-1]["step"] >= self.n_steps:
             kept = self.folder.path.with_name(f"seed{self.seed}-before-{strftime('%Y%m%d-%H%M%S')}")
             self.folder.path.rename(kept)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from examples.prepare import Recipe, command_line, field, prepare, row_schema
+from examples.prepare import Preparation, command_line, field, prepare, row_schema
 from skyrl_train.dataset.files import Row
 from skyrl_train.errors import DataError
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise DataError(f"--num_digits={args.num_digits} must be from 1 to {MOST_DIGITS}")
         return products(args.num_digits, N_PRODUCTS, seed)
 
-    prepare(Recipe(SCHEMA, dataset_row, sample), parser, args)
+    prepare(Preparation(SCHEMA, dataset_row, sample), parser, args)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m examples.search.learn --seed 42
 
 Each question is about a box in a room, and only the search engine knows what is in it. The model starts with the form
-only: it searches for some box of the room, or for nothing, and answers with any digit, whatever it has read. To be
-right, it must search for the box it was asked about and say what the document says. Validation asks about rooms that
+only: it searches for some box of the room, or for nothing, and answers with what it has read, or with any digit. To be
+right, it must search for the box it was asked about, always, and say what the document says. Validation asks about rooms that
 training never mentions, so that there is nothing to learn by heart. A retrieval server (`skyrl_gym.retrieval`) runs
 meanwhile. The exit status is 1 if it did not learn.
 """
@@ -29,10 +29,10 @@ import urllib3
 from examples.learning import Recipe, main
 from skyrl_gym.envs.base_text_env import ConversationType
 
-ROOMS, N_TRAIN = range(10, 100), 72
+ROOMS, N_TRAIN = range(100, 1000), 850
 COLOURS = ("red", "blue", "green", "grey")
 START_SECONDS = 60.0
-P_SEARCH = 0.7  # of an attempt
+P_SEARCH, P_REPEAT = 0.9, 0.3  # of an attempt: to search, and to answer with what was read
 
 
 def contents(room: int, colour: str) -> int:
@@ -69,17 +69,19 @@ def write_data(folder: Path) -> None:
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """A question, perhaps a search for some box of the room, and any answer."""
+    """A question, perhaps a search for some box of the room, and an answer that is what was read, or anything."""
     room = row["extra_info"]["room"]
     conversation = list(row["prompt"])
+    answer = rng.randrange(10)
     if rng.random() < P_SEARCH:
         colour = rng.choice(COLOURS)
         told = json.dumps({"result": f"Doc 1: {document(room, colour)}\n"})
+        answer = contents(room, colour) if rng.random() < P_REPEAT else answer
         conversation += [
             {"role": "assistant", "content": f"<search>room {room} {colour} box</search>"},
             {"role": "user", "content": f"\n<information>{told}</information>\n"},
         ]
-    return [*conversation, {"role": "assistant", "content": f"<answer>{rng.randrange(10)}</answer>"}]
+    return [*conversation, {"role": "assistant", "content": f"<answer>{answer}</answer>"}]
 
 
 @contextmanager
@@ -122,7 +124,7 @@ RECIPE = Recipe(
     overrides=(
         "trainer.train_batch_size=32",
         "trainer.policy_mini_batch_size=8",
-        "generator.n_samples_per_prompt=16",
+        "generator.n_samples_per_prompt=32",
         "generator.max_turns=2",
         "generator.batched=false",
         "generator.sampling_params.max_generate_length=16",
@@ -133,6 +135,7 @@ RECIPE = Recipe(
     chance=0.1,
     n_steps=80,
     context_length=256,
+    n_start_steps=300,
     world=search_engine,
 )
 

@@ -1,0 +1,1 @@
+"""Competition maths: DAPO's training set, and AIME 2024 to measure with."""

@@ -1,0 +1,1 @@
+"""Programming tasks, in the manner of LiveCodeBench."""

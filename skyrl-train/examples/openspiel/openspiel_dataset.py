@@ -1,0 +1,84 @@
+"""Write a dataset of OpenSpiel: positions of games, in each of which a move is asked for.
+
+    python -m examples.openspiel.openspiel_dataset --output_dir ~/data/openspiel --cases "hex(board_size=5),othello"
+
+No raw rows are read: the positions are drawn, with `--seed`, by random moves from the beginning of each game. No
+position is in both files. With `--whole_games` the model plays each game to its end from there. It needs the package
+open_spiel: ``pip install 'skyrl-gym[openspiel]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from examples.prepare import Preparation, command_line, field, prepare, prompt_field, row_schema
+from skyrl_gym.envs.openspiel.rewards import REWARD_MODES
+from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
+from skyrl_train.dataset.files import Row
+from skyrl_train.errors import DataError
+
+SCHEMA = row_schema(
+    {
+        "env": pa.string(),
+        "serialized_game_and_state": pa.string(),
+        "game_short_name": pa.string(),
+        "case": pa.string(),
+        "legal_actions": pa.list_(pa.struct({"id": pa.int64(), "text": pa.string()})),
+        "current_player": pa.int64(),
+        "task_id": pa.int64(),
+        "num_players": pa.int64(),
+        "seed": pa.int64(),
+    }
+)
+
+
+def dataset_row(raw: Row, split: str, index: int) -> Row:
+    """A row of `OpenSpielTasks`, with its split."""
+    facts = field(raw, "extra_info", dict)
+    field(facts, "serialized_game_and_state", str)
+    return raw | {"prompt": prompt_field(raw), "extra_info": facts | {"split": split}}
+
+
+def position(row: Row) -> str:
+    """What tells one task from another: the position, and the game that it is of."""
+    return str(row["extra_info"]["serialized_game_and_state"])
+
+
+def positions(args: argparse.Namespace, seed: int) -> list[Row]:
+    """The rows that the flags ask for; DataError if there are none."""
+    options = {
+        "cases": args.cases,
+        "num_tasks_per_case": args.num_tasks_per_case,
+        "max_random_steps": args.max_random_steps,
+        "reward_mode": args.reward_mode,
+        "seed": seed,
+    }
+    try:
+        tasks = OpenSpielTasks(TaskConfig.of(options))
+        return (tasks.game_rows if args.whole_games else tasks.rows)(range(tasks.total))
+    except (ImportError, ValueError) as error:
+        raise DataError(str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = command_line(__doc__, "openspiel", default_source="sample")
+    add = parser.add_argument
+    add("--cases", help="games, separated by commas; %(default)s means all that the environment suggests")
+    add("--num_tasks_per_case", type=int, default=100, help="positions of each game")
+    add("--max_random_steps", type=int, default=4, help="random moves that lead to a position, at most")
+    add("--reward_mode", choices=REWARD_MODES, default="outcome", help="of single moves")
+    add("--whole_games", action="store_true", help="play on to the end, instead of one move")
+    args = parser.parse_args(argv)
+
+    def sample(seed: int) -> list[Row]:
+        return positions(args, seed)
+
+    prepare(Preparation(SCHEMA, dataset_row, sample, identity=position), parser, args)
+
+
+if __name__ == "__main__":
+    main()

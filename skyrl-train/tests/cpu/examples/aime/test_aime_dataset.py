@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.aime.aime_dataset import SCHEMA, main
+
+
+def hub_row(problem: str, answer: str, index: Any = "a-b-c") -> dict[str, Any]:
+    """A row as it is in DAPO-Math-17k."""
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": f"Solve it.\n\n{problem}", "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+def write(folder: Path, train: list[dict[str, Any]], test: list[dict[str, Any]]) -> str:
+    for name, rows in (("train", train), ("test", test)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder)
+
+
+def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
+    splits = prepare(main, "--source", "sample")
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 240, "validation": 60}
+    for row in splits["train"] + splits["validation"]:
+        right = row.env_extras["reward_model"]["ground_truth"]
+        assert row.data_source == "sample_math"
+        assert play(row, f"So it is clear.\nAnswer: {right}") == 1.0
+        assert play(row, f"Answer: {right}1") == -1.0
+        assert play(row, right) == -1.0
+    assert len({row.prompt[0]["content"] for rows in splits.values() for row in rows}) == 300
+
+
+def test_rows_of_the_hub(prepare: Any, play: Any, tmp_path: Path) -> None:
+    """AIME-2024 numbers its rows and has more in `extra_info`; otherwise both sets are alike."""
+    aime = hub_row("What is 6 * 7?", "42", index=3)
+    aime["extra_info"] |= {"raw_problem": "What is 6 * 7?", "split": "test"}
+    splits = prepare(main, "--source", write(tmp_path, [hub_row("What is 2 * 3?", "6")], [aime]))
+    (train,), (validation,) = splits["train"], splits["validation"]
+    assert train.prompt == [{"role": "user", "content": "Solve it.\n\nWhat is 2 * 3?"}]
+    assert train.env_class == "aime"
+    assert train.env_extras == {
+        "data_source": "math_dapo",
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "6", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"split": "train", "index": "a-b-c"},
+    }
+    assert validation.env_extras["extra_info"] == {"split": "validation", "index": "3"}
+    assert (play(train, "Answer: 6"), play(validation, "Answer: 41")) == (1.0, -1.0)
+
+
+def test_a_prompt_is_there_once_and_not_with_two_answers(
+    prepare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = [hub_row("one", "1"), hub_row("two", "2"), hub_row("one", "1"), hub_row("two", "3"), hub_row("two", "2")]
+    train += [hub_row("four", "4")]
+    splits = prepare(main, "--source", write(tmp_path, train, [hub_row("five", "5")] * 32))
+    assert [row.env_extras["reward_model"]["ground_truth"] for row in splits["train"]] == ["1", "4"]
+    assert len(splits["validation"]) == 1
+    said = capsys.readouterr().out
+    assert "6 rows have 3 prompts; 1 with several answers are left out" in said
+    assert "32 rows have 1 prompts; 0 with several answers are left out" in said
+
+
+def test_the_columns_are_those_of_dapo_and_the_environment() -> None:
+    assert SCHEMA.names == ["data_source", "prompt", "ability", "env_class", "reward_model", "extra_info"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward_model": None}, "it has no 'reward_model'"),
+        ({"reward_model": {"style": "rule"}}, "it has no 'ground_truth'; its columns are style"),
+        ({"reward_model": {"ground_truth": 1.5}}, "ground_truth='1.5' is of the type float, not str"),
+        ({"prompt": "What?"}, "prompt='What?' is of the type str, not list"),
+    ],
+)
+def test_rows_of_another_kind(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path, [hub_row("one", "1") | change], [hub_row("two", "2")])
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path / "data"), "--source", source])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.gsm8k.gsm8k_dataset import main
+
+HUB_ROWS = [
+    {"question": "Ann has 3 apples and gets 4. How many?", "answer": "Ann has 3+4=<<3+4=7>>7 apples.\n#### 7"},
+    {"question": "What is 1,000 more than 200?", "answer": "1000+200=<<1000+200=1200>>1,200\n#### 1,200"},
+    {"question": "What is 3 less than 1?", "answer": "1-3=<<1-3=-2>>-2\n#### -2"},
+]
+
+
+@pytest.fixture
+def hub_rows(tmp_path: Path) -> str:
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(map(json.dumps, HUB_ROWS)))
+    (tmp_path / "test.jsonl").write_text(json.dumps(HUB_ROWS[1]))
+    return str(tmp_path)
+
+
+def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
+    splits = prepare(main, "--source", "sample")
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 1600, "validation": 400}
+    for row in splits["train"] + splits["validation"]:
+        assert row.data_source == "sample_gsm8k"
+        assert play(row, row.env_extras["extra_info"]["answer"]) == 1.0
+        wrong = int(row.env_extras["reward_spec"]["ground_truth"]) + 1
+        assert play(row, f"#### {wrong}") == 0.0
+        assert play(row, "I do not know.") == 0.0
+
+
+def test_no_question_of_the_sample_is_in_both_files(prepare: Any) -> None:
+    splits = prepare(main, "--source", "sample")
+    questions = [row.env_extras["extra_info"]["question"] for rows in splits.values() for row in rows]
+    assert len(set(questions)) == 2000
+
+
+def test_a_row_of_the_hub(prepare: Any, hub_rows: str) -> None:
+    splits = prepare(main, "--source", hub_rows)
+    row = splits["train"][0]
+    assert row.prompt == [
+        {
+            "role": "user",
+            "content": "Ann has 3 apples and gets 4. How many? "
+            'Let\'s think step by step and output the final answer after "####".',
+        }
+    ]
+    assert row.env_class == "gsm8k"
+    assert row.env_extras == {
+        "data_source": "openai/gsm8k",
+        "reward_spec": {"method": "rule", "ground_truth": "7"},
+        "extra_info": {"split": "train", "index": 0, **HUB_ROWS[0]},
+    }
+    assert [row.env_extras["reward_spec"]["ground_truth"] for row in splits["train"]] == ["7", "1200", "-2"]
+    assert splits["validation"][0].env_extras["extra_info"]["split"] == "validation"
+
+
+def test_the_answers_of_the_hub_are_right_as_they_are(prepare: Any, play: Any, hub_rows: str) -> None:
+    for row in prepare(main, "--source", hub_rows)["train"]:
+        assert play(row, row.env_extras["extra_info"]["answer"]) == 1.0
+
+
+def test_the_same_rows_with_several_turns(prepare: Any, play: Any) -> None:
+    row = prepare(main, "--source", "sample", "--max_rows", "1", "--env_class", "gsm8k_multi_turn")["train"][0]
+    right = row.env_extras["extra_info"]["answer"]
+    assert row.env_class == "gsm8k_multi_turn"
+    assert play(row, "Hm.", right, max_turns=3) == 1.0
+    assert play(row, "Hm.", "#### 0.5", max_turns=2) == pytest.approx(0.1)
+
+
+def test_the_same_rows_with_tools(prepare: Any, play: Any) -> None:
+    row = prepare(main, "--source", "sample", "--max_rows", "1", "--env_class", "searchcode")["train"][0]
+    right = row.env_extras["reward_spec"]["ground_truth"]
+    program = f"<tool><python>print({right})</python></tool>"
+    assert "<tool><python>" in row.prompt[0]["content"]
+    assert play(row, program, f"<solution>#### {right}</solution>") == 1.0
+    assert play(row, program, f"<solution>#### {right}1</solution>") == 0.0
+
+
+def test_an_answer_without_a_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "raw.jsonl"
+    file.write_text(json.dumps({"question": "Why?", "answer": "Because."}))
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path), "--source", str(file)])
+    assert "row 0 of the train split" in (said := capsys.readouterr().err)
+    assert "the answer 'Because.' does not end in '#### ' and a number" in said

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.livecodebench.lcb_dataset import main
+from examples.livecodebench.tasks import TASKS
+from skyrl_train.dataset.files import read_rows
+
+PUBLIC = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+PRIVATE = [{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]
+SUM = "```python\nprint(sum(map(int, input().split())))\n```"
+
+
+def packed(value: Any) -> str:
+    """Hidden tests in the way that LiveCodeBench packs them."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def lcb_row(**change: Any) -> dict[str, Any]:
+    """A row of LiveCodeBench's own files."""
+    return {
+        "question_title": "Sum",
+        "question_content": "Add two numbers.",
+        "platform": "atcoder",
+        "question_id": "abc_1",
+        "contest_id": "abc",
+        "contest_date": "2024-01-01T00:00:00",
+        "starter_code": "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(PUBLIC),
+        "private_test_cases": packed(json.dumps(PRIVATE)),
+        "metadata": "{}",
+    } | change
+
+
+def deepcoder_row(**change: Any) -> dict[str, Any]:
+    """A row of DeepCoder's part of LiveCodeBench, with a function to write."""
+    tests = [{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional", "metadata": {"func_name": "add"}}]
+    starter_code = "class Solution:\n    def add(self, numbers: List[int], n: int) -> List[int]:\n        "
+    return {"problem": "Add n to each.", "starter_code": starter_code, "tests": json.dumps(tests)} | change
+
+
+def source(folder: Path, *rows: dict[str, Any]) -> str:
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder)
+
+
+def test_every_task_of_the_sample_can_be_solved(prepare: Any, play: Any) -> None:
+    splits = prepare(main, "--source", "sample")
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 14, "validation": 3}
+    solutions = {task.title: task.solution for task in TASKS}
+    assert len(solutions) == len(TASKS) == 17
+    for row in splits["train"] + splits["validation"]:
+        code = solutions[row.env_extras["extra_info"]["title"]]
+        assert play(row, f"Here it is:\n```python\n{code}\n```") == 1.0, code
+        assert play(row, code) == 0.0
+        assert play(row, "```python\nprint('no')\n```") == 0.0
+        assert code not in row.prompt[0]["content"]
+
+
+def test_every_test_of_the_sample_counts(prepare: Any) -> None:
+    """No task can be solved by a program that prints or returns the same each time."""
+    for task in TASKS:
+        outputs = {json.dumps(expected) for _, expected in task.tests}
+        assert len(outputs) > 1, task.title
+        assert len(json.loads(task.tests_as_json())) == len(task.tests) >= 3
+
+
+def test_programs_and_functions_are_asked_for_in_other_words(prepare: Any) -> None:
+    splits = prepare(main, "--source", "sample")
+    rows = {row.env_extras["extra_info"]["title"]: row for rows in splits.values() for row in rows}
+    program, function = (rows[title].prompt[0]["content"] for title in ("sum of two", "primes"))
+    assert "reads its input from standard input" in program
+    assert program.endswith("\n\nRead two integers, each on a line of its own. Print their sum.")
+    assert function.endswith("```python\ndef primes_below(limit: int) -> list[int]:\n```")
+    assert [rows[title].env_class for title in ("sum of two", "primes")] == ["lcb", "lcb"]
+
+
+def test_a_row_of_livecodebench(prepare: Any, play: Any, tmp_path: Path) -> None:
+    row = prepare(main, "--source", source(tmp_path, lcb_row()))["train"][0]
+    spec = row.env_extras.pop("reward_spec")
+    assert row.prompt[0]["content"].endswith("between ```python and ```.\n\nAdd two numbers.")
+    assert spec["method"] == "rule"
+    assert json.loads(spec["ground_truth"]) == PUBLIC + PRIVATE
+    assert row.env_extras == {
+        "data_source": "livecodebench",
+        "extra_info": {"split": "train", "index": 0, "title": "Sum"},
+    }
+    row.env_extras["reward_spec"] = spec
+    assert (play(row, SUM), play(row, "```python\nprint(3)\n```")) == (1.0, 0.0)
+
+
+def test_the_function_of_a_row_of_livecodebench_is_named_beside_its_tests(
+    prepare: Any, play: Any, tmp_path: Path
+) -> None:
+    tests = json.dumps([{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}])
+    metadata = json.dumps({"func_name": "add"})
+    raw = lcb_row(public_test_cases=tests, private_test_cases=tests, metadata=metadata, starter_code="def add(a, n):")
+    row = prepare(main, "--source", source(tmp_path, raw))["train"][0]
+    assert play(row, "```python\ndef add(a, n): return [x + n for x in a]\n```") == 1.0
+    assert play(row, "```python\ndef add(a, n): return a\n```") == 0.0
+
+
+def test_a_row_of_deepcoder(prepare: Any, play: Any, tmp_path: Path) -> None:
+    row = prepare(main, "--source", source(tmp_path, deepcoder_row()))["train"][0]
+    assert "must have the name and the parameters of the code below" in row.prompt[0]["content"]
+    assert row.prompt[0]["content"].endswith("-> List[int]:\n```")
+    right = "class Solution:\n    def add(self, numbers, n): return [x + n for x in numbers]"
+    assert play(row, f"```python\n{right}\n```") == 1.0
+    assert play(row, "```python\nclass Solution: pass\n```") == 0.0
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_hidden_tests_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = tmp_path / "evil"
+    raw = source(tmp_path, lcb_row(private_test_cases=packed(Evil(evil))))
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path / "data"), "--source", raw])
+    assert "mkdir is no text" in capsys.readouterr().err
+    assert not evil.exists()
+    pickle.loads(pickle.dumps(Evil(evil)))
+    assert evil.exists()
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (deepcoder_row(problem=None), "it has no 'problem'"),
+        (deepcoder_row(tests=None), "it has no 'public_test_cases'"),
+        (deepcoder_row(tests="["), "tests='[' is not JSON"),
+        (deepcoder_row(tests='{"inputs": []}'), "is no list of tests"),
+        (deepcoder_row(tests="[]"), "the task has no tests"),
+        (deepcoder_row(tests='[{"input": "1", "output": "1", "testtype": "functional"}]'), "func_name"),
+        (lcb_row(private_test_cases="!"), "private_test_cases='!' cannot be unpacked"),
+        (lcb_row(private_test_cases="AAAA"), "private_test_cases='AAAA' cannot be unpacked"),
+        (lcb_row(private_test_cases=packed(3)), "private_test_cases='3' is no list of tests"),
+        (lcb_row(private_test_cases=packed("[")), "private_test_cases='[' is not JSON"),
+        (lcb_row(private_test_cases=base64.b64encode(zlib.compress(b"X")).decode()), "cannot be unpacked"),
+    ],
+)
+def test_tests_that_cannot_be_run(
+    raw: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path / "data"), "--source", source(tmp_path, raw)])
+    said = capsys.readouterr().err
+    assert "row 0 of the train split" in said
+    assert message in said
+
+
+def test_tests_stay_in_a_type_that_holds_gigabytes(prepare: Any, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    prepare(main, "--source", "sample")
+    file = tmp_path / "data" / "train.parquet"
+    assert str(pq.read_schema(file).field("reward_spec").type) == "struct<method: string, ground_truth: large_string>"
+    assert len(read_rows(str(file))) == 14

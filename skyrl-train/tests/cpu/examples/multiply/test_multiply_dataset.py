@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.multiply.multiply_dataset import main
+
+
+def factors(row: Any) -> tuple[int, int]:
+    found = re.fullmatch(r"What is (\d+) \* (\d+)\?", row.prompt[-1]["content"])
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def test_every_row_can_be_played(prepare: Any, play: Any) -> None:
+    splits = prepare(main)
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 1600, "validation": 400}
+    for row in splits["train"] + splits["validation"]:
+        a, b = factors(row)
+        assert play(row, f"\\boxed{{{a * b}}}", max_turns=1) == 1.0
+        assert play(row, f"\\boxed{{{a * b + 10}}}", max_turns=1) == 0.0
+        assert play(row, f"{a * b}", max_turns=1) == 0.0
+        assert play(row, "Hm.", f"\\boxed{{{a * b}}}", max_turns=3) == 1.0
+
+
+def test_a_row(prepare: Any) -> None:
+    row = prepare(main, "--max_rows", "1")["validation"][0]
+    a, b = factors(row)
+    assert [message["role"] for message in row.prompt] == ["system", "user"]
+    assert "\\boxed{}" in row.prompt[0]["content"]
+    assert row.env_class == "multiply"
+    assert row.env_extras == {
+        "data_source": "synthetic_multiply",
+        "reward_spec": {"method": "rule", "ground_truth": str(a * b)},
+        "extra_info": {"split": "validation", "num_digits": 2},
+    }
+
+
+@pytest.mark.parametrize("num_digits", [1, 2, 3, 30])
+def test_factors_have_so_many_digits_and_no_pair_is_there_twice(prepare: Any, num_digits: int) -> None:
+    splits = prepare(main, "--num_digits", str(num_digits))
+    pairs = [tuple(sorted(factors(row))) for rows in splits.values() for row in rows]
+    assert len(set(pairs)) == len(pairs) == (45 if num_digits == 1 else 2000)
+    assert {len(str(factor)) for pair in pairs for factor in pair} == {num_digits}
+    assert {row.env_extras["extra_info"]["num_digits"] for rows in splits.values() for row in rows} == {num_digits}
+
+
+def test_a_seed_decides_the_factors(prepare: Any) -> None:
+    first, same, other = (list(map(factors, prepare(main, "--seed", seed)["train"])) for seed in ("1", "1", "2"))
+    assert first == same
+    assert first != other
+
+
+def test_factors_of_your_own(prepare: Any, tmp_path: Path) -> None:
+    file = tmp_path / "factors.jsonl"
+    file.write_text("\n".join(json.dumps({"a": n, "b": n + 1}) for n in range(10, 15)))
+    splits = prepare(main, "--source", str(file))
+    found = sorted(row.env_extras["reward_spec"]["ground_truth"] for rows in splits.values() for row in rows)
+    assert found == ["110", "132", "156", "182", "210"]
+
+
+@pytest.mark.parametrize("num_digits", ["0", "-1", "1001"])
+def test_impossible_numbers_of_digits(num_digits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path / "data"), "--num_digits", num_digits])
+    assert f"--num_digits={num_digits} must be from 1 to 1000" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()

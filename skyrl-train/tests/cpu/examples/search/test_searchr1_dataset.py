@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+
+from examples.search.searchr1_dataset import CORPUS, QUESTIONS, main
+from skyrl_gym.envs.search.grading import normalize_answer
+from skyrl_gym.retrieval.corpus import read_corpus
+from skyrl_gym.retrieval.index import WordIndex
+from skyrl_train.dataset.files import read_rows
+
+DOCUMENTS = {document["id"]: document["contents"] for document in read_corpus(CORPUS)}
+
+
+@pytest.fixture(scope="module")
+def search_url() -> Iterator[str]:
+    """A retrieval server over the sample's documents, started with the command that the script prints."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-m", "skyrl_gym.retrieval", "--corpus", str(CORPUS), "--port", str(port)]
+    with subprocess.Popen(command) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    health = urllib3.request("GET", f"http://127.0.0.1:{port}/health", retries=False, timeout=5)
+                    assert health.json()["n_documents"] == len(DOCUMENTS)
+                    break
+                except urllib3.exceptions.HTTPError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}/retrieve"
+        finally:
+            process.terminate()
+
+
+def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any, search_url: str) -> None:
+    splits = prepare(main, "--source", "sample")
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 90, "validation": 22}
+    for row in splits["train"] + splits["validation"]:
+        question = row.env_extras["extra_info"]["question"]
+        asked = f"<think>I do not know.</think><search> {question} </search>"
+        for right in row.env_extras["reward_spec"]["ground_truth"]["target"]:
+            assert play(row, asked, f"<think>Ah.</think><answer> {right} </answer>", search_url=search_url) == 1.0
+        assert play(row, asked, "<answer>Atlantis</answer>", search_url=search_url) == 0.0
+        assert play(row, "I do not know.", max_turns=1) == 0.0
+
+
+def test_every_answer_is_in_the_documents_and_can_be_found() -> None:
+    """One of the right answers stands in the last document that a question is on; a search for it finds the first."""
+    index = WordIndex([{"id": title, "contents": text} for title, text in DOCUMENTS.items()])
+    for row in read_rows(str(QUESTIONS)):
+        text = f" {normalize_answer(DOCUMENTS[row['documents'][-1]])} "
+        assert any(f" {normalize_answer(answer)} " in text for answer in row["golden_answers"]), row
+        (found,) = index.search([row["question"]], topk=3)
+        assert row["documents"][0] in [document["id"] for document, _ in found], row
+
+
+def test_no_document_and_no_question_is_there_twice() -> None:
+    questions = [row["question"] for row in read_rows(str(QUESTIONS))]
+    assert len(set(questions)) == len(questions)
+    assert len(DOCUMENTS) == len(read_corpus(CORPUS))
+    assert all(contents.startswith(f"{title}\n") for title, contents in DOCUMENTS.items())
+
+
+def hub_row(question: str, answers: list[str]) -> dict[str, Any]:
+    """A row as it is in nq_hotpotqa_train."""
+    return {
+        "id": "train_0",
+        "question": question,
+        "golden_answers": answers,
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": f"Answer it. Question: {question}"}],
+        "ability": "fact-reasoning",
+        "reward_model": {"ground_truth": {"target": answers}, "style": "rule"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+
+
+def test_a_row_of_the_hub(prepare: Any, play: Any, tmp_path: Path) -> None:
+    raw = [hub_row("where is mount fuji", ["Japan", "Honshu"]), hub_row("who wrote it?", ["Mary"])]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, raw)))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "what is it?", "golden_answers": ["a name"]}))
+    splits = prepare(main, "--source", str(tmp_path))
+    row = splits["train"][0]
+    assert [message["role"] for message in row.prompt] == ["system", "user"]
+    assert row.prompt[0]["content"] == "You are a helpful and harmless assistant."
+    assert row.prompt[1]["content"].endswith("\n\nQuestion: where is mount fuji?")
+    assert row.env_class == "search"
+    assert row.env_extras == {
+        "data_source": "searchR1_nq",
+        "reward_spec": {"style": "rule", "ground_truth": {"target": ["Japan", "Honshu"]}},
+        "extra_info": {"split": "train", "index": 0, "question": "where is mount fuji?"},
+    }
+    assert (play(row, "<answer>honshu</answer>"), play(row, "<answer>Fuji</answer>")) == (1.0, 0.0)
+    assert splits["validation"][0].data_source == "searchR1_unknown"
+    assert play(splits["validation"][0], "<answer>Name</answer>") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"question": None}, "it has no 'question'"),
+        ({"reward_model": None, "golden_answers": None}, "it has no 'golden_answers'"),
+        ({"reward_model": {"style": "rule"}}, "it has no right answers: reward_model={'style': 'rule'}"),
+        ({"reward_model": {"ground_truth": {"target": []}}}, "it has no right answers"),
+        ({"reward_model": "rule"}, "it has no right answers: reward_model=rule"),
+    ],
+)
+def test_rows_of_another_kind(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raw.jsonl").write_text(json.dumps(hub_row("who?", ["Ann"]) | change))
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path / "data"), "--source", str(tmp_path / "raw.jsonl")])
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_that_serves_the_documents_is_said(prepare: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(main, "--source", "sample")
+    assert f"python -m skyrl_gym.retrieval --corpus {CORPUS}\n" in capsys.readouterr().out

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from examples import prepare as module
+from examples.gsm8k import gsm8k_dataset
+from examples.multiply import multiply_dataset
+from examples.prepare import (
+    HubSplit,
+    Preparation,
+    field,
+    make_splits,
+    prompt_field,
+    row_schema,
+    rows_on_hub,
+    text_field,
+)
+from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.errors import DataError
+
+SKYRL_TRAIN = Path(__file__).parents[3]
+SCRIPTS = (
+    "aime.aime_dataset",
+    "gsm8k.gsm8k_dataset",
+    "livecodebench.lcb_dataset",
+    "multiply.multiply_dataset",
+    "openspiel.openspiel_dataset",
+    "search.searchr1_dataset",
+    "text_to_sql.text_to_sql_dataset",
+)
+
+
+def raw_row(n: int) -> Row:
+    return {"question": f"What is {n} + 1?", "answer": f"{n}+1=<<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"}
+
+
+def write(path: Path, rows: list[Row]) -> str:
+    """Write raw rows in the format that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        texts = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(texts) if path.suffix == ".jsonl" else f"[{', '.join(texts)}]")
+    return str(path)
+
+
+def written(folder: Path) -> dict[str, list[int]]:
+    """The answers in both files of a GSM8K dataset."""
+    return {
+        split: [int(row["reward_spec"]["ground_truth"]) for row in read_rows(str(folder / f"{split}.parquet"))]
+        for split in ("train", "validation")
+    }
+
+
+def gsm8k(folder: Path, *flags: str) -> dict[str, list[int]]:
+    gsm8k_dataset.main(["--output_dir", str(folder), *flags])
+    return written(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_runs_and_says_what_it_wrote(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["script", "--local_dir", str(tmp_path / "new" / "data"), "--source", "sample", "--max_rows", "2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_module(f"examples.{script}", run_name="__main__")
+    said = capsys.readouterr().out
+    for split in ("train", "validation"):
+        file = tmp_path / "new" / "data" / f"{split}.parquet"
+        assert f"Wrote 2 rows to {file}" in said
+        assert [row["extra_info"]["split"] for row in read_rows(str(file))] == [split] * 2
+
+
+def test_the_hub_is_the_default_and_offline_the_way_out_is_named(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "examples.gsm8k.gsm8k_dataset", "--output_dir", str(tmp_path / "data")],
+        cwd=SKYRL_TRAIN,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "cannot load openai/gsm8k (main):train from the Hugging Face Hub (ConnectionError: " in result.stderr
+    assert "give its files with --source PATH, or try --source sample" in result.stderr
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "place"),
+    [
+        ("aime.aime_dataset", "BytedTsinghua-SIA/DAPO-Math-17k:train"),
+        ("livecodebench.lcb_dataset", "agentica-org/DeepCoder-Preview-Dataset (lcbv5):train"),
+        ("search.searchr1_dataset", "PeterJinGo/nq_hotpotqa_train:train"),
+        ("text_to_sql.text_to_sql_dataset", "xlangai/spider:train"),
+    ],
+)
+def test_where_the_others_look_on_the_hub(
+    script: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"examples.{script}").main(["--output_dir", str(tmp_path / "data")])
+    assert f"cannot load {place} from the Hugging Face Hub (ConnectionError: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A dataset with the files of a repository on the Hub, which its own client reads; like GSM8K, of two kinds."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    repository = tmp_path / "owner" / "sums"
+    configs = ["---", "configs:"]
+    for config, first in (("main", 0), ("other", 100)):
+        configs += [f"- config_name: {config}", "  data_files:"]
+        for split, n_rows in (("train", 3), ("test", 2)):
+            configs += [f"  - split: {split}", f"    path: {config}/{split}-*"]
+            write(repository / config / f"{split}-00000-of-00001.parquet", [raw_row(first + n) for n in range(n_rows)])
+    (repository / "README.md").write_text("\n".join([*configs, "---", ""]))
+    return str(repository)
+
+
+def test_the_split_and_the_configuration_of_a_dataset_on_the_hub(hub: str) -> None:
+    assert list(rows_on_hub(HubSplit(hub, "test", "other"))) == [raw_row(100), raw_row(101)]
+    preparation = Preparation(
+        gsm8k_dataset.SCHEMA,
+        gsm8k_dataset.dataset_row,
+        gsm8k_dataset.sample,
+        (HubSplit(hub, "train", "main"), HubSplit(hub, "test", "main")),
+    )
+    splits = make_splits(preparation, "hub", seed=0)
+    assert {split: [row["extra_info"]["index"] for row in rows] for split, rows in splits.items()} == {
+        "train": [0, 1, 2],
+        "validation": [0, 1],
+    }
+    assert splits["validation"][1]["extra_info"]["question"] == "What is 1 + 1?"
+
+
+@pytest.mark.parametrize(("config", "split"), [(None, "train"), ("main", "validation"), ("maine", "train")])
+def test_what_a_dataset_on_the_hub_does_not_have(hub: str, config: str | None, split: str) -> None:
+    place = HubSplit(hub, split, config)
+    with pytest.raises(DataError, match=re.escape(f"cannot load {place} from")):
+        rows_on_hub(place)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+@pytest.mark.parametrize("validation", ["validation", "val", "dev", "test"])
+def test_a_folder_with_both_files(tmp_path: Path, suffix: str, validation: str) -> None:
+    write(tmp_path / "raw" / f"train{suffix}", [raw_row(n) for n in range(4)])
+    write(tmp_path / "raw" / f"{validation}{suffix}", [raw_row(n) for n in range(4, 6)])
+    answers = gsm8k(tmp_path / "data", "--source", str(tmp_path / "raw"))
+    assert answers == {"train": [1, 2, 3, 4], "validation": [5, 6]}
+
+
+def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
+    """Its parts are joined; what else lies there, or lies there twice, is not read."""
+    for part in range(2):
+        write(tmp_path / "raw" / f"train-0000{part}-of-00002.parquet", [raw_row(10 * part)])
+    write(tmp_path / "raw" / "train.jsonl", [raw_row(99)])
+    write(tmp_path / "raw" / "train_others.jsonl", [raw_row(98)])
+    write(tmp_path / "raw" / "test-00000-of-00001.parquet", [raw_row(5)])
+    assert gsm8k(tmp_path / "data", "--source", str(tmp_path / "raw")) == {"train": [1, 11], "validation": [6]}
+
+
+def test_part_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    """Equal prompts are on one side."""
+    file = write(tmp_path / "raw.jsonl", [raw_row(n % 50) for n in range(100)])
+    answers = gsm8k(tmp_path / "data", "--source", file)
+    train, validation = (answers[split] for split in ("train", "validation"))
+    assert (len(train), len(validation)) == (80, 20)
+    assert not set(train) & set(validation)
+    assert sorted(train + validation) == sorted(n % 50 + 1 for n in range(100))
+    assert gsm8k(tmp_path / "again", "--source", file) == answers
+    assert gsm8k(tmp_path / "other", "--source", file, "--seed", "7") != answers
+
+
+def test_no_more_than_500_tasks_are_held_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "raw.jsonl", [raw_row(n) for n in range(3000)])
+    answers = gsm8k(tmp_path / "data", "--source", file)
+    assert (len(answers["train"]), len(answers["validation"])) == (2500, 500)
+
+
+def test_max_rows_draws_from_each_file_and_keeps_the_order(tmp_path: Path) -> None:
+    write(tmp_path / "raw" / "train.jsonl", [raw_row(n) for n in range(100)])
+    write(tmp_path / "raw" / "test.jsonl", [raw_row(n) for n in range(3)])
+    flags = ["--source", str(tmp_path / "raw"), "--max_rows", "10"]
+    answers = gsm8k(tmp_path / "data", *flags)
+    assert answers["validation"] == [1, 2, 3]
+    assert len(answers["train"]) == 10
+    assert answers["train"] == sorted(answers["train"]) != list(range(1, 11))
+    assert gsm8k(tmp_path / "other", *flags, "--seed", "7")["train"] != answers["train"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--source", "nowhere"], "--source=nowhere is no file and no folder; use hub, sample, or a path"),
+        (["--source", "{raw}/rows.csv"], "rows.csv must end in one of .parquet, .jsonl, .json"),
+        (["--source", "{raw}/empty"], "empty has no train.parquet, train.jsonl or train.json"),
+        (["--source", "{raw}/none.jsonl"], "none.jsonl has no rows for train.parquet"),
+        (["--source", "{raw}/single.jsonl"], "single.jsonl has a single task, which cannot be in both files"),
+        (["--source", "{raw}/bad.jsonl"], "bad.jsonl: line 1 is not JSON"),
+        (["--source", "{raw}/lacking.jsonl"], "row 1 of the train split of .*: it has no 'answer'; its columns are q"),
+        (["--source", "{raw}/typed.jsonl"], "row 0 of .*: question='3' is of the type int, not str"),
+        (["--source", "{raw}/torn.jsonl"], "the rows of train cannot be stored as parquet: .*surrogates"),
+        (["--source", "sample", "--max_rows", "0"], "--max_rows=0 leaves no rows; use 1 or more"),
+        (["--source", "sample", "--max_rows", "x"], "argument --max_rows: invalid int value: 'x'"),
+    ],
+)
+def test_what_cannot_work_is_named_and_nothing_is_written(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = tmp_path / "raw"
+    (raw / "empty").mkdir(parents=True)
+    (raw / "rows.csv").write_text("question,answer\n")
+    (raw / "bad.jsonl").write_text("{")
+    write(raw / "none.jsonl", [])
+    write(raw / "single.jsonl", [raw_row(1)])
+    write(raw / "lacking.jsonl", [raw_row(1), {"question": "What?"}])
+    write(raw / "typed.jsonl", [raw_row(1) | {"question": 3}])
+    write(raw / "torn.jsonl", [raw_row(n) | {"question": f"\ud800 {n}"} for n in range(2)])
+    with pytest.raises(SystemExit) as stopped:
+        gsm8k(tmp_path / "data", *(flag.format(raw=raw) for flag in flags))
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_dataset_that_is_not_on_the_hub_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        multiply_dataset.main(["--output_dir", str(tmp_path), "--source", "hub"])
+    assert "--source=hub: this dataset is not on the Hub; use --source sample" in capsys.readouterr().err
+
+
+def test_files_appear_when_both_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full at the second file leaves the old files, and no halves of new ones."""
+    before = gsm8k(tmp_path, "--source", "sample", "--max_rows", "3")
+    write_table: Callable[..., None] = module.pq.write_table
+
+    def full(table: Any, path: Path) -> None:
+        write_table(table, path)
+        if "validation" in path.name:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.pq, "write_table", full)
+    with pytest.raises(SystemExit):
+        gsm8k(tmp_path, "--source", "sample", "--max_rows", "3", "--seed", "7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.parquet", "validation.parquet"]
+    assert written(tmp_path) == before
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.parquet").mkdir()
+    with pytest.raises(SystemExit):
+        gsm8k(tmp_path, "--source", "sample")
+    assert "train.parquet" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.parquet"]
+
+
+def test_the_columns_are_those_of_skyrl() -> None:
+    schema = row_schema({"index": pa.int64()}, db_id=pa.string())
+    assert schema.names == ["data_source", "prompt", "env_class", "reward_spec", "extra_info", "db_id"]
+    assert [inner.name for inner in schema.field("reward_spec").type] == ["method", "ground_truth"]
+    assert [inner.name for inner in schema.field("extra_info").type] == ["split", "index"]
+
+
+def test_fields_of_raw_rows() -> None:
+    raw: Row = {"text": "a", "number": 0, "nothing": None, "flag": True}
+    assert (field(raw, "text", str), field(raw, "number", int)) == ("a", 0)
+    assert (text_field(raw, "text"), text_field(raw, "number")) == ("a", "0")
+    for name, message in (
+        ("nothing", "it has no 'nothing'; its columns are text, number, nothing, flag"),
+        ("flag", "flag='True' is of the type bool, not str"),
+    ):
+        with pytest.raises(DataError, match=message):
+            text_field(raw, name)
+
+
+@pytest.mark.parametrize("prompt", ["What?", [], ["What?"], [{"role": "user"}], [{"role": "user", "content": 3}]])
+def test_a_prompt_is_a_list_of_messages(prompt: Any) -> None:
+    with pytest.raises(DataError):
+        prompt_field({"prompt": prompt})
+
+
+def test_a_prompt_keeps_roles_and_texts_only() -> None:
+    prompt = [{"content": "What?", "role": "user", "tool_calls": None}]
+    assert prompt_field({"prompt": prompt}) == [{"role": "user", "content": "What?"}]
+
+
+def test_held_out_tasks_do_not_depend_on_the_order_of_a_set() -> None:
+    """Texts have other hashes in each process; what is drawn must not."""
+    preparation = Preparation(gsm8k_dataset.SCHEMA, gsm8k_dataset.dataset_row, gsm8k_dataset.sample)
+    rows = [gsm8k_dataset.dataset_row(raw_row(n), "train", n) for n in range(20)]
+    chosen = module.hold_out(preparation, rows, "x", seed=3)["validation"]
+    expected = set(random.Random(3).sample(range(20), 4))
+    assert [row["extra_info"]["index"] for row in chosen] == sorted(expected)

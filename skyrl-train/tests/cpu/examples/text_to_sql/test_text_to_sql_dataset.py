@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.text_to_sql.databases import DATABASES, make_databases
+from examples.text_to_sql.text_to_sql_dataset import QUESTIONS, main
+from skyrl_gym.envs.sql.grading import has_order
+from skyrl_train.dataset.files import read_rows
+
+
+@pytest.fixture
+def db_path(tmp_path: Path) -> Path:
+    """The folder of all databases, with a small one of Spider and one of BIRD."""
+    for file in ("spider/database/shop/shop.sqlite", "bird/train/train_databases/shop/shop.sqlite"):
+        (tmp_path / "dbs" / file).parent.mkdir(parents=True)
+        with closing(sqlite3.connect(tmp_path / "dbs" / file)) as connection, connection:
+            connection.execute("CREATE TABLE goods (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, price REAL)")
+            connection.execute("INSERT INTO goods (name, price) VALUES ('pen', 1.5), ('ink', 4.0)")
+    return tmp_path / "dbs"
+
+
+def solution(query: str) -> str:
+    return f"<think>Now I know.</think>\n<solution>{query}</solution>"
+
+
+def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any, tmp_path: Path) -> None:
+    splits = prepare(main, "--source", "sample", "--db_path", str(tmp_path / "dbs"))
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 30, "validation": 7}
+    for row in splits["train"] + splits["validation"]:
+        look = "<think>Which tables?</think><sql>SELECT name FROM sqlite_master</sql>"
+        gold = row.env_extras["reward_spec"]["ground_truth"]
+        assert play(row, look, solution(gold), db_path=str(tmp_path / "dbs")) == 1.0
+        assert play(row, look, solution("SELECT 'wrong'"), db_path=str(tmp_path / "dbs")) == 0.0
+        assert play(row, f"<solution>{gold}</solution>", db_path=str(tmp_path / "dbs")) == -1.0
+
+
+def test_databases_are_beside_the_data_unless_said(prepare: Any, play: Any, tmp_path: Path, capsys: Any) -> None:
+    row = prepare(main, "--source", "sample")["train"][0]
+    db_path = tmp_path / "data" / "databases"
+    assert f"Train with environment.skyrl_gym.text2sql.db_path={db_path}\n" in capsys.readouterr().out
+    assert play(row, solution(row.env_extras["reward_spec"]["ground_truth"]), db_path=str(db_path)) == 1.0
+
+
+def test_no_right_answer_depends_on_what_sql_leaves_open(tmp_path: Path) -> None:
+    """Neither when SQLite goes through the rows backwards, nor when chance orders those that are equal."""
+    files = {file.stem: file for file in make_databases(tmp_path)}
+    asked = read_rows(str(QUESTIONS))
+    assert sum(has_order(row["query"]) for row in asked) == 11
+    for row in asked:
+        with closing(sqlite3.connect(files[row["db_id"]])) as connection:
+            rows = connection.execute(row["query"]).fetchall()
+            connection.execute("PRAGMA reverse_unordered_selects = ON")
+            reverse = connection.execute(row["query"]).fetchall()
+            by_chance = re.sub(r"(ORDER BY [^()]+?)( LIMIT \d+)?$", r"\1, random()\2", row["query"])
+            ordered = [connection.execute(by_chance).fetchall() for _ in range(20)]
+        assert rows
+        if has_order(row["query"]):
+            assert ", random()" in by_chance
+            assert [rows] * 21 == [reverse, *ordered], row
+        assert Counter(rows) == Counter(reverse), row
+
+
+def test_no_answer_of_the_sample_is_guessed_without_looking(tmp_path: Path) -> None:
+    files = {file.stem: file for file in make_databases(tmp_path)}
+    for row in read_rows(str(QUESTIONS)):
+        with closing(sqlite3.connect(files[row["db_id"]])) as connection:
+            assert connection.execute(row["query"]).fetchall() not in ([(0,)], [(1,)], [(None,)]), row
+
+
+def test_databases_hold_the_same_rows_each_time(tmp_path: Path) -> None:
+    first, again = make_databases(tmp_path / "a"), make_databases(tmp_path / "b") and make_databases(tmp_path / "b")
+    assert [file.stem for file in first] == list(DATABASES)
+    for file, other in zip(first, again, strict=True):
+        with closing(sqlite3.connect(file)) as connection, closing(sqlite3.connect(other)) as other_connection:
+            assert list(connection.iterdump()) == list(other_connection.iterdump())
+            assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+            assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+SPIDER = {"db_id": "shop", "question": "How many goods are there?", "query": "SELECT count(*) FROM goods"}
+
+
+def test_a_row_of_spider(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
+    """As it is on the Hub, with what nobody needs."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "train.jsonl").write_text(json.dumps(SPIDER | {"query_toks": ["SELECT"], "question_toks": ["How"]}))
+    (raw / "validation.jsonl").write_text(json.dumps(SPIDER))
+    row = prepare(main, "--source", str(raw), "--db_path", str(db_path))["train"][0]
+    (message,) = row.prompt
+    assert message["role"] == "user"
+    assert message["content"].endswith(
+        "\n\nTables:\nCREATE TABLE goods (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, price REAL);\n\n"
+        "Question: How many goods are there?"
+    )
+    assert row.env_class == "text2sql"
+    assert row.env_extras == {
+        "data_source": "spider",
+        "reward_spec": {"method": "rule", "ground_truth": "SELECT count(*) FROM goods"},
+        "extra_info": {"split": "train", "index": 0},
+        "db_id": "shop",
+        "data": "spider",
+    }
+    assert play(row, solution("SELECT 2"), db_path=str(db_path)) == 1.0
+
+
+def test_a_row_of_bird(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
+    raw = {"db_id": "shop", "question": "How many?", "evidence": "ink is dear", "SQL": "SELECT count(*) FROM goods"}
+    (tmp_path / "train.json").write_text(json.dumps([raw]))
+    (tmp_path / "dev.json").write_text(json.dumps([raw]))
+    row = prepare(main, "--source", str(tmp_path), "--db_path", str(db_path), "--data", "bird")["validation"][0]
+    assert "What you should know:\nink is dear\n\nQuestion: How many?" in row.prompt[0]["content"]
+    assert (row.data_source, row.env_extras["data"]) == ("bird", "bird")
+    assert play(row, solution("SELECT 2"), db_path=str(db_path)) == 1.0
+
+
+def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, tmp_path: Path) -> None:
+    """Nothing is asked of a database; it need not be there."""
+    row = {
+        "data_source": "synsql",
+        "prompt": [{"role": "system", "content": "Write SQL."}, {"role": "user", "content": "How many?"}],
+        "env_class": "text2sql",
+        "reward_spec": {"method": "rule", "ground_truth": "SELECT 1"},
+        "db_id": "far_away",
+        "data": "synsql",
+    }
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    kept = prepare(main, "--source", str(tmp_path))["train"][0]
+    assert kept.prompt == row["prompt"]
+    assert kept.env_extras == {
+        **{name: row[name] for name in ("data_source", "reward_spec", "db_id", "data")},
+        "extra_info": {"split": "train", "index": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"db_id": None}, "it has no 'db_id'"),
+        ({"question": None}, "it has no 'question'"),
+        ({"query": None}, "it has no 'query'"),
+        ({"data": "wikisql"}, "data='wikisql' is none of synsql, spider, bird"),
+        ({"db_id": "gone"}, "there is no database {}/spider/database/gone/gone.sqlite; download those of spider, or"),
+        ({"db_id": "torn"}, "cannot read the database {}/spider/database/torn/torn.sqlite: file is not a database"),
+    ],
+)
+def test_rows_that_cannot_be_asked(
+    change: dict[str, Any], message: str, tmp_path: Path, db_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torn = db_path / "spider/database/torn/torn.sqlite"
+    torn.parent.mkdir()
+    torn.write_text("no database " * 100)
+    (tmp_path / "raw.jsonl").write_text(json.dumps(SPIDER | change))
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path), "--source", str(tmp_path / "raw.jsonl"), "--db_path", str(db_path)])
+    assert f"row 0 of the train split of {tmp_path}/raw.jsonl: {message.format(db_path)}" in capsys.readouterr().err
