@@ -4,9 +4,9 @@
 
 Each question is about a box in a room, and only the search engine knows what is in it. The model starts with the form
 only: it searches for some box of the room, or for nothing, and answers with what it has read, or with any digit. To be
-right, it must search for the box it was asked about, always, and say what the document says. Validation asks about rooms that
-training never mentions, so that there is nothing to learn by heart. A retrieval server (`skyrl_gym.retrieval`) runs
-meanwhile. The exit status is 1 if it did not learn.
+right, it must search for the box it was asked about, always, and say what the document says. Validation asks about
+rooms that training never mentions, so that there is nothing to learn by heart. A retrieval server
+(`skyrl_gym.retrieval`) runs meanwhile. The exit status is 1 if it did not learn.
 """
 
 from __future__ import annotations
