@@ -47,6 +47,7 @@ def test_a_conversation_is_answered(model_server: Any, monkeypatch: pytest.Monke
     monkeypatch.setenv("FROZEN_KEY", "secret")
     model_server.answer = lambda messages: messages[-1]["content"] + " Nf3"
     endpoint = endpoint_of(
+        # pragma: allowlist nextline secret
         model_server.url + "/", api_key_env="FROZEN_KEY", sampling_params={"temperature": 0.5, "model": "other"}
     )
     assert endpoint(MESSAGES) == "Your move — ♞? Nf3"
@@ -225,6 +226,7 @@ def test_a_reply_without_end_is_given_up(model_server: Any, monkeypatch: pytest.
         ({"base_url": "http://x", "model": "m", "timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
         ({"base_url": "http://x", "model": "m", "n_attempts": 0}, "n_attempts=0 must be at least 1"),
         ({"base_url": "http://x", "model": "m", "sampling_params": 3}, "sampling_params=3 must be a mapping"),
+        # pragma: allowlist nextline secret
         ({"base_url": "http://x", "model": "m", "api_key_env": "NOT_SET"}, "'NOT_SET' names an environment variable"),
     ],
 )
