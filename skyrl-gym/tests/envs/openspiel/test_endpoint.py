@@ -47,9 +47,8 @@ def test_a_conversation_is_answered(model_server: Any, monkeypatch: pytest.Monke
     monkeypatch.setenv("FROZEN_KEY", "secret")
     model_server.answer = lambda messages: messages[-1]["content"] + " Nf3"
     endpoint = endpoint_of(
-        # pragma: allowlist nextline secret
         model_server.url + "/",
-        api_key_env="FROZEN_KEY",
+        api_key_env="FROZEN_KEY",  # pragma: allowlist secret
         sampling_params={"temperature": 0.5, "model": "other"},
     )
     assert endpoint(MESSAGES) == "Your move — ♞? Nf3"
