@@ -10,6 +10,7 @@ import copy
 import inspect
 import json
 import os
+import sys
 import threading
 import time
 import traceback
@@ -86,15 +87,14 @@ class Checkup:
         self._env_config = json.loads(json.dumps(dict(env_config or {}), default=plain), object_hook=EnvConfig)
         self._runner: asyncio.Runner | None = None
 
-    def run(self) -> list[Finding]:
-        """A finding for each rule, in the order of `RULES`; without an environment, the first alone."""
-        findings = []
+    def run(self) -> Iterator[Finding]:
+        """A finding for each rule, in the order of `RULES`, as it is made; without an environment, the first alone."""
         with asyncio.Runner() as self._runner:
             for rule, check in RULES.items():
-                findings.append(self._finding(rule, check))
-                if check is Checkup.can_be_made and findings[-1].verdict == "broken":
-                    break
-        return findings
+                finding = self._finding(rule, check)
+                yield finding
+                if check is Checkup.can_be_made and finding.verdict == "broken":
+                    return
 
     def _finding(self, rule: str, check: Callable[[Checkup], str | None]) -> Finding:
         try:
@@ -183,7 +183,7 @@ class Checkup:
         """What it answers has JSON, which `environment.skyrl_gym.isolation=process` needs."""
         try:
             json.dumps(self._played(["words"] * self._n_turns).summary(), default=plain)
-            json.dumps([output["metadata"] for output in self._played(["words"]).outputs], default=plain)
+            json.dumps([output.get("metadata") for output in self._played(["words"]).outputs], default=plain)
         except (TypeError, ValueError) as error:
             return f"what it answers has no JSON ({error}), so it cannot run in a process of its own"
         return None
@@ -240,8 +240,9 @@ class Checkup:
                     break
             episode.metrics = self._call(episode, env, "get_metrics", checked_metrics, "")
         finally:
-            for _ in range(2):
-                self._call(episode, env, "close", lambda answer: answer, ", the second time")
+            if not isinstance(sys.exc_info()[1], Broken):  # or it would be told in place of what was broken first
+                for where in ("", ", the second time"):
+                    self._call(episode, env, "close", lambda answer: answer, where)
 
     def _made(self, extras: Any) -> Any:
         with _broken("the constructor"):

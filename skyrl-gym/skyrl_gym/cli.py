@@ -39,15 +39,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
     options = parser.parse_args(argv)
     try:
         return COMMANDS[options.command](options)
-    except (Error, ImportError, OSError, ValueError) as error:
+    except (Error, AssertionError, ImportError, OSError, ValueError) as error:  # a row's lack is an AssertionError
         sys.stderr.write(f"{error}\n")
         return 2
 
 
 def _check(options: argparse.Namespace) -> int:
-    findings = Checkup(_spec(options.env), _row(options), _settings(options)).run()
-    for finding in findings:
+    findings = []
+    for finding in Checkup(_spec(options.env), _row(options), _settings(options)).run():
+        findings.append(finding)
         sys.stdout.write(_line(finding))
+        sys.stdout.flush()
     n_broken = sum(finding.verdict == "broken" for finding in findings)
     n_advised = sum(finding.verdict == "advice" for finding in findings)
     sys.stdout.write(
@@ -95,11 +97,17 @@ def _row(options: argparse.Namespace) -> Mapping[str, Any]:
         raise ValueError(f"--data {options.data}: a file of .json or .jsonl is read here")
     text = options.data.read_text(encoding="utf-8")
     rows = (
-        json.loads(text) if options.data.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
+        json.loads(text)
+        if options.data.suffix == ".json"
+        else [json.loads(line) for line in text.split("\n") if line.strip()]
     )
+    if not isinstance(rows, list):
+        raise ValueError(f"--data {options.data}: a .json file holds a list of rows")
     if not 0 <= options.row < len(rows):
         raise ValueError(f"--row {options.row}: {options.data} has rows 0 to {len(rows) - 1}")
-    row: Mapping[str, Any] = rows[options.row]
+    row = rows[options.row]
+    if not isinstance(row, dict):
+        raise ValueError(f"row {options.row} of {options.data} is {str(row)[:80]!r}; a row is an object")
     return row
 
 

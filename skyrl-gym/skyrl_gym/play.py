@@ -40,7 +40,8 @@ def play(
                 _show(output["observations"] or [], screen)
                 screen.write(f"-- reward {output['reward']}\n")
                 if output["done"]:
-                    total = None if None in rewards else float(sum(rewards))
+                    each = [sum(reward) if isinstance(reward, list) else reward for reward in rewards]
+                    total = None if None in each else float(sum(each))
                     screen.write(f"\nThe episode is over: {total} in {len(rewards)} turns. {call('get_metrics')}\n")
                     return total
             return None
@@ -54,7 +55,7 @@ def _show(messages: Sequence[Mapping[str, Any]], screen: TextIO) -> None:
 
 
 def _reply(replies: TextIO, screen: TextIO) -> str | None:
-    """The lines of one reply; None when there are no more."""
+    """The lines of one reply, the last of which may lack its end; None when there are no more."""
     screen.write(f"\n[assistant] (end with a line that says {END_OF_REPLY!r})\n")
     screen.flush()
     lines: list[str] = []
@@ -62,4 +63,4 @@ def _reply(replies: TextIO, screen: TextIO) -> str | None:
         if line.rstrip("\n") == END_OF_REPLY:
             return "\n".join(lines)
         lines.append(line.rstrip("\n"))
-    return None
+    return "\n".join(lines) if lines else None

@@ -26,6 +26,8 @@ class MyEnv(BaseTextEnv):
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps([ROW]))
+    (tmp_path / "wrong.json").write_text("{}")
+    (tmp_path / "number.jsonl").write_text("1\n")
     (tmp_path / "my_module.py").write_text(MINE)
     return tmp_path
 
@@ -73,6 +75,9 @@ def test_the_list(folder: Path) -> None:
         (("check", "gsm8k", "--data", "nothing.jsonl"), "nothing.jsonl"),
         (("check", "gsm8k", "--data", "rows.parquet"), "a file of .json or .jsonl is read here"),
         (("check", "gsm8k", "--data", "rows.jsonl", "--row", "3"), "--row 3: rows.jsonl has rows 0 to 0"),
+        (("check", "gsm8k", "--data", "wrong.json"), "a .json file holds a list of rows"),
+        (("check", "gsm8k", "--data", "number.jsonl"), "row 0 of number.jsonl is '1'; a row is an object"),
+        (("play", "gsm8k"), "reward_spec field is required"),
         (("check", "gsm8k", "--set", "grader"), "--set grader: write key=value"),
         ((), "usage: skyrl-gym"),
     ],

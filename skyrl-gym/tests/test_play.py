@@ -23,4 +23,8 @@ def test_a_game_by_hand() -> None:
 
 
 def test_one_may_leave() -> None:
-    assert play(SPEC, ROW, {}, io.StringIO("hm\n"), io.StringIO()) is None
+    assert play(SPEC, ROW, {}, io.StringIO(""), io.StringIO()) is None
+
+
+def test_the_last_reply_may_lack_its_end() -> None:
+    assert play(SPEC, ROW, {}, io.StringIO("#### 42"), io.StringIO()) == 1.0

@@ -17,6 +17,7 @@ from skyrl_train.config import to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.report import plot_learning_curve, write_report
@@ -136,7 +137,12 @@ class CurriculumStep(Callback):
     async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
         if report.global_step > 0:
             weights = self._curriculum(report.global_step, self._prompts.weights, dict(report.metrics))
-            self._prompts.set_weights(weights)
+            try:
+                self._prompts.set_weights(weights)
+            except (ConfigError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"data.mixture.curriculum returned {weights!r} after step {report.global_step}: {error}"
+                ) from error
             report.metrics |= {f"data/weight/{name}": weight for name, weight in self._prompts.weights.items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_gym.entry_point import load_attribute
 from skyrl_gym.envs.row import ground_truth_of, max_turns_of, settings_of
-from skyrl_gym.envs.search.grading import normalize_answer, targets_of
+from skyrl_gym.envs.search.grading import is_match, normalize_answer, targets_of
 from skyrl_gym.envs.tool_env import ToolEnv
 from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
 
@@ -27,7 +27,8 @@ class MCPEnvConfig:
     """A `command` with `args` and `env`, or a `url`, for each name; `timeout` in seconds of a call."""
     reward: str = "exact"
     """`exact`: the answer is one of `reward_spec["ground_truth"]`, but for case, articles and punctuation. `contains`:
-    one of them is in it. `module:function`: what that returns for the answer and the row."""
+    one of them is in it, word for word, as it
+    is in a list of everything. `module:function`: what that returns for the answer and the row."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -69,7 +70,10 @@ def _reward(name: str, extras: Mapping[str, Any]) -> Reward:
     if name not in ("exact", "contains"):
         function: Reward = load_attribute(name)
         return function
-    targets = [normalize_answer(target) for target in targets_of(ground_truth_of(extras))]
+    targets = targets_of(ground_truth_of(extras))
     if name == "exact":
-        return lambda answer, _: float(normalize_answer(answer) in targets)
-    return lambda answer, _: float(any(target in normalize_answer(answer) for target in targets))
+        return lambda answer, _: float(is_match(answer, targets))
+    words = [f" {normalize_answer(target)} " for target in targets]
+    if "  " in words:
+        raise ValueError(f"environment.skyrl_gym.mcp.reward=contains: nothing is left of one of {targets} to look for")
+    return lambda answer, _: float(any(target in f" {normalize_answer(answer)} " for target in words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from skyrl_gym.core import Env, EnvStepOutput
@@ -49,8 +50,9 @@ class BaseTextEnv(Env[ConversationType, str]):
 
     def close(self) -> None:
         """Release what the tools hold. Calling it again does nothing."""
-        for group in self.tool_groups:
-            group.close()
+        with ExitStack() as groups:  # all of them, also when one raises
+            for group in self.tool_groups:
+                groups.callback(group.close)
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
         """Offer the tools of these groups; of two tools with one name, the last."""

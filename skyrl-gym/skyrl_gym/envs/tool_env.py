@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, without_thoughts
 from skyrl_gym.tools.core import ToolGroup
 
@@ -38,8 +39,9 @@ class ToolEnv(BaseTextEnv):
             return float(answer.strip() == self.truth)
 
     The tools are told in the system message, in the format that Qwen and Hermes models were trained on; calls may also
-    be written as `<function=name><parameter=…>`. They are carried out in order. One that is wrong is explained to the
-    model; none of a reply is carried out when one of them cannot be read.
+    be written as `<function=name><parameter=…>`. They are carried out in order. One that is wrong or whose tool raises
+    is explained to the model; of a reply in which one cannot be read, none is carried out. A `ToolFailure`, an error
+    of a connection or a timeout is not the model's, and is raised.
     """
 
     def __init__(self, tool_groups: Sequence[ToolGroup], max_turns: int) -> None:
@@ -97,7 +99,9 @@ class ToolEnv(BaseTextEnv):
         try:
             group = self._group_of(call)
             return group.call(call.name, call.arguments)
-        except ToolCallError as error:
+        except (ToolFailure, ConnectionError, TimeoutError):
+            raise
+        except Exception as error:  # noqa: BLE001, the boundary of a tool
             self._n_errors += 1
             return f"Error: {error}"
 

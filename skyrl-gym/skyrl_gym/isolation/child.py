@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import site
@@ -33,13 +34,14 @@ def become_the_program(program: Json, run: Json, limits: Json, pipes: Mapping[st
         os.closerange(RESULT_FD + 1, MOST_FDS)
         _open_streams(run.get("stdin", ""))
         limit(limits["seconds"], limits["memory_bytes"], limits["file_bytes"])
-        if not is_alone:
-            forbid_calls()
+        forbid_calls(with_signals=not is_alone)
         status = _run(program, run)
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            atexit._run_exitfuncs()  # it would be run by an exit that also ends what we inherited from our parent
+        for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
             with suppress(BaseException):
-                stream.flush()
+                cast(TextIO, stream).flush()
         os._exit(status)
 
 
@@ -50,6 +52,7 @@ def _open_streams(stdin: str) -> None:
         file.seek(0)
         os.dup2(file.fileno(), 0)
     sys.stdin, sys.stdout, sys.stderr = _text(0, "r"), _text(1, "w"), _text(2, "w")
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc, assignment]
 
 
 def _text(fd: int, mode: str) -> TextIO:
@@ -60,12 +63,12 @@ def _run(program: Json, run: Json) -> int:
     """The program as `__main__`, or the call of what it defines. The exit status."""
     is_main = "call" not in run
     module = ModuleType("__main__" if is_main else "program")
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules[module.__name__] = module
     sys.argv = [FILE]
     site.setquit()  # Python was started without the module that gives programs exit()
     try:
-        exec(compile(program["prelude"], "prelude", "exec"), module.__dict__)
-        exec(compile(program["source"], FILE, "exec"), module.__dict__)
+        for text, name in ((program["prelude"], "prelude"), (program["source"], FILE)):
+            exec(compile(text, name, "exec", dont_inherit=True), module.__dict__)
         if not is_main:
             _call(module.__dict__, run["call"], run["args"])
         _wait_for_threads()

@@ -17,12 +17,15 @@ MOST_FILES = 64  # open ones
 MOST_STACK = 64 << 20  # bytes; deep recursion is a common way to solve a task
 
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
-FORBIDDEN_CALLS = {
-    "x86_64": (0xC000003E, (62, 200, 234, 129, 297, 424, 101, 310, 311, 41, 425)),
-    "aarch64": (0xC00000B7, (129, 130, 131, 138, 240, 424, 117, 270, 271, 198, 425)),
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's numbers for them
+SIGNALS = {"x86_64": (62, 200, 234, 129, 297, 424), "aarch64": (129, 130, 131, 138, 240, 424)}
+"""kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal."""
+FORBIDDEN = {
+    "x86_64": (101, 310, 311, 438, 41, 425, 29, 64, 68, 319, 248, 249, 250, 323, 321, 298),
+    "aarch64": (117, 270, 271, 438, 198, 425, 194, 190, 186, 279, 217, 218, 219, 282, 280, 241),
 }
-"""The kernel's number for the architecture, and of kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo,
-pidfd_send_signal, ptrace, process_vm_readv, process_vm_writev, socket and io_uring_setup."""
+"""ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, socket, io_uring_setup; what holds memory that nobody
+counts: shmget, semget, msgget, memfd_create; add_key, request_key, keyctl, userfaultfd, bpf, perf_event_open."""
 X32 = 0x40000000  # from here on, other numbers for the same calls of x86_64
 
 LOAD, EQUAL, AT_LEAST, ANSWER = 0x20, 0x15, 0x35, 0x06  # what a filter's steps do
@@ -47,12 +50,15 @@ def limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
             resource.setrlimit(what, (value, value))
 
 
-def forbid_calls() -> None:
-    """From here on, a signal, a socket or a look into another process fails with EPERM. Linux, on chips we know."""
+def forbid_calls(*, with_signals: bool) -> None:
+    """From here on, a socket or a look into another process fails with EPERM, and so does a signal `with_signals`.
+
+    Linux, on chips we know.
+    """
     machine = os.uname().machine
-    if sys.platform != "linux" or machine not in FORBIDDEN_CALLS:
+    if sys.platform != "linux" or machine not in ARCHITECTURES:
         return
-    steps = _filter(*FORBIDDEN_CALLS[machine])
+    steps = _filter(ARCHITECTURES[machine], FORBIDDEN[machine] + (SIGNALS[machine] if with_signals else ()))
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     held = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HP", len(steps), ctypes.addressof(held))
@@ -66,6 +72,14 @@ def memory_of(pid: int) -> int:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:  # it has ended, or this is not Linux
+        return 0
+
+
+def n_threads_of(pid: int) -> int:
+    """How many threads a process has; 0 once it has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
         return 0
 
 

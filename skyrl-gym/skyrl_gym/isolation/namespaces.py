@@ -22,6 +22,7 @@ SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 PR_CAPBSET_DROP, CAPABILITY_VERSION = 24, 0x20080522
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+PLACE = "/program"  # where a program may write
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -64,22 +65,26 @@ def watch_over(first: Callable[[], None]) -> NoReturn:
 def close_off(folder: str, n_bytes: int, python: Iterable[str]) -> None:
     """Make `folder`, in memory, the root of a file system in which there is little, and give all rights away.
 
-    In it are the system's programs and libraries and the folders `python`, read-only, and an empty `/tmp`, which is the
-    current folder from now on; files take `n_bytes` at most.
+    In it are the system's programs and libraries and the folders `python`, read-only; of `/proc` only processes; and
+    `PLACE`, empty, the only folder that can be written, which is the current one from now on. Its files take `n_bytes`
+    at most.
     """
     _mount("none", "/", flags=MS_REC | MS_PRIVATE)
-    _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes=4096")
-    for path in _outermost((*SYSTEM, *python)):
+    _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in _outermost((*SYSTEM, *DEVICES, *python)):
         _show(path, folder)
-    for path in _outermost(DEVICES):
-        _show(path, folder, read_only=False)
-    for name in ("proc", "tmp", "dev/shm"):
-        os.makedirs(f"{folder}/{name}", exist_ok=True)
-    _mount("proc", f"{folder}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for name in ("/proc", "/dev", PLACE):
+        os.makedirs(folder + name, exist_ok=True)
+    for name in ("/dev/shm", "/tmp"):
+        if not os.path.lexists(folder + name):  # Python may be installed below /tmp
+            os.symlink(PLACE, folder + name)
+    _mount("proc", f"{folder}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
+    _mount("none", folder + PLACE, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes=4096")
+    _make_read_only(folder)
     os.chdir(folder)
     checked("pivot_root", libc().syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
     checked("umount2", libc().umount2(b".", MNT_DETACH))
-    os.chdir("/tmp")
+    os.chdir(PLACE)
     _give_rights_away()
 
 
@@ -104,8 +109,8 @@ def _outermost(paths: Iterable[str]) -> Iterator[str]:
             yield path
 
 
-def _show(path: str, root: str, *, read_only: bool = True) -> None:
-    """Let `path` be seen below `root` as well."""
+def _show(path: str, root: str) -> None:
+    """Let `path` be seen below `root` as well, read-only; what it means to write to a device is another matter."""
     target = root + path
     if os.path.lexists(target):
         return
@@ -118,11 +123,14 @@ def _show(path: str, root: str, *, read_only: bool = True) -> None:
     else:
         _write(target, "")
     _mount(path, target, flags=MS_BIND | MS_REC)
-    if read_only:
-        attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
-        size = ctypes.c_size_t(ctypes.sizeof(attributes))
-        result = libc().syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, attributes, size)
-        checked(f"mount_setattr {target}", result)
+    _make_read_only(target, AT_RECURSIVE)
+
+
+def _make_read_only(path: str, flags: int = 0) -> None:
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    result = libc().syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, size)
+    checked(f"mount_setattr {path}", result)
 
 
 def _give_rights_away() -> None:

@@ -32,6 +32,9 @@ from pathlib import Path
 from threading import BoundedSemaphore
 from typing import IO, Any, Literal
 
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.isolation.namespaces import PLACE
+
 logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[1]
@@ -46,8 +49,11 @@ main()
 """
 """Imports the warden without what else there is in the packages around it: it starts for every program."""
 START_SECONDS = 20.0  # for Python to start on a busy machine
+END_SECONDS = 0.2  # for a warden that is done to end
 GRACE_SECONDS = 5.0  # for the warden to end a run that it says takes no longer
+N_TRIALS, TRIAL_SECONDS = 3, 0.2  # before namespaces are given up
 MARK = "SKYRL_PROGRAM"
+READY = b"ready"  # the warden's first line
 
 Level = Literal["namespaces", "limits"]
 End = Literal["exit", "time", "memory", "processes", "output", "lost"]
@@ -127,12 +133,15 @@ def run_program(
 
     Raises:
         OSError: no process can be started.
+        ToolFailure: none could be closed off, so that the program was never run.
     """
     limits = limits or Limits()
     with _turns, _folder() as folder:
         job = _job(source, runs, limits, folder, level or isolation_level()) | {"prelude": prelude}
         n_lost = len(runs)
-        with _warden(job) as (process, log), closing(_lines(process, len(runs), limits)) as lines:
+        with _warden(job) as (process, log), closing(_lines(process, 1 + len(runs), limits)) as lines:
+            if next(lines, b"") != READY:
+                raise ToolFailure(f"a program could not be closed off: {log()}")
             for line in lines:
                 n_lost -= 1
                 yield _outcome(line)
@@ -151,23 +160,24 @@ def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: 
 @cache
 def isolation_level() -> Level:
     """What this machine offers; found out once, by trying."""
-    with _folder() as folder:
-        job = _job("", [Stdin()], Limits(), folder, "namespaces")
-        with _warden(job) as (process, log):
-            for line in _lines(process, 1, Limits()):
-                if _outcome(line).is_success:
-                    return "namespaces"
-            logger.warning(
-                "Programs that models write run within limits, but not cut off from the network and from files: this "
-                "machine lets its users make no namespaces (%s)",
-                log(),
-            )
+    reason = ""
+    for _ in range(N_TRIALS):
+        try:
+            if run_once("", level="namespaces").is_success:
+                return "namespaces"
+        except ToolFailure as failure:
+            reason = str(failure)
+        time.sleep(TRIAL_SECONDS)
+    logger.warning(
+        "Programs that models write run within limits, but not cut off from files and processes of this user: %s",
+        reason,
+    )
     return "limits"
 
 
 def _job(source: str, runs: Sequence[Stdin | Call], limits: Limits, folder: str, level: Level) -> dict[str, Any]:
     told = [{"stdin": run.text} if isinstance(run, Stdin) else {"call": run.name, "args": run.args} for run in runs]
-    python = [sys.base_prefix, *_libraries()]
+    python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_libraries()]
     return {
         "source": source,
         "prelude": "",
@@ -197,7 +207,15 @@ def _folder() -> Iterator[str]:
 def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
     """The process that runs the job, and a function for what it complained of; gone afterwards, with all it started."""
     mark = secrets.token_hex(16)
-    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", MARK: mark}
+    home = PLACE if job["level"] == "namespaces" else job["folder"]
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1",
+        MARK: mark,
+    }
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(job).encode("ascii"))
         stdin.seek(0)
@@ -214,14 +232,22 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
         try:
             yield process, lambda: _tail(stderr)
         finally:
-            has_ended = process.poll() is not None
+            has_ended = _ends(process)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-            if not has_ended or process.returncode != 0:
+            if not has_ended:
                 _sweep(mark)
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a warden that has nothing more to do ends well by itself."""
+    try:
+        return process.wait(END_SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _tail(file: IO[bytes]) -> str:
@@ -260,4 +286,7 @@ def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Ge
 
 
 def _outcome(line: bytes) -> Outcome:
-    return Outcome(**json.loads(line))
+    try:
+        return Outcome(**json.loads(line))
+    except (ValueError, TypeError):  # whoever wrote this was not the warden
+        return Outcome("lost")

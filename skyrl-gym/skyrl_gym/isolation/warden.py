@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -20,10 +21,12 @@ from contextlib import suppress
 from typing import Any
 
 from skyrl_gym.isolation.child import become_the_program
-from skyrl_gym.isolation.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from skyrl_gym.isolation.limits import descendants, memory_of
+from skyrl_gym.isolation.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from skyrl_gym.isolation.limits import descendants, memory_of, n_threads_of
 from skyrl_gym.isolation.namespaces import close_off, enter_namespaces, watch_over
 
+READY = "ready"  # the first line, once the program can be run
+THREADS_PER_PROCESS = 8  # counted over all
 WATCH_SECONDS = 0.02  # how often processes and memory are counted
 CHUNK = 1 << 16  # bytes read at once
 
@@ -34,6 +37,9 @@ def main() -> None:
     """Close off, do the job, and leave nothing."""
     with os.fdopen(os.dup(0), "rb") as stdin:
         job = json.load(stdin)
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # the first process of a namespace gets no signal that it has no use for
     if job["level"] == "namespaces":
         enter_namespaces()
         watch_over(lambda: _begin_alone(job))
@@ -50,7 +56,10 @@ def _begin_alone(job: Json) -> None:
 
 def _do(job: Json) -> None:
     """Every run, one after the other."""
+    prctl(PR_SET_DUMPABLE, 0)  # nobody may look into this process, or write for it
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
+        out.write(f"{READY}\n")
+        out.flush()
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
@@ -58,6 +67,16 @@ def _do(job: Json) -> None:
             outcome = Run(job, run, job["limits"], is_alone=job["level"] == "namespaces").play()
             out.write(json.dumps(outcome) + "\n")
             out.flush()
+            _empty(os.getcwd())
+
+
+def _empty(folder: str) -> None:
+    """Remove what a run has left; nobody is there to write more."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
 
 
 class Run:
@@ -111,7 +130,8 @@ class Run:
         if time.monotonic() >= deadline:
             return "time"
         processes = self._processes()
-        if len(processes) > self._limits["n_processes"]:
+        n_most = self._limits["n_processes"]
+        if len(processes) > n_most or sum(map(n_threads_of, processes)) > n_most * THREADS_PER_PROCESS:
             return "processes"
         return "memory" if sum(map(memory_of, processes)) > self._limits["memory_bytes"] else ""
 

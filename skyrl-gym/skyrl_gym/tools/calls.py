@@ -15,10 +15,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 OPENING = re.compile(r"<(tool_call|function_call)>|<function=([^<>\s]+)>")
 PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?")
+MAX_CALLS = 32  # in one reply
 END_OF_THOUGHT = "</think>"
 START_OF_THOUGHT = "<think>"
 
@@ -47,9 +49,12 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls in a reply, in order.
 
     Raises:
-        ToolCallError: one of them cannot be read, so that none should be carried out.
+        ToolCallError: one of them cannot be read, or there are too many, so that none should be carried out.
     """
-    return list(_calls(without_thoughts(text)))
+    calls = list(islice(_calls(without_thoughts(text)), MAX_CALLS + 1))
+    if len(calls) > MAX_CALLS:
+        raise ToolCallError(f"Your reply has more than {MAX_CALLS} tool calls.")
+    return calls
 
 
 def _calls(text: str) -> Iterator[ToolCall]:
@@ -61,7 +66,7 @@ def _calls(text: str) -> Iterator[ToolCall]:
             yield _json_call(body)
         else:
             body, position = _until(text, opening.end(), "</function>")
-            yield ToolCall(function, _parameters(body))
+            yield ToolCall(function, _sound(_parameters(body)))
 
 
 def _until(text: str, start: int, closing: str) -> tuple[str, int]:
@@ -83,7 +88,16 @@ def _json_call(body: str) -> ToolCall:
     arguments: Any = next((call[key] for key in ("arguments", "parameters", "params") if key in call), {})
     if not isinstance(arguments, dict):
         raise ToolCallError(f'"arguments" of the tool call {name} must be a JSON object.')
-    return ToolCall(name, arguments)
+    return ToolCall(name, _sound(arguments))
+
+
+def _sound(value: Any) -> Any:
+    """The same without halves of characters, which JSON can write and nobody can send."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_sound(key): _sound(inner) for key, inner in value.items()}
+    return [_sound(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _reason(error: Exception) -> str:

@@ -76,9 +76,12 @@ class ToolGroup:
     def _signature(self, name: str) -> Signature:
         from skyrl_gym.tools.schema import Signature  # pydantic takes its time to load
 
-        function = self.get_tool(name)
-        assert function is not None
-        return Signature(name, function)
+        known: dict[str, Signature] = vars(self).setdefault("_signatures", {})
+        if name not in known:
+            function = self.get_tool(name)
+            assert function is not None
+            known[name] = Signature(name, function)
+        return known[name]
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
         """The group's name for each of its tools."""

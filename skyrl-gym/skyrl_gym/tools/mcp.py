@@ -6,6 +6,7 @@ something. All sessions of a process live in one thread, which ends with the las
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -19,6 +20,9 @@ from skyrl_gym.tools.core import ToolGroup
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
     from mcp import Client
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,8 @@ class MCPToolGroup(ToolGroup):
         try:
             if session is not None:
                 session.__exit__(None, None, None)
+        except Exception:  # it has died before; what it held is released all the same
+            logger.debug("the session with the MCP server %s ended badly", self._name, exc_info=True)
         finally:
             _sessions.leave()
 

@@ -43,7 +43,7 @@ def call_search_api(
     A server that is busy, down or slow is asked again, ten times in 45 seconds.
     """
     pool = session or pool_for(retrieval_service_url)
-    body = {"query": query, "topk": topk, "return_scores": return_scores}
+    body = {"query": query.encode("utf-8", "replace").decode("utf-8"), "topk": topk, "return_scores": return_scores}
     problem = None
     for attempt in range(1, N_ATTEMPTS + 1):
         if log_requests:
@@ -146,6 +146,6 @@ def _text(answer: dict[str, Any]) -> str:
     return "\n---\n".join(lists) if any(lists) else "No search results found."
 
 
-def _contents(found: dict[str, Any]) -> str:
-    document = found.get("document", found)
+def _contents(found: Any) -> str:
+    document = found.get("document", found) if isinstance(found, dict) else found
     return str(document.get("contents", "")) if isinstance(document, dict) else str(document)

@@ -17,7 +17,8 @@ from skyrl_gym.tools.core import ToolGroup, tool
 
 MOST_ROWS = 100_000
 MOST_BYTES = 64 << 20  # of a whole result
-VALUE_BYTES = 10 << 20
+VALUE_BYTES = 256 << 10  # the time that one call of a function takes grows with it, and nothing can interrupt it
+MOST_COLUMNS = 200
 PATTERN_BYTES = 1000  # of LIKE, whose time grows with it
 STEPS_BETWEEN_LOOKS = 1000  # of SQLite's machine, between two looks at the clock
 SHOWN_CHARS, SHOWN_ROWS = 9000, 50
@@ -61,8 +62,7 @@ class Table:
 
     def text(self) -> str:
         """As a model reads it: a line for each row, and the first rows only where there are too many."""
-        shown = self._text(self.rows)
-        if len(shown) <= SHOWN_CHARS:
+        if len(self.rows) <= SHOWN_CHARS // 2 and len(shown := self._text(self.rows)) <= SHOWN_CHARS:
             return shown
         few = self._text(self.rows[:SHOWN_ROWS])[:SHOWN_CHARS]
         return f"Truncated to {SHOWN_ROWS} lines since returned response too long: {few}"
@@ -100,6 +100,7 @@ def _connection(file: Path, deadline: float) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)) as connection:
         connection.text_factory = lambda read: read.decode("utf-8", "replace")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, VALUE_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MOST_COLUMNS)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, PATTERN_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_authorizer(_may)

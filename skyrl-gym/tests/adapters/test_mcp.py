@@ -49,6 +49,8 @@ def test_an_episode() -> None:
         ("exact", "I bought milk", 0.0),
         ("contains", "I bought milk", 1.0),
         ("contains", "tea", 0.0),
+        ("contains", "milkshake", 0.0),
+        ("exact", "", 0.0),
         (f"{__name__}:length_reward", "12345", 0.5),
         (f"{__name__}:length_reward", "", None),
     ],

@@ -51,7 +51,7 @@ HOSTILE: dict[str, tuple[str, set[str]]] = {
     "opens too many files": ("fs = [open('/dev/null') for _ in range(10000)]", {"exit"}),
     "starts too many threads": (
         "import threading, time\nfor _ in range(10000): threading.Thread(target=time.sleep, args=(99,)).start()",
-        {"exit", "time", "memory"},
+        {"exit", "time", "memory", "processes"},
     ),
     "crashes": ("import ctypes; ctypes.string_at(0)", {"exit"}),
 }

@@ -54,6 +54,11 @@ def test_calls_side_by_side_of_both_kinds() -> None:
     assert parse_tool_calls(JSON_CALL + PLAIN_CALL + JSON_CALL) == [SEARCH] * 3
 
 
+def test_halves_of_characters_are_replaced() -> None:
+    (one,) = parse_tool_calls('<tool_call>{"name": "search", "arguments": {"q": ["\\ud83d"]}}</tool_call>')
+    assert one.arguments == {"q": ["?"]}
+
+
 def test_plain_arguments_keep_their_lines() -> None:
     text = "<function=python><parameter=code>\nif x:\n    print(x)\n\n</parameter><parameter=n>3</parameter></function>"
     assert parse_tool_calls(text) == [ToolCall("python", {"code": "if x:\n    print(x)\n", "n": "3"})]

@@ -91,7 +91,7 @@ def test_a_query_without_an_end_is_interrupted(database: Path, sql: str) -> None
     assert time.monotonic() - started < 3
 
 
-@pytest.mark.parametrize("row", ["1", "hex(zeroblob(1000000))"])
+@pytest.mark.parametrize("row", ["1", "hex(zeroblob(100000))"])
 def test_a_result_without_an_end_is_refused(database: Path, row: str) -> None:
     endless = f"WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT {row} FROM c"
     with pytest.raises(QueryError, match="the result has more than 100000 rows or 64 MiB"):

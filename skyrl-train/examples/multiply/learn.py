@@ -55,7 +55,8 @@ RECIPE = Recipe(
         "trainer.train_batch_size=36",
         "trainer.policy_mini_batch_size=9",
         "generator.n_samples_per_prompt=32",
-        "trainer.algorithm.kl_loss_coef=0.03",
+        "trainer.algorithm.advantage_estimator=maxrl",  # rare right answers count most
+        "trainer.algorithm.kl_loss_coef=0.05",
         "generator.sampling_params.max_generate_length=6",
     ),
     metric="eval/all/avg_score",

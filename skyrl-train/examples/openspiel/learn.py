@@ -3,9 +3,9 @@ r"""A tiny model learns to make legal moves in tic-tac-toe and connect four.
     python -m examples.openspiel.learn --seed 42
 
 It starts with the form only: it writes ``\boxed{…}`` around any move of either game, for either player, wherever the
-game stands. A legal move is one of this game, of the player whose turn it is, to a place that is free; legal moves are also
-numbered, and the model may find out that a number will do. Validation has positions that training has not. The exit
-status is 1 if it did not learn.
+game stands. A legal move is one of this game, of the player whose turn it is, to a place that is free; legal moves are
+also numbered, and the model may find out that a number will do. Validation has positions that training has not. The
+exit status is 1 if it did not learn.
 """
 
 from __future__ import annotations

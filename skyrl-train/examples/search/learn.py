@@ -132,7 +132,7 @@ RECIPE = Recipe(
     ),
     metric="eval/all/avg_score",
     required=0.9,
-    chance=0.1,
+    chance=0.16,
     n_steps=80,
     context_length=256,
     n_start_steps=300,

@@ -97,8 +97,8 @@ class MixedPrompts(PromptOrder):
             movable = [name for name in used if step > 0 or shares[name] > self._n_least]
             most_owed = max(movable, key=lambda name: step * (self._credits[name] - shares[name]))
             shares[most_owed] += step
-        for name in used:
-            self._credits[name] -= shares[name]
+        for name in used:  # what is forced upon a batch is no debt for ever
+            self._credits[name] = max(-1.0, min(1.0, self._credits[name] - shares[name]))
         return shares
 
     def state_dict(self) -> dict[str, Any]:

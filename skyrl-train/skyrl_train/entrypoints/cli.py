@@ -15,6 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get(arguments[0]) if arguments else None
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules that a configuration names may lie in the current folder, as with python -m
     if command is not None:
         return command(arguments[1:])
     asked = bool(arguments) and arguments[0] in ("-h", "--help")

@@ -282,6 +282,8 @@ def load_curriculum(name: str) -> Curriculum:
         curriculum: Curriculum = load_attribute(name)
     except (ImportError, InvalidSpec) as error:
         raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
+    if not callable(curriculum):
+        raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
     return curriculum
 
 

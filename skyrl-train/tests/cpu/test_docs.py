@@ -95,7 +95,7 @@ def environments_page(name: str) -> Any:
 
 def test_the_environment_of_the_page_keeps_every_rule() -> None:
     (row,) = re.findall(r"```json\n(.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL)
-    findings = Checkup(EnvSpec("higher_lower", environments_page("HigherLowerEnv")), json.loads(row)).run()
+    findings = list(Checkup(EnvSpec("higher_lower", environments_page("HigherLowerEnv")), json.loads(row)).run())
     assert {finding.verdict for finding in findings} == {"kept"}
     assert f"my_module:HigherLowerEnv: {len(findings)} kept" in ENVIRONMENTS.read_text(encoding="utf-8")
 

@@ -22,6 +22,12 @@ class LCBEnvConfig:
     """Seconds of all tests of a task; what takes longer is wrong."""
     memory_mb: int = 1024
 
+    def __post_init__(self) -> None:
+        for name in ("timeout", "total_timeout", "memory_mb"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"environment.skyrl_gym.lcb.{name}={value!r} must be a positive number")
+
 
 class LCBEnv(BaseTextEnv):
     """1 if the program in the reply passes all tests in `reward_spec["ground_truth"]`, else 0.

@@ -21,6 +21,17 @@ def normalize_answer(answer: str) -> str:
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
+def is_match(answer: str, targets: Sequence[str]) -> bool:
+    """Whether an answer is one of the targets, normalised. One of which nothing would be left, e.g. "A", is compared
+    as it stands.
+    """
+    normalized, plain = normalize_answer(answer), answer.strip().lower()
+    return any(
+        normalized == wanted if (wanted := normalize_answer(target)) else plain == target.strip().lower()
+        for target in targets
+    )
+
+
 def extract_solution(solution_str: str) -> str | None:
     """The last `<answer>…</answer>` of a text; None without one."""
     answer = last_between(solution_str, "<answer>", "</answer>")
@@ -34,7 +45,7 @@ def compute_score(
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
-    return score if normalize_answer(answer) in map(normalize_answer, targets_of(ground_truth)) else format_score
+    return score if is_match(answer, targets_of(ground_truth)) else format_score
 
 
 def targets_of(ground_truth: Any) -> list[str]:

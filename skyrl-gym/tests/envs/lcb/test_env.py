@@ -72,6 +72,12 @@ def test_functions_that_are_called(code: str, reward: float) -> None:
     assert play(fenced(code), CALLS)[0] == reward
 
 
+@pytest.mark.parametrize("settings", [{"timeout": 0}, {"timeout": "6"}, {"memory_mb": -1}])
+def test_settings_are_checked_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.lcb\..* must be a positive number"):
+        play("", **settings)
+
+
 def test_metrics() -> None:
     half = "n = int(input())\nprint(n + int(input()) if n < 2 else 0)"
     assert play(fenced(half))[2] == {"passed_tests": 2 / 3, "has_code": True, "met_limit": False}
@@ -127,6 +133,8 @@ def test_a_megabyte_takes_no_time(piece: str) -> None:
         ("1", "1\n1", False),
         ("yes", "YES", False),
         ("nan", "nan", True),
+        ("sNaN", "4", False),
+        ("4", "sNaN", False),
         ("٤", "4", False),
         ("1_0", "10", False),
         ("", "", True),

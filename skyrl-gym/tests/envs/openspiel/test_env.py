@@ -147,5 +147,5 @@ def test_it_is_made_from_the_registry() -> None:
 @pytest.mark.parametrize("case", ["chess", "goofspiel(num_cards=8)", "hearts"])
 def test_it_bears_what_training_does_to_it(case: str) -> None:
     (row,) = OpenSpielTasks({"cases": [case]}).rows([1])
-    findings = Checkup(EnvSpec("one_move", "skyrl_gym.envs.openspiel.env:OpenSpielEnv"), row, {}).run()
+    findings = list(Checkup(EnvSpec("one_move", "skyrl_gym.envs.openspiel.env:OpenSpielEnv"), row, {}).run())
     assert [finding for finding in findings if finding.verdict != "kept"] == []

@@ -331,5 +331,5 @@ def test_it_is_made_from_the_registry() -> None:
 def test_it_bears_what_training_does_to_it(case: str, opponent: str) -> None:
     row = row_of(1, cases=[case], num_tasks_per_case=2)
     settings = {"opponent": opponent, "mcts": {"n_simulations": 3, "n_worlds": 2}}
-    findings = Checkup(EnvSpec("game", "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv"), row, settings).run()
+    findings = list(Checkup(EnvSpec("game", "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv"), row, settings).run())
     assert [finding for finding in findings if finding.verdict != "kept"] == []

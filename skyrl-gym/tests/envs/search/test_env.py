@@ -128,3 +128,5 @@ def test_grading() -> None:
     assert compute_score("<answer>y</answer>", {"target": "x"}, format_score=0.1) == 0.1
     assert compute_score("y", {"target": "x"}, format_score=0.1) == 0.0
     assert compute_score("<answer>the</answer>", {"target": "x"}) == 0.0
+    for answer, score in (("A", 1.0), ("a", 1.0), ("", 0.0), ("the", 0.0), ("?", 0.0)):
+        assert compute_score(f"<answer>{answer}</answer>", {"target": "A"}) == score

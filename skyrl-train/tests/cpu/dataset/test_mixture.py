@@ -68,6 +68,14 @@ def test_every_source_is_in_every_batch_where_asked_for() -> None:
     assert [shares(prompts) for _ in range(20)] == [{"games": 1, "maths": 3}] * 20
 
 
+def test_what_was_forced_is_no_debt() -> None:
+    prompts = mixed({"games": 1, "maths": 999}, batch_size=8, n_least=1)
+    for _ in range(300):
+        prompts.next_batch()
+    prompts.set_weights({"games": 3, "maths": 1})
+    assert sum(shares(prompts)["games"] for _ in range(4)) >= 22
+
+
 def test_a_source_of_weight_0_is_left_out() -> None:
     prompts = mixed({"games": 0, "maths": 2}, n_least=4)
     assert shares(prompts) == {"maths": 4}
