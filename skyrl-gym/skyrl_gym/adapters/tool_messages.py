@@ -10,9 +10,6 @@ from skyrl_gym.adapters.actions import ActionError
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls
 
-MAX_CALLS = 32
-"""Calls in one reply; a model that writes more is told so, and none is carried out."""
-
 FORMAT = """# Tools
 
 You can call these functions. Each line describes one of them as JSON:
@@ -47,12 +44,9 @@ def calls_in(reply: str) -> list[ToolCall]:
         ActionError: one cannot be read, or there are too many.
     """
     try:
-        calls = parse_tool_calls(reply)
+        return parse_tool_calls(reply)
     except ToolCallError as error:
         raise ActionError(str(error)) from error
-    if len(calls) > MAX_CALLS:
-        raise ActionError(f"Your reply has {len(calls)} tool calls; write at most {MAX_CALLS}.")
-    return calls
 
 
 def tool_response(text: str) -> str:

@@ -18,6 +18,7 @@ from skyrl_gym.isolation.limits import forbid_calls, limit
 
 RESULT_FD = 3  # where a called function's result is written
 MOST_FDS = 4096
+THREAD_STACK = 8 << 20  # bytes; the default would be as much as the main thread may have
 FILE = "program.py"  # what a traceback calls it
 
 Json = Mapping[str, Any]
@@ -33,6 +34,7 @@ def become_the_program(program: Json, run: Json, limits: Json, pipes: Mapping[st
             os.dup2(pipes[name], fd)
         os.closerange(RESULT_FD + 1, MOST_FDS)
         _open_streams(run.get("stdin", ""))
+        threading.stack_size(THREAD_STACK)
         limit(limits["seconds"], limits["memory_bytes"], limits["file_bytes"])
         forbid_calls(with_signals=not is_alone)
         status = _run(program, run)

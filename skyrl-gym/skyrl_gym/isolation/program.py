@@ -208,14 +208,8 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
     """The process that runs the job, and a function for what it complained of; gone afterwards, with all it started."""
     mark = secrets.token_hex(16)
     home = PLACE if job["level"] == "namespaces" else job["folder"]
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": home,
-        "TMPDIR": home,
-        "LANG": "C.UTF-8",
-        "OPENBLAS_NUM_THREADS": "1",
-        MARK: mark,
-    }
+    environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
+    environment |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # threads take addresses, which are limited
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(job).encode("ascii"))
         stdin.seek(0)

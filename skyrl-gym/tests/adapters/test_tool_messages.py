@@ -6,7 +6,8 @@ import time
 import pytest
 
 from skyrl_gym.adapters.actions import ActionError
-from skyrl_gym.adapters.tool_messages import MAX_CALLS, calls_in, tool_response, tools_prompt, with_system
+from skyrl_gym.adapters.tool_messages import calls_in, tool_response, tools_prompt, with_system
+from skyrl_gym.tools.calls import MAX_CALLS
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
@@ -33,7 +34,7 @@ def test_a_system_message_is_extended_or_added() -> None:
 
 def test_calls_are_limited() -> None:
     assert len(calls_in(CALL * MAX_CALLS)) == MAX_CALLS
-    with pytest.raises(ActionError, match=f"{MAX_CALLS + 1} tool calls"):
+    with pytest.raises(ActionError, match=f"more than {MAX_CALLS} tool calls"):
         calls_in(CALL * (MAX_CALLS + 1))
 
 

@@ -197,7 +197,7 @@ class TestLoadEnvCreator:
     def test_a_missing_module_says_whose_entry_point_it_is(self) -> None:
         with pytest.raises(ModuleNotFoundError) as caught:
             load_env_creator("no_such_module:Env")
-        assert caught.value.__notes__ == ["while importing the environment entry point 'no_such_module:Env'"]
+        assert caught.value.__notes__ == ["while importing the entry point 'no_such_module:Env'"]
 
 
 json_values = st.recursive(

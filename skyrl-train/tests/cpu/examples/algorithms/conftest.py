@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import skyrl_gym
+from examples import tiny_model
 from examples.catch import warm_start
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.recipe import TINY_MODEL
@@ -35,7 +36,8 @@ def catch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("catch")
     write_dataset(CatchDataset(train_size=100, test_size=4), folder)
     with pytest.MonkeyPatch.context() as constants:
-        for name, value in (("N_CONVERSATIONS", 100), ("N_STEPS", 60), ("BATCH_SIZE", 8)):
+        constants.setattr(tiny_model, "BATCH_SIZE", 8)
+        for name, value in (("N_CONVERSATIONS", 100), ("N_STEPS", 60)):
             constants.setattr(warm_start, name, value)
         warm_start.make_model(folder / "train.parquet", folder / "model", seed=0)
     return folder
