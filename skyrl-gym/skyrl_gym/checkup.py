@@ -5,40 +5,34 @@ skyrl env check my_module:MyEnv --data train.jsonl
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import inspect
 import json
-import os
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from skyrl_gym.contract import checked_metrics, checked_output, checked_prompt, reward_components
-from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
-from skyrl_gym.envs.registration import EnvSpec, make
-from skyrl_gym.worker import EnvConfig, plain
+from skyrl_gym.envs.registration import EnvSpec
+from skyrl_gym.episode import REPLIES, Broken, Episode, Hang, Player, Task, checked, play_all, play_episode
+from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.executor import Call, Executor
+from skyrl_gym.leftovers import n_held
+from skyrl_gym.metrics import default_aggregate_metrics
+from skyrl_gym.serialization import plain
 
-MAX_TURNS = 10  # where a row does not say
+TIMEOUT_SECONDS = 60.0
 SLOW_SECONDS = 5.0
-MOST_CHARS = 1_000_000
 
-REPLIES: Mapping[str, str] = {
-    "nothing": "",
-    "words": "I think that the answer is 42.",
-    "space": " \n\t ",
-    "an open tag": "<think><answer><tool_call>",
-    "broken JSON": '<tool_call>{"name": "x", "arguments": {</tool_call>',
-    "unlikely characters": "\x00\ufffd\u0664\u0662\U0001f600 \\boxed{\u221e} #### \u0664\u0662",
-    "half a character": "\ud83d",
-    "a million characters": "<answer>" * (MOST_CHARS // 8),
+MEETING: Mapping[bool, str] = {
+    False: (
+        "episodes that took turns came out otherwise than alone: they share something that each of them changes; keep "
+        "it in the instance"
+    ),
+    True: (
+        "episodes whose calls ran at the same time came out otherwise than alone: one changes what another is using; "
+        "keep it in the instance, or hold a lock"
+    ),
 }
-"""What a model writes that has not learned the format yet, and worse."""
+"""What is wrong with episodes that meet, by whether only calls at the same time do."""
 
 Verdict = Literal["kept", "broken", "advice"]
 
@@ -52,53 +46,52 @@ class Finding:
     told: str = ""
 
 
-@dataclass(slots=True)
-class Episode:
-    """One episode as it was played."""
+class Checkup:
+    """Plays an environment on a dataset row. Each rule is checked once; the first that is broken ends its check.
 
-    prompt: list[dict[str, Any]] = field(default_factory=list)
-    outputs: list[BaseTextEnvStepOutput] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0  # of its slowest call
+    Calls are made as training makes them: in threads other than the main one, or awaited in one event loop.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        row: Mapping[str, Any],
+        env_config: Mapping[str, Any] | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """A call that takes longer than `timeout_seconds` ends the whole check.
+
+        Raises:
+            ValueError: training would not take the row.
+        """
+        self._task = Task.of(spec, row, env_config or {})
+        self._executor = Executor(len(REPLIES) + 1, timeout_seconds)
+        self._episodes: dict[str, Episode] = {}
 
     @property
-    def is_done(self) -> bool:
-        """Whether the environment ended it."""
-        return bool(self.outputs) and bool(self.outputs[-1]["done"])
-
-    def summary(self) -> list[Any]:
-        """What another episode with the same replies should come to."""
-        told = [(output["observations"], output["reward"], bool(output["done"])) for output in self.outputs]
-        return [self.prompt, told, self.metrics]
-
-
-class Broken(Exception):
-    """A rule is broken; the text says how."""
-
-
-class Checkup:
-    """Plays an environment on a dataset row. Each rule is checked once; the first that is broken ends its check."""
-
-    def __init__(self, spec: EnvSpec, row: Mapping[str, Any], env_config: Mapping[str, Any] | None = None) -> None:
-        self._spec = spec
-        self._prompt = row.get("prompt") or [{"role": "user", "content": "Begin."}]
-        extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
-        self._extras = {"max_turns": MAX_TURNS} | extras
-        self._env_config = json.loads(json.dumps(dict(env_config or {}), default=plain), object_hook=EnvConfig)
-        self._runner: asyncio.Runner | None = None
+    def is_stuck(self) -> bool:
+        """Whether a call hangs. A thread that hangs cannot be ended, and is left behind."""
+        return self._executor.is_stuck
 
     def run(self) -> Iterator[Finding]:
-        """A finding for each rule, in the order of `RULES`, as it is made; without an environment, the first alone."""
-        with asyncio.Runner() as self._runner:
+        """A finding for each rule, in the order of `RULES`, as it is made.
+
+        None follows after one that has no environment to be checked with, or where a call hangs.
+        """
+        with self._executor:
             for rule, check in RULES.items():
                 finding = self._finding(rule, check)
                 yield finding
-                if check is Checkup.can_be_made and finding.verdict == "broken":
+                if self.is_stuck or (check is Checkup.can_be_made and finding.verdict == "broken"):
                     return
 
     def _finding(self, rule: str, check: Callable[[Checkup], str | None]) -> Finding:
         try:
             advice = check(self)
+            if self._executor.was_stopped:
+                raise Broken("it stopped the event loop, in which the trainer and all other environments run")
+        except Hang as hang:
+            return Finding(rule, "broken", f"{hang}\nThe check ends here: the rules after this one would hang too")
         except Broken as broken:
             return Finding(rule, "broken", str(broken))
         return Finding(rule, "kept") if advice is None else Finding(rule, "advice", advice)
@@ -107,162 +100,119 @@ class Checkup:
 
     def can_be_made(self) -> str | None:
         """It is made from a row, and answers `init`."""
-        self._played([])
+        play_all([play_episode(self._task.copy(), [])], self._executor)
         return None
 
     def takes_any_reply(self) -> str | None:
         """No reply makes it raise: what a model writes is judged."""
         for name in REPLIES:
-            self._played([name] * self._n_turns)
-        return None
-
-    def is_quick(self) -> str | None:
-        """No call takes seconds."""
-        slowest = max((self._played([name] * self._n_turns).seconds, name) for name in REPLIES)
-        if slowest[0] > SLOW_SECONDS:
-            return f"a call took {slowest[0]:.1f} s, for the reply: {slowest[1]}"
+            self._episode(name)
         return None
 
     def ends_in_time(self) -> str | None:
         """It says done by the last turn: a reward that comes later never comes."""
         for name in REPLIES:
-            if not self._played([name] * self._n_turns).is_done:
+            if not self._episode(name).is_done:
                 return (
-                    f"it was not done after {self._n_turns} turns (extras['max_turns']) of the reply: {name}. The "
-                    "trainer ends the episode there; score it at the last turn"
+                    f"it was not done after {self._task.max_turns} turns (extras['max_turns']) of the reply: {name}. "
+                    "The trainer ends the episode there; score it at the last turn"
                 )
         return None
 
     def is_silent_when_done(self) -> str | None:
         """Nobody reads the observations of the last turn."""
         for name in REPLIES:
-            last = self._played([name] * self._n_turns).outputs[-1]
+            last = self._episode(name).outputs[-1]
             if last["done"] and last["observations"]:
                 return "step() returned observations with done=True; the model never reads them. Return []"
         return None
 
     def leaves_its_row_alone(self) -> str | None:
         """Rows are shared by all samples of a prompt."""
-        prompt, extras = copy.deepcopy((self._prompt, self._extras))
-        self._played(["words"] * self._n_turns, given=(prompt, extras))
-        if prompt != self._prompt:
+        task = self._task.copy()
+        play_all([play_episode(task, ["words"] * task.max_turns)], self._executor)
+        if task.prompt != self._task.prompt:
             raise Broken("it changed the messages that init() was given; copy them first")
-        if extras != self._extras:
+        if task.extras != self._task.extras:
             raise Broken("it changed extras, which all episodes of the row share; copy what it changes")
         return None
 
     def plays_beside_itself(self) -> str | None:
-        """Episodes that are played at the same time do not meet."""
-        names = list(REPLIES)[:4]
-        alone = [self._played([name] * self._n_turns).summary() for name in names]
-        together = self._interleaved(names)
-        if _as_text(together) != _as_text(alone):
+        """Episodes that are played in turns, and those that are played at the same time, do not meet."""
+        alone = _read([self._episode(name) for name in REPLIES])
+        for at_once, told in MEETING.items():
+            if self._together(at_once) == alone:
+                continue
+            again = _read([self._played(name) for name in REPLIES])
+            if again == alone and self._together(at_once) != alone:  # so that it is not random
+                raise Broken(told)
             return "episodes side by side came out otherwise than alone: it is random, or they share something"
         return None
 
     def is_repeatable(self) -> str | None:
         """The same replies come to the same."""
-        first, again = (self._played(["words"] * self._n_turns).summary() for _ in range(2))
-        if _as_text(first) != _as_text(again):
+        if self._played("words").read != self._played("words").read:
             return "two episodes with the same replies came out differently; take randomness from a seed in the row"
         return None
 
     def reports_numbers(self) -> str | None:
         """Metrics can be averaged over episodes."""
-        metrics = [self._played([name] * self._n_turns).metrics for name in REPLIES]
-        cls = type(self._made(self._extras))
-        try:
-            aggregated = cls.aggregate_metrics(metrics)
-        except Exception as error:
-            raise Broken(f"aggregate_metrics() raised {_named(error)}") from error
-        if not isinstance(aggregated, Mapping):
-            raise Broken(f"aggregate_metrics() returned {aggregated!r}; return a dict")
+        episodes = [self._episode(name) for name in REPLIES]
+        reported = [episode.metrics for episode in episodes if episode.metrics]  # others are not aggregated
+        if reported:
+            aggregate = getattr(episodes[0].env_class, "aggregate_metrics", default_aggregate_metrics)
+            (outcome,) = self._executor.run([Call(partial(aggregate, reported))])
+            checked(outcome, "aggregate_metrics()", "", _checked_aggregate)
+        return None
+
+    def is_quick(self) -> str | None:
+        """No call takes seconds."""
+        slowest = max((self._episode(name).seconds, name) for name in REPLIES)
+        if slowest[0] > SLOW_SECONDS:
+            return f"a call took {slowest[0]:.1f} s, for the reply: {slowest[1]}"
         return None
 
     def can_cross_processes(self) -> str | None:
         """What it answers has JSON, which `environment.skyrl_gym.isolation=process` needs."""
         try:
-            json.dumps(self._played(["words"] * self._n_turns).summary(), default=plain)
-            json.dumps([output.get("metadata") for output in self._played(["words"]).outputs], default=plain)
+            json.dumps(self._episode("words").answers, default=plain)
         except (TypeError, ValueError) as error:
             return f"what it answers has no JSON ({error}), so it cannot run in a process of its own"
         return None
 
     def leaves_nothing(self) -> str | None:
         """Threads, files and processes end with `close`."""
-        self._played(["words"] * self._n_turns)  # what is opened once, is open now
-        before = _held()
+        self._played("words")  # what is opened once, is open now
+        before = n_held()
         for _ in range(3):
-            self._played(["words"] * self._n_turns)
-        after = _held()
+            self._played("words")
+        after = n_held()
         grown = [f"{after[name] - n} {name}" for name, n in before.items() if after[name] >= n + 3]
         return f"three episodes left {', '.join(grown)} behind" if grown else None
 
     # -- playing
 
-    @property
-    def _n_turns(self) -> int:
-        return int(self._extras["max_turns"])
+    def _episode(self, name: str) -> Episode:
+        """The episode in which every reply is this one. It is played once for all rules."""
+        if name not in self._episodes:
+            self._episodes[name] = self._played(name)
+        return self._episodes[name]
 
-    def _played(self, replies: Sequence[str], given: tuple[Any, Any] | None = None) -> Episode:
-        """An episode with these replies, by name, ended earlier if the environment says done."""
-        episode = Episode()
-        for _ in self._steps(replies, episode, given or copy.deepcopy((self._prompt, self._extras))):
-            pass
+    def _played(self, name: str) -> Episode:
+        """Another such episode."""
+        (episode,) = play_all([self._player(name)], self._executor)
         return episode
 
-    def _interleaved(self, names: Sequence[str]) -> list[Any]:
-        episodes = [Episode() for _ in names]
-        players = [
-            self._steps([name] * self._n_turns, episode, copy.deepcopy((self._prompt, self._extras)))
-            for name, episode in zip(names, episodes, strict=True)
-        ]
-        while players:
-            players = [player for player in players if next(player, self) is None]
-        return [episode.summary() for episode in episodes]
-
-    def _steps(self, replies: Sequence[str], episode: Episode, given: tuple[Any, Any]) -> Iterator[None]:
-        """Play into `episode`, pausing after each call."""
-        prompt, extras = given
-        env = self._made(extras)
+    def _together(self, at_once: bool) -> list[list[str]]:
+        """What is read in episodes beside each other, one of each reply."""
         try:
-            episode.prompt = self._call(episode, env, "init", checked_prompt, "", prompt)
-            _check_text(episode.prompt, "init()")
-            yield
-            for name in replies:
-                output = self._call(episode, env, "step", checked_output, f", for the reply: {name}", REPLIES[name])
-                with _broken("step"):
-                    reward_components(output)
-                _check_text([] if output["done"] else output["observations"], "step()")
-                episode.outputs.append(output)
-                yield
-                if output["done"]:
-                    break
-            episode.metrics = self._call(episode, env, "get_metrics", checked_metrics, "")
-        finally:
-            if not isinstance(sys.exc_info()[1], Broken):  # or it would be told in place of what was broken first
-                for where in ("", ", the second time"):
-                    self._call(episode, env, "close", lambda answer: answer, where)
+            return _read(play_all([self._player(name) for name in REPLIES], self._executor, at_once))
+        except Broken as broken:
+            told = ", with calls at the same time" if at_once else ""
+            raise type(broken)(f"beside other episodes{told}: {broken}") from broken
 
-    def _made(self, extras: Any) -> Any:
-        with _broken("the constructor"):
-            return make(self._spec, env_config=copy.deepcopy(self._env_config), extras=extras)
-
-    def _call(
-        self, episode: Episode, env: Any, method: str, check: Callable[[Any], Any], where: str, *args: Any
-    ) -> Any:
-        """What a method answers, checked; `…_async` comes first, as in training."""
-        started = time.monotonic()
-        native = getattr(env, f"{method}_async", None)
-        with _broken(f"{method}()", where):
-            if inspect.iscoroutinefunction(native):
-                assert self._runner is not None
-                answer = self._runner.run(native(*args))
-            else:
-                answer = getattr(env, method)(*args)
-            checked = check(answer)
-        episode.seconds = max(episode.seconds, time.monotonic() - started)
-        return checked
+    def _player(self, name: str) -> Player:
+        return play_episode(self._task.copy(), [name] * self._task.max_turns)
 
 
 RULES: Mapping[str, Callable[[Checkup], str | None]] = {
@@ -280,45 +230,11 @@ RULES: Mapping[str, Callable[[Checkup], str | None]] = {
 }
 
 
-class _broken:
-    """What an environment raises breaks a rule; the text says where it was raised."""
-
-    def __init__(self, what: str, where: str = "") -> None:
-        self._what = what
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, Broken):
-            raise Broken(f"{self._what} raised {_named(error)}{self._where}") from error
+def _read(episodes: Sequence[Episode]) -> list[list[str]]:
+    return [episode.read for episode in episodes]
 
 
-def _check_text(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    for message in messages:
-        if not isinstance(message["content"], str):
-            raise Broken(f"{where} returned a message with content={message['content']!r}; most models read text only")
-
-
-def _named(error: Exception) -> str:
-    """The error and the line of the environment that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {str(error)[:500]}{at}"
-
-
-def _as_text(value: Any) -> str:
-    return json.dumps(value, default=repr, sort_keys=True)
-
-
-def _held() -> dict[str, int]:
-    """What this process has open."""
-    held = {"threads": threading.active_count()}
-    for folder, name in (("/proc/self/fd", "open files"), (f"/proc/self/task/{os.getpid()}/children", "processes")):
-        if os.path.isdir(folder):
-            held[name] = len(os.listdir(folder))
-        elif os.path.isfile(folder):
-            held[name] = len(Path(folder).read_text().split())
-    return held
+def _checked_aggregate(answer: Any) -> Mapping[str, Any]:
+    if not isinstance(answer, Mapping):
+        raise InvalidAnswer(f"aggregate_metrics() returned {answer!r}; return a dict")
+    return answer

@@ -46,7 +46,10 @@ def checked_output(output: Any) -> BaseTextEnvStepOutput:
     action = output.get("postprocessed_action")
     if action is not None and not isinstance(action, str):
         raise InvalidAnswer(f"step() returned postprocessed_action={action!r}; it must be a string, or left out")
-    history = (output.get("metadata") or {}).get("modified_chat_history")
+    metadata = output.get("metadata")
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InvalidAnswer(f"step() returned metadata={metadata!r}; it must be a dict, or left out")
+    history = (metadata or {}).get("modified_chat_history")
     if history is not None and (not history or not is_conversation(history)):
         raise InvalidAnswer(f"step() returned modified_chat_history={history!r}; it must be a list of messages")
     return output  # type: ignore[return-value]

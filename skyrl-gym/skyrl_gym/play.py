@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from skyrl_gym.contract import checked_output, checked_prompt
+from skyrl_gym.env_config import env_config_of
 from skyrl_gym.envs.registration import EnvSpec, make
-from skyrl_gym.worker import EnvConfig
+from skyrl_gym.methods import call
+from skyrl_gym.rows import prompt_and_extras
 
 END_OF_REPLY = "."
 
@@ -22,31 +23,26 @@ def play(
 
     Returns the sum of the rewards; None where one cannot be told, or the replies end first.
     """
-    prompt = row.get("prompt") or [{"role": "user", "content": "Begin."}]
-    extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
-    env = make(spec, env_config=EnvConfig(env_config), extras={"max_turns": 10} | copy.deepcopy(extras))
+    prompt, extras = copy.deepcopy(prompt_and_extras(row))
+    env = make(spec, env_config=env_config_of(env_config), extras=extras)
     with asyncio.Runner() as runner:
-
-        def call(method: str, *args: Any) -> Any:
-            native = getattr(env, f"{method}_async", None)
-            return runner.run(native(*args)) if inspect.iscoroutinefunction(native) else getattr(env, method)(*args)
-
         try:
-            _show(checked_prompt(call("init", copy.deepcopy(prompt))), screen)
+            _show(checked_prompt(call(env, runner, "init", prompt)), screen)
             rewards: list[Any] = []
             while (reply := _reply(replies, screen)) is not None:
-                output = checked_output(call("step", reply))
+                output = checked_output(call(env, runner, "step", reply))
                 rewards.append(output["reward"])
                 _show(output["observations"] or [], screen)
                 screen.write(f"-- reward {output['reward']}\n")
                 if output["done"]:
                     each = [sum(reward) if isinstance(reward, list) else reward for reward in rewards]
                     total = None if None in each else float(sum(each))
-                    screen.write(f"\nThe episode is over: {total} in {len(rewards)} turns. {call('get_metrics')}\n")
+                    metrics = call(env, runner, "get_metrics")
+                    screen.write(f"\nThe episode is over: {total} in {len(rewards)} turns. {metrics}\n")
                     return total
             return None
         finally:
-            call("close")
+            call(env, runner, "close")
 
 
 def _show(messages: Sequence[Mapping[str, Any]], screen: TextIO) -> None:

@@ -8,7 +8,6 @@ It reads calls from a socket, one JSON list a line: `["make", id, entry_point, k
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import signal
@@ -22,19 +21,10 @@ from contextlib import closing
 from typing import Any
 
 from skyrl_gym.core import Env
+from skyrl_gym.env_config import env_config_of
 from skyrl_gym.envs.registration import EnvSpec, make
-
-
-class EnvConfig(dict[str, Any]):
-    """A section of the configuration as environments read it: a dict, and `config.topk` is `config["topk"]`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        known = ", ".join(self) or "nothing"
-        raise AttributeError(
-            f"env_config has no {name!r}; set here: {known}. Set environment.skyrl_gym.<env_class>.{name}"
-        )
+from skyrl_gym.methods import call
+from skyrl_gym.serialization import plain
 
 
 class Worker:
@@ -52,8 +42,7 @@ class Worker:
     ) -> None:
         """Make an environment; the one before is closed."""
         self.close()
-        config = json.loads(json.dumps(env_config), object_hook=EnvConfig)
-        self._env = make(EnvSpec(id, entry_point, kwargs), env_config=config, extras=extras)
+        self._env = make(EnvSpec(id, entry_point, kwargs), env_config=env_config_of(env_config), extras=extras)
 
     def close(self) -> None:
         """Close the environment, if there is one, and end the tasks that it leaves."""
@@ -61,22 +50,22 @@ class Worker:
         runner, self._runner = self._runner, asyncio.Runner()
         with closing(runner):
             if env is not None:
-                _call(env, runner, "close", [])
+                call(env, runner, "close")
 
     def answer(self, method: str, args: list[Any]) -> Any:
         """What a call returns."""
         if method in ("hello", "make", "close"):
             own: Callable[..., Any] = getattr(self, method)
             return own(*args)
-        return _call(self._env, self._runner, method, args)
+        return call(self._env, self._runner, method, *args)
 
 
 def serve(fd: int) -> None:
     """Answer calls until nobody asks any more."""
     worker = Worker()
     with socket.socket(fileno=fd) as line, line.makefile("rw", encoding="utf-8", newline="\n") as stream:
-        for call in stream:
-            method, *args = json.loads(call)
+        for told in stream:
+            method, *args = json.loads(told)
             try:
                 answer = json.dumps(["ok", worker.answer(method, args)], default=plain)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001, the boundary of a call
@@ -98,22 +87,6 @@ def end_with_parent() -> None:
 
     if os.getpgrp() == os.getpid():  # the group is its own
         threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
-
-
-def plain(value: Any) -> Any:
-    """What `json.dumps` takes for arrays and numbers of numpy and torch, and for dates and times."""
-    for method in ("tolist", "isoformat"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    raise TypeError(f"{value!r} has no JSON, and an environment in a process of its own is told and answers in JSON")
-
-
-def _call(env: Any, runner: asyncio.Runner, method: str, args: list[Any]) -> Any:
-    """What an environment's method returns; `…_async` comes first, as it does where no process is between."""
-    native = getattr(env, f"{method}_async", None)
-    if inspect.iscoroutinefunction(native):
-        return runner.run(native(*args))
-    return getattr(env, method)(*args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +17,18 @@ def clean_registry() -> Iterator[None]:
     yield
     registry.clear()
     registry.update(before)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    """A shop's."""
+    file = tmp_path / "sho?p" / "sho?p.sqlite"  # a name with a meaning in addresses
+    file.parent.mkdir()
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE goods (id INTEGER, name TEXT, price REAL)")
+        connection.executemany(
+            "INSERT INTO goods VALUES (?, ?, ?)", [(2, "pen", 1.5), (1, "ink", 4.0), (2, "pen", 1.5)]
+        )
+        connection.execute("INSERT INTO goods VALUES (3, CAST(x'ff' AS TEXT), NULL)")
+    connection.close()
+    return file

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ROW = {"prompt": [{"role": "user", "content": "6 * 7?"}], "reward_spec": {"ground_truth": "42"}}
@@ -22,6 +24,33 @@ class MyEnv(BaseTextEnv):
 """
 
 
+HANGING = """
+import pathlib, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+class ProgramEnv(BaseTextEnv):
+    def __init__(self, env_config, extras):
+        super().__init__()
+
+    def step(self, action):
+        program = subprocess.Popen(["sleep", "600"])
+        pathlib.Path("pid").write_text(str(program.pid))
+        program.wait()
+        pathlib.Path("returned").touch()
+
+class PoolEnv(ProgramEnv):
+    def step(self, action):
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(super().step, action).result(timeout=0.1)
+
+class BusyEnv(ProgramEnv):
+    def step(self, action):
+        while True:
+            pass
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
@@ -29,6 +58,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "wrong.json").write_text("{}")
     (tmp_path / "number.jsonl").write_text("1\n")
     (tmp_path / "my_module.py").write_text(MINE)
+    (tmp_path / "hanging.py").write_text(HANGING)
+    pq.write_table(pa.Table.from_pylist([ROW | {"max_turns": None}]), tmp_path / "rows.parquet")
     return tmp_path
 
 
@@ -50,8 +81,35 @@ def test_a_check_names_what_is_broken(folder: Path) -> None:
     assert result.stdout.endswith("to consider\n")
 
 
-def test_a_check_of_ours(folder: Path) -> None:
-    result = run(folder, "check", "gsm8k", "--data", "rows.json", "--set", "grader=flexible")
+def test_what_was_told_is_not_told_again(folder: Path) -> None:
+    result = run(folder, "check", "my_module:MyEnv", "--data", "rows.jsonl")
+    assert "✗ ends by its last turn\n    as above\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("ProgramEnv", "in step: program.wait()"),
+        ("PoolEnv", "in step: with ThreadPoolExecutor() as pool:"),
+        ("BusyEnv", "in step: "),
+    ],
+)
+def test_a_check_of_what_hangs_ends_with_what_it_started(folder: Path, name: str, line: str) -> None:
+    result = run(folder, "check", f"hanging:{name}", "--timeout", "0.5")
+    assert result.returncode == 1
+    told = "step() did not come back within 0.5 s, for the reply: nothing. It is in"
+    assert f"✗ takes any reply\n    {told}\n      hanging.py, line " in result.stdout
+    assert line in result.stdout
+    assert result.stdout.endswith(f"hanging:{name}: 1 kept, 1 broken, 0 to consider, 9 not checked\n")
+    assert "Traceback" not in result.stderr
+    if (folder / "pid").exists():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((folder / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("file", ["rows.json", "rows.parquet"])
+def test_a_check_of_ours(folder: Path, file: str) -> None:
+    result = run(folder, "check", "gsm8k", "--data", file, "--set", "grader=flexible", "--timeout", "30")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("gsm8k: 11 kept, 0 broken, 0 to consider\n")
 
@@ -73,7 +131,10 @@ def test_the_list(folder: Path) -> None:
         (("check", "my_module:MyEnw"), "Did you mean 'MyEnv'"),
         (("check", "nowhere:Env"), "No module named 'nowhere'"),
         (("check", "gsm8k", "--data", "nothing.jsonl"), "nothing.jsonl"),
-        (("check", "gsm8k", "--data", "rows.parquet"), "a file of .json or .jsonl is read here"),
+        (("check", "gsm8k", "--data", "my_module.py"), "a file of .parquet, .json or .jsonl is read here"),
+        (("check", "gsm8k", "--timeout", "0"), "0 is no time to wait; write a number of seconds, such as 60"),
+        (("check", "gsm8k", "--timeout", "nan"), "nan is no time to wait"),
+        (("check", "gsm8k", "--timeout", "soon"), "--timeout: soon is no time to wait"),
         (("check", "gsm8k", "--data", "rows.jsonl", "--row", "3"), "--row 3: rows.jsonl has rows 0 to 0"),
         (("check", "gsm8k", "--data", "wrong.json"), "a .json file holds a list of rows"),
         (("check", "gsm8k", "--data", "number.jsonl"), "row 0 of number.jsonl is '1'; a row is an object"),

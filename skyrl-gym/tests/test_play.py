@@ -1,14 +1,33 @@
 from __future__ import annotations
 
+import asyncio
 import io
+from typing import Any
 
 import pytest
 
 from skyrl_gym.envs import BUILT_IN
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.registration import EnvSpec
 from skyrl_gym.play import play
 
 ROW = {"prompt": [{"role": "user", "content": "6 * 7?"}], "reward_spec": {"ground_truth": "42"}, "max_turns": 3}
+
+
+class Awaited(BaseTextEnv):
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.reward = env_config.inner.reward
+
+    async def init_async(self, prompt: Any) -> Any:
+        self.loop = asyncio.get_running_loop()
+        return prompt, {}
+
+    async def step_async(self, action: str) -> BaseTextEnvStepOutput:
+        assert asyncio.get_running_loop() is self.loop
+        return BaseTextEnvStepOutput(observations=[], reward=self.reward, done=True, metadata={})
+
+
 SPEC = EnvSpec("gsm8k_multi_turn", BUILT_IN["gsm8k_multi_turn"])
 
 
@@ -28,3 +47,14 @@ def test_one_may_leave() -> None:
 
 def test_the_last_reply_may_lack_its_end() -> None:
     assert play(SPEC, ROW, {}, io.StringIO("#### 42"), io.StringIO()) == 1.0
+
+
+def test_a_row_may_have_nothing_for_max_turns() -> None:
+    screen = io.StringIO()
+    play(SPEC, ROW | {"max_turns": None}, {}, io.StringIO("#### 41\n.\n#### 42\n.\n"), screen)
+    assert "The episode is over: 1.02 in 2 turns" in screen.getvalue()  # 0.2 of ten turns for the first
+
+
+def test_what_is_awaited_has_one_event_loop_and_sections_have_attributes() -> None:
+    spec = EnvSpec("awaited", Awaited)
+    assert play(spec, {}, {"inner": {"reward": 3}}, io.StringIO("go\n.\n"), io.StringIO()) == 3.0

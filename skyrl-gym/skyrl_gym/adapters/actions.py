@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from typing import Any, NoReturn
+from typing import Any
 
-from skyrl_gym.tools.calls import without_thoughts
+from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, without_thoughts
+from skyrl_gym.tools.strict_json import BadJSON, TooDeep, read_json_at
 
 OPENING, CLOSING = "<action>", "</action>"
 WHOLE_NUMBER = re.compile(r"(?<![\w.+-])[+-]?[0-9]{1,18}(?!\w|\.[0-9])", re.ASCII)
@@ -66,6 +65,18 @@ def json_array(text: str) -> list[Any]:
     return value
 
 
+def calls_in(reply: str) -> list[ToolCall]:
+    """The calls of tools in a reply, in order; there may be none.
+
+    Raises:
+        ActionError: one cannot be read, or there are too many.
+    """
+    try:
+        return parse_tool_calls(reply)
+    except ToolCallError as error:
+        raise ActionError(str(error)) from error
+
+
 def _last_json(text: str, opening: str, name: str) -> Any:
     found: Any = None
     problem = "there is none"
@@ -73,30 +84,14 @@ def _last_json(text: str, opening: str, name: str) -> Any:
     position = text.find(opening)
     while position >= 0 and n_attempts < MAX_ATTEMPTS:
         try:
-            found, position = DECODER.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError, too
+            found, position = read_json_at(text, position)
+        except TooDeep as error:  # what is inside it is no action
+            raise ActionError(f"Your action must be a JSON {name}, but {error}.") from error
+        except BadJSON as error:
             n_attempts += 1
-            problem = _reason(error)
+            problem = str(error)
             position += 1
         position = text.find(opening, position)
     if found is None:
         raise ActionError(f"Your action must be a JSON {name}, but {problem}.")
     return found
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number that JSON has")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    return value if math.isfinite(value) else _refuse(number)
-
-
-DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"it breaks at line {error.lineno}, column {error.colno}: {error.msg}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else "a number in it cannot be read"

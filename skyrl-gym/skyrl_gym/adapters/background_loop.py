@@ -14,10 +14,14 @@ class BackgroundLoop:
     """An event loop in a thread of its own, until `close`. It turns between calls, too, and so answers pings."""
 
     def __init__(self, name: str) -> None:
-        self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=name, daemon=True)
-        self._thread.start()
-        self._is_ready.wait()
+        self._loop = asyncio.new_event_loop()  # here, where what goes wrong is raised
+        self._is_closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._loop.close()
+            raise
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What the coroutine returns or raises. Interrupted, it is cancelled."""
@@ -34,8 +38,9 @@ class BackgroundLoop:
             self._loop.call_soon_threadsafe(self._is_closed.set)
             self._thread.join()
 
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._is_closed = asyncio.Event()
-        self._is_ready.set()
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
         await self._is_closed.wait()

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.adapters.actions import ActionError
 from skyrl_gym.adapters.ansi import uncoloured
-from skyrl_gym.adapters.observations import described, readable, user_message, with_observation
-from skyrl_gym.adapters.settings import max_turns, read_settings, require, reset_arguments
+from skyrl_gym.adapters.observations import described, user_message, with_observation
+from skyrl_gym.adapters.settings import max_turns, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.optional import require
+from skyrl_gym.tools.messages import readable
 
 if TYPE_CHECKING:
     import gymnasium
@@ -65,7 +67,7 @@ class GymnasiumEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
-        require("gymnasium", "gymnasium")
+        require("gymnasium", "gymnasium", "Gymnasium environments")
         from skyrl_gym.adapters.gymnasium_actions import ActionReader
 
         self.settings = read_settings(GymnasiumSettings, "gymnasium", env_config, extras)
@@ -74,7 +76,7 @@ class GymnasiumEnv(BaseTextEnv):
         self._env: gymnasium.Env[Any, Any] | None = _made(self.settings)
         try:
             self._actions = ActionReader(self._env.action_space, _action_names(self.settings, self._env.spec))
-        except ValueError:
+        except BaseException:
             self.close()
             raise
         self._n_invalid = 0

@@ -12,6 +12,7 @@ from gymnasium import Space, spaces
 
 from skyrl_gym.adapters.actions import CLOSING, OPENING, ActionError, json_array, json_object, said, whole_number
 from skyrl_gym.adapters.observations import as_text
+from skyrl_gym.tools.strict_json import BadJSON, read_json
 
 MAX_CHARSET = 100
 """Characters of a text space that are listed to the model."""
@@ -27,8 +28,9 @@ class ActionReader:
             raise ValueError(f"action_names={list(names)} do not fit {space}; give a Discrete space a name per action")
         self.space = space
         self.names = [str(name) for name in names]
-        mentions = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
-        self._mention = re.compile(rf"(?<!\w)(?:{mentions})(?!\w)", re.IGNORECASE) if names else None
+        self._folded = [name.casefold() for name in self.names]
+        mentions = "|".join(re.escape(name) for name in sorted(self._folded, key=len, reverse=True))
+        self._mention = re.compile(rf"(?<!\w)(?:{mentions})(?!\w)") if names else None
 
     @property
     def instructions(self) -> str:
@@ -61,14 +63,14 @@ class ActionReader:
 
     def _discrete(self, space: spaces.Discrete, text: str) -> int:
         """The action that is named, by name or number; a longer text may mention one action, and no other."""
-        lowered = [name.casefold() for name in self.names]
-        if text.casefold() in lowered:
-            return lowered.index(text.casefold()) + int(space.start)
-        mentioned = {match.casefold() for match in self._mention.findall(text)} if self._mention else set()
+        folded = text.casefold()
+        mentioned = set(self._mention.findall(folded)) if self._mention else set()
+        if folded in self._folded:
+            mentioned = {folded}
         if len(mentioned) > 1:
             raise ActionError("Your action names more than one.")
         if mentioned:
-            return lowered.index(mentioned.pop()) + int(space.start)
+            return self._folded.index(mentioned.pop()) + int(space.start)
         return int(_from_json(space, whole_number(text)))
 
 
@@ -137,8 +139,8 @@ _READERS: dict[type[Space[Any]], Callable[[Any, Any], Any]] = {
 
 def _number(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return read_json(text)
+    except BadJSON as error:
         raise ActionError("Your action must be a number.") from error
 
 

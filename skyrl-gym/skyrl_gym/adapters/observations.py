@@ -9,7 +9,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import ConversationType, MessageType
-from skyrl_gym.worker import plain
+from skyrl_gym.serialization import plain
+from skyrl_gym.tools.messages import extended, readable
 
 FIELD = re.compile(r"\{(\w+)\}")
 
@@ -26,9 +27,8 @@ def with_observation(prompt: ConversationType, text: str) -> ConversationType:
     """
     if not text:
         return list(prompt)
-    if prompt and prompt[-1]["role"] == "user" and isinstance(prompt[-1]["content"], str):
-        content = "\n\n".join(part for part in (prompt[-1]["content"], text) if part)
-        return [*prompt[:-1], {**prompt[-1], "content": content}]
+    if prompt and prompt[-1]["role"] == "user":
+        return [*prompt[:-1], extended(prompt[-1], text)]
     return [*prompt, user_message(text)]
 
 
@@ -55,9 +55,9 @@ def described(observation: Any, template: str | None = None) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as people would write it: a dict as `name: value` lines, a table row by row, the rest as JSON.
+    """A value as people would write it: a dict as `name: value` lines, a table row by row, other lists as JSON.
 
-    What is empty or None is left out of dicts.
+    What is empty or None is left out of dicts. What is nothing of that kind is shown as `str` has it.
     """
     if isinstance(value, Mapping):
         fields = {str(name): item for name, item in value.items() if not _is_empty(item)}
@@ -70,12 +70,15 @@ def as_text(value: Any) -> str:
         return f"[{', '.join(map(_scalar, value))}]"
     if hasattr(value, "tolist"):  # an array
         return as_text(value.tolist())
-    return json.dumps(value, ensure_ascii=False, default=plain)
+    return json.dumps(value, ensure_ascii=False, default=_inner) if isinstance(value, Sequence) else str(value)
 
 
-def readable(text: str) -> str:
-    """The text without lone surrogates, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _inner(value: Any) -> Any:
+    """What stands in a list of JSON for something else."""
+    try:
+        return plain(value)
+    except TypeError:
+        return str(value)
 
 
 def _fields(observation: Any) -> dict[str, Any]:

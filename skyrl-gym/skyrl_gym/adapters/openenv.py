@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.adapters.actions import ActionError
-from skyrl_gym.adapters.background_loop import BackgroundLoop
-from skyrl_gym.adapters.observations import as_text, described, readable, user_message, with_observation
+from skyrl_gym.adapters.awaited_env import AwaitedEnv
+from skyrl_gym.adapters.observations import as_text, described, user_message, with_observation
 from skyrl_gym.adapters.openenv_actions import ActionFormat, JsonAction, TextAction, ToolAction, format_of
 from skyrl_gym.adapters.openenv_client import (
     ExecutionFailed,
@@ -24,9 +24,10 @@ from skyrl_gym.adapters.openenv_client import (
     StepResult,
 )
 from skyrl_gym.adapters.openenv_schema import action_fields, action_schema, is_of_tools
-from skyrl_gym.adapters.settings import max_turns, read_settings, require, reset_arguments
-from skyrl_gym.adapters.tool_messages import tool_response, with_system
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.adapters.settings import max_turns, read_settings, reset_arguments
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.optional import require
+from skyrl_gym.tools.messages import readable, tool_response, with_system
 
 ACTION_KEYS = {"text_field", "format", "fixed"}
 FORMATS = ("auto", "json", "tools")
@@ -76,26 +77,24 @@ class OpenEnvSettings(SessionOptions):
         return self.action.get("format") or "auto"
 
 
-class OpenEnvEnv(BaseTextEnv):
+class OpenEnvEnv(AwaitedEnv):
     """One episode on an OpenEnv server: one session, from `init` to `close`.
 
     A step without a reward is worth 0; an episode without any, `missing_reward`. What the server does not accept as an
     action is told to the model, and counts in `invalid_actions`. A lost session raises, and is never opened again.
 
-    `init`, `step` and `close` are for use by hand; the trainer awaits their `…_async` twins. With
-    `environment.skyrl_gym.isolation=process` nobody answers the server's pings while the model writes: give it none
-    (uvicorn's `--ws-ping-interval`), or keep the default.
+    With `environment.skyrl_gym.isolation=process` nobody answers the server's pings while the model writes: let it send
+    none (uvicorn's `--ws-ping-interval`), or keep the default.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
-        require("websockets", "openenv")
+        require("websockets", "openenv", "OpenEnv environments")
         self.settings = read_settings(OpenEnvSettings, "openenv", env_config, extras)
         self.max_turns = max_turns(extras)
         self._reset_arguments = reset_arguments(self.settings.reset, extras)
         self._session = OpenEnvSession(self.settings.url, self.settings)
         self._format: ActionFormat | None = None
-        self._background: BackgroundLoop | None = None
         self._n_invalid = 0
         self._n_actions = 0
         self._is_paid = False
@@ -148,38 +147,6 @@ class OpenEnvEnv(BaseTextEnv):
                 break
         return self._output(texts, rewards, actions)
 
-    async def close_async(self) -> None:
-        """End the session. Calling it again does nothing."""
-        await self._session.close()
-        if self._background is not None:
-            self.close()
-
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """See `init_async`."""
-        self._background = self._background or BackgroundLoop("openenv")
-        try:
-            return self._background.run(self.init_async(prompt))
-        except BaseException:
-            self.close()
-            raise
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See `step_async`."""
-        if self._background is None:
-            raise RuntimeError("call init before step")
-        return self._background.run(self.step_async(action))
-
-    def close(self) -> None:
-        """See `close_async`. A session that was awaited is ended without a goodbye."""
-        if self._background is None:
-            self._session.abort()
-            return
-        background, self._background = self._background, None
-        try:
-            background.run(self._session.close())
-        finally:
-            background.close()
-
     def get_metrics(self) -> dict[str, Any]:
         """Turns, actions that were no actions, actions that were played, and whether the server ended the episode."""
         return {
@@ -188,6 +155,12 @@ class OpenEnvEnv(BaseTextEnv):
             "actions": self._n_actions,
             "ended_by_env": int(self._ended_by_server),
         }
+
+    async def _release(self) -> None:
+        await self._session.close()
+
+    def _abandon(self) -> None:
+        self._session.abort()
 
     async def _choose_format(self) -> ActionFormat | None:
         """How to read replies; None for calls of tools, which the server lists after `reset`."""

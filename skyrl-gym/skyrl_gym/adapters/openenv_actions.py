@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from skyrl_gym.adapters.actions import CLOSING, OPENING, ActionError, json_object, said, whole_number
+from skyrl_gym.adapters.actions import CLOSING, OPENING, ActionError, calls_in, json_object, said, whole_number
 from skyrl_gym.adapters.openenv_schema import Field, Schema, action_fields
-from skyrl_gym.adapters.tool_messages import calls_in, tools_prompt
 from skyrl_gym.tools.calls import ToolCall
+from skyrl_gym.tools.messages import tools_prompt
+from skyrl_gym.tools.strict_json import BadJSON, read_json
 
 WORDS = {"true": True, "false": False}
 
@@ -154,6 +154,6 @@ def _from_text(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return read_json(value)
+    except BadJSON:
         return value  # the server says what is wrong with it

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from skyrl_gym.adapters.openenv_places import places_of
 from skyrl_gym.error import Error
-from skyrl_gym.worker import plain
+from skyrl_gym.serialization import plain
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

@@ -8,6 +8,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from skyrl_gym.adapters.openenv_client import ServerUnavailable, SessionOptions, http_url
@@ -73,19 +74,22 @@ def _branches(schema: Schema) -> Iterator[Schema]:
             yield _resolved(schema, branch)
 
 
-def _resolved(schema: Schema, described: Schema) -> Schema:
-    """What a `$ref` into the schema's own definitions stands for."""
+def _resolved(schema: Schema, described: Any) -> Schema:
+    """What a `$ref` into the schema's own definitions stands for; `true` is a schema too, which says nothing."""
+    if not isinstance(described, Mapping):
+        return {}
     reference = described.get("$ref")
     if not isinstance(reference, str):
         return described
     target: Any = schema
     for step in reference.removeprefix("#/").split("/"):
-        target = target.get(step) or {}
-    return {**target, **described}
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return {**target, **described} if isinstance(target, Mapping) else described
 
 
 def _field(name: str, described: Schema, is_required: bool) -> Field:
-    types = [described.get("type"), *(branch.get("type") for branch in described.get("anyOf") or [])]
+    branches = (branch for branch in described.get("anyOf") or [] if isinstance(branch, Mapping))
+    types = [described.get("type"), *(branch.get("type") for branch in branches)]
     known = " or ".join(kind for kind in types if isinstance(kind, str)) or "any value"
     choices = tuple(described.get("enum") or ())
     return Field(name, known, is_required, str(described.get("description") or ""), choices)
@@ -102,7 +106,7 @@ def _fetch(where: str, options: SessionOptions) -> Schema:
     try:
         with urllib.request.urlopen(request, timeout=options.connect_timeout_s) as response:
             schema = json.load(response)["action"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise ServerUnavailable(
             f"{where} does not say what actions look like ({error!r}); set environment.skyrl_gym.openenv.action."
             "text_field to the field that takes the model's reply, or action.format=tools"

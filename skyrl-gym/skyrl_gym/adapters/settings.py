@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,13 @@ NO_LIMIT = sys.maxsize
 """The turns of an episode by hand that sets no `max_turns`."""
 
 
-def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> S:
+def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> S:
     """The section of `env_class`, with a row's `extra_info.env_config` over it, as the dataclass `kind`.
 
     Raises:
         ValueError: a key is unknown, or one without a default is missing, or a section is something else.
     """
-    given = plain(dict(env_config)) | of_row(extra_info(extras).get("env_config"), "extra_info.env_config")
+    given = plain(dict(env_config or {})) | of_row(extra_info(extras).get("env_config"), "extra_info.env_config")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if given.keys() <= fields.keys():
         for field in fields.values():
@@ -41,12 +40,6 @@ def _check(key: str, field: dataclasses.Field[Any], given: dict[str, Any]) -> No
             raise ValueError(f"{key}={value!r} must be a section: set {key}.<key>")
     elif value is None and field.default is dataclasses.MISSING:
         raise ValueError(f"{key} is missing; set it in the configuration")
-
-
-def require(package: str, extra: str) -> None:
-    """Raises ImportError, with the command that helps, where an optional package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f"{extra} environments need the package {package}: pip install 'skyrl-gym[{extra}]'")
 
 
 def extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +70,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def of_row(value: Any, name: str) -> dict[str, Any]:
-    """A struct of a dataset row as a dict. Parquet stores a missing key as None, so None means missing.
+    """A struct of a dataset row as a dict. Parquet stores a missing key as None, so None means missing, inside it too.
 
     Raises:
         ValueError: it is something else; the message has its `name`.
@@ -86,7 +79,13 @@ def of_row(value: Any, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}={value!r} of a dataset row must be a dict")
-    return {str(key): plain(item) for key, item in value.items() if item is not None}
+    return _without_none(plain(dict(value)))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def plain(value: Any) -> Any:

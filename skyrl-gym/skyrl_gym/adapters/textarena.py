@@ -18,14 +18,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.adapters.actions import ActionError, said
-from skyrl_gym.adapters.observations import readable, user_message, with_observation
+from skyrl_gym.adapters.observations import user_message, with_observation
 from skyrl_gym.adapters.own_random import OwnRandom
-from skyrl_gym.adapters.settings import max_turns, read_settings, require, reset_arguments
+from skyrl_gym.adapters.settings import max_turns, read_settings, reset_arguments
 from skyrl_gym.entry_point import load_attribute
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.optional import require
+from skyrl_gym.tools.messages import readable
 
-Opponent = Callable[[str], str]
-"""Reads all that its player has seen of the game, and returns a move."""
+GAME = -1
+"""The seat from which the game itself speaks."""
+
+Opponent = Callable[["View"], str]
+"""Reads what its player sees of the game, and returns a move."""
+
+MAX_MOVE_CHARS = 4000
+"""Of a longer reply, games read the end: some search it for moves in quadratic time, and `int` raises for a number of
+more than 4300 digits."""
 
 OFFERED = re.compile(r"'(\[[^\[\]\n]{1,40}\])'")
 MAX_MOVES_IN_A_ROW = 10_000
@@ -40,7 +49,7 @@ class TextArenaSettings:
     reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, come on top.
     num_players, seat: how many play, and which of them is the model, counted from 0.
     opponents: who holds the other seats, one for all of them or a list: ``random`` plays one of the moves that the game
-        writes in quotes, as '[4]'; ``module:name`` is a function from what was seen to a move, or a class of such.
+        writes in quotes, as '[4]'; ``module:name`` is a function from all that was seen to a move, or a class of such.
     missing_reward: the reward of a game that was not played to its end; None makes its rollout invalid.
     """
 
@@ -59,6 +68,20 @@ class TextArenaSettings:
             raise ValueError(f"opponents={self.opponents!r} must be {self.num_players - 1}, one for each other seat")
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a player sees.
+
+    news: what it has not seen yet, without its own words.
+    seen: all that it has seen.
+    of_game: what of that the game said, and no player.
+    """
+
+    news: str
+    seen: str
+    of_game: str
+
+
 class TextArenaEnv(BaseTextEnv):
     """One game of TextArena. The rules, and what an illegal move costs, are the game's; its reward comes at its end.
 
@@ -68,7 +91,7 @@ class TextArenaEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
-        require("textarena", "textarena")
+        require("textarena", "textarena", "TextArena environments")
         self.settings = read_settings(TextArenaSettings, "textarena", env_config, extras)
         self.max_turns = max_turns(extras)
         self._reset_arguments = reset_arguments(self.settings.reset, extras)
@@ -136,14 +159,14 @@ class TextArenaEnv(BaseTextEnv):
                 return
             seat = self._game.to_move
             with self._random.lent():
-                _, seen = self._game.look()
-            self._move(self._opponents[seat](seen))
+                view = self._game.look()
+            self._move(self._opponents[seat](view))
         raise RuntimeError(f"{self.settings.env_id}: the others made {MAX_MOVES_IN_A_ROW} moves in a row")
 
     def _seen(self) -> str:
         with self._random.lent():
-            news, _ = self._game.look()
-        return readable(news)
+            view = self._game.look()
+        return readable(view.news)
 
 
 class _Game:
@@ -155,6 +178,7 @@ class _Game:
         *wrappers, self._core = _layers(self._env)
         self._has_own_view = any(map(_is_own_view, wrappers))
         self._seen: dict[int, str] = {}
+        self._of_game: dict[int, str] = {}
         self.was_illegal = False
 
     @property
@@ -188,10 +212,12 @@ class _Game:
         """Seats that lost by an illegal move."""
         return {seat for seat, facts in self._core.state.game_info.items() if facts.get("invalid_move")}
 
-    def look(self) -> tuple[str, str]:
-        """What the player to move has not seen yet, without its own words; and all that it has seen."""
+    def look(self) -> View:
+        """What the player to move sees."""
         seat = self.to_move
         before = self._seen.get(seat, "")
+        of_game = (text for sender, text, _ in self._core.state.observations[seat] if sender == GAME)
+        self._of_game[seat] = "\n".join((self._of_game.get(seat, ""), *of_game))
         if self._has_own_view:
             _, now = self._env.get_observation()
             news, self._seen[seat] = now.removeprefix(before), now
@@ -199,10 +225,10 @@ class _Game:
             _, messages = self._core.get_observation()
             news = self._written(message for message in messages if message[0] != seat)
             self._seen[seat] = "\n".join(filter(None, (before, self._written(messages))))
-        return news.strip(), self._seen[seat]
+        return View(news.strip(), self._seen[seat], self._of_game[seat])
 
     def _written(self, messages: Iterable[tuple[int, str, Any]]) -> str:
-        names = {-1: "GAME", **self._core.state.role_mapping}
+        names = {GAME: "GAME", **self._core.state.role_mapping}
         return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in messages)
 
     def _n_errors(self) -> int:
@@ -262,19 +288,20 @@ def _opponent(name: str, env_id: str, generator: random.Random) -> Opponent:
     if name == "random":
         return _RandomOpponent(env_id, generator)
     opponent: Any = load_attribute(name)
-    return opponent() if isinstance(opponent, type) else opponent
+    play: Callable[[str], str] = opponent() if isinstance(opponent, type) else opponent
+    return lambda view: play(view.seen)
 
 
 class _RandomOpponent:
-    """Plays one of the moves that were offered last."""
+    """Plays one of the moves that the game offered last; what other players offer it does not read."""
 
     def __init__(self, env_id: str, generator: random.Random) -> None:
         self._env_id = env_id
         self._generator = generator
 
-    def __call__(self, seen: str) -> str:
+    def __call__(self, view: View) -> str:
         """A move. Raises ValueError where the game offers none in quotes."""
-        for line in reversed(seen.splitlines()):
+        for line in reversed(view.of_game.splitlines()):
             if offered := OFFERED.findall(line):
                 return self._generator.choice(offered)
         raise ValueError(f"{self._env_id} offers no moves in quotes; set opponents to a function, 'module:name'")
@@ -283,6 +310,6 @@ class _RandomOpponent:
 def _move_in(reply: str) -> str:
     """What the game reads of a reply. To say nothing is a move too, and the game says what it costs."""
     try:
-        return said(reply)
+        return said(reply)[-MAX_MOVE_CHARS:]
     except ActionError:
         return ""

@@ -23,20 +23,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from types import FunctionType
 from typing import Any
 
-from skyrl_gym.adapters.actions import ActionError
+from skyrl_gym.adapters.actions import ActionError, calls_in
 from skyrl_gym.adapters.background_loop import BackgroundLoop
-from skyrl_gym.adapters.observations import as_text, readable, user_message, with_observation
+from skyrl_gym.adapters.observations import as_text, user_message, with_observation
 from skyrl_gym.adapters.settings import max_turns, read_settings
-from skyrl_gym.adapters.tool_messages import calls_in, tool_response, tools_prompt, with_system
 from skyrl_gym.entry_point import load_attribute
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.tools.calls import ToolCall, ToolCallError
+from skyrl_gym.tools.messages import readable, tool_response, tools_prompt, with_system
 from skyrl_gym.tools.schema import Signature
 
 NO_TOOLS = {"reset", "get_reward", "close"}
@@ -75,15 +75,16 @@ class TrlEnv(BaseTextEnv):
         self.max_turns = max_turns(extras)
         self._row = {name: value for name, value in extras.items() if name != "max_turns"}
         self._env: Any = load_attribute(self.settings.factory)(**self.settings.kwargs)
-        self._tools = _tools(self._env)
-        if not self._tools:
-            raise ValueError(f"{self.settings.factory} has no tools: give it public methods besides reset")
         self._loop: BackgroundLoop | None = None
         self._n_calls = 0
         self._n_failed = 0
         self._n_invalid = 0
         self._is_done = False
         self._is_closed = False
+        self._tools = _tools(self._env)
+        if not self._tools:
+            self.close()
+            raise ValueError(f"{self.settings.factory} has no tools: give it public methods besides reset")
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Reset the environment; tools go into the system prompt, what `reset` says to the end of the prompt."""
@@ -96,7 +97,7 @@ class TrlEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Carry out the calls in a reply, in order."""
-        if self._is_done:
+        if self._is_done or self._is_closed:
             raise RuntimeError("this episode is over; make a new TrlEnv for the next one")
         self.turns += 1
         texts, is_over = self._answers(action)
@@ -137,7 +138,7 @@ class TrlEnv(BaseTextEnv):
             self._n_invalid += 1
             return [str(problem)], False
         texts = [tool_response(self._answer(call)) for call in calls]
-        return texts, not calls or getattr(self._env, "done", False) is True
+        return texts, not calls or _is_true(getattr(self._env, "done", False))
 
     def _answer(self, call: ToolCall) -> str:
         """What a tool answers, or why it does not."""
@@ -169,11 +170,22 @@ class TrlEnv(BaseTextEnv):
         return float(reward)
 
     def _call(self, method: Any, arguments: Mapping[str, Any]) -> Any:
-        """What a method returns; one that is `async` runs in the episode's event loop."""
-        if not inspect.iscoroutinefunction(method):
-            return method(**arguments)
+        """What a method returns; one that is `async`, or wraps such a one, runs in the episode's event loop."""
+        answer = method(**arguments)
+        if not inspect.isawaitable(answer):
+            return answer
         self._loop = self._loop or BackgroundLoop("trl")
-        return self._loop.run(method(**arguments))
+        return self._loop.run(_awaited(answer))
+
+
+def _is_true(value: Any) -> bool:
+    """Whether a value is True, of Python or of numpy; a tool that is called `done` is not."""
+    item = getattr(value, "item", None)
+    return (item() if callable(item) else value) is True
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
 
 
 def _tools(env: Any) -> dict[str, Signature]:

@@ -17,15 +17,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_gym.adapters.background_loop import BackgroundLoop
+from skyrl_gym.adapters.awaited_env import AwaitedEnv
 from skyrl_gym.adapters.settings import NO_LIMIT, extra_info, plain, read_settings
 from skyrl_gym.adapters.verifiers_package import load_package, module_name
 from skyrl_gym.adapters.verifiers_turn import Outcome, Turn, read_reply
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.row import max_turns_of
 
 COLUMN = "verifiers"
 """Where in `extra_info` a row keeps, as JSON, what its environment is made of: parquet would mix up dicts."""
+
+
+RECORDED = {"id", "args", "env", "input"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ def _row(row: Mapping[str, Any], origin: Mapping[str, Any], name: str) -> dict[s
     }
 
 
-class VerifiersEnv(BaseTextEnv):
+class VerifiersEnv(AwaitedEnv):
     """One rollout of a verifiers environment, for which the trainer samples the replies.
 
     The reward comes at the end, from the environment's rubric or its task; its parts are `reward_components`, and every
@@ -91,8 +94,6 @@ class VerifiersEnv(BaseTextEnv):
 
     At the trainer's `max_turns` the episode ends as at the environment's own, and is scored. The environment's limits
     in tokens and seconds of the model do not count: those are the trainer's.
-
-    `init`, `step` and `close` are for use by hand; the trainer awaits their `…_async` twins.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -107,7 +108,6 @@ class VerifiersEnv(BaseTextEnv):
         self._n_invalid = 0
         self._has_begun = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._background: BackgroundLoop | None = None
 
     async def init_async(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Set the environment up. A v0 environment begins with `prompt`, a v1 environment with that of its task.
@@ -148,46 +148,20 @@ class VerifiersEnv(BaseTextEnv):
             metadata["reward_components"] = dict(result.components)
         return BaseTextEnvStepOutput(observations=[], reward=result.reward, done=True, metadata=metadata)
 
-    async def close_async(self) -> None:
-        """Let the environment clean up, wherever the episode is. Calling it again does nothing."""
-        self._end()
-        if self._background is not None:
-            self.close()
-        else:
-            await self._episode.close()
-
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """See `init_async`."""
-        self._background = self._background or BackgroundLoop("verifiers")
-        try:
-            return self._background.run(self.init_async(prompt))
-        except BaseException:
-            self.close()
-            raise
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See `step_async`."""
-        if self._background is None:
-            raise RuntimeError("call init before step")
-        return self._background.run(self.step_async(action))
-
-    def close(self) -> None:
-        """See `close_async`. An episode that was awaited is cleaned up in its own event loop, if that still turns."""
-        self._end()
-        if self._background is None:
-            if self._loop is not None and self._loop.is_running():
-                asyncio.run_coroutine_threadsafe(self._episode.close(), self._loop)
-            return
-        background, self._background = self._background, None
-        try:
-            background.run(self._episode.close())
-        finally:
-            background.close()
-
     def get_metrics(self) -> dict[str, Any]:
         """Every score of the episode, turns, and replies whose calls could not be read."""
         scores = self._outcome.metrics if self._outcome is not None else {}
         return {**scores, "steps": self.turns, "invalid_actions": self._n_invalid}
+
+    async def _release(self) -> None:
+        self._end()
+        await self._episode.close()
+
+    def _abandon(self) -> None:
+        """Clean up in the event loop of the episode, if that still turns."""
+        self._end()
+        if self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._episode.close(), self._loop)
 
     def _end(self) -> None:
         self._has_begun, self._turn = True, None
@@ -196,30 +170,37 @@ class VerifiersEnv(BaseTextEnv):
         metadata: dict[str, Any] = {}
         observations = turn.observations()
         if not turn.n_read:
-            *metadata["modified_chat_history"], last = turn.prompt(self.settings.describe_tools)
-            observations = [last]
+            prompt = turn.prompt(self.settings.describe_tools)
+            n_history = max(1, len(prompt) - 1)  # a history of nothing is none
+            metadata["modified_chat_history"], observations = prompt[:n_history], prompt[n_history:]
         return BaseTextEnvStepOutput(observations=observations, reward=0.0, done=False, metadata=metadata)
 
 
 def _record(extras: Mapping[str, Any]) -> dict[str, Any]:
     """What `rows` wrote into the row."""
     written = extra_info(extras).get(COLUMN)
-    if not isinstance(written, str):
+    try:
+        record: dict[str, Any] = json.loads(written or "{}")
+    except (TypeError, ValueError):
+        record = {}
+    if not isinstance(record, dict) or not record.keys() >= RECORDED:
+        found = f"extra_info.{COLUMN}={str(written)[:80]!r}" if written else f"no extra_info.{COLUMN}"
         raise ValueError(
-            f"the row has no extra_info.{COLUMN}; write the dataset with skyrl_gym.adapters.verifiers.rows, which puts "
-            "there what the environment is made of"
+            f"the row has {found}; write the dataset with skyrl_gym.adapters.verifiers.rows, which puts there what the "
+            "environment is made of"
         )
-    record: dict[str, Any] = json.loads(written)
     return record
 
 
 def _with_origin(env_config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """The section with the row's environment in it; arguments of the section come on top."""
-    given = plain(dict(env_config))
+    given = plain(dict(env_config or {}))
     if given.get("id") and module_name(given["id"]) != module_name(record["id"]):
         raise ValueError(
             f"environment.skyrl_gym.verifiers.id={given['id']!r}, but the row is of {record['id']!r}; "
             "leave the id out, or write the dataset again"
         )
-    merged = {name: {**record[name], **(given.get(name) or {})} for name in ("args", "env")}
-    return {**given, "id": record["id"], **merged}
+    for name in ("args", "env"):
+        if isinstance(own := given.get(name) or {}, dict):  # else the settings say what is wrong with it
+            given[name] = {**record[name], **own}
+    return {**given, "id": record["id"]}

@@ -15,8 +15,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
-from skyrl_gym.adapters.settings import require
 from skyrl_gym.adapters.verifiers_turn import Episode
+from skyrl_gym.optional import require
 
 BUILT_IN = "verifiers.v1.tasksets"
 NO_V0 = (
@@ -54,7 +54,7 @@ def load_package(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -
         ImportError: verifiers, or the package, is not installed, or is of the other generation.
         ValueError: there is no environment in the package, or it refuses its arguments.
     """
-    require("verifiers", "verifiers")
+    require("verifiers", "verifiers", "environments of verifiers")
     key = json.dumps([env_id, args, env], sort_keys=True, default=repr)
     with _lock:  # imports and datasets are slow, and rollouts come many at once
         if key not in _loaded:

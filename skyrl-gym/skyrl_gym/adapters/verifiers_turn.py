@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skyrl_gym.adapters.actions import ActionError
-from skyrl_gym.adapters.observations import readable
-from skyrl_gym.adapters.tool_messages import calls_in, tool_response, tools_prompt, with_system
+from skyrl_gym.adapters.actions import ActionError, calls_in
 from skyrl_gym.envs.base_text_env import ConversationType, MessageType
 from skyrl_gym.error import Error
 from skyrl_gym.tools.calls import ToolCall
+from skyrl_gym.tools.messages import readable, tool_response, tools_prompt, with_system
 
 CALL = "<tool_call>\n{call}\n</tool_call>"
 SHOWN_AS_USER = ("user", "tool", "text")

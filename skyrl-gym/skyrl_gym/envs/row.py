@@ -6,7 +6,10 @@ import dataclasses
 import difflib
 import operator
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 S = TypeVar("S")
 
@@ -57,7 +60,7 @@ def settings_of(env_class: str, env_config: Mapping[str, Any] | None, kind: type
     """The section `environment.skyrl_gym.<env_class>` as the dataclass `kind`; what it does not set has its default.
 
     Raises:
-        ValueError: it sets something else.
+        ValueError: it sets something else, or a value of another type.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     given = dict(env_config or {})
@@ -66,7 +69,20 @@ def settings_of(env_class: str, env_config: Mapping[str, Any] | None, kind: type
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
             raise ValueError(f"environment.skyrl_gym.{env_class}.{name} is unknown; {hint}")
+    try:
+        for name, value in given.items():
+            _types(kind)[name].validate_python(value, strict=True)  # type: ignore[arg-type]
+    except ValidationError as error:
+        (problem, *_) = error.errors()
+        key = ".".join(["environment", "skyrl_gym", env_class, name, *map(str, problem["loc"])])
+        raise ValueError(f"{key}={problem['input']!r} {problem['msg'].removeprefix('Input ')}") from None
     return kind(**given)
+
+
+@cache
+def _types(kind: type) -> dict[str, TypeAdapter[Any]]:
+    """What checks a value of each field."""
+    return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind).items()}
 
 
 def _whole(value: Any, name: str, kind: str) -> int:

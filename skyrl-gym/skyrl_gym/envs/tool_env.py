@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, without_thoughts
 from skyrl_gym.tools.core import ToolGroup
+from skyrl_gym.tools.messages import tool_response, tools_prompt, with_system
 
-INSTRUCTIONS = """# Tools
-
-You can call these functions, which are described in JSON Schema:
-<tools>
-{tools}
-</tools>
-
-To call one, write a JSON object with its name and its arguments between tags. You may call several in one reply:
-<tool_call>
-{{"name": "<name>", "arguments": {{"<argument>": "<value>"}}}}
-</tool_call>
-
-A reply without a call is your answer."""
+ANSWER = "A reply without a call is your answer."
 
 
 class ToolEnv(BaseTextEnv):
@@ -44,12 +32,40 @@ class ToolEnv(BaseTextEnv):
     of a connection or a timeout is not the model's, and is raised.
     """
 
+    WAY_OUT = "skyrl_gym.tools.Prefixed(group, {group!r}) gives those of one group names of their own"
+    """What the author of two tools with one name can do."""
+
     def __init__(self, tool_groups: Sequence[ToolGroup], max_turns: int) -> None:
+        """The groups belong to the environment, which closes them, also where it refuses them.
+
+        Raises:
+            ValueError: two of their tools have one name.
+        """
         super().__init__()
         self.max_turns = max_turns
-        self.init_tool_groups(tool_groups)
+        self._groups: Mapping[str, ToolGroup] = {}
+        try:
+            self.init_tool_groups(tool_groups)
+        except BaseException:
+            self.close()
+            raise
         self._n_calls = 0
         self._n_errors = 0
+
+    def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
+        """Offer the tools of these groups. Raises ValueError where two have one name: the model knows no other."""
+        super().init_tool_groups(tool_groups)
+        groups: dict[str, ToolGroup] = {}
+        for group in tool_groups:
+            for name in group.get_tool_names():
+                if name in groups:
+                    one, other = groups[name].get_name(), group.get_name()
+                    way_out = self.WAY_OUT.format(group=other)
+                    raise ValueError(
+                        f"{one!r} and {other!r} both have a tool {name!r}, and it is called by name; {way_out}"
+                    )
+                groups[name] = group
+        self._groups = groups
 
     @abstractmethod
     def score(self, answer: str) -> float | None:
@@ -58,11 +74,7 @@ class ToolEnv(BaseTextEnv):
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """The prompt, with the tools in its system message."""
         schemas = [schema for group in self.tool_groups for schema in group.get_schemas()]
-        told = INSTRUCTIONS.format(tools="\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
-        if prompt and prompt[0]["role"] == "system":
-            system = {**prompt[0], "content": f"{prompt[0]['content']}\n\n{told}"}
-            return [system, *prompt[1:]], {}
-        return [{"role": "system", "content": told}, *prompt], {}
+        return with_system(prompt, f"{tools_prompt(schemas)}\n\n{ANSWER}"), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Carry calls out, or score the answer."""
@@ -89,7 +101,7 @@ class ToolEnv(BaseTextEnv):
         metadata = {"tool_calls": [{"name": call.name, "arguments": call.arguments} for call in calls]}
         if self.turns >= self.max_turns:
             return BaseTextEnvStepOutput(observations=[], reward=self.score(""), done=True, metadata=metadata)
-        text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+        text = "\n".join(map(tool_response, results))
         return BaseTextEnvStepOutput(
             observations=[{"role": "user", "content": text}], reward=0.0, done=False, metadata=metadata
         )
@@ -97,8 +109,7 @@ class ToolEnv(BaseTextEnv):
     def _carry_out(self, call: ToolCall) -> str:
         self._n_calls += 1
         try:
-            group = self._group_of(call)
-            return group.call(call.name, call.arguments)
+            return self._group_of(call).call(call.name, call.arguments)
         except (ToolFailure, ConnectionError, TimeoutError):
             raise
         except Exception as error:  # noqa: BLE001, the boundary of a tool
@@ -106,9 +117,7 @@ class ToolEnv(BaseTextEnv):
             return f"Error: {error}"
 
     def _group_of(self, call: ToolCall) -> ToolGroup:
-        name = self.tool_to_toolgroup.get(call.name)
-        for group in self.tool_groups:
-            if group.get_name() == name:
-                return group
-        known = ", ".join(sorted(self.tool_to_toolgroup)) or "none"
-        raise ToolCallError(f"There is no tool {call.name!r}. Tools: {known}.")
+        if call.name not in self._groups:
+            known = ", ".join(sorted(self._groups)) or "none"
+            raise ToolCallError(f"There is no tool {call.name!r}. Tools: {known}.")
+        return self._groups[call.name]

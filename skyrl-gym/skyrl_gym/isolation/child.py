@@ -14,7 +14,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn, TextIO, cast
 
-from skyrl_gym.isolation.limits import forbid_calls, limit
+from skyrl_gym.isolation.limits import limit
+from skyrl_gym.isolation.seccomp import forbid_calls
 
 RESULT_FD = 3  # where a called function's result is written
 MOST_FDS = 4096
@@ -35,7 +36,7 @@ def become_the_program(program: Json, run: Json, limits: Json, pipes: Mapping[st
         os.closerange(RESULT_FD + 1, MOST_FDS)
         _open_streams(run.get("stdin", ""))
         threading.stack_size(THREAD_STACK)
-        limit(limits["seconds"], limits["memory_bytes"], limits["file_bytes"])
+        limit(min(limits["seconds"], limits["cpu_seconds"]), limits["memory_bytes"], limits["file_bytes"])
         forbid_calls(with_signals=not is_alone)
         status = _run(program, run)
     finally:

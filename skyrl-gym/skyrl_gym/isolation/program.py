@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -56,6 +57,8 @@ MARK = "SKYRL_PROGRAM"
 READY = b"ready"  # the warden's first line
 
 Level = Literal["namespaces", "limits"]
+Demand = Literal["best", "namespaces"]
+"""What a setting may demand: the best level of the machine, or that one."""
 End = Literal["exit", "time", "memory", "processes", "output", "lost"]
 
 _turns = BoundedSemaphore(os.cpu_count() or 1)  # more at once would only slow one another down
@@ -66,6 +69,7 @@ class Limits:
     """Of one run."""
 
     seconds: float = 10.0  # by the clock
+    cpu_seconds: float = math.inf  # of all its processes
     memory_bytes: int = 1 << 30  # of all its processes
     n_processes: int = 16
     output_bytes: int = 1 << 20  # of each stream
@@ -102,7 +106,8 @@ class Outcome:
     stdout: str = ""
     stderr: str = ""
     result: str = ""  # JSON of what a called function returned
-    seconds: float = 0.0
+    seconds: float = 0.0  # by the clock
+    cpu_seconds: float = 0.0  # that it computed
 
     @property
     def is_success(self) -> bool:
@@ -157,22 +162,45 @@ def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: 
     return outcome
 
 
-@cache
 def isolation_level() -> Level:
     """What this machine offers; found out once, by trying."""
+    reason = _why_not_closed_off()
+    return "namespaces" if reason is None else "limits"
+
+
+def level_for(demand: Demand) -> Level:
+    """The level to run programs at where a setting demands one.
+
+    Raises:
+        OSError: it demands `namespaces`, and this machine has none.
+    """
+    if demand == "namespaces" and (reason := _why_not_closed_off()) is not None:
+        raise OSError(
+            f"isolation={demand}, but programs cannot be closed off on this machine ({reason}). Allow users to make "
+            "namespaces, or set isolation=best"
+        )
+    return isolation_level()
+
+
+@cache
+def _why_not_closed_off() -> str | None:
+    """Why programs cannot run in namespaces here; None where they can."""
     reason = ""
     for _ in range(N_TRIALS):
         try:
-            if run_once("", level="namespaces").is_success:
-                return "namespaces"
+            outcome = run_once("", level="namespaces")
         except ToolFailure as failure:
             reason = str(failure)
+        else:
+            if outcome.is_success:
+                return None
+            reason = f"a program that does nothing ended with {outcome.end}, status {outcome.status}"
         time.sleep(TRIAL_SECONDS)
     logger.warning(
         "Programs that models write run within limits, but not cut off from files and processes of this user: %s",
         reason,
     )
-    return "limits"
+    return reason
 
 
 def _job(source: str, runs: Sequence[Stdin | Call], limits: Limits, folder: str, level: Level) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -22,8 +23,8 @@ from typing import Any
 
 from skyrl_gym.isolation.child import become_the_program
 from skyrl_gym.isolation.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
-from skyrl_gym.isolation.limits import descendants, memory_of, n_threads_of
 from skyrl_gym.isolation.namespaces import close_off, enter_namespaces, watch_over
+from skyrl_gym.isolation.processes import cpu_seconds_of, descendants, memory_of, n_threads_of
 
 READY = "ready"  # the first line, once the program can be run
 THREADS_PER_PROCESS = 8  # counted over all
@@ -94,7 +95,7 @@ class Run:
 
     def play(self) -> dict[str, Any]:
         """Start the child, listen until it ends or must be ended, and say how that was."""
-        started = time.monotonic()
+        started, computed = time.monotonic(), _cpu_seconds_of_children()
         with selectors.DefaultSelector() as selector:
             self._start(selector)
             self._listen(selector, started + self._limits["seconds"])
@@ -103,7 +104,13 @@ class Run:
         for fd in self._streams:
             os.close(fd)
         texts = {name: read.decode("utf-8", "replace") for name, read in self._streams.values()}
-        return {"end": self._end, "status": self._status, "seconds": time.monotonic() - started, **texts}
+        return {
+            "end": self._end,
+            "status": self._status,
+            "seconds": time.monotonic() - started,
+            "cpu_seconds": _cpu_seconds_of_children() - computed,
+            **texts,
+        }
 
     def _start(self, selector: selectors.BaseSelector) -> None:
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "result")}
@@ -130,6 +137,8 @@ class Run:
         if time.monotonic() >= deadline:
             return "time"
         processes = self._processes()
+        if sum(map(cpu_seconds_of, processes)) > self._limits["cpu_seconds"]:
+            return "time"
         n_most = self._limits["n_processes"]
         if len(processes) > n_most or sum(map(n_threads_of, processes)) > n_most * THREADS_PER_PROCESS:
             return "processes"
@@ -189,3 +198,9 @@ class Run:
         if self._is_alone:
             return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
         return descendants(os.getpid())
+
+
+def _cpu_seconds_of_children() -> float:
+    """Of all that have ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

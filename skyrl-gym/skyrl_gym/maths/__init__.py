@@ -1,27 +1,28 @@
 r"""Mathematical answers: which one a reply gives, and whether two are equal.
 
-`verify` asks math-verify (`pip install 'skyrl-gym[maths]'`) in worker processes: an answer as short as 10^{10^{10}}
+`verify` asks math-verify (`pip install './skyrl-gym[maths]'`) in worker processes: an answer as short as 10^{10^{10}}
 keeps a computer algebra system busy for ever, and nothing but a process can be stopped. POSIX only.
 """
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import math
 import os
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from skyrl_gym.maths.pool import Pool
+from skyrl_gym.optional import how_to_install
+from skyrl_gym.worker_pool import Pool
 
 MAX_WORKERS = min(8, os.cpu_count() or 1)
 TIMEOUT_SECONDS = 5.0
 MAX_ANSWER_CHARS = 4096
+
+_pool = Pool("skyrl_gym.maths", MAX_WORKERS)
 
 BOXED = r"\boxed{"
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # what a backslash escapes is no brace
@@ -63,7 +64,7 @@ def choose_grader(
     if not isinstance(name, str) or name not in graders:
         raise ValueError(f"{key} is unknown; use one of {', '.join(graders)}")
     if graders[name] is grade and importlib.util.find_spec("math_verify") is None:
-        raise ModuleNotFoundError(f"{key} needs math-verify: pip install 'skyrl-gym[maths]'")
+        raise ModuleNotFoundError(f"{key} needs math-verify: {how_to_install('maths')}")
     return graders[name]
 
 
@@ -119,7 +120,7 @@ def verify(answer: str, gold: str, timeout_seconds: float = TIMEOUT_SECONDS) -> 
         return Grade(answer, False, "length")
     for _ in range(2):  # a worker may be killed for reasons that are not the answer's
         try:
-            is_correct = _current_pool().ask([answer, gold, timeout_seconds], timeout_seconds)
+            is_correct = _pool.ask([answer, gold, timeout_seconds], timeout_seconds)["is_correct"]
         except TimeoutError:
             return Grade(answer, False, "timeout")
         except ConnectionError:
@@ -132,34 +133,8 @@ def verify(answer: str, gold: str, timeout_seconds: float = TIMEOUT_SECONDS) -> 
 
 def close() -> None:
     """End all workers, those at work too. It is called at exit; the next `verify` starts new ones."""
-    global _pool
-    with _pool_lock:
-        pool, _pool = _pool, None
-    if pool is not None:
-        pool.close()
-
-
-_pool: Pool | None = None
-_pool_lock = threading.Lock()
-
-
-def _current_pool() -> Pool:
-    global _pool
-    with _pool_lock:
-        _pool = _pool or Pool(MAX_WORKERS)
-        return _pool
-
-
-def _forget() -> None:
-    """In a forked child: the workers are the parent's."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
+    _pool.close()
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
-
-
-atexit.register(close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyrl_gym.optional import how_to_install
 from skyrl_gym.retrieval.corpus import read_corpus
 from skyrl_gym.retrieval.index import Index, VectorIndex, WordIndex
 
@@ -41,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             index = WordIndex(documents)
     except ModuleNotFoundError as error:
-        package = "sentence-transformers" if error.name == "sentence_transformers" else "'skyrl-gym[retrieval]'"
-        sys.exit(f"{error.name} is not installed: pip install {package}")
+        is_encoder = error.name == "sentence_transformers"
+        command = "pip install sentence-transformers" if is_encoder else how_to_install("retrieval")
+        sys.exit(f"{error.name} is not installed: {command}")
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     logger.info("%d documents at http://%s:%d/retrieve", len(documents), options.host, options.port)

@@ -2,9 +2,16 @@
 
 from importlib import import_module
 
-from skyrl_gym.tools.core import ToolGroup, tool
+from skyrl_gym.tools.core import Prefixed, ToolGroup, tool
 
-__all__ = ["PythonCodeExecutorToolGroup", "SQLCodeExecutorToolGroup", "SearchToolGroup", "ToolGroup", "tool"]
+__all__ = [
+    "Prefixed",
+    "PythonCodeExecutorToolGroup",
+    "SQLCodeExecutorToolGroup",
+    "SearchToolGroup",
+    "ToolGroup",
+    "tool",
+]
 
 _MODULES = {
     "PythonCodeExecutorToolGroup": "skyrl_gym.tools.python",

@@ -11,12 +11,14 @@ may lack its closing tag, which is often the stop string. Thoughts are not searc
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+
+from skyrl_gym.tools.messages import readable
+from skyrl_gym.tools.strict_json import BadJSON, read_json
 
 OPENING = re.compile(r"<(tool_call|function_call)>|<function=([^<>\s]+)>")
 PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?")
@@ -66,7 +68,7 @@ def _calls(text: str) -> Iterator[ToolCall]:
             yield _json_call(body)
         else:
             body, position = _until(text, opening.end(), "</function>")
-            yield ToolCall(function, _sound(_parameters(body)))
+            yield ToolCall(readable(function), _sound(_parameters(body)))
 
 
 def _until(text: str, start: int, closing: str) -> tuple[str, int]:
@@ -77,9 +79,9 @@ def _until(text: str, start: int, closing: str) -> tuple[str, int]:
 
 def _json_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a ValueError too
-        raise ToolCallError(f"The tool call is not valid JSON ({_reason(error)}).") from error
+        call = _sound(read_json(body))
+    except BadJSON as error:
+        raise ToolCallError(f"The tool call is not valid JSON ({error}).") from error
     if not isinstance(call, dict):
         raise ToolCallError('A tool call is a JSON object: {"name": …, "arguments": {…}}.')
     name = call.get("name", call.get("tool"))
@@ -88,22 +90,16 @@ def _json_call(body: str) -> ToolCall:
     arguments: Any = next((call[key] for key in ("arguments", "parameters", "params") if key in call), {})
     if not isinstance(arguments, dict):
         raise ToolCallError(f'"arguments" of the tool call {name} must be a JSON object.')
-    return ToolCall(name, _sound(arguments))
+    return ToolCall(name, arguments)
 
 
 def _sound(value: Any) -> Any:
     """The same without halves of characters, which JSON can write and nobody can send."""
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
+        return readable(value)
     if isinstance(value, dict):
         return {_sound(key): _sound(inner) for key, inner in value.items()}
     return [_sound(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at line {error.lineno}, column {error.colno}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _parameters(body: str) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyrl_gym.tools.schema import Signature
+
+PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class tool:
@@ -89,3 +92,41 @@ class ToolGroup:
 
     def close(self) -> None:
         """Release what the group holds. Calling it again does nothing."""
+
+
+class Prefixed(ToolGroup):
+    """The tools of another group under names of their own: with the prefix ``web``, `search` is called `web_search`.
+
+    It is the way to offer two tools of one name, e.g. those of two search servers.
+    """
+
+    def __init__(self, group: ToolGroup, prefix: str) -> None:
+        """The group is called like its prefix. Raises ValueError where that is no word."""
+        super().__init__(prefix)
+        if not PREFIX.fullmatch(prefix):
+            raise ValueError(f"prefix={prefix!r} of {group.get_name()!r} must be of letters, digits, _ and -")
+        self._group = group
+        self._own_names = {f"{prefix}_{name}": name for name in group.get_tool_names()}
+
+    def get_tool_names(self) -> list[str]:
+        """See `ToolGroup`."""
+        return list(self._own_names)
+
+    def get_tool(self, name: str) -> Callable[..., Any] | None:
+        """See `ToolGroup`."""
+        return self._group.get_tool(self._own_names[name]) if name in self._own_names else None
+
+    def get_schemas(self) -> list[dict[str, Any]]:
+        """See `ToolGroup`."""
+        told_names = {own: told for told, own in self._own_names.items()}
+        functions = (schema["function"] for schema in self._group.get_schemas())
+        renamed = ({**function, "name": told_names[function["name"]]} for function in functions)
+        return [{"type": "function", "function": function} for function in renamed]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """See `ToolGroup`."""
+        return self._group.call(self._own_names[name], arguments)
+
+    def close(self) -> None:
+        """See `ToolGroup`."""
+        self._group.close()

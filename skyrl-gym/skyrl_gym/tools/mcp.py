@@ -6,19 +6,23 @@ something. All sessions of a process live in one thread, which ends with the las
 
 from __future__ import annotations
 
+import json
 import logging
-import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.error import ToolFailure
+from skyrl_gym.optional import require
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
 
 if TYPE_CHECKING:
-    from anyio.from_thread import BlockingPortal
+    from anyio import Event
+    from anyio.from_thread import BlockingPortal, BlockingPortalProvider
     from mcp import Client
 
 
@@ -34,43 +38,11 @@ class MCPServerConfig:
     env: dict[str, str] = field(default_factory=dict)  # all that it sees of ours
     url: str | None = None
     timeout: float = 60.0  # seconds of a call
+    prefix: str | None = None  # its tool `read` is called `<prefix>_read`, for servers that have tools of one name
 
     def __post_init__(self) -> None:
         if (self.command is None) == (self.url is None):
             raise ValueError(f"an MCP server has either a command or a url; got {self}")
-
-
-class _Sessions:
-    """The thread in which sessions live."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._n_users = 0
-        self._running: AbstractContextManager[BlockingPortal] | None = None
-        self._portal: BlockingPortal | None = None
-
-    def enter(self) -> BlockingPortal:
-        """The way into the thread, which runs from now on."""
-        from anyio.from_thread import start_blocking_portal
-
-        with self._lock:
-            if self._portal is None:
-                self._running = start_blocking_portal(name="mcp-sessions")
-                self._portal = self._running.__enter__()
-            self._n_users += 1
-            return self._portal
-
-    def leave(self) -> None:
-        """What `enter` began; the last one ends the thread."""
-        with self._lock:
-            self._n_users -= 1
-            if self._n_users == 0:
-                assert self._running is not None
-                running, self._running, self._portal = self._running, None, None
-                running.__exit__(None, None, None)
-
-
-_sessions = _Sessions()
 
 
 class MCPToolGroup(ToolGroup):
@@ -84,26 +56,16 @@ class MCPToolGroup(ToolGroup):
             ModuleNotFoundError: the package mcp is not installed.
         """
         super().__init__(name)
-        self._server = server
-        self._schemas: dict[str, dict[str, Any]] = {}
-        self._closing: AbstractContextManager[Client] | None = None
+        require("mcp", "mcp", "tools of MCP servers")
+        self._session = ExitStack()
+        self._is_open = True
         try:
-            import mcp  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "tools of MCP servers need the package mcp: pip install 'skyrl-gym[mcp]'"
-            ) from error
-        portal = _sessions.enter()
-        try:
-            session = portal.wrap_async_context_manager(_session(server))
-            self._client = session.__enter__()
-            self._closing = session
-            self._portal = portal
-            self._schemas = portal.call(_schemas, self._client)
-        except BaseException as error:
-            self._leave()
-            if not isinstance(error, Exception):
-                raise
+            with ExitStack() as begun:
+                self._portal = begun.enter_context(_portals())
+                self._client = begun.enter_context(_session(self._portal, name, server))
+                self._schemas = self._portal.call(_schemas, self._client)
+                self._session = begun.pop_all()
+        except Exception as error:
             raise ToolFailure(f"the MCP server {name} ({server.command or server.url}): {_reason(error)}") from error
 
     def get_tool_names(self) -> list[str]:
@@ -120,34 +82,70 @@ class MCPToolGroup(ToolGroup):
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """See `ToolGroup`. What the server calls an error is for the model; what keeps it from answering is not."""
-        if self._closing is None:
+        from mcp.types import INVALID_PARAMS
+
+        if not self._is_open:
             raise ToolFailure(f"the session with the MCP server {self._name} is closed")
         try:
             result = self._portal.call(_call, self._client, name, dict(arguments))
         except Exception as error:
+            if getattr(error, "code", None) == INVALID_PARAMS:  # how some servers refuse arguments
+                raise ToolCallError(f"The arguments of {name} are wrong: {error}") from error
             raise ToolFailure(f"the MCP server {self._name}, tool {name}: {_reason(error)}") from error
-        text = "\n".join(_text(content) for content in result.content)
+        text = _text(result)
         if result.is_error:
             raise ToolCallError(text or f"{name} failed")
         return text
 
     def close(self) -> None:
         """End the session, and the server if it was started for it."""
-        if self._closing is not None:
-            self._leave()
-
-    def _leave(self) -> None:
-        session, self._closing = self._closing, None
-        try:
-            if session is not None:
-                session.__exit__(None, None, None)
-        except Exception:  # it has died before; what it held is released all the same
-            logger.debug("the session with the MCP server %s ended badly", self._name, exc_info=True)
-        finally:
-            _sessions.leave()
+        self._is_open = False
+        self._session.close()
 
 
-def _session(server: MCPServerConfig) -> Any:
+@cache
+def _portals() -> BlockingPortalProvider:
+    """The thread in which all sessions of this process live, while there are any."""
+    from anyio.from_thread import BlockingPortalProvider
+
+    return BlockingPortalProvider()
+
+
+@contextmanager
+def _session(portal: BlockingPortal, name: str, server: MCPServerConfig) -> Iterator[Client]:
+    """A session in a task of its own, since anyio wants it to be entered and left in the same one."""
+    import anyio
+
+    opened: Future[Client] = Future()
+    is_over = portal.call(anyio.Event)
+    living = portal.start_task_soon(_live, server, opened, is_over)
+    try:
+        client = opened.result()
+    except BaseException:  # it failed; or we are interrupted, and it would go on
+        living.cancel()
+        wait([living])
+        raise
+    try:
+        yield client
+    finally:
+        portal.call(is_over.set)
+        wait([living])
+        if not living.cancelled() and (error := living.exception()) is not None:  # it has let go of what it held
+            logger.debug("the session with the MCP server %s ended badly", name, exc_info=error)
+
+
+async def _live(server: MCPServerConfig, opened: Future[Client], is_over: Event) -> None:
+    try:
+        async with _client(server) as client:
+            opened.set_result(client)
+            await is_over.wait()
+    except BaseException as error:
+        if not opened.done():
+            opened.set_exception(error)
+        raise
+
+
+def _client(server: MCPServerConfig) -> Client:
     """The connection, as an asynchronous context."""
     from mcp import Client, StdioServerParameters, stdio_client
 
@@ -176,9 +174,16 @@ async def _call(client: Client, name: str, arguments: dict[str, Any]) -> Any:
     return await client.call_tool(name, arguments)
 
 
-def _text(content: Any) -> str:
-    text = getattr(content, "text", None)
-    return text if isinstance(text, str) else f"[{content.type}]"
+def _text(result: Any) -> str:
+    """What a model reads of a result: its texts, or its values where it has nothing else."""
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(map(_text_of_part, result.content))
+
+
+def _text_of_part(part: Any) -> str:
+    text = getattr(getattr(part, "resource", part), "text", None)  # a file that is sent along has its text inside
+    return text if isinstance(text, str) else f"[{part.type}]"
 
 
 def _reason(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_gym.isolation.program import Limits, Outcome, run_once
+from skyrl_gym.isolation.program import Demand, Limits, Outcome, level_for, run_once
 from skyrl_gym.tools.core import ToolGroup, tool
 
 OUTPUT_BYTES = 20_000
@@ -12,9 +12,14 @@ FAILURE = "Error executing Python code: "
 class PythonCodeExecutorToolGroup(ToolGroup):
     """The tool `python`."""
 
-    def __init__(self, timeout: float = 10.0, memory_bytes: int = 1 << 30) -> None:
-        """A program has `timeout` seconds and `memory_bytes` of memory."""
+    def __init__(self, timeout: float = 10.0, memory_bytes: int = 1 << 30, isolation: Demand = "best") -> None:
+        """A program has `timeout` seconds and `memory_bytes` of memory.
+
+        Raises:
+            OSError: `isolation` is `namespaces`, and this machine has none.
+        """
         super().__init__(name="PythonCodeExecutorToolGroup")
+        self._level = level_for(isolation)
         self._limits = Limits(seconds=timeout, memory_bytes=memory_bytes, output_bytes=OUTPUT_BYTES)
 
     @tool
@@ -24,7 +29,7 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         Args:
             code: the program; nothing of an earlier one is left
         """
-        outcome = run_once(code, limits=self._limits)
+        outcome = run_once(code, limits=self._limits, level=self._level)
         return outcome.stdout.strip() if outcome.is_success else FAILURE + self._reason(outcome)
 
     def _reason(self, outcome: Outcome) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from typing import Any
@@ -106,6 +107,9 @@ class SearchToolGroup(ToolGroup):
         super().__init__(name="SearchToolGroup")
         if not search_url.startswith(("http://", "https://")):
             raise ValueError(f"search_url={search_url!r} must begin with http:// or https://")
+        for name, value in (("topk", topk), ("timeout", timeout)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} of a search must be positive")
         self._url = search_url
         self._topk = topk
         self._timeout = timeout

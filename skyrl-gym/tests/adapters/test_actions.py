@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_gym.adapters.actions import ActionError, json_array, json_object, said, whole_number
+from skyrl_gym.adapters.actions import ActionError, calls_in, json_array, json_object, said, whole_number
+from skyrl_gym.tools.calls import MAX_CALLS
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 PROSE = st.text(st.characters(blacklist_characters="{}[]<>"))
 
 
@@ -76,7 +78,7 @@ def test_an_array_is_found_in_prose(value: list[Any], before: str, after: str) -
 
 @given(st.text())
 def test_whatever_is_written_is_judged(text: str) -> None:
-    for read in (said, whole_number, json_object, json_array):
+    for read in (said, whole_number, json_object, json_array, calls_in):
         try:
             read(text)
         except ActionError as error:
@@ -96,15 +98,42 @@ def test_the_last_object_counts_and_not_what_is_inside_it() -> None:
     assert json_object('{"x": 1} then {"y": {"z": 2}} and {broken') == {"y": {"z": 2}}
 
 
+@pytest.mark.parametrize("depth", [65, 500, 980, 5000])
+def test_what_is_nested_too_deeply_is_no_action(depth: int) -> None:
+    with pytest.raises(ActionError, match="must be a JSON object, but it is nested too deeply"):
+        json_object('{"x":' * depth + "1" + "}" * depth)
+    with pytest.raises(ActionError, match="must be a JSON array, but it is nested too deeply"):
+        json_array("[" * depth + "]" * depth)
+
+
+def test_calls_are_limited() -> None:
+    assert len(calls_in(CALL * MAX_CALLS)) == MAX_CALLS
+    with pytest.raises(ActionError, match=f"more than {MAX_CALLS} tool calls"):
+        calls_in(CALL * (MAX_CALLS + 1))
+
+
+def test_a_call_that_cannot_be_read_is_told() -> None:
+    with pytest.raises(ActionError, match="not valid JSON"):
+        calls_in(CALL + "<tool_call>{</tool_call>")
+
+
 def test_braces_in_prose_do_not_hide_an_action() -> None:
     assert json_object("the set {a, b} and {" + ' so {"x": 1}') == {"x": 1}
 
 
 @pytest.mark.parametrize(
     "text",
-    ["{" * 10**6, '{"a":' * 200_000, '{"' + "a" * 10**6, "[" * 10**6, '{"a": 1' * 150_000, "<action>" * 125_000],
+    [
+        "{" * 10**6,
+        CALL * 18_000,
+        '{"a":' * 200_000,
+        '{"' + "a" * 10**6,
+        "[" * 10**6,
+        '{"a": 1' * 150_000,
+        "<action>" * 125_000,
+    ],
 )
-@pytest.mark.parametrize("read", [said, whole_number, json_object, json_array])
+@pytest.mark.parametrize("read", [said, whole_number, json_object, json_array, calls_in])
 def test_a_megabyte_is_judged_at_once(text: str, read: Any) -> None:
     started = time.monotonic()
     try:

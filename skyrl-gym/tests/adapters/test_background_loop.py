@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -58,3 +60,19 @@ async def test_it_runs_beside_another_loop() -> None:
 
     assert background.run(answer()) == 42
     background.close()
+
+
+def test_without_descriptors_there_is_no_loop_and_no_wait() -> None:
+    code = """
+import os, resource, threading
+from skyrl_gym.adapters.background_loop import BackgroundLoop
+first_free = os.dup(0)
+os.close(first_free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, first_free))
+try:
+    BackgroundLoop("test")
+except OSError as error:
+    print(error, threading.active_count())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "[Errno 24] Too many open files 1\n"

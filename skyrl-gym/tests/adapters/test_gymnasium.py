@@ -20,6 +20,7 @@ class Recorder(gymnasium.Env[Any, Any]):
     """Shows the last action, and is over after as many steps as it is told."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012, as Gymnasium has it
+    last: Recorder | None = None
 
     def __init__(self, action_space: Any, n_steps: int = 100, render_mode: str | None = None) -> None:
         self.action_space = action_space
@@ -27,6 +28,7 @@ class Recorder(gymnasium.Env[Any, Any]):
         self.n_steps = n_steps
         self.actions: list[Any] = []
         self.n_closed = 0
+        type(self).last = self
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         return f"seed {seed}, options {options}", {}
@@ -164,7 +166,7 @@ def test_reset_is_told_what_the_row_says() -> None:
         {"id": "Recorder-v0", "kwargs": {"action_space": spaces.Discrete(2)}, "reset": {"seed": 1}},
         {"extra_info": {"seed": 2, "reset": {"options": {"low": 3, "unset": None}}}, "data_source": "x"},
     )
-    assert "seed 2, options {'low': 3, 'unset': None}" in env.init([])[0][0]["content"]
+    assert "seed 2, options {'low': 3}" in env.init([])[0][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +246,9 @@ def test_names_of_actions_are_found_as_words() -> None:
         assert env.step(reply)["reward"] == 0.25, reply
         assert played(env) == action
     assert "names more than one" in text_of(env.step("go or stop"))
+    env = recording(spaces.Discrete(2), action_names=["rise", "sink"])
+    for reply in ("rİse", "rıse", "ſınk", "the sİnk"):  # letters that a pattern takes for others
+        assert "no whole number" in text_of(env.step(reply))
     assert "no whole number" in text_of(env.step("going"))
 
 
@@ -252,6 +257,13 @@ def test_a_name_for_every_action_of_gymnasium() -> None:
         (env_id, *_) = sorted((i for i in gymnasium.registry if i.rpartition("-v")[0] == name), reverse=True)
         with GymnasiumEnv({"id": env_id}, {}) as env:
             assert env._env.action_space.n == len(names)  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_played_is_closed() -> None:
+    with pytest.raises(ValueError, match="cannot be written"):
+        recording(spaces.Sequence(spaces.Discrete(2)))
+    assert Recorder.last is not None
+    assert Recorder.last.n_closed == 1
 
 
 def test_closing_closes_once() -> None:
@@ -286,5 +298,5 @@ def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> Non
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"gymnasium: pip install 'skyrl-gym\[gymnasium\]'"):
+    with pytest.raises(ImportError, match=r"gymnasium: pip install '\./skyrl-gym\[gymnasium\]'"):
         GymnasiumEnv(LAKE, {})

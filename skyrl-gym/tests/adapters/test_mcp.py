@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 from skyrl_gym.adapters.mcp import MCPEnv
 from skyrl_gym.error import InvalidSpec, ToolFailure
@@ -43,6 +44,35 @@ def test_an_episode() -> None:
     assert children() == before
 
 
+def test_a_section_of_omegaconf_and_a_row_with_a_prefix() -> None:
+    row = ROW | {"extra_info": {"env_config": {"reward": "contains", "servers": None}}}
+    servers = {"notes": {**NOTES["notes"], "env": {"COLOUR": "ultramarine"}, "timeout": 20, "prefix": "my"}}
+    with MCPEnv(OmegaConf.create({"servers": servers}), row) as env:
+        env.init(QUESTION)
+        output = env.step('<tool_call>{"name": "my_environment"}</tool_call>')
+        assert "ultramarine" in output["observations"][0]["content"]
+        assert env.step("I bought milk")["reward"] == 1.0
+
+
+def test_servers_with_tools_of_one_name_need_a_prefix() -> None:
+    before = children()
+    message = (
+        r"'notes' and 'more' both have a tool 'add_note', .* set environment\.skyrl_gym\.mcp\.servers\.more\.prefix"
+    )
+    with pytest.raises(ValueError, match=message):
+        MCPEnv({"servers": {**NOTES, "more": NOTES["notes"]}}, ROW)
+    assert children() == before
+    with MCPEnv({"servers": {**NOTES, "more": {**NOTES["notes"], "prefix": "more"}}}, ROW) as env:
+        prompt, _ = env.init(QUESTION)
+        assert '"name": "add_note"' in prompt[0]["content"]
+        assert '"name": "more_add_note"' in prompt[0]["content"]
+        add = '<tool_call>{"name": "more_add_note", "arguments": {"text": "milk"}}</tool_call>'
+        assert "1 notes" in env.step(add)["observations"][0]["content"]
+        read = '<tool_call>{"name": "read_notes"}</tool_call><tool_call>{"name": "more_read_notes"}</tool_call>'
+        (message,) = env.step(read)["observations"]
+        assert message["content"] == "<tool_response>\n\n</tool_response>\n<tool_response>\nmilk\n</tool_response>"
+
+
 @pytest.mark.parametrize(
     ("reward", "answer", "expected"),
     [
@@ -73,6 +103,13 @@ def test_the_session_closes_when_the_environment_cannot_be_made() -> None:
         (None, ValueError, r"environment\.skyrl_gym\.mcp\.servers names no server"),
         ({"servers": {"a": {"cmd": "x"}}}, ValueError, r"mcp\.servers\.a\.cmd is unknown"),
         ({"servers": {"a": {}}}, ValueError, "either a command or a url"),
+        (
+            {"servers": {"a": "http://h/mcp"}},
+            ValueError,
+            r"mcp\.servers\.a='http://h/mcp' should be a valid dictionary",
+        ),
+        ({"servers": "http://h/mcp"}, ValueError, r"mcp\.servers='http://h/mcp' must be a section"),
+        ({"servers": {"notes": {**NOTES["notes"], "prefix": "my notes"}}}, ValueError, "prefix='my notes' of 'notes'"),
         ({"servers": NOTES, "reward": "fuzzy"}, InvalidSpec, "module:attribute"),
     ],
 )

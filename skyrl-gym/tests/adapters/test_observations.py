@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from skyrl_gym.adapters.observations import described, with_observation
         ({"player": {"hp": 3, "name": "Ann"}, "at": np.array([1, 2])}, "player:\nhp: 3\nname: Ann\nat: [1, 2]"),
         ([{"role": "user", "n": np.int64(2)}], '[{"role": "user", "n": 2}]'),
         ("\ud800", "?"),
+        ({"at": 1 + 2j}, "at: (1+2j)"),
+        ([1, {2}], '[1, "{2}"]'),
+        (date(2024, 5, 6), "2024-05-06"),
     ],
 )
 def test_observations_are_readable(observation: Any, text: str) -> None:
@@ -63,5 +67,8 @@ def test_the_first_observation_joins_the_users_last_message() -> None:
     assert with_observation([system], "X.") == [system, {"role": "user", "content": "X."}]
     assert with_observation([{"role": "user", "content": ""}], "X.") == [{"role": "user", "content": "X."}]
     assert with_observation([user], "") == [user]
+    parts = {"role": "user", "content": [{"type": "text", "text": "Begin."}]}
+    (joined,) = with_observation([parts], "X.")
+    assert joined["content"] == [*parts["content"], {"type": "text", "text": "X."}]  # type: ignore[misc]
     assert with_observation([], "X.") == [{"role": "user", "content": "X."}]
     assert user == {"role": "user", "content": "Begin."}

@@ -175,11 +175,14 @@ class TestActions:
             assert text_of(await env.step_async(reply)) == "got:\nx: 2.5\nlabel: fixed"
             assert "got:" in text_of(await env.step_async('<action>{"x": 1}</action>, where x is {1}'))
             assert "must be a JSON object" in text_of(await env.step_async("x is 2"))
+            for depth in (500, 900, 940, 960, 980):
+                deep = '{"x":' * depth + "1" + "}" * depth
+                assert "nested too deeply" in text_of(await env.step_async(deep))
             told = text_of(await env.step_async('{"x": "much"}'))
             assert "VALIDATION_ERROR" in told
             assert "x: Input should be a valid number" in told
             assert "- label (string)\n- note (string, optional)" in told
-            assert env.get_metrics()["invalid_actions"] == 2
+            assert env.get_metrics()["invalid_actions"] == 7
             await env.close_async()
 
     async def test_the_schema_is_asked_for_once(self, server: ProtocolServer) -> None:
@@ -234,6 +237,15 @@ class TestTools:
             env = await begun(server)
             plain = "<function=add><parameter=a>2</parameter><parameter=b>40</parameter></function>"
             assert text_of(await env.step_async(plain)) == "<tool_response>\n42\n</tool_response>"
+            await env.close_async()
+
+    @pytest.mark.parametrize("a", ["NaN", "-Infinity", "1e999", "[" * 600 + "]" * 600, '{"x":' * 950 + "1" + "}" * 950])
+    async def test_what_nobody_can_send_is_told(self, a: str) -> None:
+        with ProtocolServer(Tools) as server:
+            env = await begun(server)
+            reply = f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": 1}}}}</tool_call>'
+            assert "not valid JSON" in text_of(await env.step_async(reply))
+            assert env.get_metrics()["actions"] == 0
             await env.close_async()
 
     async def test_a_reply_without_a_call_may_be_the_last(self) -> None:
@@ -384,7 +396,7 @@ class TestSettings:
         [
             ({}, r"openenv\.url is missing"),
             ({"url": "localhost:8000"}, r"url='localhost:8000' is no address"),
-            ({"url": 8000}, r"url=8000 is no address"),
+            ({"url": 8000}, r"url=8000 should be a valid string"),
             ({"url": "http://h", "max_session": 3}, r"max_session is unknown; did you mean max_sessions\?"),
             ({"url": "http://h", "action": "x"}, r"openenv\.action='x' must be a section"),
             ({"url": "http://h", "action": {"field": "x"}}, r"action\.field is unknown; known: fixed, format"),
@@ -407,5 +419,5 @@ class TestSettings:
 
     def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ImportError, match=r"websockets: pip install 'skyrl-gym\[openenv\]'"):
+        with pytest.raises(ImportError, match=r"websockets: pip install '\./skyrl-gym\[openenv\]'"):
             OpenEnvEnv({"url": "http://h"}, {})

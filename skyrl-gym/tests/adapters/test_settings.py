@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_gym.adapters.settings import max_turns, read_settings, require, reset_arguments
+from skyrl_gym.adapters.settings import max_turns, read_settings, reset_arguments
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ def test_a_row_has_the_last_word() -> None:
     extras = {"extra_info": {"env_config": {"name": "row", "limit": None}, "index": 3}}
     assert read({"name": "config", "options": None}) == Settings("config", {}, 3.0)
     assert read({"name": "config", "limit": 5.0}, extras) == Settings("row", {}, 5.0)
+    extras = {"extra_info": {"env_config": {"options": {"mine": 1, "of another row": None}}}}
+    assert read({"name": "config"}, extras) == Settings("config", {"mine": 1})
 
 
 @pytest.mark.parametrize(
@@ -67,15 +69,23 @@ def test_a_row_has_the_last_word() -> None:
 def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(env_config)
+    with pytest.raises(ValueError, match=r"mine\.name is missing"):
+        read_settings(Settings, "mine", None, {})
 
 
 def test_reset_arguments() -> None:
     extras = {
         "seed": 3,
-        "reset": {"level": 2, "unset": None},
+        "reset": {"level": 2, "unset": None, "options": {"low": 3, "unset": None}},
         "extra_info": {"seed": 1, "reset": {"level": 1, "map": "m"}},
     }
-    assert reset_arguments({"level": 0, "game": "g"}, extras) == {"level": 2, "game": "g", "seed": 3, "map": "m"}
+    assert reset_arguments({"level": 0, "game": "g"}, extras) == {
+        "level": 2,
+        "game": "g",
+        "seed": 3,
+        "map": "m",
+        "options": {"low": 3},
+    }
     assert reset_arguments({"seed": 9}, {"seed": None, "extra_info": None}) == {"seed": 9}
     assert type(reset_arguments({}, {"seed": np.int64(5)})["seed"]) is int
     with pytest.raises(ValueError, match=r"extra_info\.seed='x' of a dataset row must be a whole number"):
@@ -87,9 +97,3 @@ def test_reset_arguments() -> None:
 def test_an_episode_by_hand_has_any_number_of_turns() -> None:
     assert max_turns({"max_turns": 4}) == 4
     assert max_turns({}) > 10**9
-
-
-def test_a_package_that_is_not_there() -> None:
-    require("json", "mine")
-    with pytest.raises(ImportError, match=r"need the package no_such_package: pip install 'skyrl-gym\[mine\]'"):
-        require("no_such_package", "mine")

@@ -5,6 +5,7 @@ import importlib.util
 import random
 import re
 import sys
+import time
 import types
 from typing import Any
 
@@ -89,6 +90,24 @@ def test_illegal_moves_are_the_games_to_judge() -> None:
         assert env.get_metrics() == {"steps": 2, "invalid_actions": 2, "finished": 1}
 
 
+@pytest.mark.parametrize("env_config", [GUESS, TICTACTOE, {"env_id": "ConnectFour-v0", "num_players": 2}], ids=str)
+@pytest.mark.parametrize("reply", [f"[{'9' * 5000}]", "[1" * 10**6, "<answer>" * 125_000, "٣" * 10**4], ids=range(4))
+def test_no_move_makes_a_game_raise_or_wait(env_config: dict[str, Any], reply: str) -> None:
+    with TextArenaEnv(env_config, {"seed": 1}) as env:
+        env.init(PROMPT)
+        started = time.monotonic()
+        env.step(reply)
+        assert time.monotonic() - started < 5
+        assert env.get_metrics()["invalid_actions"] == 1
+
+
+def test_the_end_of_a_long_reply_is_the_move() -> None:
+    with TextArenaEnv(TICTACTOE, {"seed": 1}) as env:
+        env.init(PROMPT)
+        assert "in cell 4." in text_of(env.step("I wonder. " * 1000 + "[4]"))
+        assert env.get_metrics()["invalid_actions"] == 0
+
+
 def test_a_legal_move_after_an_illegal_one() -> None:
     with TextArenaEnv(GUESS, {"seed": 1}) as env:
         env.init(PROMPT)
@@ -141,6 +160,17 @@ def test_an_opponent_that_breaks_the_rules_is_reported(opponent: str) -> None:
         env.init(PROMPT)
         assert env.step("[4]")["reward"] == 1.0
         assert (env.get_metrics()["won"], env.get_metrics()["opponent_illegal"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "move"), [("ConnectFour-v0", "[col 3]"), ("IteratedPrisonersDilemma-v0", "[Defect]")]
+)
+def test_a_random_opponent_does_not_do_as_the_model_says(env_id: str, move: str) -> None:
+    with TextArenaEnv({"env_id": env_id, "num_players": 2}, {"seed": 1}) as env:
+        env.init(PROMPT)
+        seen = text_of(env.step(f"{move}\nYou had better play '[zzz]'."))
+        assert "zzz" not in seen
+        assert env.get_metrics()["finished"] == 0
 
 
 @pytest.mark.parametrize(
@@ -242,5 +272,5 @@ def test_a_wrong_number_of_players_is_named() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"textarena: pip install 'skyrl-gym\[textarena\]'"):
+    with pytest.raises(ImportError, match=r"textarena: pip install '\./skyrl-gym\[textarena\]'"):
         TextArenaEnv(GUESS, {})

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 import threading
 import types
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 import skyrl_gym
@@ -89,6 +91,45 @@ class Narrow:
         return self.number / 2
 
 
+def retried(method: Any) -> Any:
+    """What a decorator makes of an `async` method: it is no coroutine function any more."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+class Wrapped(Narrow):
+    @retried
+    async def ask(self, question: str) -> set[str]:
+        """Ask."""
+        await asyncio.sleep(0)
+        return {question.upper()}
+
+
+class Numpy(Narrow):
+    def move(self, to: int) -> str:
+        """Move."""
+        self.done = np.array([to])[0] == self.number
+        return "there" if self.done else "on the way"
+
+
+class Opened:
+    """Has no tools, and something to close."""
+
+    n_open = 0
+
+    def __init__(self) -> None:
+        type(self).n_open += 1
+
+    def reset(self, **row: Any) -> None: ...
+
+    def close(self) -> None:
+        type(self).n_open -= 1
+
+
 class Odd(Narrow):
     def get_reward(self) -> Any:
         return "much"
@@ -107,7 +148,7 @@ class Toolless:
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = (Guess, Asynchronous, Narrow, Odd, Talkative, Toolless)
+    classes = (Guess, Asynchronous, Narrow, Wrapped, Numpy, Opened, Odd, Talkative, Toolless)
     here = types.SimpleNamespace(__file__="none", **{cls.__name__: cls for cls in classes})
     monkeypatch.setitem(sys.modules, "factories_of_a_test", here)
 
@@ -171,6 +212,12 @@ def test_a_reply_without_a_call_is_the_last() -> None:
     env.step(call("guess", number=1))
     output = env.step("I give up.")
     assert (output["reward"], output["done"]) == (-0.1, True)
+
+
+def test_numpy_says_when_it_is_done() -> None:
+    env = begun("Numpy")
+    assert not env.step(call("move", to=3))["done"]
+    assert env.step(call("move", to=7))["done"]
 
 
 def test_the_last_turn_has_the_reward_so_far() -> None:
@@ -242,11 +289,26 @@ def test_methods_that_are_awaited_share_a_loop_that_ends() -> None:
         assert env.step("bye")["reward"] == 0.0
 
 
+def test_a_wrapped_method_is_awaited_too_and_its_answer_needs_no_json() -> None:
+    with begun("Wrapped") as env:
+        told = text_of(env.step(call("ask", question="hello")))
+        assert told == "<tool_response>\n{'HELLO'}\n</tool_response>"
+        assert env.get_metrics()["failed_tool_calls"] == 0
+
+
 def test_closing_closes_once() -> None:
     env = made("Guess")
     env.close()
     env.close()
     assert env._env.closed == 1
+    with pytest.raises(RuntimeError, match="over"):
+        env.step(call("guess", number=7))
+
+
+def test_what_cannot_be_played_is_closed() -> None:
+    with pytest.raises(ValueError, match="Opened has no tools"):
+        made("Opened")
+    assert Opened.n_open == 0
 
 
 @pytest.mark.parametrize(

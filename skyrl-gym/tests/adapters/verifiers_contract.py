@@ -296,6 +296,15 @@ class VerifiersContract:
         with pytest.raises(ValueError, match=r"no extra_info\.verifiers; write the dataset with .*verifiers\.rows"):
             VerifiersEnv({"id": self.sums}, {"extra_info": {"example_id": 1}})
 
+    @pytest.mark.parametrize("written", ["{", "[]", '{"id": "x"}', 7])
+    def test_what_is_not_of_rows_is_named(self, written: Any) -> None:
+        with pytest.raises(ValueError, match=r"the row has extra_info\.verifiers='.*'; write the dataset with"):
+            VerifiersEnv({"id": self.sums}, {"extra_info": {"verifiers": written}})
+
+    def test_arguments_are_a_section(self) -> None:
+        with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.verifiers\.args='x' must be a section"):
+            env_of(row_of(self.sums), args="x")
+
     def test_the_id_may_be_written_in_several_ways(self) -> None:
         row = row_of(self.sums)
         for env_id in (self.sums, self.sums.replace("-", "_"), f"me/{self.sums}@0.1.0"):
@@ -314,5 +323,5 @@ class VerifiersContract:
         with pytest.raises(ValueError, match=r"json .* holds no environment of verifiers"):
             rows("json")
         monkeypatch.setitem(sys.modules, "verifiers", None)
-        with pytest.raises(ImportError, match=r"pip install 'skyrl-gym\[verifiers\]'"):
+        with pytest.raises(ImportError, match=r"pip install '\./skyrl-gym\[verifiers\]'"):
             env_of(row)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from skyrl_gym.env_config import EnvConfig
 from skyrl_gym.envs.row import answer_of, ground_truth_of, max_turns_of, settings_of
-from skyrl_gym.worker import EnvConfig
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_gym.envs.tool_env import ToolEnv
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.tools import ToolGroup, tool
+from skyrl_gym.tools import Prefixed, ToolGroup, tool
 
 
 class Shelf(ToolGroup):
@@ -127,10 +127,93 @@ def test_every_group_is_closed() -> None:
 
     first, second = Stuck(), Stuck()
     env = CountEnv()
-    env.init_tool_groups([first, second])
+    env.init_tool_groups([first, Prefixed(second, "other")])
     with pytest.raises(OSError, match="stuck"):
         env.close()
     assert (first.n_taken, second.n_taken) == (-1, -1)
+
+
+class Shelves(ToolEnv):
+    """Answers are worth nothing."""
+
+    def score(self, answer: str) -> float | None:
+        return 0.0
+
+
+class Closing(Shelf):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    one, other = Closing(), Closing()
+    message = r"'Shelf' and 'Shelf' both have a tool 'burn', .*; skyrl_gym\.tools\.Prefixed\(group, 'Shelf'\) gives"
+    with pytest.raises(ValueError, match=message):
+        Shelves([one, other], 4)
+    assert one.is_closed
+    assert other.is_closed
+
+
+def test_a_prefix_tells_them_apart() -> None:
+    one, other = Closing(), Closing()
+    with Shelves([one, Prefixed(other, "attic")], 4) as env:
+        prompt, _ = env.init([])
+        assert '"name": "take"' in prompt[0]["content"]
+        assert '"name": "attic_take"' in prompt[0]["content"]
+        env.step(call(n=1) + call(n=2).replace("take", "attic_take"))
+        assert (one.n_taken, other.n_taken) == (1, 2)
+        told = env.step(call(n="many").replace("take", "attic_take"))["observations"][0]["content"]
+        assert "n: Input should be a valid integer" in told
+    assert one.is_closed
+    assert other.is_closed
+
+
+def test_a_group_is_found_by_its_tools_and_not_by_its_name() -> None:
+    class More(ToolGroup):
+        @tool
+        def dust(self) -> str:
+            """Dust."""
+            return "clean"
+
+    with Shelves([Shelf(), More("Shelf")], 4) as env:
+        told = env.step('<tool_call>{"name": "dust"}</tool_call>')["observations"][0]["content"]
+        assert told == "<tool_response>\nclean\n</tool_response>"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "take", "arguments": {"n": ' + "[" * 600 + "]" * 600 + "}}",
+        '{"name": "take", "arguments": {"n": NaN}}',
+        '{"name": "take", "arguments": {"n": 1e999}}',
+        '{"name": "take", "arguments": {"n": ' + "9" * 4000 + "1.5}}",
+        '{"name": "take", "arguments": {"\\ud83d": 1}}',
+        '{"name": "\\ud83d", "arguments": 3}',
+        '{"name": "\\ud83d"}',
+        '{"name": "take\\u0000", "arguments": {"self": 1}}',
+    ],
+    ids=range(8),
+)
+def test_no_call_makes_it_raise(body: str) -> None:
+    env = CountEnv()
+    told = env.step(f"<tool_call>{body}</tool_call>")["observations"][0]["content"]
+    assert told.startswith("<tool_response>\nError: ")
+    told.encode("utf-8")
+    assert env.shelf.n_taken == 0
+
+
+def test_what_a_tool_answers_can_be_tokenized() -> None:
+    class Half(ToolGroup):
+        @tool
+        def character(self) -> str:
+            """Half of one."""
+            return "\ud83d"
+
+    with Shelves([Half("Half")], 4) as env:
+        told = env.step('<tool_call>{"name": "character"}</tool_call>')["observations"][0]["content"]
+        assert told == "<tool_response>\n?\n</tool_response>"
 
 
 def test_a_tool_that_fails_is_not_the_models_fault() -> None:

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from isolation.hostile import HARMLESS, HOSTILE
 
-from skyrl_gym.isolation import Call, Limits, Outcome, Stdin, isolation_level, run_program
-from skyrl_gym.isolation.program import Level, run_once
+from skyrl_gym.isolation import Call, Limits, Outcome, Stdin, isolation_level, program, run_program
+from skyrl_gym.isolation.program import Level, level_for, run_once
 
 SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
 LEVELS: tuple[Level, ...] = ("namespaces", "limits") if isolation_level() == "namespaces" else ("limits",)
@@ -104,6 +104,32 @@ def test_how_programs_end(source: str, status: int, told: str) -> None:
     assert told in outcome.stderr
     if "print" in source and status == 0:
         assert outcome.stdout
+
+
+def test_computing_is_limited_and_waiting_is_not(level: Level) -> None:
+    limits = Limits(seconds=20.0, cpu_seconds=0.5)
+    computes, waits, in_children = run_program(
+        "import os, time\nkind = input()\n"
+        "if kind == 'children' and os.fork(): os.wait()\n"
+        "elif kind == 'wait': time.sleep(1)\n"
+        "else:\n  while True: pass",
+        [Stdin("compute"), Stdin("wait"), Stdin("children")],
+        limits,
+        level,
+    )
+    assert (computes.end, waits.end, in_children.end) == ("time", "exit", "time")
+    assert 0.5 <= computes.cpu_seconds < 2
+    assert waits.cpu_seconds < 0.5 < waits.seconds
+
+
+def test_namespaces_can_be_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert level_for("best") == isolation_level()
+    if isolation_level() == "namespaces":
+        assert level_for("namespaces") == "namespaces"
+    monkeypatch.setattr(program, "_why_not_closed_off", lambda: "unshare: Operation not permitted")
+    assert level_for("best") == "limits"
+    with pytest.raises(OSError, match=r"isolation=namespaces, but .*unshare: Operation not permitted.*isolation=best"):
+        level_for("namespaces")
 
 
 def test_threads_are_waited_for(level: Level) -> None:

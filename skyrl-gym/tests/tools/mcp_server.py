@@ -7,6 +7,15 @@ import sys
 import time
 
 from mcp.server.mcpserver import MCPServer
+from mcp.shared.exceptions import MCPError
+from mcp.types import (
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    TextResourceContents,
+)
 
 server = MCPServer("notes")
 notes: list[str] = []
@@ -29,6 +38,26 @@ def read_notes(joined_by: str = ", ") -> str:
 def fail(reason: str) -> str:
     """Do not work."""
     raise ValueError(reason)
+
+
+@server.tool()
+def refuse(is_internal: bool = False) -> str:
+    """Answer with an error of the protocol, and not of the tool."""
+    raise MCPError(INTERNAL_ERROR if is_internal else INVALID_PARAMS, "not these")
+
+
+@server.tool()
+def attach() -> CallToolResult:
+    """Answer with a file of text, and one that is none."""
+    text = TextResourceContents(uri="file:///list.txt", text="milk and tea")
+    blob = BlobResourceContents(uri="file:///list.png", blob="aGk=")
+    return CallToolResult(content=[EmbeddedResource(type="resource", resource=file) for file in (text, blob)])
+
+
+@server.tool()
+def count() -> CallToolResult:
+    """Answer with values alone."""
+    return CallToolResult(content=[], structured_content={"n_notes": len(notes)})
 
 
 @server.tool()

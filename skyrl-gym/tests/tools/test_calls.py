@@ -57,6 +57,7 @@ def test_calls_side_by_side_of_both_kinds() -> None:
 def test_halves_of_characters_are_replaced() -> None:
     (one,) = parse_tool_calls('<tool_call>{"name": "search", "arguments": {"q": ["\\ud83d"]}}</tool_call>')
     assert one.arguments == {"q": ["?"]}
+    assert parse_tool_calls('<tool_call>{"name": "\\ud83d"}</tool_call><function=\ud83d>') == [ToolCall("?")] * 2
 
 
 def test_plain_arguments_keep_their_lines() -> None:
@@ -67,15 +68,18 @@ def test_plain_arguments_keep_their_lines() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("", r"not valid JSON \(Expecting value at line 1, column 1\)"),
+        ("", r"not valid JSON \(it breaks at line 1, column 1: Expecting value\)"),
         ('{"name": "search"', "not valid JSON"),
         ("[1]", "is a JSON object"),
         ('"search"', "is a JSON object"),
         ('{"arguments": {}}', 'no "name"'),
         ('{"name": 3}', 'no "name"'),
         ('{"name": "search", "arguments": [1]}', '"arguments" of the tool call search must be a JSON object'),
-        ('{"name": "search", "arguments": {"n": ' + "9" * 5000 + "}}", "too many digits"),
+        ('{"name": "search", "arguments": {"n": ' + "9" * 5000 + "}}", "a number in it cannot be read"),
+        ('{"name": "search", "arguments": {"n": NaN}}', "a number in it cannot be read"),
         ("[" * 100_000, "nested too deeply"),
+        ('{"name": "search", "arguments": {"x": ' + "[" * 600 + "]" * 600 + "}}", "nested too deeply"),
+        ('{"name": "\\ud83d", "arguments": 3}', r"of the tool call \? must be"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_explained(body: str, message: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv
-from skyrl_gym.tools import ToolGroup, tool
+from skyrl_gym.tools import Prefixed, ToolGroup, tool
 
 
 class Counter(ToolGroup):
@@ -78,3 +78,24 @@ def test_an_environment_closes_its_tools() -> None:
     with BaseTextEnv() as env:
         env.init_tool_groups([counter])
     assert counter.n_closed == 1
+
+
+def test_a_prefix_gives_tools_other_names() -> None:
+    counter = Counter()
+    group = Prefixed(counter, "my")
+    assert (group.get_name(), group.get_tool_names()) == ("my", ["my_add", "my_reset"])
+    assert group.get_tool_to_group_mapping() == {"my_add": "my", "my_reset": "my"}
+    assert group.execute_tool("my_add", 2) == 2
+    assert group.call("my_add", {"n": 3}) == "5"
+    assert group.get_tool("add") is None
+    assert [schema["function"]["name"] for schema in group.get_schemas()] == ["my_add", "my_reset"]
+    assert group.get_schemas()[0]["function"]["parameters"] == counter.get_schemas()[0]["function"]["parameters"]
+    assert counter.get_schemas()[0]["function"]["name"] == "add"
+    group.close()
+    assert counter.n_closed == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "my tools", "<function", "me\n"])
+def test_a_prefix_is_a_word(prefix: str) -> None:
+    with pytest.raises(ValueError, match="of 'Counter' must be of letters, digits, _ and -"):
+        Prefixed(Counter(), prefix)

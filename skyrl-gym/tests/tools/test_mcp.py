@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -48,13 +50,23 @@ def config(request: pytest.FixtureRequest) -> MCPServerConfig:
 def left_over() -> tuple[int, list[str], int]:
     gc.collect()
     me = psutil.Process()
-    names = [thread.name for thread in threading.enumerate() if "mcp" in thread.name]
+    names = [thread.name for thread in threading.enumerate() if "portal" in thread.name]
     return len(me.children(recursive=True)), names, me.num_fds()
 
 
 def test_tools_are_those_of_the_server(config: MCPServerConfig) -> None:
     group = MCPToolGroup("notes", config)
-    assert group.get_tool_names() == ["add_note", "end", "environment", "fail", "read_notes", "wait"]
+    assert group.get_tool_names() == [
+        "add_note",
+        "attach",
+        "count",
+        "end",
+        "environment",
+        "fail",
+        "read_notes",
+        "refuse",
+        "wait",
+    ]
     function = next(schema["function"] for schema in group.get_schemas() if schema["function"]["name"] == "add_note")
     assert function["description"] == "Keep a note."
     assert function["parameters"]["required"] == ["text"]
@@ -74,6 +86,37 @@ def test_what_goes_wrong_in_a_tool_is_for_the_model(config: MCPServerConfig) -> 
         group.call("add_note", {})
     assert group.call("read_notes", {}) is not None  # the session goes on
     group.close()
+
+
+def test_arguments_that_the_protocol_refuses_are_the_models(config: MCPServerConfig) -> None:
+    group = MCPToolGroup("notes", config)
+    with pytest.raises(ToolCallError, match="The arguments of refuse are wrong: not these"):
+        group.call("refuse", {})
+    with pytest.raises(ToolFailure, match="tool refuse: MCPError: not these"):
+        group.call("refuse", {"is_internal": True})
+    assert group.call("read_notes", {}) is not None
+    group.close()
+
+
+def test_whatever_is_text_is_read(config: MCPServerConfig) -> None:
+    group = MCPToolGroup("notes", config)
+    assert group.call("attach", {}) == "milk and tea\n[resource]"
+    assert group.call("count", {}).startswith('{"n_notes": ')
+    group.close()
+
+
+def test_an_interrupted_beginning_leaves_nothing() -> None:
+    """As when somebody presses Ctrl-C while a server starts."""
+    before = left_over()
+    silent = MCPServerConfig(command=sys.executable, args=["-c", "import time; time.sleep(100)"], timeout=100)
+    group = MCPToolGroup("notes", PIPES)  # others go on
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        MCPToolGroup("silent", silent)
+    assert len(psutil.Process().children(recursive=True)) == before[0] + 1
+    assert group.call("add_note", {"text": "milk"}) == "1 notes"
+    group.close()
+    assert left_over() == before
 
 
 def test_sessions_over_pipes_share_nothing() -> None:

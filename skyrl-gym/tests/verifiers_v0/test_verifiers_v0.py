@@ -23,6 +23,7 @@ from adapters.verifiers_contract import (  # noqa: E402
 
 from skyrl_gym.adapters.verifiers import rows  # noqa: E402
 from skyrl_gym.adapters.verifiers_turn import VerifiersError  # noqa: E402
+from skyrl_gym.contract import checked_output  # noqa: E402
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -122,6 +123,12 @@ class TestGame:
         output, _ = await play(row, "7", "8")
         assert output["metadata"]["modified_chat_history"] == [{"role": "user", "content": "Guess my number."}]
         assert text_of(output) == "Wrong, and that was guess 2."
+
+    async def test_it_may_leave_one_message_of_it(self) -> None:
+        output, _ = await play(row_of("guessing-v0", 1, args={"fault": "forget all"}), "7", "8")
+        assert checked_output(output)["observations"] == []
+        history = [{"role": "user", "content": "Wrong, and that was guess 2."}]
+        assert output["metadata"]["modified_chat_history"] == history
 
     @pytest.mark.parametrize(
         ("fault", "error", "message"),

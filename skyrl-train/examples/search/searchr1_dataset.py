@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from examples.prepare import MESSAGES, HubSplit, Preparation, command_line, field, prepare
-from skyrl_gym.envs.search.grading import targets_of
+from skyrl_gym.exact_match import targets_of
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
 

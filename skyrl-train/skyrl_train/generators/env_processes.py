@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from skyrl_gym.envs.registration import spec
-from skyrl_gym.worker import plain
+from skyrl_gym.serialization import plain
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 
 import skyrl_gym
+from skyrl_gym.methods import awaited_method
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.call_pool import CallOwner, CallPool, CallTimeout
@@ -138,8 +138,8 @@ class _LocalEpisode(Episode):
             self._env.close()
 
     async def _call(self, method: str, *args: Any) -> Any:
-        native = getattr(self._env, f"{method}_async", None)
-        if inspect.iscoroutinefunction(native):
+        native = awaited_method(self._env, method)
+        if native is not None:
             return await self._episodes.wait_for(native(*args))
         bound = getattr(self._env, method)
         return await self._episodes.call(lambda: bound(*args), None if method == "close" else self)

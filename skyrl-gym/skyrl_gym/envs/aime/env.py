@@ -7,11 +7,11 @@ from typing import Any
 
 from skyrl_gym import maths
 from skyrl_gym.envs.aime.grading import GRADERS, reward_of
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.one_reply_env import OneReplyEnv
 from skyrl_gym.envs.row import answer_of
 
 
-class AIMEEnv(BaseTextEnv):
+class AIMEEnv(OneReplyEnv):
     r"""One competition problem, one reply.
 
     `extras` is the row, as DAPO's data set has it: ``reward_model["ground_truth"]`` is the answer; a row without
@@ -26,23 +26,9 @@ class AIMEEnv(BaseTextEnv):
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.ground_truth = answer_of(extras, ("reward_model", "reward_spec"))
-        self._grader = maths.choose_grader("aime", env_config, GRADERS, "minerva")
-        self._n_undecided = 0
+        grader = maths.choose_grader("aime", env_config, GRADERS, "minerva")
+        super().__init__(answer_of(extras, ("reward_model", "reward_spec")), grader)
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Grade the reply."""
-        self.turns += 1
-        grade = self._grader(action, self.ground_truth)
-        self._n_undecided += grade.undecided is not None
-        return BaseTextEnvStepOutput(
-            observations=[],
-            reward=reward_of(grade),
-            done=True,
-            metadata={"acc": grade.is_correct, "pred": grade.answer, "undecided": grade.undecided},
-        )
-
-    def get_metrics(self) -> dict[str, Any]:
-        """With ``math_verify``, 1 if it could not decide upon the answer."""
-        return {"undecided": self._n_undecided} if self._grader is maths.grade else {}
+    def outcome(self, grade: maths.Grade) -> tuple[float, dict[str, Any]]:
+        """Reward and metadata of a grade."""
+        return reward_of(grade), {"acc": grade.is_correct, "pred": grade.answer}

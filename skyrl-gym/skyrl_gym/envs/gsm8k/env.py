@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_gym import maths
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.gsm8k.grading import GRADERS
+from skyrl_gym.envs.one_reply_env import OneReplyEnv
 from skyrl_gym.envs.row import answer_of
 
 
-class GSM8kEnv(BaseTextEnv):
+class GSM8kEnv(OneReplyEnv):
     """One word problem, one reply.
 
     `extras` is the row: ``reward_spec["ground_truth"]`` is the number. `env_config` may choose a `grader`: ``strict``
@@ -25,23 +25,9 @@ class GSM8kEnv(BaseTextEnv):
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.ground_truth = answer_of(extras)
-        self._grader = maths.choose_grader("gsm8k", env_config, GRADERS, "strict")
-        self._n_undecided = 0
+        grader = maths.choose_grader("gsm8k", env_config, GRADERS, "strict")
+        super().__init__(answer_of(extras), grader)
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Grade the reply."""
-        self.turns += 1
-        grade = self._grader(action, self.ground_truth)
-        self._n_undecided += grade.undecided is not None
-        return BaseTextEnvStepOutput(
-            observations=[],
-            reward=float(grade.is_correct),
-            done=True,
-            metadata={"parsed_answer": grade.answer, "undecided": grade.undecided},
-        )
-
-    def get_metrics(self) -> dict[str, Any]:
-        """With ``math_verify``, 1 if it could not decide upon the answer."""
-        return {"undecided": self._n_undecided} if self._grader is maths.grade else {}
+    def outcome(self, grade: maths.Grade) -> tuple[float, dict[str, Any]]:
+        """Reward and metadata of a grade."""
+        return float(grade.is_correct), {"parsed_answer": grade.answer}

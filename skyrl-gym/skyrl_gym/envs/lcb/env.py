@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, read_tests
+from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, limits_of, read_tests
 from skyrl_gym.envs.row import ground_truth_of, settings_of
-from skyrl_gym.isolation.program import Limits
+from skyrl_gym.isolation.program import Demand, level_for
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,17 @@ class LCBEnvConfig:
     """`environment.skyrl_gym.lcb`."""
 
     timeout: float = 6.0
-    """Seconds of one test."""
+    """Seconds that a program may compute for one test. A busy machine may take four times as long."""
     total_timeout: float = 120.0
-    """Seconds of all tests of a task; what takes longer is wrong."""
+    """The same, for all tests of a task; what takes longer is wrong."""
     memory_mb: int = 1024
+    isolation: Demand = "best"
+    """`namespaces` refuses to run on a machine that cannot close programs off."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "total_timeout", "memory_mb"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or value <= 0:
+            if value <= 0:
                 raise ValueError(f"environment.skyrl_gym.lcb.{name}={value!r} must be a positive number")
 
 
@@ -39,6 +41,7 @@ class LCBEnv(BaseTextEnv):
         super().__init__()
         self._settings = settings_of("lcb", env_config, LCBEnvConfig)
         self.tests = read_tests(ground_truth_of(extras))
+        self._level = level_for(self._settings.isolation)
         self._verdict = Verdict(0, len(self.tests), "none")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -46,8 +49,8 @@ class LCBEnv(BaseTextEnv):
         self.turns += 1
         code = extract_code(action)
         if code is not None:
-            limits = Limits(seconds=self._settings.timeout, memory_bytes=self._settings.memory_mb << 20)
-            self._verdict = grade(code, self.tests, limits, self._settings.total_timeout)
+            limits = limits_of(self._settings.timeout, self._settings.memory_mb << 20)
+            self._verdict = grade(code, self.tests, limits, self._settings.total_timeout, self._level)
         return BaseTextEnvStepOutput(
             observations=[],
             reward=float(self._verdict.is_correct),

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from skyrl_gym.isolation.program import Call, Limits, Outcome, Stdin, run_program
+from skyrl_gym.isolation.program import Call, Level, Limits, Outcome, Stdin, run_program
 
 FENCE = "```"
 OPENING = re.compile(r"```[^\n`]*\n")
 MOST_NUMBER_CHARS = 400
+PATIENCE = 4.0  # seconds by the clock for a second of computing
 
 PRELUDE = """
 import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, typing
@@ -93,15 +94,24 @@ def read_tests(ground_truth: Any) -> list[Test]:
     return tests
 
 
-def grade(code: str, tests: Sequence[Test], limits: Limits, total_seconds: float) -> Verdict:
-    """Run the program on the tests, up to the first that it fails; `total_seconds` for all of them."""
+def limits_of(cpu_seconds: float, memory_bytes: int) -> Limits:
+    """Of one test. What counts is what a program computes, so that a verdict does not hang on what else is running; one
+    that sleeps is ended by the clock.
+    """
+    return Limits(seconds=PATIENCE * cpu_seconds, cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
+
+
+def grade(
+    code: str, tests: Sequence[Test], limits: Limits, total_seconds: float, level: Level | None = None
+) -> Verdict:
+    """Run the program on the tests, up to the first that it fails; it may compute `total_seconds` for all of them."""
     n_passed, seconds = 0, 0.0
-    with closing(run_program(code, [test.run for test in tests], limits, prelude=PRELUDE)) as outcomes:
+    with closing(run_program(code, [test.run for test in tests], limits, level, prelude=PRELUDE)) as outcomes:
         for test, outcome in zip(tests, outcomes, strict=True):
             if not test.is_passed(outcome):
                 return Verdict(n_passed, len(tests), _failure(outcome))
             n_passed += 1
-            seconds += outcome.seconds
+            seconds += max(outcome.cpu_seconds, outcome.seconds / PATIENCE)
             if seconds > total_seconds and n_passed < len(tests):
                 return Verdict(n_passed, len(tests), "time")
     return Verdict(n_passed, len(tests))

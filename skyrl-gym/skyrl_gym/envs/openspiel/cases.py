@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from skyrl_gym.optional import how_to_install
+
 Game = Any
 """A `pyspiel.Game`; the module has no type stubs."""
 
@@ -112,7 +114,7 @@ def open_spiel() -> Any:
         return importlib.import_module("pyspiel")
     except ImportError as problem:
         raise ImportError(
-            f"OpenSpiel environments need the package open_spiel ({problem}): pip install 'skyrl-gym[openspiel]'"
+            f"OpenSpiel environments need the package open_spiel ({problem}): {how_to_install('openspiel')}"
         ) from problem
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.asking_env import AskingEnv
 from skyrl_gym.envs.row import ground_truth_of, max_turns_of, settings_of
-from skyrl_gym.envs.search.grading import compute_score, targets_of
+from skyrl_gym.envs.search.grading import compute_score
 from skyrl_gym.envs.tags import first_between
+from skyrl_gym.exact_match import targets_of
 from skyrl_gym.tools.search import SearchToolGroup
 
 MAX_TURNS = 2
@@ -23,12 +24,22 @@ class SearchEnvConfig:
     search_url: str = "http://127.0.0.1:8000/retrieve"
     topk: int = 3
     timeout: float = 30
-    """Seconds of one attempt to reach the server."""
+    """Seconds of one attempt to reach the search engine."""
     tell_failures: bool = False
-    """Let the model read that the server failed, as if it were a result. Otherwise the rollout is invalid."""
+    """Let the model read that the search engine failed, as if it were a result. Otherwise the rollout is invalid."""
+
+    def tool_group(self) -> SearchToolGroup:
+        """The tool of these settings."""
+        return SearchToolGroup(
+            search_url=self.search_url,
+            topk=self.topk,
+            timeout=self.timeout,
+            log_requests=self.log_requests,
+            raise_failures=not self.tell_failures,
+        )
 
 
-class SearchEnv(BaseTextEnv):
+class SearchEnv(AskingEnv):
     """The model asks `<search>…</search>`, reads `<information>…</information>`, and answers `<answer>…</answer>`.
 
     1 for an answer that is one of `reward_spec["ground_truth"]["target"]`, else 0. Only what the model wrote is read:
@@ -37,41 +48,29 @@ class SearchEnv(BaseTextEnv):
     Raises: `ToolFailure` from `step` where the search engine fails, unless `tell_failures` is set.
     """
 
+    answer_tags = ("<answer>", "</answer>")
+
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        super().__init__()
         settings = settings_of("search", env_config, SearchEnvConfig)
+        super().__init__(max_turns_of(extras, MAX_TURNS))
         self.ground_truth = ground_truth_of(extras)
         targets_of(self.ground_truth)
-        self.max_turns = max_turns_of(extras, MAX_TURNS)
-        self.chat_history: ConversationType = []
-        self.tool_group = SearchToolGroup(
-            search_url=settings.search_url,
-            topk=settings.topk,
-            timeout=settings.timeout,
-            log_requests=settings.log_requests,
-            raise_failures=not settings.tell_failures,
-        )
+        self.tool_group = settings.tool_group()
         self.init_tool_groups([self.tool_group])
         self._n_searches = 0
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Search, or score the answer."""
-        self.turns += 1
-        self.chat_history.append({"role": "assistant", "content": action})
-        if self.turns >= self.max_turns or ("<answer>" in action and "</answer>" in action):
-            return BaseTextEnvStepOutput(observations=[], reward=self._score(), done=True, metadata={})
+    def ask(self, action: str) -> tuple[str, dict[str, Any]]:
+        """Search."""
         query = first_between(action, "<search>", "</search>")
         self._n_searches += query is not None
         found = self._execute_tool(self.tool_group.get_name(), "search", [query])
-        message = {"role": "user", "content": f"\n<information>{found}</information>\n"}
-        self.chat_history.append(message)
         metadata = {"tool_group": self.tool_group.get_name(), "tool_name": "search", "tool_input": [query]}
-        return BaseTextEnvStepOutput(observations=[message], reward=0.0, done=False, metadata=metadata)
+        return f"\n<information>{found}</information>\n", metadata
+
+    def score(self, replies: list[str]) -> float:
+        """Exact match of the last answer."""
+        return compute_score("\n".join(replies), self.ground_truth)
 
     def get_metrics(self) -> dict[str, Any]:
         """Turns, and how many of them asked the search engine."""
-        return {"steps": self.turns, "searches": self._n_searches}
-
-    def _score(self) -> float:
-        said = (message["content"] for message in self.chat_history if message["role"] == "assistant")
-        return compute_score("\n".join(said), self.ground_truth)
+        return super().get_metrics() | {"searches": self._n_searches}

@@ -1,35 +1,12 @@
-"""Exact match of an answer, as it is usual for open questions.
-
-Source: Search-R1 (Jin et al., 2025, arXiv:2503.09516), with the normalisation of SQuAD (Rajpurkar et al., 2016).
-"""
+"""The reward of Search-R1 (Jin et al., 2025, arXiv:2503.09516): exact match of the last answer."""
 
 from __future__ import annotations
 
-import re
-import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from skyrl_gym.envs.tags import last_between
-
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalize_answer(answer: str) -> str:
-    """Without capitals, punctuation, articles and needless space."""
-    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
-
-
-def is_match(answer: str, targets: Sequence[str]) -> bool:
-    """Whether an answer is one of the targets, normalised. One of which nothing would be left, e.g. "A", is compared
-    as it stands.
-    """
-    normalized, plain = normalize_answer(answer), answer.strip().lower()
-    return any(
-        normalized == wanted if (wanted := normalize_answer(target)) else plain == target.strip().lower()
-        for target in targets
-    )
+from skyrl_gym.exact_match import is_match, targets_of
 
 
 def extract_solution(solution_str: str) -> str | None:
@@ -46,16 +23,3 @@ def compute_score(
     if answer is None:
         return 0.0
     return score if is_match(answer, targets_of(ground_truth)) else format_score
-
-
-def targets_of(ground_truth: Any) -> list[str]:
-    """The right answers, of which one will do.
-
-    Raises:
-        ValueError: there are none.
-    """
-    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    targets = [target] if isinstance(target, str) else target
-    if not isinstance(targets, Sequence) or not targets or not all(isinstance(one, str) for one in targets):
-        raise ValueError(f"ground_truth={ground_truth!r} must be {{'target': text or a list of texts}}")
-    return list(targets)

@@ -7,78 +7,61 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.asking_env import AskingEnv
 from skyrl_gym.envs.gsm8k.grading import compute_score
 from skyrl_gym.envs.row import ground_truth_of, max_turns_of, settings_of
+from skyrl_gym.envs.search.env import SearchEnvConfig
 from skyrl_gym.envs.tags import first_between
 from skyrl_gym.error import ToolFailure
+from skyrl_gym.isolation.program import Demand
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
-from skyrl_gym.tools.search import SearchToolGroup
 
 MAX_TURNS = 2
 NAME = re.compile(r"\s*<(\w+)>")
 
 
 @dataclass(frozen=True)
-class SearchCodeEnvConfig:
+class SearchCodeEnvConfig(SearchEnvConfig):
     """`environment.skyrl_gym.searchcode`."""
 
-    log_requests: bool = False
-    search_url: str = "http://127.0.0.1:8000/retrieve"
-    topk: int = 3
-    timeout: float = 30
-    """Seconds of one attempt to reach the search engine."""
     python_timeout: float = 10
     """Seconds of a program."""
-    tell_failures: bool = False
-    """Let the model read that the search engine failed. Otherwise the rollout is invalid."""
+    isolation: Demand = "best"
+    """Of programs; `namespaces` refuses to run on a machine that cannot close them off."""
 
 
-class SearchCodeEnv(BaseTextEnv):
+class SearchCodeEnv(AskingEnv):
     """The model calls `<tool><search>…</search></tool>` or `<tool><python>…</python></tool>`, reads what comes back,
     and ends with `<solution>…</solution>`.
 
     1 if the first `#### …` that it wrote is the right number, else 0; what tools wrote is not read.
     """
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        super().__init__()
-        settings = settings_of("searchcode", env_config, SearchCodeEnvConfig)
-        self.ground_truth = str(ground_truth_of(extras))
-        self.max_turns = max_turns_of(extras, MAX_TURNS)
-        self.chat_history: ConversationType = []
-        search = SearchToolGroup(
-            search_url=settings.search_url,
-            topk=settings.topk,
-            timeout=settings.timeout,
-            log_requests=settings.log_requests,
-            raise_failures=not settings.tell_failures,
-        )
-        self.init_tool_groups([search, PythonCodeExecutorToolGroup(timeout=settings.python_timeout)])
+    answer_tags = ("<solution>", "</solution>")
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Use a tool, or score what was said."""
-        self.turns += 1
-        self.chat_history.append({"role": "assistant", "content": action})
-        if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):
-            return BaseTextEnvStepOutput(observations=[], reward=self._score(), done=True, metadata={})
+    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+        settings = settings_of("searchcode", env_config, SearchCodeEnvConfig)
+        super().__init__(max_turns_of(extras, MAX_TURNS))
+        self.ground_truth = str(ground_truth_of(extras))
+        python = PythonCodeExecutorToolGroup(timeout=settings.python_timeout, isolation=settings.isolation)
+        self.init_tool_groups([settings.tool_group(), python])
+
+    def ask(self, action: str) -> tuple[str, dict[str, Any]]:
+        """Use a tool."""
         metadata: dict[str, Any] = {"tools": [group.get_tool_names() for group in self.tool_groups]}
         try:
             name, told = self._call_in(action)
             group = self.tool_to_toolgroup[name]
             metadata |= {"tool_group": group, "tool_name": name, "tool_input": [told]}
-            text = str(self._execute_tool(group, name, [told]))
+            return str(self._execute_tool(group, name, [told])), metadata
         except ToolFailure:
             raise
         except ValueError as error:  # of the model
-            text = str(error)
-        message = {"role": "user", "content": text}
-        self.chat_history.append(message)
-        return BaseTextEnvStepOutput(observations=[message], reward=0.0, done=False, metadata=metadata)
+            return str(error), metadata
 
-    def get_metrics(self) -> dict[str, Any]:
-        """Turns."""
-        return {"steps": self.turns}
+    def score(self, replies: list[str]) -> float:
+        """Whether the first number that is marked is the right one."""
+        return compute_score("\n".join(replies), self.ground_truth)
 
     def _call_in(self, action: str) -> tuple[str, str]:
         """The tool that a reply calls, and what with; ValueError for the model if there is none."""
@@ -91,7 +74,3 @@ class SearchCodeEnv(BaseTextEnv):
         if name[1] not in self.tool_to_toolgroup:
             raise ValueError(f"There is no tool {name[1]}. Tools: {', '.join(sorted(self.tool_to_toolgroup))}.")
         return name[1], told.strip()
-
-    def _score(self) -> float:
-        said = (message["content"] for message in self.chat_history if message["role"] == "assistant")
-        return compute_score("\n".join(said), self.ground_truth)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from skyrl_gym.envs.tags import all_between, first_between
-from skyrl_gym.tools.sql import QueryError, Table, run_query
+from skyrl_gym.queries import QueryError, Table, run_query
 
 SECONDS = 30.0
 Match = Literal["exact", "set"]

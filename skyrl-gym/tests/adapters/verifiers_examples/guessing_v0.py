@@ -35,6 +35,8 @@ class GuessingEnv(vf.MultiTurnEnv):
 
     async def get_prompt_messages(self, state: vf.State) -> vf.Messages:
         messages = await super().get_prompt_messages(state)
+        if self.fault == "forget all":
+            return [messages[-1]]
         return [messages[0], messages[-1]] if self.fault == "forget" else messages
 
     @vf.stop

@@ -68,5 +68,5 @@ def test_what_is_wrong_with_a_configuration_is_said_before_the_first_reply(monke
     ):
         new(grader="strict")
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'skyrl-gym\[maths\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\./skyrl-gym\[maths\]'"):
         new(grader="math_verify")

@@ -54,7 +54,7 @@ def test_what_is_wrong_with_a_configuration_is_said_before_the_first_reply(monke
     with pytest.raises(ValueError, match=r"gsm8k\.grader=lenient is unknown; use one of strict, flexible, math_verify"):
         new(grader="lenient")
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'skyrl-gym\[maths\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\./skyrl-gym\[maths\]'"):
         new(grader="math_verify")
 
 

@@ -72,9 +72,17 @@ def test_functions_that_are_called(code: str, reward: float) -> None:
     assert play(fenced(code), CALLS)[0] == reward
 
 
-@pytest.mark.parametrize("settings", [{"timeout": 0}, {"timeout": "6"}, {"memory_mb": -1}])
-def test_settings_are_checked_at_once(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.lcb\..* must be a positive number"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"timeout": 0}, "timeout=0 must be a positive number"),
+        ({"timeout": "6"}, "timeout='6' should be a valid number"),
+        ({"memory_mb": -1}, "memory_mb=-1 must be a positive number"),
+        ({"isolation": "vm"}, "isolation='vm' should be 'best' or 'namespaces'"),
+    ],
+)
+def test_settings_are_checked_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"environment\.skyrl_gym\.lcb\.{message}"):
         play("", **settings)
 
 
@@ -86,9 +94,13 @@ def test_metrics() -> None:
 
 
 def test_all_tests_together_have_their_time() -> None:
-    slow = "import time; time.sleep(0.3); " + RIGHT
-    assert play(fenced(slow), total_timeout=0.4)[:2] == (0.0, "time")
+    slow = f"import time\nwhile time.process_time() < 0.4: pass\n{RIGHT}"
+    assert play(fenced(slow), total_timeout=0.5)[:2] == (0.0, "time")
     assert play(fenced(slow), total_timeout=60)[:2] == (1.0, None)
+
+
+def test_a_program_that_only_waits_is_ended() -> None:
+    assert play(fenced("import time; time.sleep(60)"), timeout=0.2)[:2] == (0.0, "time")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ for env in (OpenSpielEnv, OpenSpielGameEnv):
         print(problem)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.count("pip install 'skyrl-gym[openspiel]'") == 2
+    assert done.stdout.count("pip install './skyrl-gym[openspiel]'") == 2
 
 
 def test_importing_the_environments_does_not_load_open_spiel() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_gym.envs.search import env as module
 from skyrl_gym.envs.search.env import SearchEnv
-from skyrl_gym.envs.search.grading import compute_score, extract_solution, normalize_answer
+from skyrl_gym.envs.search.grading import compute_score, extract_solution
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools import search
 
@@ -112,6 +112,9 @@ def test_turns_are_the_rows_or_two(asked: list[dict[str, Any]]) -> None:
         (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, ValueError, "must be .'target': text"),
         ({"top_k": 3}, ROW, ValueError, r"environment\.skyrl_gym\.search\.top_k is unknown; did you mean topk\?"),
         ({"search_url": "x"}, ROW, ValueError, "must begin with http"),
+        ({"topk": "3"}, ROW, ValueError, r"environment\.skyrl_gym\.search\.topk='3' should be a valid integer"),
+        ({"topk": 0}, ROW, ValueError, "topk=0 of a search must be positive"),
+        ({"timeout": float("nan")}, ROW, ValueError, "timeout=nan of a search must be positive"),
         (None, ROW | {"max_turns": 0}, ValueError, "max_turns=0: an episode has at least 1 turn"),
     ],
 )
@@ -121,12 +124,8 @@ def test_what_is_wrong_is_named(env_config: Any, row: dict[str, Any], error: typ
 
 
 def test_grading() -> None:
-    assert normalize_answer("The  Quick-brown, FOX & an owl") == "quickbrown fox owl"
     assert extract_solution("<answer>a</answer> <answer> b </answer>") == "b"
     assert extract_solution("nothing") is None
     assert compute_score("<answer>x</answer>", {"target": "x"}, score=2.0) == 2.0
     assert compute_score("<answer>y</answer>", {"target": "x"}, format_score=0.1) == 0.1
     assert compute_score("y", {"target": "x"}, format_score=0.1) == 0.0
-    assert compute_score("<answer>the</answer>", {"target": "x"}) == 0.0
-    for answer, score in (("A", 1.0), ("a", 1.0), ("", 0.0), ("the", 0.0), ("?", 0.0)):
-        assert compute_score(f"<answer>{answer}</answer>", {"target": "A"}) == score

@@ -120,7 +120,7 @@ def test_a_right_query_that_fails_cannot_be_told(folder: Path) -> None:
         ({"db_id": None}, {}, FileNotFoundError, "there is no database .*None.sqlite; set environment"),
         ({"data": "other"}, {}, NotImplementedError, "data='other' of the row is none of synsql, spider, bird"),
         ({"reward_spec": {}}, {}, AssertionError, "ground_truth is required in reward_spec field"),
-        ({}, {"match": "fuzzy"}, ValueError, "text2sql.match='fuzzy' is unknown"),
+        ({}, {"match": "fuzzy"}, ValueError, "text2sql.match='fuzzy' should be 'exact' or 'set'"),
         ({}, {"db_pth": "x"}, ValueError, "did you mean db_path"),
     ],
 )

@@ -1,0 +1,97 @@
+"""A worker that asks databases: it is asked ``[file, sql, seconds]``, and says ``{"columns": …, "rows": …}`` or
+``{"error": …, "is_timeout": …}``.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+from urllib.parse import quote
+
+from skyrl_gym.queries.values import as_json
+from skyrl_gym.worker_pool.serving import limit, serve
+
+MEMORY_BYTES = 1 << 30
+SPENT_BYTES = 256 << 20
+MOST_ROWS = 100_000
+MOST_BYTES = 64 << 20  # of a whole result
+VALUE_BYTES = 256 << 10  # the time that one call of a function takes grows with it
+MOST_COLUMNS = 200
+PATTERN_BYTES = 1000  # of LIKE, whose time grows with it
+STEPS_BETWEEN_LOOKS = 1000  # of SQLite's machine, between two looks at the clock
+
+READING = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+    sqlite3.SQLITE_TRANSACTION,
+}
+PRAGMAS = {
+    "collation_list",
+    "database_list",
+    "foreign_key_list",
+    "function_list",
+    "index_info",
+    "index_list",
+    "index_xinfo",
+    "table_info",
+    "table_list",
+    "table_xinfo",
+}
+"""Those that only tell of the schema."""
+
+
+def answer(question: list[Any]) -> dict[str, Any]:
+    """The rows, or why there are none."""
+    file, sql, seconds = question
+    deadline = time.monotonic() + seconds
+    try:
+        with _connection(file, deadline) as connection, closing(connection.execute(sql)) as cursor:
+            columns = [name for name, *_ in cursor.description or ()]
+            return {"columns": columns, "rows": list(_rows(cursor))}
+    except MemoryError:
+        return {"error": "it took more memory than it may", "is_timeout": False}
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
+        return {"error": str(error), "is_timeout": time.monotonic() >= deadline}
+
+
+@contextmanager
+def _connection(file: str, deadline: float) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(f"file:{quote(file)}?mode=ro", uri=True, isolation_level=None)) as connection:
+        connection.text_factory = lambda read: read.decode("utf-8", "replace")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, VALUE_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MOST_COLUMNS)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, PATTERN_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        connection.execute("PRAGMA temp_store = MEMORY")  # what a query sorts counts as its memory, and no disk fills
+        connection.set_authorizer(_may)
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_BETWEEN_LOOKS)
+        yield connection
+
+
+def _may(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """Whether a query may do this: read, and be told of the schema."""
+    is_extension = action == sqlite3.SQLITE_FUNCTION and second == "load_extension"
+    is_allowed = action in READING and not is_extension
+    if action == sqlite3.SQLITE_PRAGMA:
+        is_allowed = str(first).lower() in PRAGMAS
+    return sqlite3.SQLITE_OK if is_allowed else sqlite3.SQLITE_DENY
+
+
+def _rows(cursor: sqlite3.Cursor) -> Iterator[list[Any]]:
+    n_bytes = 0
+    for n_rows, row in enumerate(cursor):
+        n_bytes += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
+        if n_rows >= MOST_ROWS or n_bytes > MOST_BYTES:
+            raise sqlite3.DataError(f"the result has more than {MOST_ROWS} rows or {MOST_BYTES >> 20} MiB")
+        yield [as_json(value) for value in row]
+
+
+if __name__ == "__main__":
+    limit("RLIMIT_FSIZE", 0)
+    serve(int(sys.argv[1]), answer, memory_bytes=MEMORY_BYTES, spent_bytes=SPENT_BYTES)

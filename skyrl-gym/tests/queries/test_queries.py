@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_gym import queries
+from skyrl_gym.queries import QueryError, QueryTimeout, run_query
+
+ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
+
+
+def test_rows_come_in_order_and_as_often_as_they_are(database: Path) -> None:
+    table = run_query(database, "SELECT id, name FROM goods WHERE id < 3 ORDER BY id DESC", 5)
+    assert (table.columns, table.rows) == (["id", "name"], [(2, "pen"), (2, "pen"), (1, "ink")])
+
+
+def test_text_that_is_no_text_is_read(database: Path) -> None:
+    assert run_query(database, "SELECT name, price FROM goods WHERE id = 3", 5).rows == [("�", None)]
+
+
+def test_the_schema_can_be_asked_for(database: Path) -> None:
+    assert [row[1] for row in run_query(database, "PRAGMA table_info(goods)", 5).rows] == ["id", "name", "price"]
+    assert run_query(database, "SELECT name FROM sqlite_master", 5).rows == [("goods",)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM goods",
+        "DROP TABLE goods",
+        "CREATE TABLE more (x)",
+        "CREATE TEMP TABLE more (x)",
+        "UPDATE goods SET price = 0",
+        "INSERT INTO goods VALUES (9, 'x', 1)",
+        "ATTACH DATABASE '/tmp/other.sqlite' AS other",
+        "VACUUM INTO '/tmp/copy.sqlite'",
+        "PRAGMA journal_mode = DELETE",
+        "PRAGMA writable_schema = 1",
+        "PRAGMA temp_store_directory = '/tmp'",
+        "SELECT load_extension('x')",
+        "SELECT 1; DELETE FROM goods",
+        "SELECT writefile('/tmp/x', 'y')",
+        "SELECT nothing FROM goods",
+        "SELEC 1",
+        "SELECT hex(zeroblob(100000000))",
+        "SELECT 'a' LIKE printf('%.*c', 5000, 'a')",
+        "SELECT '\0'",
+        "SELECT '\ud800'",
+        "x" * 2_000_000,
+        "(" * 100_000,
+    ],
+)
+def test_what_it_does_not_do(database: Path, sql: str) -> None:
+    before = database.read_bytes()
+    with pytest.raises(QueryError):
+        run_query(database, sql, 5)
+    assert database.read_bytes() == before
+    assert os.listdir(database.parent) == [database.name]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        ENDLESS,
+        f"SELECT count(*) FROM {', '.join(f'goods g{i}' for i in range(15))}",
+    ],
+)
+def test_a_query_without_an_end_is_interrupted(database: Path, sql: str) -> None:
+    with pytest.raises(QueryTimeout, match=r"longer than 0\.2 seconds"):
+        run_query(database, sql, 0.2)
+
+
+@pytest.mark.parametrize("row", ["1", "hex(zeroblob(100000))"])
+def test_a_result_without_an_end_is_refused(database: Path, row: str) -> None:
+    endless = f"WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT {row} FROM c"
+    with pytest.raises(QueryError, match="the result has more than 100000 rows or 64 MiB"):
+        run_query(database, endless, 60)
+
+
+def test_values_of_every_kind(database: Path) -> None:
+    sql = "SELECT NULL, 9223372036854775807, -0.5, 9e999, 'a' || char(10) || char(128512), x'00ff', ''"
+    expected = (None, (1 << 63) - 1, -0.5, float("inf"), "a\n\U0001f600", b"\x00\xff", "")
+    assert run_query(database, sql, 5).rows == [expected]
+
+
+def test_a_database_that_keeps_a_log_is_read(database: Path) -> None:
+    with sqlite3.connect(database) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("INSERT INTO goods VALUES (4, 'nib', 0.5)")
+        connection.commit()
+        assert run_query(database, "SELECT name FROM goods WHERE id = 4", 5).rows == [("nib",)]
+    connection.close()
+
+
+def test_a_query_that_takes_all_memory_fails_alone(database: Path) -> None:
+    values = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
+    with pytest.raises(QueryError, match="memory"):
+        run_query(database, f"{values} SELECT hex(randomblob(100000)) AS y FROM c ORDER BY y", 60)
+    assert run_query(database, "SELECT 1", 5).rows == [(1,)]
+
+
+def test_a_step_without_an_end_is_ended(database: Path) -> None:
+    """SQLite does not look at the clock inside of a function."""
+    sought, text = "hex(zeroblob(60000)) || '1'", "hex(zeroblob(120000))"
+    slow = " + ".join([f"instr({text}, {sought})"] * 20)
+    with pytest.raises(QueryTimeout):
+        run_query(database, f"SELECT {slow}", 0.3)
+    assert run_query(database, "SELECT 1", 5).rows == [(1,)]
+
+
+def test_a_query_of_which_two_workers_die_is_wrong(database: Path) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(run_query, database, ENDLESS, 60.0)
+        for _ in range(2):
+            wait_for(lambda: bool(workers()) or asked.done())
+            time.sleep(0.5)  # let it begin
+            assert not asked.done()
+            for worker in workers():
+                worker.kill()
+                worker.wait()
+        with pytest.raises(QueryError, match="more time or memory"):
+            asked.result(timeout=20)
+
+
+def test_close_ends_queries(database: Path) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(run_query, database, ENDLESS, 60.0)
+        wait_for(lambda: bool(workers()))
+        time.sleep(0.5)
+        queries.close()
+        assert workers() == []
+        with pytest.raises(RuntimeError, match=r"workers of skyrl_gym\.queries were closed"):
+            asked.result(timeout=20)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_the_time_is_positive(database: Path, seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"timeout=.* must be a positive number"):
+        run_query(database, "SELECT 1", seconds)
+
+
+def test_many_at_once_leave_nothing(database: Path) -> None:
+    queries.close()
+    before = psutil.Process().num_fds(), threading.active_count()
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda _: len(run_query(database, "SELECT * FROM goods", 5).rows), range(160)))
+    assert results == [4] * 160
+    assert 1 <= len(workers()) <= queries.MAX_WORKERS
+    queries.close()
+    assert workers() == []
+    assert (psutil.Process().num_fds(), threading.active_count()) == before
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "skyrl_gym.queries" in child.cmdline()]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

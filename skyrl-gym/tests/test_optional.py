@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import skyrl_gym
+from skyrl_gym.optional import how_to_install, require
+
+PACKAGE = Path(skyrl_gym.__file__).parent
+
+
+def test_a_package_that_is_not_there() -> None:
+    require("json", "mine", "environments of mine")
+    message = (
+        r"environments of mine need the package no_such_package: pip install '\./skyrl-gym\[mine\]' \(in your clone"
+    )
+    with pytest.raises(ModuleNotFoundError, match=message):
+        require("no_such_package", "mine", "environments of mine")
+
+
+def test_the_package_names_extras_that_there_are_and_in_one_way() -> None:
+    extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    named = re.findall(r"""(?:how_to_install\(|require\("\w+", )['"](\w+)['"]""", source)
+    assert len(named) >= 7
+    assert set(named) <= extras.keys()
+    assert "pip install 'skyrl-gym" not in source
+    assert how_to_install("mcp") == "pip install './skyrl-gym[mcp]' (in your clone of the repository)"
