@@ -18,9 +18,10 @@ from typing import Any
 
 from examples.tiny_model import N_STEPS, make_tiny_model
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_train.config import parse_cli
+from skyrl_train.config import SkyRLConfig, parse_cli
 from skyrl_train.dataset.files import read_rows
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+from skyrl_train.errors import ConfigError
 from skyrl_train.report import plot_learning_curve, write_report
 from skyrl_train.report.learning_curve import MetricRows
 from skyrl_train.tracking import RunFolder, read_metrics
@@ -75,14 +76,39 @@ class LearningRun:
     seed: int
     n_steps: int
     overrides: tuple[str, ...] = ()
+    label: str = ""  # of one of several runs with the same data, model and seed
+    experiment: type[BasePPOExp] = BasePPOExp
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return f"seed{self.seed}-{self.label}" if self.label else f"seed{self.seed}"
 
     @property
     def folder(self) -> RunFolder:
         """The run folder."""
-        return RunFolder(self.output_dir / self.recipe.name / f"seed{self.seed}")
+        return RunFolder(self.output_dir / self.recipe.name / self.name)
+
+    @property
+    def exported(self) -> Path:
+        """The model after the last step."""
+        return self.folder.path / "export" / f"global_step_{self.n_steps}" / "policy"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has its last step."""
+        return bool(self.metrics()) and self.metrics()[-1]["step"] >= self.n_steps
+
+    def check(self) -> None:
+        """ConfigError if the overrides are wrong, or leave nothing that tells whether the model has learned."""
+        if self._configuration(()).trainer.eval_interval < 0:
+            raise ConfigError(
+                "trainer.eval_interval=-1 turns evaluation off, and then nothing tells whether the model has learned; "
+                "leave it out, or use a large number to evaluate before the first step and after the last one only"
+            )
 
     def prepare(self) -> None:
-        """Dataset and warm-started model; a run that was finished earlier is moved out of the way."""
+        """Dataset and warm-started model."""
         if not (self._data / "validation.parquet").is_file():  # the file written last
             self.recipe.write_data(self._data)
         if not self._model.is_dir():
@@ -96,26 +122,30 @@ class LearningRun:
                 n_steps=recipe.n_start_steps,
                 context_length=recipe.context_length,
             )
-        if self.metrics() and self.metrics()[-1]["step"] >= self.n_steps:
-            kept = self.folder.path.with_name(f"seed{self.seed}-before-{strftime('%Y%m%d-%H%M%S')}")
-            self.folder.path.rename(kept)
-            print(f"An earlier run is finished; it is now in {kept}")
+
+    def move_aside(self) -> None:
+        """Make room for another run of this name."""
+        kept = self.folder.path.with_name(f"{self.name}-before-{strftime('%Y%m%d-%H%M%S')}")
+        self.folder.path.rename(kept)
+        print(f"An earlier run is finished; it is now in {kept}")
 
     def train(self) -> None:
         """Train, from the start or from where it was interrupted."""
+        with self.recipe.world(self._data) as of_the_world:
+            self.experiment(self._configuration(of_the_world)).run()
+
+    def _configuration(self, of_the_world: Sequence[str]) -> SkyRLConfig:
         this_run = (
             f"data.train_data=['{self._data / 'train.parquet'}']",
             f"data.val_data=['{self._data / 'validation.parquet'}']",
             f"trainer.policy.model.path='{self._model}'",
             f"trainer.output_dir='{self.output_dir}'",
             f"trainer.project_name={self.recipe.name}",
-            f"trainer.run_name=seed{self.seed}",
+            f"trainer.run_name={self.name}",
             f"trainer.max_training_steps={self.n_steps}",
             f"trainer.seed={self.seed}",
         )
-        with self.recipe.world(self._data) as of_the_world:
-            arguments = [*TINY_MODEL, *self.recipe.overrides, *of_the_world, *this_run, *self.overrides]
-            BasePPOExp(parse_cli(arguments)).run()
+        return parse_cli([*TINY_MODEL, *self.recipe.overrides, *of_the_world, *this_run, *self.overrides])
 
     def metrics(self) -> MetricRows:
         """What the run logged so far."""
@@ -134,17 +164,22 @@ def learn(run: LearningRun, command: str) -> bool:
     """Prepare, train, and say how well it went; whether that is well enough."""
     started = time.monotonic()
     recipe = run.recipe
+    run.check()
     run.prepare()
+    if run.is_finished:
+        run.move_aside()
     run.train()
-    values = [row[recipe.metric] for row in run.metrics() if recipe.metric in row]
     lines = {"required": recipe.required, "random attempts": recipe.chance}
     title = f"A tiny language model learns {recipe.name.replace('_', ' ')}"
     plot_learning_curve(run.metrics(), run.folder.learning_curve, metric=recipe.metric, title=title, baselines=lines)
     write_report(run.folder, command=command, baselines={recipe.metric: lines})
+    values = {row["step"]: row[recipe.metric] for row in run.metrics() if recipe.metric in row}
+    after = values[max(values)]
     print(f"\n{recipe.metric} ({run.n_steps} steps, {time.monotonic() - started:.0f} s)\n")
-    for label, value in (("random attempts", recipe.chance), ("before training", values[0]), ("after", values[-1])):
-        print(f"  {label:<16} {value:6.1%}   {'█' * round(40 * max(0.0, value))}")
-    has_learned = values[-1] >= recipe.required
+    for label, value in (("random attempts", recipe.chance), ("before training", values.get(0)), ("after", after)):
+        if value is not None:
+            print(f"  {label:<16} {value:6.1%}   {'█' * round(40 * max(0.0, value))}")
+    has_learned = after >= recipe.required
     print(f"\nIt has {'' if has_learned else 'NOT '}learned: {recipe.required:.0%} required.")
     print(f"Learning curve: {run.folder.learning_curve}\nReport:         {run.folder.report}")
     return has_learned

@@ -21,7 +21,7 @@ def read_rows(source: str) -> list[Row]:
 
     Args:
         source: a `.parquet`, `.json` or `.jsonl` file (`~` and `$VARIABLES` are expanded), or a Hub dataset as
-            `name` (its train split) or `name:split`.
+            `owner/name` (its train split), `owner/name:split` or, if it has configurations, `owner/name/config:split`.
 
     Raises:
         DataError: no such file, or one that cannot be read; names the path and the reason.
@@ -76,14 +76,23 @@ def _read_jsonl(path: Path) -> list[Row]:
 def _read_from_hub(source: str) -> list[Row]:
     import datasets
 
-    name, _, split = source.partition(":")
+    name, config, split = _hub_name(source)
     try:
-        return datasets.load_dataset(name, split=split or "train").to_list()
+        return datasets.load_dataset(name, config, split=split).to_list()
     except Exception as error:  # the boundary to the Hub: its client raises dozens of types
         raise DataError(
-            f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}); "
-            "a local file must end in .parquet, .json or .jsonl"
+            f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}); a dataset is written "
+            "owner/name:split, or owner/name/config:split; a local file must end in .parquet, .json or .jsonl"
         ) from error
+
+
+def _hub_name(source: str) -> tuple[str, str | None, str]:
+    """Dataset, configuration and split of `owner/name/config:split`, of which the last two may be left out."""
+    name, _, split = source.partition(":")
+    parts = name.split("/")
+    if len(parts) == 3 and all(parts) and not Path(name).exists():  # a folder with data is a dataset too
+        return "/".join(parts[:2]), parts[2], split or "train"
+    return name, None, split or "train"
 
 
 _READERS: dict[str, Callable[[Path], list[Row]]] = {

@@ -70,20 +70,41 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, content:
         read_rows(str(tmp_path / name))
 
 
-def test_any_other_name_is_asked_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("openai/gsm8k", ("openai/gsm8k", None, "train")),
+        ("openai/gsm8k:test", ("openai/gsm8k", None, "test")),
+        ("openai/gsm8k/main", ("openai/gsm8k", "main", "train")),
+        ("openai/gsm8k/main:test", ("openai/gsm8k", "main", "test")),
+        ("openai/gsm8k/main:train[:10%]", ("openai/gsm8k", "main", "train[:10%]")),
+        ("gsm8k:test", ("gsm8k", None, "test")),
+        ("a/b/c/d:test", ("a/b/c/d", None, "test")),
+        ("/gsm8k/main:test", ("/gsm8k/main", None, "test")),
+    ],
+)
+def test_any_other_name_is_asked_from_the_hub(
+    source: str, asked: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Rows:
         def to_list(self) -> list[dict[str, Any]]:
             return ROWS
 
-    def load_dataset(name: str, split: str) -> Rows:
-        asked.append((name, split))
+    def load_dataset(path: str, name: str | None = None, *, split: str) -> Rows:
+        assert (path, name, split) == asked
         return Rows()
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert read_rows("openai/gsm8k") == read_rows("openai/gsm8k:test") == ROWS
-    assert asked == [("openai/gsm8k", "train"), ("openai/gsm8k", "test")]
+    assert read_rows(source) == ROWS
+
+
+def test_a_folder_of_ones_own_is_no_name_with_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my/own/data").mkdir(parents=True)
+    write(tmp_path / "my/own/data/test.jsonl")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    assert read_rows("my/own/data:test") == read_rows(str(tmp_path / "my/own/data:test")) == ROWS
 
 
 def test_without_the_hub_the_error_names_the_dataset_and_the_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +112,8 @@ def test_without_the_hub_the_error_names_the_dataset_and_the_extensions(monkeypa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"cannot load 'no-one/rows\.csv' .*must end in \.parquet, \.json or \.jsonl"):
         read_rows("no-one/rows.csv")
+    with pytest.raises(DataError, match=r"cannot load 'openai/gsm8k/main:test' .*owner/name/config:split"):
+        read_rows("openai/gsm8k/main:test")
 
 
 def test_written_rows_are_read_back(tmp_path: Path) -> None:

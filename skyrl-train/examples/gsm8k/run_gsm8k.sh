@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train on GSM8K with GRPO. Any key=value given here is passed on and wins over what stands below.
+#
+#   bash examples/gsm8k/run_gsm8k.sh trainer.logger=wandb
+#
+# Data that is not there is made. Variables: DATA_DIR, SOURCE (hub or sample, of data that is made), PYTHON.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}
+PYTHON=${PYTHON:-$([[ -x ../.venv/bin/python ]] && echo ../.venv/bin/python || echo python)}
+
+if [[ "$*" != *data.train_data=* && ! -f $DATA_DIR/train.parquet ]]; then
+  "$PYTHON" -m examples.gsm8k.gsm8k_dataset --output_dir "$DATA_DIR" --source "${SOURCE:-hub}"
+fi
+
+exec "$PYTHON" -m skyrl_train.entrypoints.main_base \
+  "data.train_data=['$DATA_DIR/train.parquet']" \
+  "data.val_data=['$DATA_DIR/validation.parquet']" \
+  trainer.policy.model.path=Qwen/Qwen2.5-1.5B-Instruct \
+  trainer.policy.optimizer_config.lr=1e-6 \
+  trainer.algorithm.advantage_estimator=grpo \
+  trainer.algorithm.use_kl_loss=true \
+  trainer.train_batch_size=256 \
+  trainer.policy_mini_batch_size=64 \
+  trainer.max_prompt_length=512 \
+  trainer.epochs=10 \
+  trainer.eval_batch_size=1024 \
+  trainer.eval_interval=5 \
+  trainer.ckpt_interval=10 \
+  trainer.max_ckpts_to_keep=2 \
+  generator.n_samples_per_prompt=5 \
+  generator.sampling_params.max_generate_length=1024 \
+  generator.gpu_memory_utilization=0.8 \
+  environment.env_class=gsm8k \
+  trainer.project_name=gsm8k \
+  trainer.run_name=gsm8k_test \
+  "$@"

@@ -1,0 +1,235 @@
+"""A tiny model learns tic-tac-toe from games against frozen copies of itself.
+
+    python -m examples.openspiel.self_play --seed 42
+
+It starts with the form only: it answers with any number from 0 to 8, and moves are numbered from 0 to as many as are
+free. First it learns legal moves, and nothing else is rewarded. Then it is frozen, and the first generation plays whole
+games against that copy, to win. Then the winner is frozen, and the second generation plays against the new copy. An
+illegal move loses the game. In each step every first move is played, by either player. The exit status is 1 if a
+generation did not come to beat its copy.
+
+What a copy answers is sampled without a seed: numbers differ a little from run to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import skyrl_gym
+from examples.learning import LearningRun, Recipe
+from examples.openspiel.main_self_play import SelfPlayEval, SelfPlayExp
+from skyrl_gym.envs.base_text_env import ConversationType
+from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
+from skyrl_train.dataset.files import Row
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+from skyrl_train.report.learning_curve import compare_curves
+
+N_PLAYERS, N_CELLS = 2, 9
+N_TASKS = 100  # enough to draw every first move
+N_GENERATIONS = 2
+N_LEGAL_STEPS, N_STEPS = 10, 25
+WON, OUTCOME = "eval/environment/won", "eval/environment/outcome"
+GAME = "environment.skyrl_gym.openspiel_game"
+RULES = {"illegal": "lose", "n_retries": 0}
+
+LEGAL_MOVES = (
+    f"{GAME}.opponent=random",
+    f"{GAME}.legal_move_reward=1",
+    "generator.reward_weights.legal=1",
+    "generator.reward_weights.outcome=0",  # what a legal move leads to comes later
+    "trainer.algorithm.kl_loss_coef=0.03",  # keeps all legal moves alive
+)
+"""What the frozen copies begin with."""
+
+
+def write_data(folder: Path) -> None:
+    """Every first move, with either player to go on; the same ones to train on and to validate."""
+    config = {"cases": ["tic_tac_toe"], "max_random_steps": 1, "num_tasks_per_case": N_TASKS, "reward_mode": "legal"}
+    openings = {_position(row): row for row in OpenSpielTasks(TaskConfig.of(config)).game_rows(range(N_TASKS))}
+    rows = [
+        row | {"extra_info": row["extra_info"] | {"seat": seat}}
+        for row in openings.values()
+        for seat in range(N_PLAYERS)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("train", "validation"):
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def _position(row: Row) -> str:
+    return str(row["extra_info"]["serialized_game_and_state"])
+
+
+def attempt(row: Row, rng: random.Random) -> ConversationType:
+    """A game against a random player in which any number is answered, up to the first that is no move."""
+    with skyrl_gym.make("openspiel_game", env_config=RULES, extras=row) as env:
+        messages, is_over = list(env.init(row["prompt"])[0]), False
+        while not is_over:
+            messages.append({"role": "assistant", "content": f"\\boxed{{{rng.randrange(N_CELLS)}}}"})
+            output = env.step(messages[-1]["content"])
+            messages += output["observations"]
+            is_over = output["done"]
+    return messages
+
+
+RECIPE = Recipe(
+    name="self_play",
+    write_data=write_data,
+    attempt=attempt,
+    overrides=(
+        "trainer.train_batch_size=18",
+        "trainer.policy_mini_batch_size=6",
+        "generator.n_samples_per_prompt=14",
+        "generator.max_turns=5",
+        "generator.sampling_params.max_generate_length=8",
+        "generator.eval_sampling_params.temperature=1",  # as the copy plays
+        "generator.eval_n_samples_per_prompt=20",
+        "environment.skyrl_gym.max_env_workers=128",  # games that wait for the copy at once
+        *(f"{GAME}.{name}={value}" for name, value in RULES.items()),
+    ),
+    metric=OUTCOME,
+    required=0.55,  # an even match has 0.5, and chance in as many games 0.03 more or less
+    chance=0.06,
+    n_steps=N_STEPS,
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Shares of the games that a model won, drew and lost; an illegal move is a game lost."""
+
+    won: float
+    drawn: float
+    lost: float
+
+    @property
+    def points(self) -> float:
+        """A win is worth 1, and a draw a half."""
+        return self.won + self.drawn / 2
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any]) -> Score:
+        """The score in an evaluation's metrics."""
+        drawn = 2 * (metrics[OUTCOME] - metrics[WON])
+        return cls(metrics[WON], drawn, 1 - metrics[WON] - drawn)
+
+    def __str__(self) -> str:
+        return f"won {self.won:4.0%}, drawn {self.drawn:4.0%}, lost {self.lost:4.0%}"
+
+
+@dataclass(frozen=True)
+class SelfPlay:
+    """All runs of the example: one that learns legal moves, then the generations, each against the one before it."""
+
+    output_dir: Path
+    seed: int
+    n_steps: int = N_STEPS
+    n_legal_steps: int = N_LEGAL_STEPS
+    n_generations: int = N_GENERATIONS
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def legal_moves(self) -> LearningRun:
+        """The run whose model is the first copy."""
+        return self._run("legal-moves", self.n_legal_steps, LEGAL_MOVES)
+
+    @property
+    def generations(self) -> list[LearningRun]:
+        """The runs against a copy, in their order."""
+        runs, before = [], self.legal_moves
+        for number in range(1, self.n_generations + 1):
+            model = f"trainer.policy.model.path='{before.exported}'"
+            before = self._run(f"generation{number}", self.n_steps, (model,), SelfPlayExp)
+            runs.append(before)
+        return runs
+
+    def play(self) -> list[tuple[Score, Score]]:
+        """Train all of them; the scores of each generation against its copy, before and after."""
+        runs = [self.legal_moves, *self.generations]
+        runs[0].check()
+        runs[0].prepare()
+        if runs[-1].is_finished:
+            for run in runs:
+                run.move_aside()
+        for run in runs:
+            if not run.is_finished:
+                run.train()
+        scores = [[Score.of(row) for row in run.metrics() if WON in row] for run in runs[1:]]
+        return [(of_run[0], of_run[-1]) for of_run in scores]
+
+    def last_against_first(self) -> Score:
+        """The last generation against the copy that knew legal moves only."""
+        models = (
+            f"trainer.policy.model.path='{self.generations[-1].exported}'",
+            f"trainer.ref.model.path='{self.legal_moves.exported}'",
+        )
+        run = self._run("last-against-first", 1, models, SelfPlayEval)
+        run.train()
+        return Score.of(run.metrics()[-1])
+
+    def draw(self) -> Path:
+        """The curves of all generations, one after the other."""
+        curves = {
+            f"generation {number}": [
+                {**row, "step": row["step"] + (number - 1) * self.n_steps} for row in run.metrics()
+            ]
+            for number, run in enumerate(self.generations, start=1)
+        }
+        picture = self.legal_moves.folder.path.with_name(f"seed{self.seed}-generations.png")
+        title = "Points a game of tic-tac-toe against a frozen copy"
+        return compare_curves(curves, picture, metric=OUTCOME, title=title, baselines={"an even match": 0.5})
+
+    def _run(
+        self, label: str, n_steps: int, overrides: tuple[str, ...], experiment: type[BasePPOExp] = BasePPOExp
+    ) -> LearningRun:
+        overrides = (*overrides, *self.overrides)
+        return LearningRun(RECIPE, self.output_dir, self.seed, n_steps, overrides, label, experiment)
+
+
+def report(games: SelfPlay) -> bool:
+    """Play, and say who won; whether every generation beat its copy."""
+    started = time.monotonic()
+    scores = games.play()
+    last = games.last_against_first()
+    print(f"\nAgainst a frozen copy ({games.n_steps} steps each, {time.monotonic() - started:.0f} s)\n")
+    for number, (before, after) in enumerate(scores, start=1):
+        print(f"  generation {number}: {before}   before\n                {after}   after")
+    print(f"\n  generation {len(scores)} against the first copy:\n                {last}")
+    has_learned = all(after.points >= RECIPE.required for _, after in scores)
+    print(
+        f"\nIt has {'' if has_learned else 'NOT '}learned: {RECIPE.required} points a game required, a draw is a half."
+    )
+    print(f"Learning curve: {games.draw()}")
+    return has_learned
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. Exit status 1: it did not learn."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--seed", type=int, default=42, help="of the model, the data order and the sampling")
+    add("--output_dir", type=Path, default=Path("outputs"), help="where the run folders go")
+    add("--steps", type=int, default=N_STEPS, help="training steps of each generation")
+    add("--legal_steps", type=int, default=N_LEGAL_STEPS, help="training steps of the first copy")
+    add("--generations", type=int, default=N_GENERATIONS, help="copies that it plays against, one after the other")
+    add("overrides", nargs="*", help="key=value of the configuration")
+    args = parser.parse_args(argv)
+    output_dir = args.output_dir.expanduser().resolve()
+    games = SelfPlay(output_dir, args.seed, args.steps, args.legal_steps, args.generations, tuple(args.overrides))
+    results: list[bool] = []
+    run_command(lambda: results.append(report(games)))
+    sys.exit(0 if results[0] else 1)
+
+
+if __name__ == "__main__":
+    main()

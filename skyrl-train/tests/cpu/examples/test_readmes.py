@@ -1,0 +1,153 @@
+"""What the READMEs of the examples tell one to type is there and accepted. Those of the algorithms have tests too."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_gym.cli import main as skyrl_gym
+from skyrl_gym.envs.lcb.env import LCBEnvConfig
+from skyrl_gym.envs.openspiel.endpoint import EndpointConfig
+from skyrl_gym.envs.openspiel.game_env import GameConfig
+from skyrl_gym.envs.openspiel.opponents import MctsConfig
+from skyrl_gym.envs.search.env import SearchEnvConfig
+from skyrl_gym.envs.sql.env import SQLEnvConfig
+from skyrl_train.config import parse_cli
+from skyrl_train.config.problems import FIELDS
+from skyrl_train.config.validation import find_warnings
+
+FOLDER = Path(__file__).parents[3] / "examples"
+NAMES = ("aime", "gsm8k", "livecodebench", "multiply", "openspiel", "search", "text_to_sql")
+READMES = [FOLDER / name / "README.md" for name in NAMES]
+MAIN = "skyrl_train.entrypoints.main_base"
+KEY = re.compile(r"\b(?:data|trainer|generator)\.\w+(?:\.\w+)*")
+SETTINGS = {
+    "environment.skyrl_gym.lcb.": LCBEnvConfig,
+    "environment.skyrl_gym.openspiel_game.": GameConfig,
+    "environment.skyrl_gym.openspiel_game.mcts.": MctsConfig,
+    "environment.skyrl_gym.openspiel_game.policy.": EndpointConfig,
+    "environment.skyrl_gym.search.": SearchEnvConfig,
+    "environment.skyrl_gym.text2sql.": SQLEnvConfig,
+}
+
+RECORDER = """#!/usr/bin/env bash
+# Stands for Python: prints the command line, one word a line.
+printf '%s\\n' "$@"
+"""
+
+
+def commands(readme: Path) -> Iterator[tuple[list[str], str]]:
+    """The words of every command in a README, as the shell makes them of what is written, and the comment behind it."""
+    for block in re.findall(r"```bash\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if words := shlex.split(os.path.expandvars(line.replace(" ~/", " $HOME/")), comments=True):
+                yield words, line.partition(" # ")[2]
+
+
+def modules(readme: Path) -> Iterator[tuple[str, list[str], str]]:
+    """The modules that it runs, their arguments, and the comments."""
+    for words, comment in commands(readme):
+        if words[:2] == ["python", "-m"]:
+            yield words[2], words[3:], comment
+
+
+@pytest.fixture(autouse=True)
+def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(FOLDER.parent)
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in FOLDER.glob("*/__init__.py")), ids=lambda p: p.name)
+def test_every_example_has_a_readme(folder: Path) -> None:
+    assert (folder / "README.md").is_file()
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_its_training_commands_are_accepted(readme: Path) -> None:
+    training = [argv for module, argv, _ in modules(readme) if module == MAIN]
+    assert len(training) == (0 if readme.parent.name == "gsm8k" else 1)  # which has a script
+    for argv in training:
+        assert find_warnings(parse_cli(argv)) == []
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_its_data_can_be_made_and_played(
+    readme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What needs the Hub says so, and fails there and not before."""
+    for module in ("datasets.config", "huggingface_hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
+    making = [words for words in modules(readme) if words[0].endswith("_dataset")]
+    assert any("needs the Hub" not in comment for *_, comment in making)
+    for module, argv, comment in making:
+        make = importlib.import_module(module).main
+        if "needs the Hub" not in comment:
+            make(argv)
+            assert "Wrote " in capsys.readouterr().out
+        else:
+            with pytest.raises(SystemExit):
+                make(argv)
+            assert "from the Hugging Face Hub" in capsys.readouterr().err
+    (play,) = [words for words, _ in commands(readme) if words[:3] == ["skyrl", "env", "play"]]
+    skyrl_gym(["check", *play[3:]])
+    assert " 0 broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_what_else_it_runs_is_there(readme: Path) -> None:
+    for module, *_ in modules(readme):
+        assert importlib.util.find_spec(module) is not None
+    for words, _ in commands(readme):
+        script = next((word for word in words if word.endswith(".sh")), None)
+        assert words[0] in ("python", "skyrl", "pip") or (script and (FOLDER.parent / script).is_file()), words
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_every_key_exists(readme: Path) -> None:
+    text = readme.read_text(encoding="utf-8")
+    unknown = (
+        set(KEY.findall(text)) - set(FIELDS) - {"generator.reward_weights.legal", "generator.reward_weights.outcome"}
+    )
+    assert not unknown
+    for prefix, table in re.findall(r"^\| key, after `([\w.]+)` \|.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE):
+        for keys in re.findall(r"^\| (`[^|]+`) \|", table, re.MULTILINE):
+            for key in re.findall(r"`([^`]+)`", keys):
+                section, _, name = (prefix + key).rpartition(".")
+                assert name in {field.name for field in dataclasses.fields(SETTINGS[section + "."])}, key
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_its_links_lead_somewhere(readme: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
+    assert not [link for link in links if "://" not in link and not (readme.parent / link).exists()]
+
+
+def test_the_script_of_gsm8k_trains_on_what_it_has_made(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(RECORDER)
+    python.chmod(0o755)
+
+    def run(*overrides: str, **variables: str) -> list[list[str]]:
+        command = ["bash", "examples/gsm8k/run_gsm8k.sh", *overrides]
+        environment = os.environ | {"PYTHON": str(python), "DATA_DIR": str(tmp_path / "data")} | variables
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        return [part.splitlines() for part in said.split("-m\n")[1:]]
+
+    making, training = run(SOURCE="sample")
+    assert making == ["examples.gsm8k.gsm8k_dataset", "--output_dir", str(tmp_path / "data"), "--source", "sample"]
+    assert training[0] == MAIN
+    importlib.import_module(making[0]).main(making[1:])
+    (training,) = run("trainer.epochs=3", "trainer.algorithm.use_kl_loss=false")
+    cfg = parse_cli(training[1:])
+    assert find_warnings(cfg) == []
+    assert cfg.data.train_data == [f"{tmp_path}/data/train.parquet"]
+    assert (cfg.trainer.epochs, cfg.trainer.algorithm.use_kl_loss) == (3, False)
+    assert len(run(f"data.train_data=['{tmp_path}/data/train.parquet']", DATA_DIR=str(tmp_path / "none"))) == 1
