@@ -134,6 +134,18 @@ class LearningRun:
         with self.recipe.world(self._data) as of_the_world:
             self.experiment(self._configuration(of_the_world)).run()
 
+    def metrics(self) -> MetricRows:
+        """What the run logged so far."""
+        return read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
+
+    @property
+    def _data(self) -> Path:
+        return self.output_dir / self.recipe.name / "data"
+
+    @property
+    def _model(self) -> Path:
+        return self.output_dir / self.recipe.name / "models" / f"tiny-qwen3-seed{self.seed}"
+
     def _configuration(self, of_the_world: Sequence[str]) -> SkyRLConfig:
         this_run = (
             f"data.train_data=['{self._data / 'train.parquet'}']",
@@ -146,18 +158,6 @@ class LearningRun:
             f"trainer.seed={self.seed}",
         )
         return parse_cli([*TINY_MODEL, *self.recipe.overrides, *of_the_world, *this_run, *self.overrides])
-
-    def metrics(self) -> MetricRows:
-        """What the run logged so far."""
-        return read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
-
-    @property
-    def _data(self) -> Path:
-        return self.output_dir / self.recipe.name / "data"
-
-    @property
-    def _model(self) -> Path:
-        return self.output_dir / self.recipe.name / "models" / f"tiny-qwen3-seed{self.seed}"
 
 
 def learn(run: LearningRun, command: str) -> bool:

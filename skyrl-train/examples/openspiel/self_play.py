@@ -49,7 +49,13 @@ LEGAL_MOVES = (
     "generator.reward_weights.outcome=0",  # what a legal move leads to comes later
     "trainer.algorithm.kl_loss_coef=0.03",  # keeps all legal moves alive
 )
-"""What the frozen copies begin with."""
+"""What the first copy learns."""
+
+TO_WIN = (
+    "trainer.algorithm.use_entropy_loss=true",  # or both sides come to play the same game over and over
+    "trainer.algorithm.entropy_loss_coef=0.003",
+)
+"""What the generations learn."""
 
 
 def write_data(folder: Path) -> None:
@@ -149,7 +155,7 @@ class SelfPlay:
         runs, before = [], self.legal_moves
         for number in range(1, self.n_generations + 1):
             model = f"trainer.policy.model.path='{before.exported}'"
-            before = self._run(f"generation{number}", self.n_steps, (model,), SelfPlayExp)
+            before = self._run(f"generation{number}", self.n_steps, (*TO_WIN, model), SelfPlayExp)
             runs.append(before)
         return runs
 

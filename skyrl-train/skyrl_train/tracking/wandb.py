@@ -24,8 +24,7 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "trainer.logger=wandb needs the wandb package: pip install wandb, "
-                "or choose trainer.logger=tensorboard"
+                "trainer.logger=wandb needs the wandb package: pip install wandb, or choose trainer.logger=tensorboard"
             ) from error
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
