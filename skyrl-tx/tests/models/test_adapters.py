@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from tx_tiny_models import VOCABULARY
+
+from tx.models import config
+from tx.models.adapters import adapter_of, load_adapter, named_factors, save_adapter
+from tx.models.checkpoints import load_params
+from tx.models.config import LoraConfig, ModelConfig, read_config
+from tx.models.decoder import hidden_states, logits_of
+from tx.models.lora import Adapter, covered, new_adapter, rows_of
+
+
+def random_adapter(lora: LoraConfig, shape: ModelConfig) -> Adapter:
+    rng = np.random.default_rng(7)
+    new = named_factors(new_adapter(lora, shape, seed=0), lora, shape)
+    return adapter_of({name: rng.standard_normal(one.shape).astype(np.float32) * 0.1 for name, one in new}, lora, shape)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    "lora", [LoraConfig(rank=6), LoraConfig(rank=8, train_mlp=False), LoraConfig(rank=1, alpha=2.0)]
+)
+def test_peft_computes_the_same(models: Path, tmp_path: Path, kind: str, lora: LoraConfig) -> None:
+    folder = models / kind
+    shape = read_config(folder)
+    params, adapter = load_params(folder, shape, jnp.float32), random_adapter(lora, shape)
+    save_adapter(tmp_path, adapter, lora, shape, str(folder))
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 30))
+    rows = rows_of([adapter, adapter], jnp.full(2, lora.scale))
+    hidden, _ = hidden_states(shape, params, rows, tokens, jnp.broadcast_to(jnp.arange(30), (2, 30)))
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(np.asarray(logits_of(params, rows, hidden)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("most_unrolled", [0, 8])
+def test_what_is_written_is_what_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_unrolled: int
+) -> None:
+    monkeypatch.setattr(config, "MOST_UNROLLED", most_unrolled)
+    shape, lora = read_config(folder), LoraConfig(rank=5)
+    adapter = random_adapter(lora, shape)
+    save_adapter(tmp_path, adapter, lora, shape, "base")
+    jax.tree.map(np.testing.assert_array_equal, adapter, load_adapter(tmp_path, lora, shape))
+    with pytest.raises(ValueError, match=r"lora_A\.weight has the shape \(5, 32\), and not \(9, 32\)"):
+        load_adapter(tmp_path, LoraConfig(rank=9), shape)
+
+
+def test_a_new_adapter_changes_nothing(folder: Path) -> None:
+    shape = read_config(folder)
+    params = load_params(folder, shape, jnp.float32)
+    tokens, positions = jnp.arange(10)[None], jnp.arange(10)[None]
+    rows = rows_of([new_adapter(LoraConfig(), shape, seed=1)], jnp.ones(1))
+    with_adapter, without = (hidden_states(shape, params, one, tokens, positions)[0] for one in (rows, None))
+    np.testing.assert_array_equal(with_adapter, without)
+
+
+def test_a_head_that_is_tied_has_no_adapter(models: Path) -> None:
+    tied, untied = read_config(models / "qwen3"), read_config(models / "llama")
+    assert "head" not in covered(LoraConfig(), tied)
+    assert covered(LoraConfig(), untied) == ("q", "k", "v", "o", "gate", "up", "down", "head")
+    assert covered(LoraConfig(train_attn=False, train_mlp=False), untied) == ("head",)

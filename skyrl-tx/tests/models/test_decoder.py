@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from tx_tiny_models import VOCABULARY
+
+from tx.models import attention, config
+from tx.models.checkpoints import load_params, named_tensors, params_of
+from tx.models.config import ModelConfig, read_config
+from tx.models.decoder import Params, hidden_states, logits_of
+
+
+def logits(shape: ModelConfig, params: Params, tokens: np.ndarray, *, remat: bool = False) -> np.ndarray:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = hidden_states(shape, params, None, jnp.asarray(tokens), positions, remat=remat)
+    return np.asarray(logits_of(params, None, hidden))
+
+
+def some_tokens(*size: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCABULARY, size)
+
+
+def theirs(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        found: np.ndarray = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(tokens)).logits.numpy()
+    return found
+
+
+@pytest.mark.parametrize("length", [7, 200])
+def test_logits_are_those_of_transformers(folder: Path, length: int) -> None:
+    shape, tokens = read_config(folder), some_tokens(3, length)
+    ours = logits(shape, load_params(folder, shape, jnp.float32), tokens)
+    np.testing.assert_allclose(ours, theirs(folder, tokens), atol=1e-5)
+
+
+def test_long_rows_are_attended_to_in_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 64)
+    shape, tokens = read_config(folder), some_tokens(2, 192)
+    ours = logits(shape, load_params(folder, shape, jnp.float32), tokens)
+    np.testing.assert_allclose(ours, theirs(folder, tokens), atol=1e-5)
+
+
+def test_layers_may_be_scanned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, tokens = read_config(folder), some_tokens(2, 20)
+    assert shape.blocks == (1, 1, 1)
+    apart = logits(shape, load_params(folder, shape, jnp.float32), tokens)
+    monkeypatch.setattr(config, "MOST_UNROLLED", 2)
+    assert shape.blocks == (3,)
+    params = load_params(folder, shape, jnp.float32)
+    np.testing.assert_allclose(logits(shape, params, tokens), apart, atol=1e-5)
+    np.testing.assert_allclose(logits(shape, params, tokens, remat=True), apart, atol=1e-5)
+
+
+@pytest.mark.parametrize("most_unrolled", [0, 8])
+def test_what_is_written_is_what_was_read(folder: Path, monkeypatch: pytest.MonkeyPatch, most_unrolled: int) -> None:
+    monkeypatch.setattr(config, "MOST_UNROLLED", most_unrolled)
+    shape = read_config(folder)
+    params = load_params(folder, shape, jnp.float32)
+    written = dict(named_tensors(params, shape))
+    for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
+        if name in written:
+            np.testing.assert_array_equal(written[name], tensor.numpy())
+    again = params_of(written, shape, jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, params, again)

@@ -1,0 +1,268 @@
+"""Promises over HTTP: repetitions, polls of all kinds, and what an older client reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zstandard
+from tx_server import BASE_MODEL, Running, serving
+
+from tx.tinker.db_models import Kind, Model, Request
+from tx.tinker.wire import codec
+from tx.tinker.wire import tinker_pb2 as pb
+
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+TENSOR = {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}
+DATUM = {"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": {"target_tokens": TENSOR}}
+STEP = {"adam_params": {"learning_rate": 0.1}}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    with serving(tmp_path / "state", hold_sec=0.5, max_queued_requests=5, max_body_bytes=100_000) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: Running) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def session_id(http: httpx.Client) -> str:
+    return str(http.post("create_session", json={"tags": [], "user_metadata": None}).json()["session_id"])
+
+
+@pytest.fixture
+def model_id(http: httpx.Client, session_id: str) -> str:
+    asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
+    created = http.post("create_model", json=asked)
+    assert http.post("create_model", json=asked).json() == created.json()
+    return str(result(http, created)["model_id"])
+
+
+def result(http: httpx.Client, accepted: httpx.Response, **headers: str) -> dict[str, Any]:
+    """In JSON, of what was promised."""
+    assert accepted.status_code == 200, accepted.text
+    asked = {"request_id": accepted.json()["request_id"], "allow_metadata_only": True}
+    return dict(http.post("retrieve_future", json=asked, headers=headers).json())
+
+
+def packed(model_id: str, seq_id: int = 1, **fields: Any) -> bytes:
+    told = {"data": [DATUM], "loss_fn": "cross_entropy"}
+    message = codec.message_from_json(model_id, seq_id, told, is_forward_only=False)
+    message.MergeFrom(pb.ForwardBackwardRequest(**fields))
+    return message.SerializeToString()
+
+
+def test_the_same_request_twice_is_one(http: httpx.Client, server: Running, model_id: str) -> None:
+    body = {"model_id": model_id, "seq_id": 1, **STEP}
+    first, second = (http.post("optim_step", json=body).json()["request_id"] for _ in range(2))
+    assert first == second
+    passes = [http.post("forward_backward", content=packed(model_id, 2), headers=PROTOBUF) for _ in range(2)]
+    assert passes[0].json() == passes[1].json()
+    assert len(server.rows(Kind.OPTIM_STEP)) == len(server.rows(Kind.FORWARD_BACKWARD)) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "other"),
+    [("optim_step", {"adam_params": {"learning_rate": 0.2}}), ("save_weights", {"path": "x"})],
+)
+def test_another_request_of_the_same_number(http: httpx.Client, model_id: str, endpoint: str, other: Any) -> None:
+    http.post("optim_step", json={"model_id": model_id, "seq_id": 1, **STEP})
+    refused = http.post(endpoint, json={"model_id": model_id, "seq_id": 1, **other})
+    assert refused.status_code == 400
+    assert f"seq_id=1 of {model_id} was another request, optim_step" in refused.json()["detail"]
+
+
+def test_another_model_of_the_same_number(http: httpx.Client, session_id: str, model_id: str) -> None:
+    asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 8}}
+    assert http.post("create_model", json=asked).status_code == 400
+
+
+def test_a_sample_twice(http: httpx.Client, server: Running, session_id: str) -> None:
+    asked = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+    ids = [http.post("create_sampling_session", json=asked).json()["sampling_session_id"] for _ in range(2)]
+    assert ids[0] == ids[1]
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "num_samples": 2}
+    promises = [http.post("asample", json={**sample, "sampling_session_id": ids[0], "seq_id": 7}) for _ in range(2)]
+    assert promises[0].json() == promises[1].json()
+    assert len(promises[0].json()["sample_sequence_ids"]) == 2
+    assert len(server.rows(Kind.SAMPLE)) == 1
+    other = {**sample, "num_samples": 3, "sampling_session_id": ids[0], "seq_id": 7}
+    assert http.post("asample", json=other).status_code == 400
+
+
+def test_without_a_number_each_request_is_its_own(http: httpx.Client, server: Running, model_id: str) -> None:
+    for _ in range(2):
+        http.post("forward_backward", content=packed(model_id, 0), headers=PROTOBUF)
+        http.post("optim_step", json={"model_id": model_id, **STEP})
+    assert len(server.rows(Kind.OPTIM_STEP)) == len(server.rows(Kind.FORWARD_BACKWARD)) == 2
+
+
+def test_older_clients_write_and_read_json(http: httpx.Client, model_id: str) -> None:
+    body = {"model_id": model_id, "seq_id": 1, "forward_backward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
+    told = result(http, http.post("forward_backward", json=body), Accept="application/json")
+    assert told["metrics"] == {"loss:sum": 6.0}
+    assert told["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.0, -2.0, -3.0], "dtype": "float32", "shape": [3]}
+
+
+def test_forward_of_older_clients(http: httpx.Client, server: Running, model_id: str) -> None:
+    body = {"model_id": model_id, "seq_id": 1, "forward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
+    assert result(http, http.post("forward", json=body))["loss_fn_outputs"]
+    (row,) = server.rows(Kind.FORWARD_BACKWARD)
+    assert codec.message_from_bytes(row.payload).forward_only
+
+
+def test_samples_in_json(http: httpx.Client) -> None:
+    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 2}, "base_model": BASE_MODEL}
+    told = result(http, http.post("asample", json={**body, "prompt_logprobs": True}))
+    assert told["sequences"] == [{"stop_reason": "length", "tokens": [0, 0], "logprobs": [-0.5, -0.5]}]
+    assert told["prompt_logprobs"] == [None, -1.0]
+
+
+def test_unloading(http: httpx.Client, model_id: str) -> None:
+    unloaded = http.post("unload_model", json={"model_id": model_id})
+    assert result(http, unloaded) == {"model_id": model_id, "type": "unload_model"}
+    late = http.post("optim_step", json={"model_id": model_id, **STEP})
+    assert late.status_code == 400
+    assert "was unloaded" in late.text
+
+
+def test_polls_without_a_result(http: httpx.Client, server: Running, model_id: str) -> None:
+    server.is_engine_paused = True
+    step = http.post("optim_step", json={"model_id": model_id, **STEP})
+    started = time.monotonic()
+    told = result(http, step)
+    assert 0.4 < time.monotonic() - started < 2
+    assert (told["type"], told["request_id"], told["queue_state"]) == (
+        "try_again",
+        step.json()["request_id"],
+        "active",
+    )
+
+
+def test_many_wait_for_one_and_it_can_be_read_again(server: Running, model_id: str) -> None:
+    server.is_engine_paused = True
+    with server.client() as http:
+        step = http.post("optim_step", json={"model_id": model_id, **STEP})
+    threading.Timer(0.2, lambda: setattr(server, "is_engine_paused", False)).start()
+    with ThreadPoolExecutor(10) as pool, server.client() as http:
+        found = list(pool.map(lambda _: result(http, step), range(10)))
+        assert all(one == {"metrics": {"skyrl.ai/grad_norm": 1.0}} for one in found)
+        assert result(http, step) == found[0]
+    assert server.service.promises.n_waiting == 0
+
+
+def test_a_new_server_answers_for_the_old_one(tmp_path: Path) -> None:
+    body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
+    with serving(tmp_path, engine=False) as running, running.client() as http:
+        accepted = http.post("asample", json=body)
+    with serving(tmp_path) as running, running.client() as http:
+        assert result(http, accepted)["sequences"]
+
+
+def test_requests_that_never_were(http: httpx.Client) -> None:
+    for name in ("999", "abc", "-1", "1" * 40, "\u0663"):
+        assert http.post("retrieve_future", json={"request_id": name}).status_code == 404
+
+
+def test_old_results_are_gone(http: httpx.Client, server: Running, model_id: str) -> None:
+    step = http.post("optim_step", json={"model_id": model_id, "seq_id": 1, **STEP})
+    assert result(http, step)["metrics"]
+
+    def forget(db: Any) -> None:
+        db.get(Request, int(step.json()["request_id"])).result = None
+
+    server.change(forget)
+    assert http.post("retrieve_future", json={"request_id": step.json()["request_id"]}).status_code == 410
+
+
+def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:
+    server.is_engine_paused = True
+    body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
+    sample = http.post("asample", json=body)
+    assert http.post("cancel_future", json={"request_id": sample.json()["request_id"]}).status_code == 200
+    assert result(http, sample) == {"error": "the request was cancelled", "category": "user"}
+    step = http.post("optim_step", json={"model_id": model_id, **STEP})
+    refused = http.post("cancel_future", json={"request_id": step.json()["request_id"]})
+    assert refused.status_code == 400
+    assert "is no sample" in refused.text
+
+
+def test_too_many_at_once(http: httpx.Client, server: Running, model_id: str) -> None:
+    server.is_engine_paused = True
+    body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
+    assert [http.post("asample", json=body).status_code for _ in range(7)] == [200] * 5 + [429] * 2
+    step = http.post("optim_step", json={"model_id": model_id, **STEP})
+    assert step.status_code == 200  # a queue of its own
+    assert "5 requests of the base model wait already" in http.post("asample", json=body).text
+    assert float(http.post("asample", json=body).headers["retry-after-ms"]) == 1000
+
+
+def test_compressed_bodies(http: httpx.Client, model_id: str) -> None:
+    headers = {**PROTOBUF, "Content-Encoding": "zstd"}
+    body = zstandard.ZstdCompressor().compress(packed(model_id))
+    assert result(http, http.post("forward_backward", content=body, headers=headers))["metrics"]
+    frames = zstandard.ZstdCompressor().compress(packed(model_id, 2)[:10]) + zstandard.ZstdCompressor().compress(
+        packed(model_id, 2)[10:]
+    )
+    assert result(http, http.post("forward_backward", content=frames, headers=headers))["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (zstandard.ZstdCompressor().compress(bytes(10_000_000)), {"Content-Encoding": "zstd"}, 413),
+        (b"no zstd", {"Content-Encoding": "zstd"}, 400),
+        (b"x", {"Content-Encoding": "br"}, 415),
+        (bytes(200_000), {}, 413),
+        (b"\xff\xff\xff", {}, 422),
+        (b"{}", {"Content-Type": "text/plain"}, 415),
+        (b"{}", {"Content-Type": "application/json"}, 422),
+        (b"{", {"Content-Type": "application/json"}, 422),
+        (b"[" * 90_000, {"Content-Type": "application/json"}, 422),
+        (b"", {}, 400),
+    ],
+)
+def test_bodies_that_are_none(http: httpx.Client, body: bytes, headers: dict[str, str], status: int) -> None:
+    refused = http.post("forward_backward", content=body, headers={**PROTOBUF, **headers})
+    assert refused.status_code == status
+    assert refused.json()["detail"]
+
+
+def test_bodies_that_never_end(server: Running) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(100):
+            yield bytes(10_000)
+
+    with server.client() as http:
+        assert http.post("forward_backward", content=parts(), headers=PROTOBUF).status_code == 413
+
+
+def test_sessions_end_once(http: httpx.Client, session_id: str) -> None:
+    assert http.post("session_heartbeat", json={"session_id": session_id}).json() == {}
+    for reason in ("errored", "success"):
+        finished = http.post(f"sessions/{session_id}/finish", json={"reason": {"type": reason}, "detail": "x"})
+        assert finished.status_code == 200
+    (found,) = http.post("sessions/search", json={"session_id": session_id}).json()["sessions"]
+    assert found["status"] == {"type": "client_finished", "reason": {"type": "errored"}, "detail": "x"}
+    assert http.post("session_heartbeat", json={"session_id": session_id}).status_code == 410
+
+
+def test_models_that_could_not_be_made(http: httpx.Client, server: Running, session_id: str) -> None:
+    server.fails_with = ("no memory left", "server")
+    asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL}
+    assert result(http, http.post("create_model", json=asked))["error"] == "no memory left"
+    server.change(lambda db: setattr(db.get(Model, f"{session_id}:train:0"), "status", "failed"))
+    late = http.post("optim_step", json={"model_id": f"{session_id}:train:0", **STEP})
+    assert late.status_code == 400
+    assert "could not be created: no memory left" in late.text

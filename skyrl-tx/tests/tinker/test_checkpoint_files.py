@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tx.tinker.checkpoint_files import checked_name, checkpoint_folder, delete_checkpoint_files, parse_path
+from tx.tinker.config import TxConfig
+from tx.tinker.types import UserError
+
+MODEL = "0f5c-ab:train:12"
+BASE = Path("/state")
+CONFIG = TxConfig(base_model="m", checkpoints_base=BASE)
+
+
+def test_a_path_is_a_folder() -> None:
+    path = f"tinker://{MODEL}/sampler_weights/000001"
+    assert str(parse_path(path)) == path
+    assert checkpoint_folder(CONFIG, path) == BASE / "0f5c-ab_train_12" / "sampler_weights" / "000001"
+
+
+@given(st.one_of(st.text(), st.from_regex(r"tinker://[a-z:./]{0,9}(/weights)?/[\w./\0]{0,9}", fullmatch=True)))
+def test_no_path_leads_out_of_the_folder(path: str) -> None:
+    try:
+        folder = checkpoint_folder(CONFIG, path)
+    except UserError:
+        return
+    assert folder.resolve().relative_to(BASE.resolve()).parts == (*folder.parts[-3:],)
+
+
+@given(st.text(max_size=300))
+def test_no_name_leads_out_of_the_folder(name: str) -> None:
+    try:
+        checked = checked_name(name)
+    except UserError:
+        return
+    assert len(checkpoint_folder(CONFIG, f"tinker://{MODEL}/weights/{checked}").relative_to(BASE).parts) == 3
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\0b", "a" * 256, ".hidden", "é", "a\n", "a b"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(UserError, match="cannot name a checkpoint"):
+        checked_name(name)
+
+
+@pytest.mark.parametrize("name", ["0001", "final", "step-1_of.9", "a" * 255])
+def test_names(name: str) -> None:
+    assert checked_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "tinker://", f"tinker://{MODEL}/0001", f"tinker://{MODEL}/logs/0001", "tinker://../weights/x", "file:///x"],
+)
+def test_paths_that_are_none(path: str) -> None:
+    with pytest.raises(UserError, match="is no path of a checkpoint"):
+        parse_path(path)
+
+
+def test_deleting(tmp_path: Path) -> None:
+    config = TxConfig(base_model="m", checkpoints_base=tmp_path)
+    path = f"tinker://{MODEL}/weights/0001"
+    folder = checkpoint_folder(config, path)
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "file").write_text("x")
+    delete_checkpoint_files(config, path)
+    assert list(folder.parent.iterdir()) == []
+    delete_checkpoint_files(config, path)

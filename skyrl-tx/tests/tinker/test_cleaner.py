@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlmodel import select
+
+from tx.tinker.checkpoint_files import checkpoint_folder
+from tx.tinker.cleaner import Cleaner
+from tx.tinker.config import TxConfig
+from tx.tinker.db_models import (
+    Checkpoint,
+    CheckpointKind,
+    Kind,
+    Model,
+    ModelStatus,
+    Request,
+    RequestStatus,
+    Session,
+    SessionStatus,
+    now,
+)
+from tx.tinker.service import Service
+
+OLD = timedelta(days=3)
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    started = Service(TxConfig(base_model="m", checkpoints_base=tmp_path, start_engine=False))
+    async with started.running():
+        yield started
+
+
+def model(session_id: str, **fields: object) -> Model:
+    model_id = f"{session_id}:train:0"
+    told = {"model_seq_id": 0, "base_model": "m", "rank": 4, "lora": {"rank": 4}, "status": ModelStatus.READY}
+    return Model(model_id=model_id, session_id=session_id, **{**told, **fields})
+
+
+async def test_sessions_that_are_silent_end(service: Service) -> None:
+    def fill(db: object) -> None:
+        for name, seen in (("silent", now() - OLD), ("heard", now())):
+            db.add(Session(session_id=name, last_seen_at=seen))  # type: ignore[attr-defined]
+            db.flush()  # type: ignore[attr-defined]
+            db.add(model(name))  # type: ignore[attr-defined]
+
+    await service.write(fill)
+    for _ in range(2):
+        await Cleaner(service).clean()
+    found = await service.read(lambda db: {one.session_id: one.status for one in db.exec(select(Session))})
+    assert found == {"silent": SessionStatus.EXPIRED, "heard": SessionStatus.ACTIVE}
+    asked = await service.read(lambda db: [(one.kind, one.model_id) for one in db.exec(select(Request))])
+    assert asked == [(Kind.UNLOAD_MODEL, "silent:train:0")]
+
+
+async def test_sessions_may_stay_for_ever(tmp_path: Path) -> None:
+    service = Service(TxConfig(base_model="m", checkpoints_base=tmp_path, start_engine=False, session_timeout_sec=-1))
+    async with service.running():
+        await service.write(lambda db: db.add(Session(session_id="silent", last_seen_at=now() - OLD)))
+        await Cleaner(service).clean()
+        found = await service.read(lambda db: db.get(Session, "silent"))
+    assert found is not None
+    assert found.status is SessionStatus.ACTIVE
+
+
+async def test_checkpoints_whose_time_is_over(service: Service) -> None:
+    told = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}, "size_bytes": 1}
+    over = Checkpoint(model_id="a:train:0", name="over", expires_at=now() - OLD, **told)
+    stays = [
+        Checkpoint(model_id="a:train:0", name="later", expires_at=now() + OLD, **told),
+        Checkpoint(model_id="a:train:0", name="always", **told),
+    ]
+    for one in (over, *stays):
+        checkpoint_folder(service.config, one.path).mkdir(parents=True)
+    await service.write(lambda db: db.add_all([over, *stays]))
+    await Cleaner(service).clean()
+    left = await service.read(lambda db: sorted(one.name for one in db.exec(select(Checkpoint))))
+    folder = service.config.checkpoints_base / "a_train_0" / "weights"
+    assert left == sorted(one.name for one in folder.iterdir()) == ["always", "later"]
+
+
+async def test_what_an_engine_may_need_is_kept(service: Service) -> None:
+    """Requests after a model's restore point are done again when an engine is started again."""
+
+    def request(model_id: str | None, **fields: object) -> Request:
+        told = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "kind": Kind.OPTIM_STEP, "payload": b"p"}
+        return Request(model_id=model_id, payload_hash="h", result=b"r", **{**told, **fields})
+
+    def fill(db: object) -> None:
+        db.add(Session(session_id="s"))  # type: ignore[attr-defined]
+        db.add(Session(session_id="t"))  # type: ignore[attr-defined]
+        db.flush()  # type: ignore[attr-defined]
+        db.add(model("s", restored_until=2))  # type: ignore[attr-defined]
+        db.add(model("t", status=ModelStatus.UNLOADED))  # type: ignore[attr-defined]
+        for number, one in enumerate(
+            [
+                request("s:train:0"),  # 1: before the restore point
+                request("s:train:0"),  # 2: it
+                request("s:train:0"),  # 3: after it
+                request("t:train:0"),  # 4: of a model that is gone
+                request(None, kind=Kind.SAMPLE),  # 5
+                request(None, completed_at=now()),  # 6: new
+                request("t:train:0", status=RequestStatus.PENDING, completed_at=None),  # 7
+            ],
+            start=1,
+        ):
+            one.request_id = number
+            db.add(one)  # type: ignore[attr-defined]
+
+    await service.write(fill)
+    await Cleaner(service).clean()
+    kept = await service.read(lambda db: [one.request_id for one in db.exec(select(Request)) if one.payload])
+    assert kept == [3, 6, 7]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from tx.tinker.config import TxConfig, argument_parser, arguments_of, environment_of, parse_config, state_folder
+
+
+def parse(*arguments: str, **environment: str) -> TxConfig:
+    return parse_config(["--base-model", "org/m", *arguments], program="tx", environment=environment)
+
+
+def test_defaults_are_where_a_users_data_belong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    config = parse()
+    assert config.checkpoints_base == state_folder() == tmp_path / "skyrl-tx"
+    assert config.database_url == f"sqlite:///{tmp_path}/skyrl-tx/tinker.db"
+    assert config.host == "127.0.0.1"
+    assert config.model_name == "org/m"
+
+
+def test_the_database_is_beside_its_checkpoints(tmp_path: Path) -> None:
+    assert parse("--checkpoints-base", str(tmp_path)).database_url == f"sqlite:///{tmp_path}/tinker.db"
+
+
+def test_flags() -> None:
+    config = parse("--backend-config", '{"dtype": "bfloat16"}', "--port=0", "--no-start-engine", "--hold-sec", "1.5")
+    assert (config.backend_config, config.port, config.hold_sec) == ({"dtype": "bfloat16"}, 0, 1.5)
+    assert not config.start_engine
+    assert not parse("--no-engine").start_engine
+
+
+def test_secrets_come_from_the_environment_and_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("tml-one\n\n  tml-two  \n")
+    environment = {
+        "TX_DATABASE_URL": "postgresql://u:p@h/d",
+        "TX_API_KEYS": "tml-three, ",
+        "TX_EXTERNAL_INFERENCE_API_KEY": "k",
+    }
+    config = parse("--api-keys-file", str(tmp_path / "keys"), **environment)
+    assert [key.get_secret_value() for key in config.api_keys] == ["tml-one", "tml-two", "tml-three"]
+    assert config.database_url == "postgresql://u:p@h/d"
+    assert config.external_inference_api_key == SecretStr("k")
+    told = " ".join(arguments_of(config))
+    assert not any(secret in told for secret in ("tml-", "postgresql", "p@h"))
+    assert "tml-" not in str(environment_of(config)) + str(config)
+
+
+def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
+    config = parse(
+        *("--backend-config", '{"a": [1, "x y"]}', "--checkpoints-base", str(tmp_path / "with space")),
+        *("--session-timeout-sec", "-1", "--external-inference-url", "http://x"),
+    )
+    again = parse_config(arguments_of(config), program="engine", environment=environment_of(config))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "x"], "--port='x'"),
+        (["--hold-sec", "60"], "--hold-sec='60'"),
+        (["--backend-config", "{"], "Expecting property name"),
+        (["--backend", "torch"], "--backend='torch'"),
+        (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),
+        (["--unknown", "1"], "--unknown"),
+        (["--api-keys", "tml-x"], "--api-keys"),
+    ],
+)
+def test_mistakes_end_with_words(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_every_field_is_explained_and_no_secret_is_a_flag() -> None:
+    told = argument_parser("tx").format_help()
+    for name, field in TxConfig.model_fields.items():
+        assert field.description, name
+        is_flag = re.search(rf"--{name.replace('_', '-')}[ \],]", told) is not None
+        assert is_flag == (name not in ("api_keys", "external_inference_api_key")), name
+
+
+def test_unknown_settings() -> None:
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        TxConfig(base_model="m", nonsense=1)  # type: ignore[call-arg]

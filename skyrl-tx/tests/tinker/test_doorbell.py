@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tx_server import CHILD_ENVIRONMENT
+
+from tx.tinker.doorbell import POLL_SEC, Doorbell
+
+
+def test_a_ring_wakes() -> None:
+    ours, theirs = Doorbell.pair()
+    with ours, theirs:
+        assert not theirs.wait(0)
+        threading.Timer(0.05, ours.ring).start()
+        started = time.monotonic()
+        assert theirs.wait(5)
+        assert time.monotonic() - started < 1
+        assert not theirs.wait(0)
+
+
+def test_many_rings_never_wait_and_are_one() -> None:
+    ours, theirs = Doorbell.pair()
+    with ours, theirs:
+        started = time.monotonic()
+        for _ in range(100_000):
+            ours.ring()
+        assert time.monotonic() - started < 5
+        while theirs.wait(0):
+            pass
+        ours.ring()
+        assert theirs.wait(0)
+
+
+def test_who_is_gone_is_noticed_and_not_rung() -> None:
+    ours, theirs = Doorbell.pair()
+    with theirs:
+        ours.close()
+        assert theirs.wait(1)
+        assert theirs.is_hung_up
+        theirs.ring()
+        started = time.monotonic()
+        theirs.wait(5)
+        assert time.monotonic() - started < 1
+
+
+def test_without_a_bell_it_is_looked_now_and_then() -> None:
+    with Doorbell.inherited(None) as bell:
+        bell.ring()
+        started = time.monotonic()
+        assert bell.wait(5)
+        assert POLL_SEC <= time.monotonic() - started < 1
+        assert not bell.is_hung_up
+        with pytest.raises(ValueError, match="no socket"):
+            bell.fileno()
+
+
+async def test_listening() -> None:
+    ours, theirs = Doorbell.pair()
+    heard = asyncio.Event()
+    with ours, theirs:
+        theirs.listen(heard.set)
+        for _ in range(3):
+            heard.clear()
+            ours.ring()
+            await asyncio.wait_for(heard.wait(), 5)
+        heard.clear()
+        ours.close()
+        await asyncio.wait_for(heard.wait(), 5)
+        assert theirs.is_hung_up
+        theirs.stop_listening()
+
+
+def test_another_process_inherits_it() -> None:
+    program = (
+        "import sys; from tx.tinker.doorbell import Doorbell\n"
+        "bell = Doorbell.inherited(int(sys.argv[1])); assert bell.wait(20); bell.ring(); bell.wait(20)\n"
+        "sys.exit(0 if bell.is_hung_up else 1)"
+    )
+    ours, theirs = Doorbell.pair()
+    with ours:
+        with theirs:
+            fd = theirs.fileno()
+            child = subprocess.Popen([sys.executable, "-c", program, str(fd)], pass_fds=(fd,), env=CHILD_ENVIRONMENT)
+        ours.ring()
+        assert ours.wait(20)
+    assert child.wait(20) == 0

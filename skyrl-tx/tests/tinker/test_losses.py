@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tx.tinker.backends.jax.training import XP
+from tx.tinker.losses import LOSSES, token_losses
+
+TORCH = SimpleNamespace(
+    exp=torch.exp,
+    minimum=torch.minimum,
+    clip=torch.clip,
+    where=torch.where,
+    sum=torch.sum,
+    stop_gradient=torch.Tensor.detach,
+)
+Naive = Callable[[list[float], list[float], list[float]], float]
+
+
+def by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """The loss of a sequence, token by token, as the papers have it."""
+    total = torch.zeros((), dtype=torch.float64)
+    mean_gap = (lp.detach() - q).mean()
+    for t in range(len(lp)):
+        ratio = torch.exp(lp[t] - q[t])
+        if name == "importance_sampling":
+            total = total - ratio * a[t]
+        elif name == "ppo":
+            total = total - torch.minimum(ratio * a[t], torch.clamp(ratio, 0.8, 1.2) * a[t])
+        elif name == "cispo":
+            total = total - torch.clamp(ratio.detach(), 0.0, 4.0) * a[t] * lp[t]
+        elif name == "dro":
+            total = total - (a[t] * lp[t] - 0.025 * (lp[t] - q[t]) ** 2)
+        elif name == "gspo":
+            s = torch.exp(mean_gap) * torch.exp(lp[t] - lp[t].detach())
+            total = total - torch.minimum(s * a[t], torch.clamp(s, 0.8, 1.2) * a[t])
+    return total
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize("shift", [-1.5, -0.1, 0.1, 1.5])
+def test_losses_and_gradients_far_from_one(name: str, shift: float) -> None:
+    rng = np.random.default_rng(3)
+    q = -rng.uniform(0.1, 3.0, 12)
+    lp, a = q + shift + rng.normal(0, 0.3, 12), rng.normal(0, 1, 12)
+    expected_lp = torch.tensor(lp, requires_grad=True)
+    expected = by_hand(name, expected_lp, torch.tensor(q), torch.tensor(a))
+    expected.backward()
+    given = {"logprobs": q, "advantages": a, "weights": np.ones(12), "sequence_ratio_mask": np.ones(12)}
+    given = {key: value for key, value in given.items() if key == "weights" or key in LOSSES[name].needs}
+
+    def ours(lp: jax.Array) -> jax.Array:
+        return token_losses(name, XP, lp, given, LOSSES[name].settings).sum()
+
+    with jax.enable_x64(True):
+        value, gradient = jax.value_and_grad(ours)(jnp.asarray(lp))
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-9)
+    np.testing.assert_allclose(gradient, expected_lp.grad, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_both_frameworks_agree(name: str) -> None:
+    rng = np.random.default_rng(1)
+    arrays = {
+        key: rng.normal(size=(3, 9)).astype(np.float32)
+        for key in ("logprobs", "advantages", "weights", "sequence_ratio_mask")
+    }
+    arrays = {key: value for key, value in arrays.items() if key == "weights" or key in LOSSES[name].needs}
+    lp = rng.normal(size=(3, 9)).astype(np.float32)
+    jax_losses = token_losses(name, XP, jnp.asarray(lp), arrays, LOSSES[name].settings)
+    tensors = {key: torch.tensor(value) for key, value in arrays.items()}
+    torch_losses = token_losses(name, TORCH, torch.tensor(lp), tensors, LOSSES[name].settings)
+    np.testing.assert_allclose(jax_losses, torch_losses, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_counts_nothing_may_be_anything(name: str) -> None:
+    given = {
+        "logprobs": np.array([0.0, -1.0]),
+        "advantages": np.array([0.0, 2.0]),
+        "weights": np.array([0.0, 1.0]),
+        "sequence_ratio_mask": np.array([np.nan, 1.0]),
+    }
+    given = {key: value for key, value in given.items() if key == "weights" or key in LOSSES[name].needs}
+
+    def total(lp: jax.Array) -> jax.Array:
+        return token_losses(name, XP, lp, given, LOSSES[name].settings).sum()
+
+    for nonsense in (jnp.nan, jnp.inf, -jnp.inf):
+        value, gradient = jax.value_and_grad(total)(jnp.array([nonsense, -0.95]))
+        assert np.isfinite(value)
+        assert gradient[0] == 0
+        assert gradient[1] != 0
+
+
+def test_weights_may_be_negative() -> None:
+    losses = token_losses("cross_entropy", XP, jnp.array([-2.0, -3.0]), {"weights": np.array([-1.5, 1e6])}, {})
+    np.testing.assert_allclose(losses, [-3.0, 3e6])

@@ -1,0 +1,115 @@
+"""Waiters in one event loop; what is pending, the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from tx.tinker.promises import Promises
+
+
+class Pending:
+    """Ids that are not done, and how often they were asked for."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = set(ids)
+        self.n_asked = 0
+
+    async def __call__(self) -> set[int]:
+        self.n_asked += 1
+        await asyncio.sleep(0)
+        return set(self.ids)
+
+
+@asynccontextmanager
+async def watched(pending: Pending, poll_sec: float = 60.0) -> AsyncIterator[Promises]:
+    promises = Promises(pending)
+    task = asyncio.create_task(promises.watch(lambda: poll_sec))
+    try:
+        yield promises
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_ring_wakes_who_waits_for_what_is_done() -> None:
+    pending = Pending(1, 2)
+    async with watched(pending) as promises:
+        first, second = (asyncio.create_task(promises.wait(number, 60)) for number in (1, 2))
+        await asyncio.sleep(0.05)
+        assert promises.n_waiting == 2
+        pending.ids.discard(1)
+        promises.ring()
+        await asyncio.wait_for(first, 1)
+        assert not second.done()
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert promises.n_waiting == 0
+
+
+async def test_what_was_done_before_the_wait_is_found_without_a_ring() -> None:
+    async with watched(Pending()) as promises:
+        await asyncio.wait_for(promises.wait(7, 60), 1)
+
+
+async def test_a_thousand_waiters_are_few_looks() -> None:
+    pending = Pending(*range(1000))
+    async with watched(pending) as promises:
+        tasks = [asyncio.create_task(promises.wait(number, 60)) for number in range(1000)]
+        for number in range(1000):
+            pending.ids.discard(number)
+            promises.ring()
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert pending.n_asked < 20
+
+
+async def test_nobody_waits_nobody_looks() -> None:
+    pending = Pending()
+    async with watched(pending, poll_sec=0.001) as promises:
+        promises.ring()
+        await asyncio.sleep(0.05)
+    assert pending.n_asked == 0
+
+
+async def test_without_rings_it_looks_now_and_then() -> None:
+    pending = Pending(1)
+    async with watched(pending, poll_sec=0.02) as promises:
+        task = asyncio.create_task(promises.wait(1, 60))
+        await asyncio.sleep(0.05)
+        pending.ids.clear()
+        await asyncio.wait_for(task, 1)
+
+
+async def test_waits_end() -> None:
+    async with watched(Pending(1)) as promises:
+        started = time.monotonic()
+        await promises.wait(1, 0.05)
+        assert 0.04 < time.monotonic() - started < 1
+        task = asyncio.create_task(promises.wait(1, 60))
+        await asyncio.sleep(0.01)
+        promises.release()
+        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(promises.wait(1, 60), 1)
+
+
+async def test_a_database_that_is_away_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tx.tinker.promises.BACKUP_SEC", 0.01)
+    n_asked = 0
+
+    async def ask() -> set[int]:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked < 3:
+            raise OperationalError("select", {}, Exception("away"))
+        return set()
+
+    promises = Promises(ask)
+    task = asyncio.create_task(promises.watch(lambda: 0.01))
+    await asyncio.wait_for(promises.wait(1, 60), 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,128 @@
+"""Real children; what they do stands in for an engine that lives, dies, or never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tx_server import CHILD_ENVIRONMENT
+
+from tx.tinker import supervisor as supervision
+from tx.tinker.config import TxConfig
+from tx.tinker.supervisor import Supervisor
+
+BELL = "import sys; from tx.tinker.doorbell import Doorbell; bell = Doorbell.inherited(int(sys.argv[2]))\n"
+ECHO = BELL + "while not bell.is_hung_up:\n    if bell.wait(10) and not bell.is_hung_up: bell.ring()\n"
+
+
+@pytest.fixture(autouse=True)
+def _import_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", CHILD_ENVIRONMENT["PYTHONPATH"])
+
+
+def child(program: str) -> tuple[str, ...]:
+    return sys.executable, "-c", textwrap.dedent(program)
+
+
+def supervise(program: str, folder: Path, on_ring: Callable[[], None] = lambda: None) -> Supervisor:
+    config = TxConfig(base_model="org/m", checkpoints_base=folder)
+    return Supervisor(config, on_ring, command=child(program), first_pause_sec=0.01)
+
+
+@asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def test_both_ring(tmp_path: Path) -> None:
+    heard = asyncio.Event()
+    supervisor = supervise(ECHO, tmp_path, heard.set)
+    supervisor.ring()  # nobody is there
+    async with running(supervisor):
+        await until(lambda: supervisor.is_running)
+        supervisor.ring()
+        await asyncio.wait_for(heard.wait(), 20)
+    assert not supervisor.is_running
+
+
+async def test_it_is_started_again(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    program = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True)\n" + ECHO
+    supervisor = supervise(program, tmp_path)
+
+    def found() -> list[int]:
+        return [int(line) for line in pids.read_text().splitlines()] if pids.exists() else []
+
+    async with running(supervisor):
+        for n_starts in (1, 2, 3):
+            await until(lambda n=n_starts: len(found()) == n)  # type: ignore[misc]
+            os.kill(found()[-1], signal.SIGKILL)
+        await until(lambda: len(found()) == 4)
+    assert supervisor.n_starts == 4
+    for pid in found():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_it_gives_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    heard = asyncio.Event()
+    supervisor = supervise("raise SystemExit('no such model')", tmp_path, heard.set)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert supervisor.n_starts == supervision.MOST_FAST_DEATHS
+    assert supervisor.failure is not None
+    assert "died 5 times" in supervisor.failure
+    assert "exit status 1, after it said: no such model" in supervisor.failure
+    assert heard.is_set()
+    assert "no such model" in capfd.readouterr().err
+
+
+async def test_a_child_that_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "GRACE_SEC", 0.3)
+    ready = tmp_path / "ready"
+    program = f"""
+        import signal, time, os
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open({str(ready)!r}, 'w').write(str(os.getpid()))
+        time.sleep(60)
+    """
+    async with running(supervise(program, tmp_path)):
+        await until(lambda: ready.exists() and ready.read_text() != "")
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ready.read_text()), 0)
+
+
+async def test_what_the_child_is_told(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    program = f"""
+        import os, sys, time
+        open({str(told)!r}, 'w').write(os.environ['TX_DATABASE_URL'] + ' ' + ' '.join(sys.argv[1:]) + ' end')
+        time.sleep(60)
+    """
+    async with running(supervise(program, tmp_path)):
+        await until(lambda: told.exists() and told.read_text().endswith("end"))
+    words = told.read_text().split()
+    assert words[0] == f"sqlite:///{tmp_path}/tinker.db"
+    assert words[1] == "--doorbell-fd"
+    assert "--base-model=org/m" in words

@@ -1,0 +1,221 @@
+"""Messages against the encoders and decoders of the real client."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tinker import types as sdk
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.types.forward_backward_request import ForwardBackwardRequest
+
+from tx.tinker.types import PassResult, Sample, SampleResult, TopLogprobs, UserError
+from tx.tinker.wire import codec
+from tx.tinker.wire import tinker_pb2 as pb
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=8)
+FLOATS = st.floats(width=32, allow_nan=True)
+SMALL = st.integers(1, 4)
+
+
+@st.composite
+def data(draw: st.DrawFn) -> sdk.Datum:
+    """With one target a token or several, of whatever length."""
+    chunks = draw(st.lists(TOKENS, min_size=1, max_size=3))
+    shape = (sum(map(len, chunks)), *([draw(SMALL)] if draw(st.booleans()) else []))
+    inputs = {
+        "target_tokens": draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 2**31 - 1))),
+        "weights": draw(hnp.arrays(np.float32, shape, elements=FLOATS)),
+    }
+    return sdk.Datum(
+        model_input=sdk.ModelInput(chunks=[sdk.EncodedTextChunk(tokens=chunk) for chunk in chunks]),
+        loss_fn_inputs={name: sdk.TensorData.from_numpy(value) for name, value in inputs.items()},
+    )
+
+
+def encoded(datums: list[sdk.Datum], config: dict[str, float | str] | None = None, loss_fn: str = "ppo") -> bytes:
+    """By the client."""
+    asked = sdk.ForwardBackwardInput(data=datums, loss_fn=loss_fn, loss_fn_config=config)
+    message = forward_backward_request_to_proto(ForwardBackwardRequest(asked, model_id="s:train:0", seq_id=3))
+    return message.SerializeToString()
+
+
+@given(st.lists(data(), max_size=3), st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-9, 9)))
+def test_a_pass_arrives_as_the_client_wrote_it(datums: list[sdk.Datum], config: dict[str, float | str]) -> None:
+    message = codec.message_from_bytes(encoded(datums, config))
+    asked = codec.pass_of(message)
+    assert (asked.model_id, message.seq_id, asked.loss_fn, asked.is_forward_only) == ("s:train:0", 3, "ppo", False)
+    assert asked.settings == config
+    for ours, theirs in zip(asked.data, datums, strict=True):
+        assert ours.tokens.tolist() == theirs.model_input.to_ints()
+        for name, value in theirs.loss_fn_inputs.items():
+            np.testing.assert_array_equal(ours.inputs[name], value.to_numpy())
+
+
+def test_kinds_of_numbers_are_those_of_backends() -> None:
+    datum = sdk.Datum(
+        model_input=sdk.ModelInput.from_ints([1, 2]),
+        loss_fn_inputs={"target_tokens": np.array([1, 2]), "weights": np.array([0, 1])},
+    )
+    inputs = codec.pass_of(codec.message_from_bytes(encoded([datum]))).data[0].inputs
+    assert (inputs["target_tokens"].dtype, inputs["weights"].dtype) == (np.int32, np.float32)
+
+
+@pytest.mark.parametrize("n_columns", [1, 40])
+def test_sparse_targets_of_the_client(n_columns: int) -> None:
+    torch = pytest.importorskip("torch")
+    dense = torch.zeros(5, n_columns, dtype=torch.int64)
+    dense[1, 0], dense[4, n_columns - 1] = 7, 9
+    datum = sdk.Datum(
+        model_input=sdk.ModelInput.from_ints([1] * 5), loss_fn_inputs={"target_tokens": dense, "weights": dense.float()}
+    )
+    message = codec.message_from_bytes(encoded([datum]))
+    is_sparse = message.data[0].loss_fn_inputs["target_tokens"].WhichOneof("layout") == "sparse_csr"
+    assert is_sparse == (n_columns == 40)
+    np.testing.assert_array_equal(codec.pass_of(message).data[0].inputs["target_tokens"], dense.numpy())
+
+
+@given(st.lists(data(), min_size=1, max_size=3))
+def test_json_of_older_clients_says_the_same(datums: list[sdk.Datum]) -> None:
+    told = {"data": [_as_json(datum) for datum in datums], "loss_fn": "ppo", "loss_fn_config": {"beta": 0.5}}
+    told = json.loads(json.dumps(told))
+    ours = codec.pass_of(codec.message_from_json("s:train:0", 3, told, is_forward_only=True))
+    theirs = codec.pass_of(codec.message_from_bytes(encoded(datums, {"beta": 0.5})))
+    assert ours.is_forward_only
+    assert ours.settings == theirs.settings
+    for one, other in zip(ours.data, theirs.data, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        for name in other.inputs:
+            np.testing.assert_array_equal(one.inputs[name], other.inputs[name])
+
+
+def _as_json(datum: sdk.Datum) -> dict[str, object]:
+    return {
+        "model_input": {"chunks": [{"tokens": chunk.tokens} for chunk in datum.model_input.chunks]},
+        "loss_fn_inputs": {
+            name: {"data": value.to_numpy().reshape(-1).tolist(), "dtype": value.dtype, "shape": value.shape}
+            for name, value in datum.loss_fn_inputs.items()
+        },
+    }
+
+
+ROWS = st.lists(
+    st.one_of(
+        hnp.arrays(np.float32, st.tuples(SMALL), elements=FLOATS),
+        hnp.arrays(np.float32, st.tuples(SMALL, SMALL), elements=FLOATS),
+    ),
+    max_size=6,
+)
+
+
+@given(ROWS)
+def test_the_client_reads_what_a_pass_found(rows: list[np.ndarray]) -> None:
+    payload = codec.forward_backward_bytes(PassResult(1.25, rows, [-row for row in rows]))
+    read = deserialize_forward_backward_output(payload)
+    as_json = json.loads(codec.forward_backward_json(payload))
+    assert read.metrics == as_json["metrics"] == {"loss:sum": 1.25}
+    assert len(read.loss_fn_outputs) == len(as_json["loss_fn_outputs"]) == len(rows)
+    for row, found, told in zip(rows, read.loss_fn_outputs, as_json["loss_fn_outputs"], strict=True):
+        np.testing.assert_array_equal(found["logprobs"].to_numpy(), row)
+        np.testing.assert_array_equal(found["elementwise_loss"].to_numpy(), -row)
+        assert told["logprobs"]["shape"] == list(row.shape)
+        np.testing.assert_array_equal(np.float32(told["logprobs"]["data"]).reshape(row.shape), row)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> SampleResult:
+    """With and without each of the parts that may be asked for."""
+    n_tokens, k = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    top = TopLogprobs(np.arange(n_tokens * k).reshape(n_tokens, k) + 1, -np.ones((n_tokens, k), np.float32))
+    sample = Sample(list(range(n_tokens)), [-0.5] * n_tokens, draw(st.booleans()), top if k else None)
+    n_prompt = draw(st.integers(1, 4))
+    logprobs = np.array([np.nan] + [-1.0] * (n_prompt - 1), np.float32) if draw(st.booleans()) else None
+    top_prompt = TopLogprobs(np.full((n_prompt, 2), 5), np.full((n_prompt, 2), -2.0, np.float32))
+    return SampleResult([sample] * draw(SMALL), logprobs, top_prompt if draw(st.booleans()) else None)
+
+
+@given(samples())
+def test_the_client_reads_samples(result: SampleResult) -> None:
+    payload = codec.sample_bytes(result)
+    read, told = deserialize_sample_response(payload), json.loads(codec.sample_json(payload))
+    for sample, found, as_json in zip(result.samples, read.sequences, told["sequences"], strict=True):
+        assert found.tokens == as_json["tokens"] == list(sample.tokens)
+        assert found.logprobs == as_json["logprobs"] == list(sample.logprobs)
+        assert found.stop_reason == as_json["stop_reason"] == ("stop" if sample.is_stopped else "length")
+        if sample.top is None:
+            assert found.topk_logprobs is None
+        else:
+            rows = [[list(cell) for cell in row] for row in found.topk_logprobs or []]
+            assert rows == as_json["topk_logprobs"]
+            assert [[token for token, _ in row] for row in rows] == sample.top.tokens.tolist()
+    if result.prompt_logprobs is None:
+        assert read.prompt_logprobs is told.get("prompt_logprobs") is None
+    else:
+        assert read.prompt_logprobs == told["prompt_logprobs"]
+        assert read.prompt_logprobs is not None
+        assert read.prompt_logprobs[0] is None
+    if result.top_prompt is not None:
+        assert read.topk_prompt_logprobs is not None
+        assert read.topk_prompt_logprobs[0] is told["topk_prompt_logprobs"][0] is None
+        assert all(row == [(5, -2.0)] * 2 for row in read.topk_prompt_logprobs[1:])
+
+
+def is_understood(body: bytes) -> bool:
+    """Or is it the user's mistake? Nothing else is ever raised."""
+    try:
+        codec.pass_of(codec.message_from_bytes(body))
+    except UserError:
+        return False
+    return True
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_the_users_mistake(body: bytes) -> None:
+    assert is_understood(body) in (True, False)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 30))
+def test_bytes_that_were_damaged_are_a_message_or_the_users_mistake(seed: int, n_changes: int) -> None:
+    rng = np.random.default_rng(seed)
+    datum = sdk.Datum(
+        model_input=sdk.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": np.array([1, 2, 3]), "weights": np.ones(3, np.float32)},
+    )
+    body = bytearray(encoded([datum, datum], {"a": 1.0}))
+    for place in rng.integers(0, len(body), n_changes):
+        body[place] = rng.integers(256)
+    assert is_understood(bytes(body)) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "words"),
+    [
+        (pb.Chunk(image=pb.Image(data=b"x", format="png")), "image"),
+        (pb.Chunk(dmel=pb.Dmel(dmel=b"x")), "dmel"),
+        (pb.Chunk(), "None"),
+        (pb.Chunk(encoded_text=pb.EncodedText(tokens=b"12345")), "5 bytes"),
+    ],
+)
+def test_chunks_that_are_no_tokens(chunk: pb.Chunk, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        codec.pass_of(pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[chunk])]))
+
+
+def test_settings_that_are_words() -> None:
+    with pytest.raises(UserError, match=r"loss_fn_config\['kl_coeff'\]='high'"):
+        codec.pass_of(codec.message_from_bytes(encoded([], {"kl_coeff": "high"})))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [(np.array([0.5]), "must be int64"), (np.array([1 << 40]), "which is no token")]
+)
+def test_targets_that_are_no_tokens(values: np.ndarray, words: str) -> None:
+    tensor = sdk.TensorData.from_numpy(values)
+    datum = sdk.Datum(model_input=sdk.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": tensor})
+    with pytest.raises(UserError, match=words):
+        codec.pass_of(codec.message_from_bytes(encoded([datum])))

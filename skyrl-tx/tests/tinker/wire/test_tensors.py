@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tx.tinker.types import UserError
+from tx.tinker.wire import tinker_pb2 as pb
+from tx.tinker.wire.tensors import chunk_tokens, dense_array, tensor_from_json
+
+
+def packed(*values: int) -> bytes:
+    return np.array(values, "<i8").tobytes()
+
+
+def sparse(values: bytes, rows: bytes, columns: bytes, shape: list[int]) -> pb.Tensor:
+    csr = pb.SparseCsr(values=values, crow_indices=rows, col_indices=columns)
+    return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_INT64, shape=shape)
+
+
+def test_rows_that_list_nothing_are_zeros() -> None:
+    tensor = sparse(packed(7, 8, 9), packed(0, 2, 2, 3), packed(0, 3, 1), [3, 4])
+    assert dense_array(tensor, "t").tolist() == [[7, 0, 0, 8], [0] * 4, [0, 9, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (pb.Tensor(dense=b"", dtype=pb.DTYPE_BFLOAT16), "dtype DTYPE_BFLOAT16"),
+        (pb.Tensor(dense=b"", dtype=77), "dtype 77"),
+        (pb.Tensor(dtype=pb.DTYPE_INT64), "no values"),
+        (pb.Tensor(dense=b"1234567", dtype=pb.DTYPE_INT64), "7 bytes"),
+        (pb.Tensor(dense=packed(1, 2), dtype=pb.DTYPE_INT64, shape=[3]), "2 numbers, and its shape"),
+        (pb.Tensor(dense=packed(1), dtype=pb.DTYPE_INT64, shape=[1, 1, 1]), r"must be \[n\] or \[n, k\]"),
+        (pb.Tensor(dense=packed(1), dtype=pb.DTYPE_INT64, shape=[-1]), "must be"),
+        (sparse(packed(1), packed(0, 1), packed(0), [1]), "sparse"),
+        (sparse(packed(1), packed(0, 1), packed(0), [1 << 40, 1 << 20]), "more than"),
+        (sparse(packed(1), packed(0, 1, 1), packed(0), [1, 4]), "3 crow_indices, and 1 rows need 2"),
+        (sparse(packed(1), packed(1, 1), packed(0), [1, 4]), "must go up"),
+        (sparse(packed(1), packed(0, 5, 1), packed(0), [2, 4]), "must go up"),
+        (sparse(packed(1), packed(0, 1), packed(0, 1), [1, 4]), "2 col_indices for 1 values"),
+        (sparse(packed(1), packed(0, 1), packed(4), [1, 4]), "from 0 to 3"),
+        (sparse(packed(1), packed(0, 1), packed(-1), [1, 4]), "from 0 to 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tensor: pb.Tensor, words: str) -> None:
+    with pytest.raises(UserError, match=words) as refused:
+        dense_array(tensor, "weights of data[3]")
+    assert "weights of data[3]" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"data": [1 << 70], "dtype": "int64"}, "no room"),
+        ({"data": [1], "dtype": "int64", "shape": [1 << 70]}, "no room"),
+    ],
+)
+def test_numbers_that_do_not_fit_in_json(told: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        tensor_from_json(told, "t")
+
+
+def test_sparse_json() -> None:
+    told = {
+        "data": [5.0],
+        "dtype": "float32",
+        "shape": [2, 2],
+        "sparse_crow_indices": [0, 0, 1],
+        "sparse_col_indices": [1],
+    }
+    assert dense_array(tensor_from_json(told, "t"), "t").tolist() == [[0, 0], [0, 5]]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "words"),
+    [
+        ({"type": "image_asset_pointer", "location": "x"}, "image_asset_pointer"),
+        ({"data": "x"}, "kind image"),
+        ({"tokens": [1, 1 << 40]}, "which is no token"),
+    ],
+)
+def test_chunks_in_json(chunk: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        chunk_tokens(chunk, "prompt")

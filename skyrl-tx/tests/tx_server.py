@@ -1,0 +1,226 @@
+"""A real server on a free port, and a thread that plays the engine's part in the real database."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import tinker
+import uvicorn
+from sqlmodel import Session, col, select
+
+from tx.tinker.api import create_app
+from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder
+from tx.tinker.config import TxConfig
+from tx.tinker.database import reading, writing
+from tx.tinker.db_models import (
+    Checkpoint,
+    CheckpointKind,
+    EngineState,
+    Kind,
+    Model,
+    ModelStatus,
+    Request,
+    RequestStatus,
+    SamplingSession,
+    now,
+)
+from tx.tinker.service import Service
+from tx.tinker.store import expiry
+from tx.tinker.types import Datum, PassResult, Sample, SampleResult
+from tx.tinker.wire import codec
+from tx.tinker.wire import requests as wire
+from tx.tinker.wire import responses as answers
+from tx.tinker.wire.sample_job import SampleJob
+
+BASE_MODEL = "org/tiny"
+CHILD_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+"""Of processes that import what the test imports."""
+
+VOCABULARY = 100
+CONTEXT = 64
+STATE = {
+    "base_model": BASE_MODEL,
+    "tokenizer_id": "org/tokenizer",
+    "vocab_size": VOCABULARY,
+    "max_context": CONTEXT,
+    "eos_ids": [2],
+    "can_train_all": False,
+    "has_tokenizer": True,
+}
+KINDS = {
+    Kind.SAVE_WEIGHTS: CheckpointKind.TRAINING,
+    Kind.SAVE_WEIGHTS_FOR_SAMPLER: CheckpointKind.SAMPLER,
+    Kind.SAVE_WEIGHTS_EXTERNAL: CheckpointKind.EXTERNAL,
+}
+
+
+@dataclass
+class Running:
+    """A server that serves, and the requests that have come to its engine."""
+
+    service: Service
+    port: int
+    is_engine_paused: bool = False
+    fails_with: tuple[str, str] | None = None  # what the next requests come to: error and category
+    done: list[Request] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def config(self) -> TxConfig:
+        """Its settings."""
+        return self.service.config
+
+    def client(self, **headers: str) -> httpx.Client:
+        """Of HTTP, for what the SDK never sends."""
+        return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30)
+
+    def sdk(self, **options: Any) -> tinker.ServiceClient:
+        """The real one."""
+        return tinker.ServiceClient(base_url=self.url, api_key="tml-test", **options)
+
+    def change(self, change: Callable[[Session], None]) -> None:
+        """Of the database."""
+        with writing(self.service.database) as db:
+            change(db)
+
+    def rows(self, kind: Kind) -> list[Request]:
+        """All requests of a kind, in their order."""
+        with reading(self.service.database) as db:
+            return list(db.exec(select(Request).where(Request.kind == kind).order_by(col(Request.request_id))))
+
+
+@contextmanager
+def serving(folder: Path, *, engine: bool = True, **settings: Any) -> Iterator[Running]:
+    """A server with its state in a folder."""
+    config = TxConfig(base_model=BASE_MODEL, checkpoints_base=folder, start_engine=False, port=0, **settings)
+    service = Service(config)
+    server = uvicorn.Server(uvicorn.Config(create_app(config, service), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server has died"
+        time.sleep(0.01)
+    running = Running(service, server.servers[0].sockets[0].getsockname()[1])
+    end = threading.Event()
+    player = threading.Thread(target=_play, args=(running, end))
+    if engine:
+        running.change(lambda db: db.add(EngineState(**STATE)))
+        player.start()
+    try:
+        yield running
+    finally:
+        end.set()
+        if engine:
+            player.join()
+        service.promises.release()
+        server.should_exit = True
+        thread.join()
+
+
+def _play(running: Running, end: threading.Event) -> None:
+    while not end.wait(0.005):
+        if not running.is_engine_paused:
+            running.change(lambda db: answer_pending(db, running))
+
+
+def answer_pending(db: Session, running: Running) -> None:
+    """Do what an engine does, but for computing."""
+    waiting = select(Request).where(Request.status == RequestStatus.PENDING).order_by(col(Request.request_id))
+    for request in db.exec(waiting).all():
+        request.completed_at = now()
+        if running.fails_with is not None:
+            request.status = RequestStatus.FAILED
+            request.error, request.error_category = running.fails_with
+        else:
+            request.status = RequestStatus.DONE
+            request.result, request.is_result_protobuf = _result(db, request, running.config)
+        running.done.append(request)
+
+
+def _result(db: Session, request: Request, config: TxConfig) -> tuple[bytes, bool]:
+    if request.kind is Kind.FORWARD_BACKWARD:
+        asked = codec.pass_of(codec.message_from_bytes(request.payload))
+        return codec.forward_backward_bytes(pass_result(asked.data)), True
+    if request.kind is Kind.SAMPLE:
+        return codec.sample_bytes(sample_result(SampleJob.model_validate_json(request.payload))), True
+    return _answer(db, request, config).to_bytes(), False
+
+
+def pass_result(data: list[Datum] | Any) -> PassResult:
+    """Log-probs of -1, -2, …, whose sum is the loss."""
+    logprobs = [-np.arange(1, datum.inputs["target_tokens"].size + 1, dtype=np.float32) for datum in data]
+    shaped = [row.reshape(datum.inputs["target_tokens"].shape) for row, datum in zip(logprobs, data, strict=True)]
+    return PassResult(-float(sum(row.sum() for row in logprobs)), shaped, [-row for row in shaped])
+
+
+def sample_result(job: SampleJob) -> SampleResult:
+    """Samples 0 0 …, 1 1 …, as long as allowed."""
+    n_tokens = min(job.max_tokens or 4, 4)
+    samples = [Sample([number] * n_tokens, [-0.5] * n_tokens, is_stopped=False) for number in range(job.n_samples)]
+    logprobs = np.array([np.nan, *itertools.repeat(-1.0, len(job.prompt) - 1)], np.float32)
+    return SampleResult(samples, logprobs if job.wants_prompt_logprobs else None)
+
+
+def _answer(db: Session, request: Request, config: TxConfig) -> answers.Answer:
+    model = db.get_one(Model, request.model_id)
+    if request.kind is Kind.CREATE_MODEL:
+        model.status = ModelStatus.READY
+        return answers.ModelCreated(model_id=model.model_id)
+    if request.kind is Kind.LOAD_WEIGHTS:
+        model.status = ModelStatus.READY
+        asked = wire.LoadWeightsRequest.model_validate_json(request.payload)
+        return answers.WeightsLoaded(model_id=model.model_id, path=asked.path)
+    if request.kind is Kind.UNLOAD_MODEL:
+        model.status = ModelStatus.UNLOADED
+        return answers.ModelUnloaded(model_id=model.model_id)
+    if request.kind is Kind.OPTIM_STEP:
+        return answers.Stepped(metrics={"skyrl.ai/grad_norm": 1.0})
+    return _saved(db, request, model, config)
+
+
+def _saved(db: Session, request: Request, model: Model, config: TxConfig) -> answers.Answer:
+    asked = wire.SaveWeightsForSamplerRequest.model_validate_json(request.payload)
+    if asked.sampling_session_id is not None:
+        db.add(
+            SamplingSession(
+                sampling_session_id=asked.sampling_session_id,
+                session_id=model.session_id,
+                seq_id=asked.sampling_session_seq_id,
+                base_model=model.base_model,
+                model_id=model.model_id,
+            )
+        )
+        return answers.SnapshotSaved(sampling_session_id=asked.sampling_session_id)
+    path = TinkerPath(model.model_id, KINDS[request.kind], asked.path or "")
+    folder = checkpoint_folder(config, str(path))
+    (folder / "more").mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    (folder / "more" / "weights.bin").write_bytes(bytes(range(256)) * 10)
+    db.merge(
+        Checkpoint(
+            model_id=path.model_id,
+            kind=path.kind,
+            name=path.name,
+            base_model=model.base_model,
+            lora=model.lora,
+            size_bytes=2568,
+            user_metadata=asked.user_metadata,
+            expires_at=expiry(asked.ttl_seconds),
+        )
+    )
+    return answers.WeightsSaved(path=str(path), type=request.kind.value)

@@ -1,0 +1,110 @@
+"""Adapters from and to folders in the layout of peft, which vLLM and Hugging Face read too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tx.models.checkpoints import MLP, layer_names
+from tx.models.config import LoraConfig, ModelConfig
+from tx.models.lora import HEAD, Adapter, Factors, covered, padded_rank, rank_of, shapes
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", **MLP, HEAD: "lm_head"}
+
+
+def save_adapter(folder: Path, adapter: Adapter, lora: LoraConfig, config: ModelConfig, base_model: str) -> None:
+    """Write an adapter into a folder."""
+    told = {
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "inference_mode": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": [MODULES[name] for name in covered(lora, config)],
+        "task_type": "CAUSAL_LM",
+    }
+    if config.moe is not None and (rank := rank_of("gate", lora, config)) != lora.rank:
+        told["rank_pattern"] = {rf".*\.experts\..*{theirs}": rank for theirs in MLP.values()}
+        told["alpha_pattern"] = {rf".*\.experts\..*{theirs}": lora.scale * rank for theirs in MLP.values()}
+    (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    save_file(dict(named_factors(adapter, lora, config)), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load_adapter(folder: Path, lora: LoraConfig, config: ModelConfig) -> Adapter:
+    """The adapter in a folder.
+
+    Raises:
+        ValueError: a tensor is missing, or has another shape than `lora` and the model ask for.
+    """
+    return adapter_of(load_file(folder / WEIGHTS), lora, config)
+
+
+def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor by its name in peft, (rank, in) and (out, rank), without padding."""
+    for name, path, block, where in _places(lora, config):
+        factors = adapter.head if block is None else adapter.blocks[block][name]
+        assert factors is not None
+        rank = rank_of(name, lora, config)
+        yield f"{path}.lora_A.weight", np.ascontiguousarray(np.asarray(factors.a)[where][..., :rank].T)
+        yield f"{path}.lora_B.weight", np.ascontiguousarray(np.asarray(factors.b)[where][:rank].T)
+
+
+def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: ModelConfig) -> Adapter:
+    """The inverse of `named_factors`."""
+    arrays: dict[tuple[int | None, str], tuple[np.ndarray, np.ndarray]] = {}
+    for name, path, block, where in _places(lora, config):
+        a, b = arrays.setdefault((block, name), _zeros(name, block, lora, config))
+        rank = rank_of(name, lora, config)
+        a[where][..., :rank] = _tensor(tensors, f"{path}.lora_A.weight", (rank, a.shape[-2])).T
+        b[where][:rank] = _tensor(tensors, f"{path}.lora_B.weight", (b.shape[-1], rank)).T
+    factors = {place: Factors(jnp.asarray(a), jnp.asarray(b)) for place, (a, b) in arrays.items()}
+    names = [name for name in covered(lora, config) if name != HEAD]
+    blocks = tuple({name: factors[block, name] for name in names} for block in range(len(config.blocks)))
+    return Adapter(blocks, factors.get((None, HEAD)))
+
+
+def _places(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
+    """Each matrix with an adapter: its name, its path in peft, its block, and where in the block's array it lies."""
+    theirs = layer_names(config)
+    names = covered(lora, config)
+    layer = 0
+    for block, n_layers in enumerate(config.blocks):
+        for i in range(n_layers):
+            for name in names:
+                if name == HEAD:
+                    continue
+                path = f"{PREFIX}model.layers.{layer}.{theirs[name].removesuffix('.weight')}"
+                if "{expert}" not in path:
+                    yield name, path, block, (i,)
+                    continue
+                assert config.moe is not None
+                for expert in range(config.moe.n_experts):
+                    yield name, path.format(expert=expert), block, (i, expert)
+            layer += 1
+    if HEAD in names:
+        yield HEAD, f"{PREFIX}lm_head", None, ()
+
+
+def _zeros(name: str, block: int | None, lora: LoraConfig, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    *experts, n_in, n_out = shapes(config)[name]
+    layers = [] if block is None else [config.blocks[block]]
+    padded = padded_rank(name, lora, config)
+    return tuple(np.zeros((*layers, *experts, *size), np.float32) for size in ((n_in, padded), (padded, n_out)))  # type: ignore[return-value]
+
+
+def _tensor(tensors: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> Any:
+    if name not in tensors:
+        raise ValueError(f"the adapter has no tensor {name}")
+    if tensors[name].shape != shape:
+        raise ValueError(f"{name} has the shape {tensors[name].shape}, and not {shape}")
+    return tensors[name]

@@ -1,0 +1,95 @@
+"""Attention: over whole sequences for training, and over a paged cache for sampling.
+
+Letters: S rows · T positions of a row · K heads of keys and values · G query heads for each of them · H size of a
+head · P positions on a page.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+QUERY_BLOCK = 512
+"""Training attends from so many positions at once, so that memory grows with the length and not with its square."""
+MASKED = -1e30
+
+
+def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Turn each pair of a head's dimensions by its position. x (S, T, …, H), positions (S, T), frequencies (H / 2,)."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies  # (S, T, H / 2)
+    angles = angles.reshape(*angles.shape[:2], *(1,) * (x.ndim - 3), angles.shape[-1])
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend_causally(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Each position sees itself and those before it. queries (S, T, K, G, H); keys, values (S, T, K, H)."""
+    length = queries.shape[1]
+    if length <= QUERY_BLOCK:
+        return _attend_from(queries, keys, values, 0)
+    assert length % QUERY_BLOCK == 0, "lengths above a block are multiples of it"
+    attend = jax.checkpoint(partial(_attend_from))
+
+    def block(_: None, start: jax.Array) -> tuple[None, jax.Array]:
+        some = jax.lax.dynamic_slice_in_dim(queries, start, QUERY_BLOCK, axis=1)
+        return None, attend(some, keys, values, start)
+
+    _, blocks = jax.lax.scan(block, None, jnp.arange(0, length, QUERY_BLOCK))  # (n, S, block, K, G, H)
+    return jnp.moveaxis(blocks, 0, 1).reshape(queries.shape)
+
+
+def _attend_from(queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array | int) -> jax.Array:
+    scores = jnp.einsum("stkgh,sukh->skgtu", queries, keys, preferred_element_type=jnp.float32)
+    scores *= queries.shape[-1] ** -0.5
+    seen = jnp.arange(keys.shape[1]) <= start + jnp.arange(queries.shape[1])[:, None]  # (T, U)
+    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(values.dtype)
+    return jnp.einsum("skgtu,sukh->stkgh", weights, values)
+
+
+def attend_to_pages(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    n_pages: jax.Array,
+) -> jax.Array:
+    """Each position sees what its row has written up to it. Page by page, with a running maximum and sum.
+
+    A page that a row does not see changes nothing of it, to the last bit, so that a row's result does not depend on how
+    long the others are (Milakov and Gimelshein, 2018, arXiv:1805.02867).
+
+    Args:
+        queries: (S, T, K, G, H)
+        keys, values: (layers, pages, P, K, H), of which `layer` is read
+        tables: (S, most pages of a row): where a row's pages are
+        positions: (S, T); a row that is not in use has -1
+        n_pages: how many pages the longest row has
+    """
+    n_rows, n_queries, n_kv, n_groups, size = queries.shape
+    page_size = keys.shape[2]
+    scaled = queries.astype(jnp.float32) * size**-0.5
+
+    def one_page(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        most, total, mixed = state
+        page = tables[:, i]  # (S,)
+        scores = jnp.einsum("stkgh,spkh->stkgp", scaled, keys[layer, page].astype(jnp.float32))
+        seen = i * page_size + jnp.arange(page_size) <= positions[..., None]  # (S, T, P)
+        scores = jnp.where(seen[:, :, None, None, :], scores, -jnp.inf)
+        above = jnp.maximum(most, scores.max(axis=-1))
+        shrink = jnp.exp(most - above)
+        weights = jnp.exp(scores - above[..., None])
+        total = total * shrink + weights.sum(axis=-1)
+        mixed = mixed * shrink[..., None] + jnp.einsum(
+            "stkgp,spkh->stkgh", weights, values[layer, page].astype(jnp.float32)
+        )
+        return above, total, mixed
+
+    shape = (n_rows, n_queries, n_kv, n_groups)
+    start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, size)))
+    _, total, mixed = jax.lax.fori_loop(0, n_pages, one_page, start)
+    return (mixed / jnp.maximum(total, 1e-30)[..., None]).astype(queries.dtype)

@@ -1,0 +1,133 @@
+"""Models from and to Hugging Face folders: names of tensors, and their order (out, in), which is turned round here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+from tx.models.config import ModelConfig
+from tx.models.decoder import Params
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ATTENTION = {
+    "attention_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+}
+QK_NORM = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MATRICES = {"q", "k", "v", "o", "gate", "up", "down", "router"}
+
+
+def layer_names(config: ModelConfig) -> dict[str, str]:
+    """What tensors of a layer are called there, without the layer; `{expert}` stands for the number of an expert."""
+    names = ATTENTION | (QK_NORM if config.has_qk_norm else {})
+    if config.moe is None:
+        return names | {name: f"mlp.{theirs}.weight" for name, theirs in MLP.items()}
+    experts = {name: f"mlp.experts.{{expert}}.{theirs}.weight" for name, theirs in MLP.items()}
+    return names | experts | {"router": "mlp.gate.weight"}
+
+
+def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
+    """The weights of the model in a folder, as `dtype`.
+
+    Raises:
+        FileNotFoundError: there are no safetensors in it.
+        ValueError: one is missing, or has another shape.
+    """
+    with ExitStack() as files:
+        tensors = _Tensors(folder, files)
+        return _assembled(lambda name: jnp.asarray(tensors.get(name), dtype=dtype), config)
+
+
+def params_of(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any) -> Params:
+    """The inverse of `named_tensors`."""
+    return _assembled(lambda name: jnp.asarray(tensors[name], dtype=dtype), config)
+
+
+def named_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a model by its Hugging Face name; contiguous, since safetensors writes what lies in memory."""
+    yield "model.embed_tokens.weight", np.asarray(params.embed)
+    yield "model.norm.weight", np.asarray(params.norm)
+    if params.head is not None:
+        yield "lm_head.weight", np.ascontiguousarray(np.asarray(params.head).T)
+    layers = ({name: one[i] for name, one in block.items()} for block in params.blocks for i in range(len(block["q"])))
+    for number, layer in enumerate(layers):
+        for name, theirs in layer_names(config).items():
+            for full, tensor in _split(theirs, np.asarray(layer[name])):
+                yield f"model.layers.{number}.{full}", np.ascontiguousarray(_turned(name, tensor))
+
+
+def _assembled(get: Callable[[str], jax.Array], config: ModelConfig) -> Params:
+    layers = iter(range(config.n_layers))
+    blocks = []
+    for n_layers in config.blocks:
+        some = [next(layers) for _ in range(n_layers)]
+        named = layer_names(config).items()
+        blocks.append(
+            {name: jnp.stack([_of_layer(get, config, name, theirs, i) for i in some]) for name, theirs in named}
+        )
+    return Params(
+        embed=get("model.embed_tokens.weight"),
+        blocks=tuple(blocks),
+        norm=get("model.norm.weight"),
+        head=None if config.ties_embeddings else get("lm_head.weight").T,
+    )
+
+
+def _of_layer(get: Callable[[str], jax.Array], config: ModelConfig, name: str, theirs: str, layer: int) -> jax.Array:
+    path = f"model.layers.{layer}.{theirs}"
+    if "{expert}" not in path:
+        turned: jax.Array = _turned(name, get(path))
+        return turned
+    assert config.moe is not None
+    return jnp.stack([get(path.format(expert=i)).T for i in range(config.moe.n_experts)])
+
+
+def _turned(name: str, tensor: Any) -> Any:
+    return tensor.T if name in MATRICES else tensor
+
+
+def _split(theirs: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    if "{expert}" not in theirs:
+        yield theirs, tensor
+    else:
+        for i, one in enumerate(tensor):
+            yield theirs.format(expert=i), one
+
+
+class _Tensors:
+    """The tensors of a folder, in one file or in several with an index; read one by one."""
+
+    def __init__(self, folder: Path, files: ExitStack) -> None:
+        self._folder = folder
+        self._files = files
+        self._open: dict[str, Any] = {}
+        self._index: Mapping[str, str] | None = None
+        if (folder / INDEX).is_file():
+            self._index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        elif not (folder / SINGLE).is_file():
+            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+    def get(self, name: str) -> Any:
+        """A tensor. Raises ValueError where there is none of this name."""
+        file = SINGLE if self._index is None else self._index.get(name)
+        if file is None or name not in (tensors := self._file(file)).keys():  # noqa: SIM118, not a dict
+            raise ValueError(f"{self._folder} has no tensor {name}")
+        return tensors.get_tensor(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._files.enter_context(safe_open(self._folder / name, framework="flax"))
+        return self._open[name]

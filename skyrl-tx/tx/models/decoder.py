@@ -1,0 +1,140 @@
+"""The decoder of Qwen3 (Yang et al., 2025, arXiv:2505.09388) and Llama 3 (Dubey et al., 2024, arXiv:2407.21783).
+
+One function serves training and sampling: what differs is how a layer attends.
+
+Letters: S rows · T positions · D hidden size · V vocabulary · R targets of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tx.models.attention import attend_causally, rotate
+from tx.models.config import ModelConfig, inverse_frequencies
+from tx.models.lora import Factors, Rows, project
+from tx.models.moe import mix_experts
+
+Weights = Mapping[str, jax.Array]
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
+"""From queries (S, T, K, G, H), keys, values (S, T, K, H), the cache and the layer's number to what was attended to, of
+the shape of the queries, and the cache."""
+
+
+class Params(NamedTuple):
+    """A model's weights, in the order (in, out)."""
+
+    embed: jax.Array  # (V, D)
+    blocks: tuple[dict[str, jax.Array], ...]  # (layers of the block, …)
+    norm: jax.Array  # (D,)
+    head: jax.Array | None  # (D, V); None: the embeddings
+
+    @property
+    def unembed(self) -> jax.Array:
+        """From hidden states to logits (D, V)."""
+        return self.embed.T if self.head is None else self.head
+
+
+def normalize(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm over the last dimension, in float32."""
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return weight * wide.astype(x.dtype)
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    rows: Rows | None,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Attend | None = None,
+    cache: Any = None,
+    *,
+    remat: bool = False,
+) -> tuple[jax.Array, Any]:
+    """What the head reads (S, T, D), and the cache, which goes from layer to layer.
+
+    Args:
+        tokens, positions: (S, T)
+        rows: the adapters of the rows; None for none
+        attend: how a layer attends; by default to the whole row, causally, without a cache
+        remat: compute a layer once more in the backward pass instead of keeping what it computed
+    """
+    frequencies = jnp.asarray(inverse_frequencies(config), jnp.float32)
+    look = attend or (lambda q, k, v, cache, _: (attend_causally(q, k, v), cache))
+    scales = None if rows is None else rows.scales
+
+    def layer(
+        state: tuple[jax.Array, Any], part: tuple[Weights, dict[str, Factors], jax.Array]
+    ) -> tuple[tuple[jax.Array, Any], None]:
+        x, cache = state
+        weights, adapters, number = part
+        attended, cache = _attention(
+            config, weights, adapters, scales, x, positions, frequencies, lambda q, k, v: look(q, k, v, cache, number)
+        )
+        x = x + attended
+        return (x + _mlp(config, weights, adapters, scales, x), cache), None
+
+    step = jax.checkpoint(layer) if remat else layer
+    state = (params.embed[tokens], cache)
+    first = 0
+    for i, n_layers in enumerate(config.blocks):
+        factors = {} if rows is None else rows.adapter.blocks[i]
+        parts = (params.blocks[i], factors, first + jnp.arange(n_layers))
+        if n_layers == 1:
+            state, _ = step(state, jax.tree.map(lambda one: one[0], parts))
+        else:
+            state, _ = jax.lax.scan(step, state, parts)
+        first += n_layers
+    x, cache = state
+    return normalize(x, params.norm, config.rms_norm_eps), cache
+
+
+def logits_of(params: Params, rows: Rows | None, hidden: jax.Array) -> jax.Array:
+    """(S, T, V) in float32."""
+    head = None if rows is None else rows.adapter.head
+    scales = None if rows is None else rows.scales
+    return project(hidden, params.unembed, head, scales).astype(jnp.float32)
+
+
+def _attention(
+    config: ModelConfig,
+    weights: Weights,
+    adapters: Mapping[str, Factors],
+    scales: jax.Array | None,
+    x: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+) -> tuple[jax.Array, Any]:
+    n_rows, length, _ = x.shape
+    normal = normalize(x, weights["attention_norm"], config.rms_norm_eps)
+    q, k, v = (project(normal, weights[name], adapters.get(name), scales) for name in ("q", "k", "v"))
+    q = q.reshape(n_rows, length, config.n_kv_heads, config.n_groups, config.head_size)
+    k, v = (one.reshape(n_rows, length, config.n_kv_heads, config.head_size) for one in (k, v))
+    if config.has_qk_norm:
+        q = normalize(q, weights["q_norm"], config.rms_norm_eps)
+        k = normalize(k, weights["k_norm"], config.rms_norm_eps)
+    q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
+    seen, cache = attend(q, k, v)
+    return project(seen.reshape(n_rows, length, -1), weights["o"], adapters.get("o"), scales), cache
+
+
+def _mlp(
+    config: ModelConfig,
+    weights: Weights,
+    adapters: Mapping[str, Factors],
+    scales: jax.Array | None,
+    x: jax.Array,
+) -> jax.Array:
+    normal = normalize(x, weights["mlp_norm"], config.rms_norm_eps)
+    if config.moe is not None:
+        return mix_experts(config.moe, weights, adapters, scales, normal)
+    gate = project(normal, weights["gate"], adapters.get("gate"), scales)
+    up = project(normal, weights["up"], adapters.get("up"), scales)
+    return project(jax.nn.silu(gate) * up, weights["down"], adapters.get("down"), scales)

@@ -1,0 +1,117 @@
+"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): beside a matrix W stands scale · A B.
+
+An adapter is never merged, and never changed in place: training makes a new one, so that whoever holds the old one, a
+sampler for instance, keeps it. The rows of a batch may each have their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tx.models.config import LoraConfig, ModelConfig
+
+RANK_STEP = 8
+"""Ranks are padded with zeros to the next multiple, so that adapters of like rank share compiled programs."""
+ATTENTION, MLP, HEAD = ("q", "k", "v", "o"), ("gate", "up", "down"), "head"
+
+
+class Factors(NamedTuple):
+    """A and B of one matrix in the layers of a block: (layers, in, rank) and (layers, rank, out).
+
+    As rows of a batch: (layers, rows, in, rank). Experts are a dimension before `in`. The head has no layers.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+
+class Adapter(NamedTuple):
+    """Factors by the name of the matrix, e.g. ``q``, for each block of layers; and of the head."""
+
+    blocks: tuple[dict[str, Factors], ...]
+    head: Factors | None
+
+
+class Rows(NamedTuple):
+    """The adapters of a batch's rows."""
+
+    adapter: Adapter
+    scales: jax.Array  # (rows,)
+
+
+def covered(lora: LoraConfig, config: ModelConfig) -> tuple[str, ...]:
+    """The matrices that an adapter covers. A head that is tied to the embeddings has none."""
+    has_head = lora.train_unembed and not config.ties_embeddings
+    chosen = ((lora.train_attn, ATTENTION), (lora.train_mlp, MLP), (has_head, (HEAD,)))
+    return tuple(name for is_chosen, names in chosen if is_chosen for name in names)
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Dimensions (…, in, out) of the matrices that adapters cover, without the layers."""
+    queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
+    hidden, middle = config.hidden_size, config.intermediate_size
+    experts: tuple[int, ...] = ()
+    if config.moe is not None:
+        experts, middle = (config.moe.n_experts,), config.moe.intermediate_size
+    return {
+        "q": (hidden, queries),
+        "k": (hidden, keys),
+        "v": (hidden, keys),
+        "o": (queries, hidden),
+        "gate": (*experts, hidden, middle),
+        "up": (*experts, hidden, middle),
+        "down": (*experts, middle, hidden),
+        "head": (hidden, config.vocab_size),
+    }
+
+
+def rank_of(name: str, lora: LoraConfig, config: ModelConfig) -> int:
+    """An expert gets its share of the rank, at least 1: together they have what one MLP would have."""
+    if config.moe is not None and name in MLP:
+        return max(1, lora.rank // config.moe.n_experts)
+    return lora.rank
+
+
+def new_adapter(lora: LoraConfig, config: ModelConfig, seed: int) -> Adapter:
+    """A is uniform within ±1/√in, B zero: at first an adapter changes nothing."""
+    generator = np.random.default_rng(seed)
+
+    def factors(name: str, layers: tuple[int, ...]) -> Factors:
+        *experts, n_in, n_out = shapes(config)[name]
+        rank, padded = rank_of(name, lora, config), padded_rank(name, lora, config)
+        bound = 1.0 / math.sqrt(n_in)
+        a = np.zeros((*layers, *experts, n_in, padded), np.float32)
+        a[..., :rank] = generator.uniform(-bound, bound, (*layers, *experts, n_in, rank))
+        return Factors(jnp.asarray(a), jnp.zeros((*layers, *experts, padded, n_out), jnp.float32))
+
+    names = covered(lora, config)
+    blocks = tuple({name: factors(name, (n,)) for name in names if name != HEAD} for n in config.blocks)
+    return Adapter(blocks, factors(HEAD, ()) if HEAD in names else None)
+
+
+def padded_rank(name: str, lora: LoraConfig, config: ModelConfig) -> int:
+    """See `RANK_STEP`."""
+    return -(-rank_of(name, lora, config) // RANK_STEP) * RANK_STEP
+
+
+@jax.jit
+def rows_of(adapters: Sequence[Adapter], scales: jax.Array) -> Rows:
+    """One adapter after the other as the rows of a batch; all cover the same matrices with the same padded rank."""
+    blocks = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *(one.blocks for one in adapters))
+    heads = [one.head for one in adapters]
+    return Rows(Adapter(blocks, jax.tree.map(lambda *parts: jnp.stack(parts), *heads)), scales)
+
+
+def project(x: jax.Array, weight: jax.Array, factors: Factors | None, scales: jax.Array | None) -> jax.Array:
+    """x W, and what the adapter of each row adds. x (S, T, in), weight (in, out), factors (S, in, r), (S, r, out)."""
+    out = x @ weight
+    if factors is None or scales is None:
+        return out
+    inner = jnp.einsum("std,sdr->str", x.astype(factors.a.dtype), factors.a) * scales[:, None, None]
+    return out + jnp.einsum("str,sro->sto", inner, factors.b).astype(out.dtype)

@@ -1,0 +1,86 @@
+"""The server: `python -m tx.tinker.api --base-model Qwen/Qwen3-0.6B`.
+
+It talks to clients and to the database. What is computed, the engine computes, in a process of its own, which this one
+starts and looks after.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from tx.tinker.cleaner import Cleaner
+from tx.tinker.config import TxConfig, parse_config
+from tx.tinker.http_body import BodyLimit
+from tx.tinker.http_log import RequestLog
+from tx.tinker.replies import add_error_replies
+from tx.tinker.routes import downloads, futures, monitoring, runs, sampling, sessions, training
+from tx.tinker.service import Service
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/api/v1"
+LAST_REPLIES_SEC = 5
+
+
+def create_app(config: TxConfig, service: Service | None = None) -> FastAPI:
+    """The application, whose service begins and ends with it."""
+    served = service or Service(config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with served.running(), Cleaner(served).running():
+            yield
+
+    app = FastAPI(title="skyrl-tx", lifespan=lifespan, redirect_slashes=False)
+    app.state.service = served
+    for module in (sessions, training, sampling, futures, runs, downloads):
+        app.include_router(module.router, prefix=PREFIX)
+    app.include_router(monitoring.router)
+    add_error_replies(app)
+    app.add_middleware(BodyLimit, most_bytes=config.max_body_bytes)
+    app.add_middleware(RequestLog, metrics=served.metrics)
+    return app
+
+
+class Server(uvicorn.Server):
+    """Lets polls go when it is told to end, so that it does not wait for them."""
+
+    def __init__(self, config: TxConfig, service: Service) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(config, service),
+                host=config.host,
+                port=config.port,
+                access_log=False,
+                log_level="warning",
+                timeout_graceful_shutdown=LAST_REPLIES_SEC,
+            )
+        )
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On a signal."""
+        super().handle_exit(sig, frame)
+        self._service.promises.release()
+
+
+def main() -> None:
+    """Serve until a signal comes."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
+    config = parse_config(program="python -m tx.tinker.api")
+    config.checkpoints_base.mkdir(parents=True, exist_ok=True)
+    where = f"http://{config.host}:{config.port}"
+    logger.info("serving %s at %s, state in %s", config.model_name, where, config.checkpoints_base)
+    if not config.api_keys and config.host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning("no API keys: whoever reaches %s may use this server", where)
+    Server(config, Service(config)).run()
+
+
+if __name__ == "__main__":
+    main()

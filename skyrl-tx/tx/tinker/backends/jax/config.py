@@ -1,0 +1,33 @@
+"""The settings of the backend on JAX, `--backend-config '{"dtype": "bfloat16"}'`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tx.models.config import ModelConfig
+
+MOST_CACHE_TOKENS = 1 << 17
+
+
+class JaxConfig(BaseModel):
+    """All have defaults that fit a small machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the base model and of what is computed; adapters are float32."""
+    gradient_checkpointing: bool = False
+    """Compute layers twice in training, and keep less of them."""
+    sample_lanes: int = Field(16, ge=1)
+    """Samples in one batch, whose size is fixed."""
+    sample_groups: int = Field(8, ge=1)
+    """Batches of samples at most; more samples wait."""
+    cache_gib: float = Field(2.0, gt=0)
+    """Memory for keys and values of samples."""
+
+    def cache_tokens(self, model: ModelConfig, itemsize: int) -> int:
+        """How many tokens fit in there."""
+        n_bytes = 2 * model.n_layers * model.n_kv_heads * model.head_size * itemsize
+        return min(MOST_CACHE_TOKENS, int(self.cache_gib * (1 << 30)) // n_bytes)

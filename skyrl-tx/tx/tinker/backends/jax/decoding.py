@@ -1,0 +1,231 @@
+"""The programs of the sampler: read a prompt, choose the next tokens.
+
+Letters: S lanes, each of which continues one sequence · C tokens of a prompt read at once · V vocabulary · P positions
+on a page of the cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tx.models.attention import attend_to_pages
+from tx.models.config import ModelConfig
+from tx.models.decoder import Attend, Params, hidden_states, logits_of
+from tx.models.lora import Rows
+
+MOST_STEPS = 8  # tokens of a lane in one call
+MOST_STOPS = 16  # stop tokens of a lane
+MOST_TOP = 32  # likeliest tokens that can be told
+BLOCK = 128  # of probabilities that are added up first
+
+
+Vector = Any  # of numpy where it is made, of JAX where it is used
+
+
+class Cache(NamedTuple):
+    """Keys and values (layers, pages, P, K, H); the last page takes what nobody reads."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class Lanes(NamedTuple):
+    """Where the lanes of a call are, and how each chooses its tokens."""
+
+    tokens: Vector  # (S,) the last one, which is not in the cache yet
+    positions: Vector  # (S,) of it; -1: not in use
+    n_left: Vector  # (S,) tokens to choose
+    tables: Vector  # (S, most pages)
+    stops: Vector  # (S, MOST_STOPS), -1: none
+    temperatures: Vector  # (S,)
+    top_k: Vector  # (S,) V or more: all
+    top_p: Vector  # (S,)
+    seeds: Vector  # (S,) uint32, of the request
+    numbers: Vector  # (S,) of the sample in its request
+
+
+class Chosen(NamedTuple):
+    """The tokens of a call, step by step; -1 where a lane was done."""
+
+    tokens: jax.Array  # (MOST_STEPS, S)
+    logprobs: jax.Array  # (MOST_STEPS, S)
+    top_tokens: jax.Array  # (MOST_STEPS, S, k)
+    top_logprobs: jax.Array  # (MOST_STEPS, S, k)
+
+
+def new_cache(config: ModelConfig, n_pages: int, page_size: int, dtype: jnp.dtype) -> Cache:
+    """An empty one."""
+    shape = (config.n_layers, n_pages + 1, page_size, config.n_kv_heads, config.head_size)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def paged(tables: jax.Array, positions: jax.Array, n_pages: jax.Array) -> Attend:
+    """How a layer attends with the cache: it writes at `positions` (S, T) first, and reads up to them."""
+
+    def attend(
+        queries: jax.Array, keys: jax.Array, values: jax.Array, cache: Cache, layer: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        page_size = cache.keys.shape[2]
+        nowhere = cache.keys.shape[1] - 1
+        pages = jnp.take_along_axis(tables, jnp.maximum(positions, 0) // page_size, axis=1)
+        pages = jnp.where(positions < 0, nowhere, pages)
+        places = jnp.maximum(positions, 0) % page_size
+        cache = Cache(
+            cache.keys.at[layer, pages, places].set(keys.astype(cache.keys.dtype)),
+            cache.values.at[layer, pages, places].set(values.astype(cache.values.dtype)),
+        )
+        seen = attend_to_pages(queries, cache.keys, cache.values, layer, tables, positions, n_pages)
+        return seen, cache
+
+    return attend
+
+
+@partial(jax.jit, static_argnames=("config", "n_top"), donate_argnames="cache")
+def read_prompt(
+    config: ModelConfig,
+    params: Params,
+    rows: Rows | None,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    targets: jax.Array,
+    table: jax.Array,
+    n_pages: jax.Array,
+    *,
+    n_top: int | None,
+) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+    """Put some of a prompt into the cache, and tell the log-probs of what follows each token.
+
+    Args:
+        tokens, positions, targets: (1, C); what is padded has position -1
+        table: (1, most pages); n_pages: how many of them there are
+        n_top: None: no log-probs at all; else how many of the likeliest tokens are told
+
+    Returns:
+        the cache; log-probs of the targets (C,); the likeliest tokens and their log-probs (C, n_top)
+    """
+    hidden, cache = hidden_states(config, params, rows, tokens, positions, paged(table, positions, n_pages), cache)
+    if n_top is None:
+        none = jnp.zeros(0)
+        return cache, none, none, none
+    logprobs = jax.nn.log_softmax(logits_of(params, rows, hidden)[0], axis=-1)  # (C, V)
+    chosen = jnp.take_along_axis(logprobs, targets[0][:, None], axis=-1)[:, 0]
+    best, best_tokens = jax.lax.top_k(logprobs, n_top)
+    return cache, chosen, best_tokens, best
+
+
+@partial(jax.jit, static_argnames=("config", "n_top"), donate_argnames="cache")
+def decode(
+    config: ModelConfig,
+    params: Params,
+    rows: Rows | None,
+    cache: Cache,
+    lanes: Lanes,
+    n_steps: jax.Array,
+    n_pages: jax.Array,
+    *,
+    n_top: int,
+) -> tuple[Cache, Chosen]:
+    """Choose up to `n_steps` tokens in each lane, until it stops or none are left to choose."""
+    n_lanes = lanes.tokens.shape[0]
+    chosen = Chosen(
+        jnp.full((MOST_STEPS, n_lanes), -1, jnp.int32),
+        jnp.zeros((MOST_STEPS, n_lanes)),
+        jnp.zeros((MOST_STEPS, n_lanes, n_top), jnp.int32),
+        jnp.zeros((MOST_STEPS, n_lanes, n_top)),
+    )
+
+    def is_going(state: tuple[jax.Array, Cache, Lanes, Chosen]) -> jax.Array:
+        step, _, lanes, _ = state
+        return (step < n_steps) & jnp.any(lanes.positions >= 0)
+
+    def one_step(state: tuple[jax.Array, Cache, Lanes, Chosen]) -> tuple[jax.Array, Cache, Lanes, Chosen]:
+        step, cache, lanes, chosen = state
+        positions = lanes.positions[:, None]
+        hidden, cache = hidden_states(
+            config, params, rows, lanes.tokens[:, None], positions, paged(lanes.tables, positions, n_pages), cache
+        )
+        logits = logits_of(params, rows, hidden)[:, 0]  # (S, V)
+        tokens, logprobs, distribution = choose(logits, lanes)
+        is_used = lanes.positions >= 0
+        best, best_tokens = (
+            jax.lax.top_k(distribution, n_top) if n_top else (chosen.top_logprobs[0], chosen.top_tokens[0])
+        )
+        chosen = Chosen(
+            chosen.tokens.at[step].set(jnp.where(is_used, tokens, -1)),
+            chosen.logprobs.at[step].set(logprobs),
+            chosen.top_tokens.at[step].set(best_tokens),
+            chosen.top_logprobs.at[step].set(best),
+        )
+        is_over = jnp.any(tokens[:, None] == lanes.stops, axis=1) | (lanes.n_left <= 1)
+        lanes = lanes._replace(
+            tokens=tokens,
+            positions=jnp.where(is_used & ~is_over, lanes.positions + 1, -1),
+            n_left=lanes.n_left - 1,
+        )
+        return step + 1, cache, lanes, chosen
+
+    _, cache, _, chosen = jax.lax.while_loop(is_going, one_step, (jnp.int32(0), cache, lanes, chosen))
+    return cache, chosen
+
+
+def choose(logits: jax.Array, lanes: Lanes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens (S,), their log-probs (S,), and all log-probs (S, V) at the lanes' temperatures.
+
+    A token follows from a request's seed, the sample's number and the position, by inversion of the cumulative
+    distribution. Temperature 0 takes the likeliest, and tells log-probs at temperature 1. What top-k and top-p leave
+    out cannot be chosen; the log-probs are those of the whole distribution.
+    """
+    is_greedy = lanes.temperatures <= 0
+    logprobs = jax.nn.log_softmax(logits / jnp.where(is_greedy, 1.0, lanes.temperatures)[:, None], axis=-1)
+    kept = jnp.where(logprobs >= _least(logprobs, lanes)[:, None], logprobs, -jnp.inf)
+    keys = jax.vmap(_key)(lanes.seeds, lanes.numbers, lanes.positions)
+    sampled = _invert(jnp.exp(kept), jax.vmap(jax.random.uniform)(keys))
+    tokens = jnp.where(is_greedy | (lanes.top_k == 1), jnp.argmax(logprobs, axis=-1), sampled).astype(jnp.int32)
+    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], logprobs
+
+
+def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
+
+
+def _least(logprobs: jax.Array, lanes: Lanes) -> jax.Array:
+    """The log-prob (S,) below which nothing may be chosen. It takes a sort, where any lane asks for it."""
+
+    def least(_: None) -> jax.Array:
+        falling = -jnp.sort(-logprobs, axis=-1)  # (S, V)
+        before = jnp.cumsum(jnp.exp(falling), axis=-1) - jnp.exp(falling)
+        ranks = jnp.arange(falling.shape[-1])
+        is_in = (ranks < lanes.top_k[:, None]) & (before < lanes.top_p[:, None])
+        lowest = jnp.min(jnp.where(is_in.at[:, 0].set(True), falling, jnp.inf), axis=-1)
+        return jnp.where((lanes.top_k >= falling.shape[-1]) & (lanes.top_p >= 1), -jnp.inf, lowest)
+
+    is_limited = jnp.any((lanes.top_k < logprobs.shape[-1]) | (lanes.top_p < 1))
+    nothing = jnp.full(logprobs.shape[0], -jnp.inf)
+    return jax.lax.cond(is_limited, least, lambda _: nothing, None)
+
+
+def _invert(odds: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Where the cumulative sum of odds (S, V), which need not sum to 1, passes the part `uniform` (S,) of its end."""
+    n_lanes, size = odds.shape
+    blocks = jnp.pad(odds, ((0, 0), (0, -size % BLOCK))).reshape(n_lanes, -1, BLOCK)
+    ends = jnp.cumsum(blocks.sum(axis=-1), axis=-1)  # (S, blocks)
+    wanted = uniform * ends[:, -1]
+    block = jnp.argmax(ends > wanted[:, None], axis=-1)
+    lanes = jnp.arange(n_lanes)
+    before = jnp.where(block > 0, ends[lanes, block - 1], 0.0)
+    inside = blocks[lanes, block]  # (S, BLOCK)
+    sums = jnp.cumsum(inside, axis=-1)
+    is_past = (before[:, None] + sums > wanted[:, None]) & (inside > 0)
+    place = jnp.where(is_past.any(axis=-1), jnp.argmax(is_past, axis=-1), jnp.argmax(inside, axis=-1))
+    return block * BLOCK + place
+
+
+@partial(jax.jit, donate_argnums=0)
+def copy_page(cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
+    """Copy one page of every layer."""
+    return Cache(*(one.at[:, target].set(one[:, source]) for one in cache))

@@ -1,0 +1,70 @@
+"""What ends by itself: sessions of clients that are gone, checkpoints whose time is over, and old results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlmodel import Session
+
+from tx.tinker import retention, store
+from tx.tinker.checkpoint_files import delete_checkpoint_files
+from tx.tinker.db_models import SessionStatus
+from tx.tinker.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class Cleaner:
+    """Looks every `session_cleanup_interval_sec`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Meanwhile."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._service.config.session_cleanup_interval_sec)
+            try:
+                await self.clean()
+            except (SQLAlchemyError, OSError):
+                logger.exception("cleaning failed; trying again later")
+
+    async def clean(self) -> None:
+        """Once."""
+        config = self._service.config
+        if config.session_timeout_sec >= 0:
+            for session_id in await self._service.write(partial(_end_stale, timeout=config.session_timeout_sec)):
+                logger.info("session %s has ended: not heard of for %g s", session_id, config.session_timeout_sec)
+            self._service.ring()
+        for path in await self._service.write(_drop_expired):
+            await self._service.compute(partial(delete_checkpoint_files, config, path))
+            logger.info("checkpoint %s is deleted: its time was over", path)
+        await self._service.write(partial(retention.forget_results, retention=config.retention_sec))
+
+
+def _end_stale(db: Session, timeout: float) -> list[str]:
+    stale = retention.stale_sessions(db, timeout)
+    for session in stale:
+        store.end_session(db, session, SessionStatus.EXPIRED, "not heard of")
+    return [session.session_id for session in stale]
+
+
+def _drop_expired(db: Session) -> list[str]:
+    expired = retention.expired_checkpoints(db)
+    for checkpoint in expired:
+        db.delete(checkpoint)
+    return [checkpoint.path for checkpoint in expired]

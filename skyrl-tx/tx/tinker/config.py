@@ -1,0 +1,203 @@
+"""The settings of the server and of its engine; each field is a flag of both, `--base-model` for `base_model`.
+
+What is secret is read from the environment or from a file, and never stands on a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, MinLen
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
+SECRET_FIELDS = frozenset({"database_url", "api_keys", "external_inference_api_key"})
+
+
+def state_folder() -> Path:
+    """Where checkpoints are kept unless told otherwise: where a user's data belongs, which outlasts restarts, the
+    cleaning of caches and of temporary folders, and is found again from whatever folder the server is started.
+    """
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "skyrl-tx"
+
+
+def _whole_path(value: object) -> object:
+    return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
+
+
+def _parsed_json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Text = Annotated[str, MinLen(1)]
+Folder = Annotated[Path, BeforeValidator(_whole_path)]
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed_json)]
+
+
+class TxConfig(BaseModel):
+    """All settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    base_model: Text
+    """The model to train and to sample from: the name of a Hugging Face repository, or a folder."""
+
+    served_model_name: Text | None = None
+    """What clients call the base model; without it, what `base_model` says. They may say `base_model`, too."""
+
+    backend: Literal["jax"] = "jax"
+    """What computes."""
+
+    backend_config: JsonObject = Field(default_factory=dict)
+    """The backend's own settings, as JSON, e.g. '{"dtype": "bfloat16"}'."""
+
+    checkpoints_base: Folder = Field(default_factory=state_folder)
+    """The folder of checkpoints. The default is in $XDG_DATA_HOME, ~/.local/share where that is unset."""
+
+    database_url: str = ""
+    """Of SQLAlchemy, for SQLite or PostgreSQL; from TX_DATABASE_URL as well, which hides a password. Without it,
+    `tinker.db` in `checkpoints_base`, so that checkpoints and what is known of them stay together."""
+
+    max_lora_rank: Annotated[int, Ge(1)] = 256
+    """The largest rank of an adapter."""
+
+    max_models: Annotated[int, Ge(1)] = 64
+    """Models under training at once; more are refused until one is unloaded or its session ends."""
+
+    host: str = "127.0.0.1"
+    """The address to listen at. Before it is 0.0.0.0, give API keys: else all may use it."""
+
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    """The port to listen at; 0 takes a free one."""
+
+    start_engine: bool = True
+    """Whether the server starts an engine and looks after it; without, start `python -m tx.tinker.engine` yourself."""
+
+    api_keys_file: Folder | None = None
+    """A file of keys that clients may have, one a line; TX_API_KEYS has them with commas. None of both: no check."""
+
+    api_keys: tuple[SecretStr, ...] = ()
+    """The keys themselves; from `api_keys_file` and TX_API_KEYS."""
+
+    session_timeout_sec: Annotated[float, Ge(-1)] = 300
+    """A session that was not heard of for so long ends, and its models are unloaded; -1: never."""
+
+    session_cleanup_interval_sec: Annotated[float, Gt(0)] = 60
+    """How often to look for sessions and checkpoints whose time is over."""
+
+    hold_sec: Annotated[float, Gt(0), Le(40)] = 25
+    """How long a client's poll waits for a result before it is told to ask again; clients give up after 45."""
+
+    max_queued_requests: Annotated[int, Ge(1)] = 4096
+    """Requests of one model or sampling session that wait for their result; a client that sends more is slowed down."""
+
+    max_body_bytes: Annotated[int, Ge(1024)] = 256 << 20
+    """The largest body of a request, decompressed."""
+
+    retention_sec: Annotated[float, Gt(0)] = 24 * 3600
+    """For how long a result can be asked for again; the large parts of older requests are deleted."""
+
+    url_lifetime_sec: Annotated[float, Gt(0)] = 3600
+    """For how long a download address of external weights is good."""
+
+    external_inference_url: str | None = None
+    """Of a server with the OpenAI interface, e.g. vLLM, to sample there."""
+
+    external_inference_api_key: SecretStr = SecretStr("EMPTY")
+    """For that server; from TX_EXTERNAL_INFERENCE_API_KEY."""
+
+    external_inference_lora_base: Folder | None = None
+    """The folder where that server finds adapters."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_database(cls, told: Any) -> Any:
+        if isinstance(told, Mapping) and not told.get("database_url"):
+            base = _whole_path(told.get("checkpoints_base") or state_folder())
+            return {**told, "database_url": f"sqlite:///{base}/tinker.db"}
+        return told
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the base model."""
+        return self.served_model_name or self.base_model
+
+
+def parse_config(
+    arguments: Sequence[str] | None = None, *, program: str, environment: Mapping[str, str] | None = None
+) -> TxConfig:
+    """The settings of a command line; ends the process with a message if they are wrong, or `--help` is asked."""
+    parser = argument_parser(program)
+    return config_of(parser, parser.parse_args(arguments), os.environ if environment is None else environment)
+
+
+def config_of(parser: argparse.ArgumentParser, parsed: argparse.Namespace, environment: Mapping[str, str]) -> TxConfig:
+    """The settings of a command line that `argument_parser` has parsed, and that may have more."""
+    told = {name: getattr(parsed, name) for name in TxConfig.model_fields if getattr(parsed, name, None) is not None}
+    try:
+        return TxConfig(**_secrets(told, environment), **told)
+    except ValidationError as error:
+        problems = "; ".join(f"{_flag(str(one['loc'][0]))}={one['input']!r}: {one['msg']}" for one in error.errors())
+        parser.error(problems)
+    except (OSError, json.JSONDecodeError) as error:
+        parser.error(str(error))
+
+
+def argument_parser(program: str) -> argparse.ArgumentParser:
+    """A flag for each field that is not secret, and `--no-…` for what is switched on."""
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    for name, field in TxConfig.model_fields.items():
+        if name in SECRET_FIELDS - {"database_url"}:
+            continue
+        about = f"{field.description} (default: {_default(name)})".replace("%", "%%")
+        if field.annotation is bool:
+            flags = ("--engine", "--start-engine") if name == "start_engine" else (_flag(name),)
+            parser.add_argument(*flags, dest=name, action=argparse.BooleanOptionalAction, help=about, default=None)
+        else:
+            required = field.is_required()
+            parser.add_argument(_flag(name), dest=name, required=required, help=about, default=argparse.SUPPRESS)
+    return parser
+
+
+def _default(name: str) -> object:
+    field = TxConfig.model_fields[name]
+    return "none" if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _secrets(told: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that the environment and the file of keys tell."""
+    lines = Path(told["api_keys_file"]).expanduser().read_text("utf-8").splitlines() if "api_keys_file" in told else []
+    keys = [key.strip() for key in (*lines, *environment.get(API_KEYS, "").split(","))]
+    secrets: dict[str, Any] = {"api_keys": tuple(SecretStr(key) for key in keys if key)}
+    if environment.get(EXTERNAL_KEY):
+        secrets["external_inference_api_key"] = SecretStr(environment[EXTERNAL_KEY])
+    if environment.get(DATABASE_URL) and "database_url" not in told:
+        secrets["database_url"] = environment[DATABASE_URL]
+    return secrets
+
+
+def arguments_of(config: TxConfig) -> list[str]:
+    """A command line with the same settings, but for the secrets, which `environment_of` has."""
+    told = config.model_dump(mode="json", exclude=set(SECRET_FIELDS) | {"api_keys_file", "start_engine"})
+    return [f"{_flag(name)}={_written(value)}" for name, value in told.items() if value is not None]
+
+
+def _written(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def environment_of(config: TxConfig) -> dict[str, str]:
+    """The variables that tell the engine what no command line may say."""
+    return {
+        DATABASE_URL: config.database_url,
+        EXTERNAL_KEY: config.external_inference_api_key.get_secret_value(),
+    }

@@ -1,0 +1,78 @@
+"""The database: SQLite in a file, or PostgreSQL by its URL. Tables are brought up to date when it is opened.
+
+SQLite writes ahead (WAL), so that readers and a writer do not wait for each other, and what is committed outlasts the
+death of a process. Whoever is going to write says so at the beginning: two that read and then both wanted to write
+would fail, and two that say so wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config as AlembicConfig
+from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy.engine import make_url
+from sqlmodel import Session, create_engine
+
+BUSY_MS = 30_000
+MIGRATIONS = Path(__file__).parent / "migrations"
+WRITES = "tx_writes"
+LOCK = 7_246_331_001
+"""Of PostgreSQL, while tables change."""
+
+
+def open_database(url: str) -> Engine:
+    """The database at a URL, with all tables; its file and folder are made. End it with `dispose()`."""
+    parsed = make_url(url)
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    if is_sqlite and parsed.database:
+        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    connect_args = {"check_same_thread": False, "timeout": BUSY_MS / 1000} if is_sqlite else {}
+    database = create_engine(url, connect_args=connect_args, pool_size=16, max_overflow=32, pool_pre_ping=not is_sqlite)
+    if is_sqlite:
+        event.listen(database, "connect", _set_up_sqlite)
+        event.listen(database, "begin", _begin_sqlite)
+    _migrate(database)
+    return database
+
+
+@contextmanager
+def reading(database: Engine) -> Iterator[Session]:
+    """A session that sees one state of the database, and writes nothing. What it loads stays readable after it."""
+    with Session(database, expire_on_commit=False) as session:
+        yield session
+
+
+@contextmanager
+def writing(database: Engine) -> Iterator[Session]:
+    """A session that is committed at the end of the block, or undone if that raises."""
+    with Session(database.execution_options(**{WRITES: True}), expire_on_commit=False) as session, session.begin():
+        yield session
+
+
+def _set_up_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # so that `_begin_sqlite` says how transactions begin, and not the driver
+    cursor = connection.cursor()
+    for pragma in (f"busy_timeout={BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get(WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _migrate(database: Engine) -> None:
+    """Apply what is missing; of several processes that try, one does it, and the others wait."""
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    with database.execution_options(**{WRITES: True}).begin() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")

@@ -1,0 +1,1 @@
+"""The process that owns the backend: it takes requests from the database, computes, and writes what came of them."""

@@ -1,0 +1,197 @@
+"""What is done for each kind of request of a model, but for passes and samples, which the loop does."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+from sqlalchemy import Engine as Database
+from sqlmodel import Session
+
+from tx.models.config import LoraConfig
+from tx.tinker.backends.base import Backend
+from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder
+from tx.tinker.config import TxConfig
+from tx.tinker.database import reading
+from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession, now
+from tx.tinker.engine.queue import Also, Outcome
+from tx.tinker.engine.restore import RestorePoints
+from tx.tinker.engine.samplers import Samplers
+from tx.tinker.types import UserError
+from tx.tinker.wire.requests import (
+    CreateModelRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tx.tinker.wire.responses import ModelCreated, ModelUnloaded, SnapshotSaved, Stepped, WeightsLoaded, WeightsSaved
+
+logger = logging.getLogger(__name__)
+
+
+class Handlers:
+    """One function for each kind."""
+
+    def __init__(
+        self, config: TxConfig, database: Database, backend: Backend, points: RestorePoints, samplers: Samplers
+    ) -> None:
+        self._config = config
+        self._database = database
+        self._backend = backend
+        self._points = points
+        self._samplers = samplers
+        self._by_kind: Mapping[Kind, Callable[[Request], Outcome]] = {
+            Kind.CREATE_MODEL: self._create_model,
+            Kind.LOAD_WEIGHTS: self._load_weights,
+            Kind.OPTIM_STEP: self._optim_step,
+            Kind.SAVE_WEIGHTS: self._save_weights,
+            Kind.SAVE_WEIGHTS_FOR_SAMPLER: self._save_for_sampler,
+            Kind.SAVE_WEIGHTS_EXTERNAL: self._save_external,
+            Kind.UNLOAD_MODEL: self._unload,
+        }
+
+    def handle(self, request: Request) -> Outcome:
+        """Do what is asked. What raises is the outcome; the model is what it was."""
+        assert request.request_id is not None
+        try:
+            return self._by_kind[request.kind](request)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                logger.exception("request %d (%s) failed", request.request_id, request.kind)
+            also = None
+            if request.kind in (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS):
+                also = _set_status(request, ModelStatus.FAILED)
+            return Outcome(request.request_id, error=error, also=also)
+
+    # -- models
+
+    def _create_model(self, request: Request) -> Outcome:
+        asked = CreateModelRequest.model_validate_json(request.payload)
+        with reading(self._database) as session:
+            lora = LoraConfig(**session.get_one(Model, asked.model_id).lora)
+        self._backend.create_model(asked.model_id, lora)
+        return _done(request, ModelCreated(model_id=asked.model_id).to_bytes(), _set_status(request, ModelStatus.READY))
+
+    def _load_weights(self, request: Request) -> Outcome:
+        asked = LoadWeightsRequest.model_validate_json(request.payload)
+        model_id = request.model_id
+        assert model_id is not None
+        assert request.request_id is not None
+        folder = checkpoint_folder(self._config, asked.path)
+        if not folder.is_dir():
+            raise UserError(f"there is no checkpoint {asked.path}; it was deleted, or its time is over")
+        was_there = model_id in self._backend.models()
+        if was_there:  # made by the request before, and nothing else
+            self._backend.delete_model(model_id)
+        self._backend.load_model(model_id, folder, with_optimizer=asked.optimizer)
+        self._points.write(model_id, request.request_id)  # the checkpoint may be deleted
+        lora = self._backend.models()[model_id]
+
+        def also(session: Session) -> None:
+            model = session.get_one(Model, model_id)
+            model.status, model.rank, model.lora = ModelStatus.READY, lora.rank, asdict(lora)
+            session.add(model)
+
+        return _done(request, WeightsLoaded(model_id=model_id, path=asked.path).to_bytes(), also)
+
+    def _optim_step(self, request: Request) -> Outcome:
+        assert request.model_id is not None
+        asked = OptimStepRequest.model_validate_json(request.payload)
+        metrics = self._backend.optim_step(request.model_id, asked.adam())
+        return _done(request, Stepped(metrics=metrics).to_bytes())
+
+    def _unload(self, request: Request) -> Outcome:
+        assert request.model_id is not None
+        self._backend.delete_model(request.model_id)
+        self._points.delete(request.model_id)
+        answer = ModelUnloaded(model_id=request.model_id)
+        return _done(request, answer.to_bytes(), _set_status(request, ModelStatus.UNLOADED))
+
+    # -- folders
+
+    def _save_weights(self, request: Request) -> Outcome:
+        asked = SaveWeightsRequest.model_validate_json(request.payload)
+        path = TinkerPath(asked.model_id, CheckpointKind.TRAINING, asked.path or str(request.request_id))
+        size = self._write(path, self._backend.save_model, overwrite=asked.overwrite)
+        also = self._record(path, size, asked.ttl_seconds, asked.user_metadata)
+        return _done(request, WeightsSaved(path=str(path), type="save_weights").to_bytes(), also)
+
+    def _save_for_sampler(self, request: Request) -> Outcome:
+        asked = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
+        if asked.path is not None:
+            path = TinkerPath(asked.model_id, CheckpointKind.SAMPLER, asked.path)
+            size = self._write(path, self._backend.save_weights, overwrite=True)
+            also = self._record(path, size, asked.ttl_seconds, asked.user_metadata)
+            return _done(request, WeightsSaved(path=str(path), type="save_weights_for_sampler").to_bytes(), also)
+        assert asked.sampling_session_id is not None
+        assert asked.sampling_session_seq_id is not None
+        assert request.session_id is not None
+        self._samplers.keep(asked.sampling_session_id, asked.model_id)
+        kept = SamplingSession(
+            sampling_session_id=asked.sampling_session_id,
+            session_id=request.session_id,
+            seq_id=asked.sampling_session_seq_id,
+            base_model=self._backend.base_model.name,
+            model_id=asked.model_id,
+        )
+        answer = SnapshotSaved(sampling_session_id=asked.sampling_session_id)
+        return _done(request, answer.to_bytes(), lambda session: session.merge(kept))
+
+    def _save_external(self, request: Request) -> Outcome:
+        asked = SaveWeightsExternalRequest.model_validate_json(request.payload)
+        path = TinkerPath(asked.model_id, CheckpointKind.EXTERNAL, asked.path)
+        size = self._write(path, self._backend.save_weights, overwrite=True)
+        also = self._record(path, size, asked.ttl_seconds, None)
+        answer = WeightsSaved(path=str(path), size_bytes=size, type="save_weights_external")
+        return _done(request, answer.to_bytes(), also)
+
+    def _write(self, path: TinkerPath, save: Callable[[str, Path], None], *, overwrite: bool) -> int:
+        """Write a folder, which is complete or absent; its size in bytes."""
+        folder = checkpoint_folder(self._config, str(path))
+        with reading(self._database) as session:
+            is_there = session.get(Checkpoint, (path.model_id, path.kind, path.name)) is not None
+        if is_there and not overwrite:
+            raise UserError(f"there is a checkpoint {path} already; choose another name, or overwrite it")
+        unfinished = folder.with_name(f".unfinished-{folder.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        save(path.model_id, unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        return sum(file.stat().st_size for file in folder.iterdir())
+
+    def _record(
+        self, path: TinkerPath, size: int, ttl_seconds: int | None, user_metadata: dict[str, str] | None
+    ) -> Also:
+        expires_at = None if ttl_seconds is None else now() + timedelta(seconds=ttl_seconds)
+        checkpoint = Checkpoint(
+            model_id=path.model_id,
+            kind=path.kind,
+            name=path.name,
+            base_model=self._backend.base_model.name,
+            lora=asdict(self._backend.models()[path.model_id]),
+            size_bytes=size,
+            user_metadata=user_metadata,
+            expires_at=expires_at,
+        )
+        return lambda session: session.merge(checkpoint)
+
+
+def _done(request: Request, result: bytes, also: Also | None = None) -> Outcome:
+    assert request.request_id is not None
+    return Outcome(request.request_id, result, also=also)
+
+
+def _set_status(request: Request, status: ModelStatus) -> Also:
+    def also(session: Session) -> None:
+        model = session.get_one(Model, request.model_id)
+        model.status = status
+        session.add(model)
+
+    return also

@@ -1,0 +1,75 @@
+"""What Prometheus reads at /metrics."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.wire import tinker_pb2 as pb
+
+BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+MOST_REMEMBERED = 1 << 16
+
+
+class Metrics:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "tx_http_requests", "HTTP requests answered.", ["endpoint", "method", "status"], registry=self.registry
+        )
+        self.http_seconds = Histogram(
+            "tx_http_seconds", "Time to answer.", ["endpoint"], buckets=BUCKETS, registry=self.registry
+        )
+        self.accepted = Counter(
+            "tx_requests_accepted", "Requests accepted for the engine.", ["kind"], registry=self.registry
+        )
+        self.finished = Counter(
+            "tx_requests_finished",
+            "Requests whose result was first fetched.",
+            ["kind", "status"],
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "tx_request_seconds",
+            "From acceptance to result.",
+            ["kind"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "tx_tokens", "Tokens trained on, of prompts, and sampled.", ["of"], registry=self.registry
+        )
+        self.pending = Gauge("tx_requests_pending", "Requests that wait.", ["kind"], registry=self.registry)
+        self.waiting = Gauge("tx_polls_held", "Polls of clients that are held.", registry=self.registry)
+        self.engine_up = Gauge("tx_engine_up", "Whether the engine has told of itself lately.", registry=self.registry)
+        self._seen: OrderedDict[int, None] = OrderedDict()
+
+    def note_finished(self, request: Request) -> None:
+        """A result is fetched; again is not counted again, for as long as it is remembered."""
+        assert request.request_id is not None
+        if request.request_id in self._seen:
+            return
+        self._seen[request.request_id] = None
+        if len(self._seen) > MOST_REMEMBERED:
+            self._seen.popitem(last=False)
+        self.finished.labels(request.kind, request.status).inc()
+        if request.completed_at is not None:
+            self.seconds.labels(request.kind).observe((request.completed_at - request.created_at).total_seconds())
+        if request.kind is Kind.SAMPLE and request.status is RequestStatus.DONE:
+            self.tokens.labels("sampled").inc(_n_sampled(request.result or b""))
+
+    def to_text(self, pending: dict[Kind, int], n_waiting: int, *, is_engine_up: bool) -> bytes:
+        """In the format of Prometheus."""
+        for kind in Kind:
+            self.pending.labels(kind).set(pending.get(kind, 0))
+        self.waiting.set(n_waiting)
+        self.engine_up.set(is_engine_up)
+        return generate_latest(self.registry)
+
+
+def _n_sampled(result: bytes) -> int:
+    return sum(len(sequence.tokens) // 4 for sequence in pb.SampleResponse.FromString(result).sequences)

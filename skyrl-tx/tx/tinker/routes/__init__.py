@@ -1,0 +1,1 @@
+"""The endpoints, in groups."""

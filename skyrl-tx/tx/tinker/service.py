@@ -1,0 +1,153 @@
+"""What the routes of one server share: settings, the database, who waits, the engine, and the numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+from sqlmodel import Session
+
+from tx.tinker import store
+from tx.tinker.auth import owner_of
+from tx.tinker.config import TxConfig
+from tx.tinker.database import open_database, reading, writing
+from tx.tinker.db_models import EngineState, now
+from tx.tinker.doorbell import POLL_SEC
+from tx.tinker.metrics import Metrics
+from tx.tinker.promises import BACKUP_SEC, Promises
+from tx.tinker.submission import Submission
+from tx.tinker.supervisor import Supervisor
+
+T = TypeVar("T")
+N_READERS = 4
+ENGINE_SILENT = timedelta(seconds=30)
+
+
+class Service:
+    """From the beginning of a server to its end: `async with service.running()`."""
+
+    def __init__(self, config: TxConfig, supervisor: Supervisor | None = None) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.url_key = secrets.token_bytes(32)
+        self.started_at = now()
+        self.database = open_database(config.database_url)
+        self.promises = Promises(lambda: self.read(store.still_pending))
+        self.supervisor = supervisor
+        if config.start_engine and supervisor is None:
+            self.supervisor = Supervisor(config, self.promises.ring)
+        self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tx-write")  # one, so that none waits for a lock
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """With the tasks that belong to it; at the end all of them are over, and the database is closed."""
+        tasks = [asyncio.create_task(self.promises.watch(self._poll_sec))]
+        if self.supervisor is not None:
+            tasks.append(asyncio.create_task(self.supervisor.run()))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Finish what is being written, and let go of the database."""
+        self._readers.shutdown()
+        self._writer.shutdown()
+        self.database.dispose()
+
+    def _poll_sec(self) -> float:
+        return BACKUP_SEC if self.supervisor is not None and self.supervisor.is_running else POLL_SEC
+
+    async def read(self, ask: Callable[[Session], T]) -> T:
+        """Ask the database, in another thread."""
+
+        def in_thread() -> T:
+            with reading(self.database) as db:
+                return ask(db)
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, in_thread)
+
+    async def write(self, change: Callable[[Session], T]) -> T:
+        """Change the database, in another thread; committed when this returns."""
+
+        def in_thread() -> T:
+            with writing(self.database) as db:
+                return change(db)
+
+        return await asyncio.get_running_loop().run_in_executor(self._writer, in_thread)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Something that takes a while, in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def ring(self) -> None:
+        """There is something for the engine."""
+        if self.supervisor is not None:
+            self.supervisor.ring()
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing will be computed any more."""
+        return None if self.supervisor is None else self.supervisor.failure
+
+
+def is_alive(state: EngineState | None) -> bool:
+    """Whether the engine has told of itself lately."""
+    return state is not None and now() - state.last_seen_at < ENGINE_SILENT
+
+
+class Call:
+    """One request of a client: the service, whose it is, and what the log will say of it."""
+
+    def __init__(self, service: Service, owner: str, request: Request) -> None:
+        self.service = service
+        self.owner = owner
+        self.http = request
+        self._notes: dict[str, str] = request.scope.setdefault("tx.notes", {})
+
+    def note(self, **notes: str | int | None) -> None:
+        """For the log: `session`, `model`, `request`."""
+        self._notes.update({key: str(value) for key, value in notes.items() if value is not None})
+
+    async def prepare(self, ask: Callable[[Submission], T]) -> T:
+        """Read what a request needs, before it is written down."""
+        config = self.service.config
+        return await self.service.read(lambda db: ask(Submission(db, self.owner, config)))
+
+    async def submit(self, accept: Callable[[Submission], T]) -> T:
+        """Write down a request, and wake the engine."""
+        config = self.service.config
+        accepted = await self.service.write(lambda db: accept(Submission(db, self.owner, config)))
+        self.service.ring()
+        return accepted
+
+    async def read(self, ask: Callable[[Session, str], T]) -> T:
+        """Ask the database for this user."""
+        return await self.service.read(partial(_swap, ask, self.owner))
+
+    async def write(self, change: Callable[[Session, str], T]) -> T:
+        """Change the database for this user."""
+        return await self.service.write(partial(_swap, change, self.owner))
+
+
+def _swap(ask: Callable[[Session, str], T], owner: str, db: Session) -> T:
+    return ask(db, owner)
+
+
+def _call(request: Request) -> Call:
+    service: Service = request.app.state.service
+    return Call(service, owner_of(request.headers, service.config), request)
+
+
+Caller = Annotated[Call, Depends(_call)]

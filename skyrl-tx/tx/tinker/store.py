@@ -1,0 +1,292 @@
+"""What the server asks of the database when it accepts requests, and when it answers them. All take a session of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, and_, case, func, update
+from sqlalchemy.orm import defer
+from sqlmodel import Session, col, select
+
+from tx.tinker.checkpoint_files import parse_path
+from tx.tinker.database import open_database, reading, writing
+from tx.tinker.db_models import (
+    Checkpoint,
+    EngineState,
+    Kind,
+    Model,
+    ModelStatus,
+    Request,
+    RequestStatus,
+    SamplingSession,
+    SessionStatus,
+    now,
+)
+from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.refusal import Refusal, busy, not_found, refuse
+
+__all__ = ["open_database", "reading", "writing"]  # besides what is below, for those who import no other module
+
+SEEN_EVERY = timedelta(seconds=2)
+"""How often it is written down that a session was heard of."""
+
+
+def model_id_of(session_id: str, model_seq_id: int) -> str:
+    """As clients make it up, too."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampling_session_id_of(session_id: str, seq_id: int) -> str:
+    """Of the sampling sessions and the snapshots of a client, which share their numbers."""
+    return f"{session_id}:sample:{seq_id}"
+
+
+def hash_of(payload: bytes) -> str:
+    """To tell a repeated request from another."""
+    return hashlib.sha256(payload).hexdigest()
+
+
+# -- what there is
+
+
+def _key(told: str) -> str:
+    """Of a row; `Refusal` 404 for what PostgreSQL would not even look for."""
+    if "\0" in told:
+        not_found(f"there is no {told[:100]!r}")
+    return told
+
+
+def find_session(db: Session, session_id: str, owner: str) -> ClientSession:
+    """A client's session; `Refusal` 404 without one, or if it is another user's."""
+    found = db.get(ClientSession, _key(session_id))
+    if found is None or found.owner != owner:
+        not_found(f"there is no session {session_id!r}; it comes from create_session")
+    return found
+
+
+def active_session(db: Session, session_id: str, owner: str) -> ClientSession:
+    """The same, which has not ended; and it was heard of."""
+    session = find_session(db, session_id, owner)
+    if session.status is not SessionStatus.ACTIVE:
+        refuse(f"session {session_id} is {session.status}; begin a new one")
+    touch(session)
+    return session
+
+
+def touch(session: ClientSession) -> None:
+    """It was heard of just now."""
+    if now() - session.last_seen_at > SEEN_EVERY:
+        session.last_seen_at = now()
+
+
+def find_model(db: Session, model_id: str, owner: str) -> Model:
+    """A model, whatever became of it; `Refusal` 404 without one."""
+    model = db.get(Model, _key(model_id))
+    if model is None or not owns(db, model, owner):
+        not_found(f"there is no model {model_id!r}; it comes from create_model")
+    return model
+
+
+def owns(db: Session, model: Model, owner: str) -> bool:
+    """Whether it is this user's."""
+    session = db.get(ClientSession, model.session_id)
+    return session is not None and session.owner == owner
+
+
+def active_model(db: Session, model_id: str, owner: str) -> Model:
+    """A model that takes requests; and its session was heard of."""
+    model = find_model(db, model_id, owner)
+    active_session(db, model.session_id, owner)
+    if model.status is ModelStatus.UNLOADED:
+        refuse(f"model {model_id} was unloaded; load a checkpoint of it into a new one")
+    if model.status is ModelStatus.FAILED:
+        refuse(f"model {model_id} could not be created: {_why_failed(db, model_id)}")
+    model.last_request_at = now()
+    return model
+
+
+def _why_failed(db: Session, model_id: str) -> str:
+    found = db.exec(select(Request.error).where(Request.model_id == model_id, Request.seq_id == 0)).first()
+    return found or "see the log of the server"
+
+
+def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> SamplingSession:
+    """A sampling session; `Refusal` 404 without one."""
+    found = db.get(SamplingSession, _key(sampling_session_id))
+    session = None if found is None else db.get(ClientSession, found.session_id)
+    if found is None or session is None or session.owner != owner:
+        not_found(f"there is no sampling session {sampling_session_id!r}; it comes from create_sampling_session")
+    return found
+
+
+def find_checkpoint(db: Session, path: str, owner: str) -> Checkpoint:
+    """A checkpoint that a user may read: an own one, or a public one; `Refusal` 400 or 404 without."""
+    parts = parse_path(path)
+    checkpoint = db.get(Checkpoint, (parts.model_id, parts.kind, parts.name))
+    if checkpoint is None or not (checkpoint.is_public or _owns_checkpoint(db, checkpoint, owner)):
+        not_found(f"there is no checkpoint {path}; training_runs/{parts.model_id}/checkpoints lists those there are")
+    if checkpoint.expires_at is not None and checkpoint.expires_at <= now():
+        not_found(f"checkpoint {path} expired at {checkpoint.expires_at:%Y-%m-%d %H:%M:%S} UTC")
+    return checkpoint
+
+
+def own_checkpoint(db: Session, path: str, owner: str) -> Checkpoint:
+    """A checkpoint that a user may change."""
+    checkpoint = find_checkpoint(db, path, owner)
+    if not _owns_checkpoint(db, checkpoint, owner):
+        not_found(f"checkpoint {path} is another user's")
+    return checkpoint
+
+
+def _owns_checkpoint(db: Session, checkpoint: Checkpoint, owner: str) -> bool:
+    model = db.get(Model, checkpoint.model_id)
+    return model is not None and owns(db, model, owner)
+
+
+def engine_state(db: Session) -> EngineState | None:
+    """What the engine last said; None before it was ever there."""
+    return db.get(EngineState, 1)
+
+
+# -- accepting
+
+
+def earlier_request(db: Session, request: Request) -> Request | None:
+    """The request that this one repeats; `Refusal` 400 if it is another one of the same number."""
+    earlier = db.exec(select(Request).where(*same_number)).first() if (same_number := _same_number(request)) else None
+    if earlier is None:
+        return None
+    if (earlier.payload_hash, earlier.kind) != (request.payload_hash, request.kind):
+        where = request.model_id or request.sampling_session_id
+        number = request.seq_id if request.model_id else request.sample_seq_id
+        refuse(f"seq_id={number} of {where} was another request, {earlier.kind}; count up for each new one")
+    return earlier
+
+
+def _same_number(request: Request) -> list[ColumnElement[bool]]:
+    if request.model_id is not None and request.seq_id is not None:
+        return [col(Request.model_id) == request.model_id, col(Request.seq_id) == request.seq_id]
+    if request.sampling_session_id is not None and request.sample_seq_id is not None:
+        return [
+            col(Request.sampling_session_id) == request.sampling_session_id,
+            col(Request.sample_seq_id) == request.sample_seq_id,
+        ]
+    return []
+
+
+def accept(db: Session, request: Request, *, most_pending: int) -> int:
+    """Add a request, whose number is free; its id. `Refusal` 429 if too many of its queue wait already."""
+    n_pending = pending_like(db, request)
+    if n_pending >= most_pending:
+        where = request.model_id or request.sampling_session_id or "the base model"
+        busy(f"{n_pending} requests of {where} wait already, which is the limit; wait for some of them")
+    db.add(request)
+    db.flush()
+    assert request.request_id is not None
+    return request.request_id
+
+
+def pending_like(db: Session, request: Request) -> int:
+    """How many requests wait in the queue of this one. Few wait, so that all of them are looked through."""
+    is_same = and_(
+        col(Request.model_id).is_not_distinct_from(request.model_id),
+        col(Request.sampling_session_id).is_not_distinct_from(request.sampling_session_id),
+    )
+    counted = select(func.sum(case((is_same, 1), else_=0))).where(Request.status == RequestStatus.PENDING)
+    return int(db.exec(counted).one() or 0)
+
+
+def has_trained(db: Session, model_id: str) -> bool:
+    """Whether a model has had any request since it was created."""
+    others = select(Request.request_id).where(Request.model_id == model_id, col(Request.seq_id).is_distinct_from(0))
+    return db.exec(others.limit(1)).first() is not None
+
+
+def n_models(db: Session) -> int:
+    """Those that take memory, or are going to."""
+    living = (ModelStatus.PENDING, ModelStatus.READY)
+    return db.exec(select(func.count()).select_from(Model).where(col(Model.status).in_(living))).one()
+
+
+def queue_unload(db: Session, model: Model) -> None:
+    """Have the engine forget a model after what was asked of it before; once is enough."""
+    asked = select(Request.request_id).where(Request.model_id == model.model_id, Request.kind == Kind.UNLOAD_MODEL)
+    if model.status in (ModelStatus.UNLOADED, ModelStatus.FAILED) or db.exec(asked.limit(1)).first() is not None:
+        return
+    payload = f'{{"model_id":"{model.model_id}"}}'.encode()
+    db.add(
+        Request(
+            kind=Kind.UNLOAD_MODEL,
+            session_id=model.session_id,
+            model_id=model.model_id,
+            payload=payload,
+            payload_hash=hash_of(payload),
+        )
+    )
+
+
+def end_session(db: Session, session: ClientSession, status: SessionStatus, reason: str) -> None:
+    """Nothing more is accepted of it; what it asked for is done, and then its models are unloaded."""
+    session.status, session.end_reason = status, reason
+    for model in db.exec(select(Model).where(Model.session_id == session.session_id)):
+        queue_unload(db, model)
+
+
+# -- answering
+
+
+REQUEST_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
+
+
+def request_number(request_id: str) -> int:
+    """Of the id that a client knows; `Refusal` 404 if it was never one."""
+    if not REQUEST_ID.fullmatch(request_id):
+        not_found(f"there is no request {request_id[:100]!r}")
+    return int(request_id)
+
+
+def find_request(db: Session, request_id: int, owner: str) -> Request:
+    """A request, without its payload and result; `Refusal` 404 without one."""
+    light = (defer(col(Request.payload)), defer(col(Request.result)))  # type: ignore[arg-type]
+    request = db.get(Request, request_id, options=light)
+    session = request and request.session_id and db.get(ClientSession, request.session_id)
+    if request is None or (isinstance(session, ClientSession) and session.owner != owner):
+        not_found(f"there is no request {request_id}")
+    return request
+
+
+def finished_request(db: Session, request_id: int) -> Request | None:
+    """A request with its result, without its payload; None while it waits. `Refusal` 410 if it was too long ago."""
+    request = db.get(Request, request_id, options=[defer(col(Request.payload))])  # type: ignore[arg-type]
+    if request is None:
+        not_found(f"there is no request {request_id}")
+    if request.status is RequestStatus.PENDING:
+        return None
+    if request.status is RequestStatus.DONE and request.result is None:
+        raise Refusal(410, f"the result of request {request_id} was deleted, since it is too old")
+    return request
+
+
+def still_pending(db: Session) -> set[int]:
+    """The ids of all requests that wait."""
+    return set(db.exec(select(Request.request_id).where(Request.status == RequestStatus.PENDING)))  # type: ignore[arg-type]
+
+
+def cancel_sample(db: Session, request_id: int) -> None:
+    """A sample is not wanted any more; done ones stay done, and other kinds are never cancelled."""
+    waiting = (
+        col(Request.request_id) == request_id,
+        col(Request.kind) == Kind.SAMPLE,
+        col(Request.status) == RequestStatus.PENDING,
+    )
+    db.exec(update(Request).where(*waiting).values(status=RequestStatus.CANCELLED, completed_at=now()))
+
+
+# -- checkpoints
+
+
+def expiry(ttl_seconds: int | None) -> datetime | None:
+    """When the time of a checkpoint is over."""
+    return None if ttl_seconds is None else now() + timedelta(seconds=ttl_seconds)

@@ -1,0 +1,240 @@
+"""Passes and samples as the protobuf messages of clients, both ways, and as the JSON of clients before 0.25.
+
+What arrives is checked for being what it says: sizes, layouts, kinds of numbers. Whether a model can be trained on it
+is for `validation`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from tx.tinker.types import Datum, Pass, PassResult, SampleResult, TopLogprobs, UserError
+from tx.tinker.wire import tinker_pb2 as pb
+from tx.tinker.wire.tensors import INT32_RANGE, chunk_tokens, dense_array, json_array, tensor_from_json
+
+__all__ = [
+    "forward_backward_bytes",
+    "forward_backward_json",
+    "message_from_bytes",
+    "message_from_json",
+    "pass_of",
+    "sample_bytes",
+    "sample_json",
+]
+
+OUTPUT_TYPE = "scalar"
+LOSS_SUM = "loss:sum"
+NO_LOGPROB = -99999.0
+"""With token 0, of a cell that says nothing."""
+
+
+def message_from_bytes(payload: bytes) -> pb.ForwardBackwardRequest:
+    """What a client wrote, or what the server keeps in the payload of a `FORWARD_BACKWARD` request.
+
+    Raises:
+        UserError: it is no such message.
+    """
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(payload)
+    except DecodeError as error:
+        raise UserError(f"the body is no ForwardBackwardRequest of {len(payload)} bytes: {error}") from error
+    return message
+
+
+def message_from_json(
+    model_id: str, seq_id: int | None, told: Mapping[str, Any], *, is_forward_only: bool
+) -> pb.ForwardBackwardRequest:
+    """The same from `forward_backward_input` of an older client.
+
+    Raises:
+        UserError: a tensor or a chunk is not what it says.
+    """
+    message = pb.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id or 0, loss_fn=told["loss_fn"], forward_only=is_forward_only
+    )
+    for name, value in (told.get("loss_fn_config") or {}).items():
+        field = "text" if isinstance(value, str) else "number"
+        setattr(message.loss_fn_config_v2[name], field, value)
+    for number, datum in enumerate(told["data"]):
+        added = message.data.add()
+        for chunk in datum["model_input"]["chunks"]:
+            tokens = np.asarray(chunk_tokens(chunk, f"data[{number}].model_input"), dtype="<i4")
+            added.model_input.add().encoded_text.tokens = tokens.tobytes()
+        for name, tensor in datum["loss_fn_inputs"].items():
+            added.loss_fn_inputs[name].CopyFrom(tensor_from_json(tensor, f"data[{number}].loss_fn_inputs[{name!r}]"))
+    return message
+
+
+def pass_of(message: pb.ForwardBackwardRequest) -> Pass:
+    """The pass that a message asks for.
+
+    Raises:
+        UserError: a chunk is no text, or a tensor does not fit what it says of itself.
+    """
+    return Pass(
+        model_id=message.model_id,
+        data=[_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)],
+        loss_fn=message.loss_fn,
+        settings=_settings(message),
+        is_forward_only=message.forward_only,
+    )
+
+
+def _settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+    settings = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise UserError(f"loss_fn_config[{name!r}]={value.text!r} must be a number")
+        settings[name] = value.number
+    return settings
+
+
+def _datum(message: pb.Datum, name: str) -> Datum:
+    tokens = [_chunk(chunk, f"{name}.model_input") for chunk in message.model_input]
+    return Datum(
+        tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+        inputs={
+            key: _loss_input(key, dense_array(tensor, f"{name}.loss_fn_inputs[{key!r}]"), name)
+            for key, tensor in message.loss_fn_inputs.items()
+        },
+    )
+
+
+def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise UserError(f"{name} holds a chunk of kind {kind}; this server knows encoded_text only, so send tokens")
+    tokens = chunk.encoded_text.tokens
+    if len(tokens) % 4:
+        raise UserError(f"{name} holds {len(tokens)} bytes of tokens, which must be 4 bytes each")
+    return np.frombuffer(tokens, "<i4")
+
+
+def _loss_input(key: str, values: np.ndarray, name: str) -> np.ndarray:
+    """Targets are tokens, and all others are numbers, whatever kind they were sent in."""
+    if key != "target_tokens":
+        return values.astype(np.float32, copy=False)
+    if values.dtype.kind != "i":
+        raise UserError(f"{name}.loss_fn_inputs['target_tokens'] is {values.dtype}, and must be int64")
+    if values.size and not (INT32_RANGE[0] <= values.min() and values.max() <= INT32_RANGE[1]):
+        raise UserError(f"{name}.loss_fn_inputs['target_tokens'] holds {values.max()}, which is no token")
+    return values.astype(np.int32, copy=False)
+
+
+def forward_backward_bytes(result: PassResult) -> bytes:
+    """A `ForwardBackwardOutput` with fields `logprobs` and `elementwise_loss`, and the metric `loss:sum`."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
+    message.metrics[LOSS_SUM] = result.loss
+    rows = zip(result.logprobs, result.token_losses, strict=True)
+    for trailing, same in groupby(rows, key=lambda row: row[0].shape[1:]):  # a record is of one width
+        logprobs, losses = zip(*same, strict=True)
+        record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(logprobs))
+        record.fields["logprobs"].CopyFrom(_batched(logprobs, trailing))
+        record.fields["elementwise_loss"].CopyFrom(_batched(losses, trailing))
+    return message.SerializeToString(deterministic=True)
+
+
+def _batched(rows: Sequence[np.ndarray], trailing: Sequence[int]) -> pb.BatchedTensor:
+    packed = [np.ascontiguousarray(row, dtype="<f4").tobytes() for row in rows]
+    offsets = np.cumsum([0, *(len(row) for row in packed)], dtype="<i8")
+    return pb.BatchedTensor(
+        data=b"".join(packed), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing
+    )
+
+
+def forward_backward_json(payload: bytes) -> bytes:
+    """What `forward_backward_bytes` wrote, for clients that read JSON."""
+    message = pb.ForwardBackwardOutput.FromString(payload)
+    outputs = [row for record in message.loss_fn_outputs for row in _json_rows(record)]
+    told = {"loss_fn_output_type": message.loss_fn_output_type, "loss_fn_outputs": outputs}
+    return json.dumps({**told, "metrics": dict(message.metrics)}).encode()
+
+
+def _json_rows(record: pb.ArrayRecord) -> list[dict[str, Any]]:
+    columns = {name: _unbatched(field) for name, field in record.fields.items()}
+    return [
+        {name: json_array(column[number]) for name, column in columns.items()} for number in range(record.num_datums)
+    ]
+
+
+def _unbatched(field: pb.BatchedTensor) -> list[np.ndarray]:
+    ends = np.frombuffer(field.offsets, "<i8")
+    values = np.frombuffer(field.data, "<f4")
+    shape = (-1, *field.trailing_shape)
+    return [values[start // 4 : end // 4].reshape(shape) for start, end in pairwise(ends)]
+
+
+def sample_bytes(result: SampleResult) -> bytes:
+    """A `SampleResponse`."""
+    message = pb.SampleResponse()
+    for sample in result.samples:
+        reason = pb.STOP_REASON_STOP if sample.is_stopped else pb.STOP_REASON_LENGTH
+        message.sequences.add(
+            stop_reason=reason,
+            tokens=np.asarray(sample.tokens, "<i4").tobytes(),
+            logprobs=np.asarray(sample.logprobs, "<f4").tobytes(),
+            topk_sampled_logprobs=None if sample.top is None else _topk(sample.top, n_empty=0),
+        )
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = np.asarray(result.prompt_logprobs, "<f4").tobytes()
+    if result.top_prompt is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(result.top_prompt, n_empty=1))
+    return message.SerializeToString(deterministic=True)
+
+
+def _topk(top: TopLogprobs, *, n_empty: int) -> pb.TopkLogprobs:
+    """The first `n_empty` rows are of positions that nothing comes before, and say nothing."""
+    logprobs = np.array(top.logprobs, "<f4")
+    is_empty = ~np.isfinite(logprobs)
+    is_empty[:n_empty] = True
+    n_rows, k = logprobs.shape
+    return pb.TopkLogprobs(
+        token_ids=np.where(is_empty, 0, top.tokens).astype("<i4").tobytes(),
+        logprobs=np.where(is_empty, np.float32(NO_LOGPROB), logprobs).tobytes(),
+        k=k,
+        length=n_rows,
+    )
+
+
+def sample_json(payload: bytes) -> bytes:
+    """What `sample_bytes` wrote, for clients that read JSON."""
+    message = pb.SampleResponse.FromString(payload)
+    told: dict[str, Any] = {"type": "sample", "sequences": [_json_sequence(one) for one in message.sequences]}
+    if message.HasField("prompt_logprobs"):
+        told["prompt_logprobs"] = _json_logprobs(np.frombuffer(message.prompt_logprobs, "<f4"))
+    if message.HasField("topk_prompt_logprobs"):
+        told["topk_prompt_logprobs"] = _json_topk(message.topk_prompt_logprobs)
+    return json.dumps(told).encode()
+
+
+def _json_sequence(sequence: pb.SampledSequence) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "stop_reason": "stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
+        "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
+        "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
+    }
+    if sequence.HasField("topk_sampled_logprobs"):
+        told["topk_logprobs"] = _json_topk(sequence.topk_sampled_logprobs)
+    return told
+
+
+def _json_logprobs(values: Iterable[np.floating[Any]]) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in values]
+
+
+def _json_topk(top: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
+    shape = (top.length, top.k)
+    tokens = np.frombuffer(top.token_ids, "<i4").reshape(shape).tolist()
+    logprobs = np.frombuffer(top.logprobs, "<f4").reshape(shape).tolist()
+    rows = [
+        [cell for cell in zip(*row, strict=True) if cell != (0, NO_LOGPROB)]
+        for row in zip(tokens, logprobs, strict=True)
+    ]
+    return [row or None for row in rows]

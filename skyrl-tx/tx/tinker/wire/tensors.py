@@ -1,0 +1,136 @@
+"""Arrays of numbers as clients send them: packed or listed, dense or as compressed sparse rows (CSR)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tx.tinker.types import UserError
+from tx.tinker.wire import tinker_pb2 as pb
+
+INT32_RANGE = (-(1 << 31), (1 << 31) - 1)
+MOST_ELEMENTS = 1 << 26
+"""Of one tensor; a sparse one says in a few bytes how large it is."""
+
+PACKED: Mapping[int, str] = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
+LISTED: Mapping[str, tuple[pb.DType, str]] = {
+    "float32": (pb.DTYPE_FLOAT32, "<f4"),
+    "int64": (pb.DTYPE_INT64, "<i8"),
+}
+
+
+def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
+    """Of the shape it says, or flat where it says none; a sparse one has zeros where it lists nothing.
+
+    Raises:
+        UserError: numbers of another kind, or of another count than the shape's; the message has `name`.
+    """
+    packed = PACKED.get(tensor.dtype)
+    if packed is None:
+        raise UserError(f"{name} has dtype {_dtype_name(tensor.dtype)}, which must be float32 or int64")
+    layout = tensor.WhichOneof("layout")
+    if layout is None:
+        raise UserError(f"{name} holds no values; give dense or sparse_csr")
+    shape = _checked_shape(tensor.shape, name)
+    if layout == "sparse_csr":
+        return _from_csr(tensor.sparse_csr, packed, shape, name)
+    values = _unpacked(tensor.dense, packed, name)
+    if not tensor.shape:
+        return values
+    if values.size != math.prod(shape):
+        raise UserError(f"{name} holds {values.size} numbers, and its shape {list(shape)} says {math.prod(shape)}")
+    return values.reshape(shape)
+
+
+def _checked_shape(told: Sequence[int], name: str) -> tuple[int, ...]:
+    shape = tuple(told)
+    if len(shape) > 2 or any(size < 0 for size in shape):
+        raise UserError(f"{name} has shape {list(shape)}, which must be [n] or [n, k]")
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise UserError(f"{name} has shape {list(shape)}, more than {MOST_ELEMENTS} numbers; send less at once")
+    return shape
+
+
+def _unpacked(packed: bytes, dtype: str, name: str) -> np.ndarray:
+    size = np.dtype(dtype).itemsize
+    if len(packed) % size:
+        raise UserError(f"{name} holds {len(packed)} bytes, which must be {size} for each number")
+    return np.frombuffer(packed, dtype)
+
+
+def _from_csr(csr: pb.SparseCsr, dtype: str, shape: tuple[int, ...], name: str) -> np.ndarray:
+    values = _unpacked(csr.values, dtype, name)
+    rows = _unpacked(csr.crow_indices, "<i8", f"{name}.crow_indices")
+    columns = _unpacked(csr.col_indices, "<i8", f"{name}.col_indices")
+    if len(shape) != 2:
+        raise UserError(f"{name} is sparse and has shape {list(shape)}, which must be [n, k]")
+    _check_csr(values.size, rows, columns, shape, name)
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def _check_csr(n_values: int, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, ...], name: str) -> None:
+    if rows.size != shape[0] + 1:
+        raise UserError(f"{name} has {rows.size} crow_indices, and {shape[0]} rows need {shape[0] + 1}")
+    if rows[0] != 0 or rows[-1] != n_values or (rows[1:] < rows[:-1]).any():
+        raise UserError(f"{name}.crow_indices must go up from 0 to {n_values}, the number of its values")
+    if columns.size != n_values:
+        raise UserError(f"{name} has {columns.size} col_indices for {n_values} values")
+    if columns.size and not (columns.min() >= 0 and columns.max() < shape[1]):
+        raise UserError(f"{name}.col_indices must be from 0 to {shape[1] - 1}, the last column")
+
+
+def _dtype_name(dtype: int) -> str:
+    return pb.DType.Name(dtype) if dtype in pb.DType.values() else str(dtype)
+
+
+def tensor_from_json(told: Mapping[str, Any], name: str) -> pb.Tensor:
+    """From `{data, dtype, shape?, sparse_crow_indices?, sparse_col_indices?}`.
+
+    Raises:
+        UserError: a number does not fit the dtype.
+    """
+    dtype, packed = LISTED[told["dtype"]]
+    values = _listed(told["data"], packed, name)
+    tensor = pb.Tensor(dtype=dtype, shape=_listed(told.get("shape") or [], "<i8", f"{name}.shape").tolist())
+    rows, columns = told.get("sparse_crow_indices"), told.get("sparse_col_indices")
+    if rows is None:
+        tensor.dense = values.tobytes()
+        return tensor
+    tensor.sparse_csr.values = values.tobytes()
+    tensor.sparse_csr.crow_indices = _listed(rows, "<i8", f"{name}.sparse_crow_indices").tobytes()
+    tensor.sparse_csr.col_indices = _listed(columns or [], "<i8", f"{name}.sparse_col_indices").tobytes()
+    return tensor
+
+
+def _listed(values: Sequence[float], dtype: str, name: str) -> np.ndarray:
+    try:
+        exact = np.asarray(values, dtype=np.float64 if dtype == "<f4" else np.int64).reshape(-1)
+        with np.errstate(over="ignore"):
+            return exact.astype(dtype)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise UserError(f"{name} holds a number that {dtype[1:]} has no room for: {error}") from error
+
+
+def json_array(values: np.ndarray) -> dict[str, Any]:
+    """Of float32, as older clients read it."""
+    return {"data": values.reshape(-1).tolist(), "dtype": "float32", "shape": list(values.shape)}
+
+
+def chunk_tokens(chunk: Mapping[str, Any], name: str) -> list[int]:
+    """The tokens of a chunk in JSON, whose `type` older clients leave out.
+
+    Raises:
+        UserError: it is an image or of another kind, or a token is no int32.
+    """
+    kind = chunk.get("type") or ("encoded_text" if "tokens" in chunk else "image")
+    if kind != "encoded_text":
+        raise UserError(f"{name} holds a chunk of kind {kind}; this server knows encoded_text only, so send tokens")
+    tokens: list[int] = chunk["tokens"]
+    if tokens and not (INT32_RANGE[0] <= min(tokens) and max(tokens) <= INT32_RANGE[1]):
+        raise UserError(f"{name} holds {max(tokens, key=abs)}, which is no token")
+    return tokens
