@@ -42,7 +42,7 @@ class HubSplit:
     config: str | None = None
 
     def __str__(self) -> str:
-        config = f" ({self.config})" if self.config else ""
+        config = f"/{self.config}" if self.config else ""
         return f"{self.name}{config}:{self.split}"
 
 

@@ -99,7 +99,7 @@ def test_the_hub_is_the_default_and_offline_the_way_out_is_named(tmp_path: Path)
     )
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
-    assert "cannot load openai/gsm8k (main):train from the Hugging Face Hub (ConnectionError: " in result.stderr
+    assert "cannot load openai/gsm8k/main:train from the Hugging Face Hub (ConnectionError: " in result.stderr
     assert "give its files with --source PATH, or try --source sample" in result.stderr
     assert not (tmp_path / "data").exists()
 
@@ -108,7 +108,7 @@ def test_the_hub_is_the_default_and_offline_the_way_out_is_named(tmp_path: Path)
     ("script", "place"),
     [
         ("aime.aime_dataset", "BytedTsinghua-SIA/DAPO-Math-17k:train"),
-        ("livecodebench.lcb_dataset", "agentica-org/DeepCoder-Preview-Dataset (lcbv5):train"),
+        ("livecodebench.lcb_dataset", "agentica-org/DeepCoder-Preview-Dataset/lcbv5:train"),
         ("search.searchr1_dataset", "PeterJinGo/nq_hotpotqa_train:train"),
         ("text_to_sql.text_to_sql_dataset", "xlangai/spider:train"),
     ],
