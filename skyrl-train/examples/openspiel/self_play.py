@@ -52,6 +52,7 @@ LEGAL_MOVES = (
 """What the first copy learns."""
 
 TO_WIN = (
+    "trainer.policy_mini_batch_size=3",  # six updates a step: they cost less than the games
     "trainer.algorithm.use_entropy_loss=true",  # or both sides come to play the same game over and over
     "trainer.algorithm.entropy_loss_coef=0.003",
 )
@@ -126,7 +127,7 @@ class Score:
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Score:
         """The score in an evaluation's metrics."""
-        drawn = 2 * (metrics[OUTCOME] - metrics[WON])
+        drawn = max(0.0, 2 * (metrics[OUTCOME] - metrics[WON]))
         return cls(metrics[WON], drawn, 1 - metrics[WON] - drawn)
 
     def __str__(self) -> str:
@@ -159,8 +160,8 @@ class SelfPlay:
             runs.append(before)
         return runs
 
-    def play(self) -> list[tuple[Score, Score]]:
-        """Train all of them; the scores of each generation against its copy, before and after."""
+    def play(self) -> list[dict[int, Score]]:
+        """Train all of them; the scores of each generation against its copy, by step."""
         runs = [self.legal_moves, *self.generations]
         runs[0].check()
         runs[0].prepare()
@@ -170,8 +171,7 @@ class SelfPlay:
         for run in runs:
             if not run.is_finished:
                 run.train()
-        scores = [[Score.of(row) for row in run.metrics() if WON in row] for run in runs[1:]]
-        return [(of_run[0], of_run[-1]) for of_run in scores]
+        return [{row["step"]: Score.of(row) for row in run.metrics() if WON in row} for run in runs[1:]]
 
     def last_against_first(self) -> Score:
         """The last generation against the copy that knew legal moves only."""
@@ -205,13 +205,15 @@ class SelfPlay:
 def report(games: SelfPlay) -> bool:
     """Play, and say who won; whether every generation beat its copy."""
     started = time.monotonic()
-    scores = games.play()
+    generations = games.play()
     last = games.last_against_first()
     print(f"\nAgainst a frozen copy ({games.n_steps} steps each, {time.monotonic() - started:.0f} s)\n")
-    for number, (before, after) in enumerate(scores, start=1):
-        print(f"  generation {number}: {before}   before\n                {after}   after")
-    print(f"\n  generation {len(scores)} against the first copy:\n                {last}")
-    has_learned = all(after.points >= RECIPE.required for _, after in scores)
+    for number, scores in enumerate(generations, start=1):
+        print(f"  generation {number}")
+        for step, score in scores.items():
+            print(f"    after {step:3} steps    {score}")
+    print(f"  generation {len(generations)}, against the first copy\n    after {games.n_steps:3} steps    {last}")
+    has_learned = all(scores[max(scores)].points >= RECIPE.required for scores in generations)
     print(
         f"\nIt has {'' if has_learned else 'NOT '}learned: {RECIPE.required} points a game required, a draw is a half."
     )
@@ -230,6 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--generations", type=int, default=N_GENERATIONS, help="copies that it plays against, one after the other")
     add("overrides", nargs="*", help="key=value of the configuration")
     args = parser.parse_args(argv)
+    if args.generations < 1:
+        parser.error(f"--generations={args.generations} leaves nobody to play against; use 1 or more")
     output_dir = args.output_dir.expanduser().resolve()
     games = SelfPlay(output_dir, args.seed, args.steps, args.legal_steps, args.generations, tuple(args.overrides))
     results: list[bool] = []

@@ -123,14 +123,25 @@ def test_the_example_from_end_to_end(run: LearningRun, capsys: pytest.CaptureFix
             main(command)
         assert status.value.code == 1
     said = capsys.readouterr().out
-    score = r"won +\d+%, drawn +\d+%, lost +\d+%"
-    assert re.search(rf"generation 2: {score}   before\n +{score}   after\n\n +generation 2 against the first", said)
+    score = r" +won +\d+%, drawn +\d+%, lost +\d+%\n"
+    before_and_after = rf" +after +0 steps{score} +after +1 steps{score}"
+    assert re.search(
+        rf"generation 1\n{before_and_after} +generation 2\n{before_and_after}"
+        rf" +generation 2, against the first copy\n +after +1 steps{score}",
+        said,
+    )
     assert "It has NOT learned: 0.55 points a game required" in said
     assert (folder / f"seed{SEED}-generations.png").stat().st_size > 0
     assert len(list(folder.glob(f"seed{SEED}-generation?-before-*"))) == 2
     log = (folder / f"seed{SEED}-generation2/train.log").read_text()
     assert set(re.findall(r"Loaded (\S+):", log)) == {f"{folder}/seed{SEED}-generation1/export/global_step_1/policy"}
     assert "The endpoint of model 'opponent' listens" in log
+
+
+def test_nobody_to_play_against(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--generations", "0"])
+    assert "--generations=0 leaves nobody to play against; use 1 or more" in capsys.readouterr().err
 
 
 def test_a_score_is_three_shares_of_the_games() -> None:
