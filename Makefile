@@ -12,7 +12,7 @@ ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
-MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml constraints.txt
+MANIFESTS := skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
 DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 OPENENV := .venv-openenv
@@ -110,8 +110,8 @@ docs: .venv/.dev ## build the documentation into site/
 # its own, and the CUDA packages, because the wheel of a torch that needs them pins them itself.
 COMPILE = $(BIN)/uv pip compile --quiet --all-extras --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-	--no-emit-package skyrl-gym --no-emit-package skyrl-train \
-	skyrl-gym/pyproject.toml skyrl-train/pyproject.toml
+	--no-emit-package skyrl-gym --no-emit-package skyrl-train --no-emit-package skyrl-tx \
+	skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml
 define WRITE_LOCK
 	{ echo "# The lock: every version, for Linux and Python 3.11. Written by make lock; do not edit."; \
 	  grep -vE '^(cuda-|nvidia-|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
@@ -148,7 +148,7 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
-	@$(PIP) -c constraints.txt -e 'skyrl-gym[all]' -e 'skyrl-train[dev]'
+	@$(PIP) -c constraints.txt -e 'skyrl-gym[all]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
 	@touch $@
 
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import sqlalchemy as sa
 from alembic import op
 from sqlmodel.sql.sqltypes import AutoString
@@ -22,7 +24,7 @@ def _text(name: str, *, optional: bool = False, key: bool = False) -> sa.Column[
     return sa.Column(name, AutoString(), nullable=optional, primary_key=key)
 
 
-def _time(name: str, *, optional: bool = False) -> sa.Column[object]:
+def _time(name: str, *, optional: bool = False) -> sa.Column[datetime]:
     return sa.Column(name, sa.DateTime(), nullable=optional)
 
 
