@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tx_postgresql import ABSENT, TEST_URL, postgresql, programs
 from tx_tiny_models import FAMILIES, new_model
 
 
@@ -26,3 +29,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(models: Path, family: str) -> Path:
     """The folder of a model of each kind."""
     return models / family
+
+
+@pytest.fixture(scope="session")
+def postgresql_url() -> Iterator[str]:
+    """Of a PostgreSQL server: the one that TX_TEST_DATABASE_URL names, or one of the tests' own."""
+    if told := os.environ.get(TEST_URL):
+        yield told
+        return
+    folder = programs()
+    if folder is None:
+        pytest.skip(ABSENT)
+    with postgresql(folder) as url:
+        yield url

@@ -18,6 +18,7 @@ import numpy as np
 import tinker
 import uvicorn
 from sqlmodel import Session, col, select
+from tx_postgresql import url_for
 
 from tx.tinker.api import create_app
 from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder
@@ -104,10 +105,16 @@ class Running:
             return list(db.exec(select(Request).where(Request.kind == kind).order_by(col(Request.request_id))))
 
 
+def config_for(folder: Path, **settings: Any) -> TxConfig:
+    """Of a server with its state in a folder, and in the database that the tests are run with."""
+    told = {"base_model": BASE_MODEL, "database_url": url_for(folder), "start_engine": False, "port": 0, **settings}
+    return TxConfig(checkpoints_base=folder, **told)
+
+
 @contextmanager
 def serving(folder: Path, *, engine: bool = True, **settings: Any) -> Iterator[Running]:
     """A server with its state in a folder."""
-    config = TxConfig(base_model=BASE_MODEL, checkpoints_base=folder, start_engine=False, port=0, **settings)
+    config = config_for(folder, **settings)
     service = Service(config)
     server = uvicorn.Server(uvicorn.Config(create_app(config, service), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
@@ -119,7 +126,7 @@ def serving(folder: Path, *, engine: bool = True, **settings: Any) -> Iterator[R
     end = threading.Event()
     player = threading.Thread(target=_play, args=(running, end))
     if engine:
-        running.change(lambda db: db.add(EngineState(**STATE)))
+        running.change(lambda db: db.merge(EngineState(**STATE)))
         player.start()
     try:
         yield running

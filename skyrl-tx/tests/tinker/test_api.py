@@ -18,6 +18,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tx_postgresql import url_for
 from tx_server import BASE_MODEL, CHILD_ENVIRONMENT, Running, serving
 
 SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
@@ -186,8 +187,9 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Pop
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = (sys.executable, "-m", "tx.tinker.api", "--base-model", BASE_MODEL, "--checkpoints-base", str(folder))
+    environment = {**CHILD_ENVIRONMENT, "TX_DATABASE_URL": url_for(folder)}
     child = subprocess.Popen(
-        (*command, "--port", str(port), *arguments), env=CHILD_ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        (*command, "--port", str(port), *arguments), env=environment, stderr=subprocess.PIPE, text=True
     )
     url = f"http://127.0.0.1:{port}"
     try:

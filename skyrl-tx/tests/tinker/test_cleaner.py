@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from sqlmodel import select
+from tx_server import config_for
 
 from tx.tinker.checkpoint_files import checkpoint_folder
 from tx.tinker.cleaner import Cleaner
-from tx.tinker.config import TxConfig
 from tx.tinker.db_models import (
     Checkpoint,
     CheckpointKind,
@@ -29,7 +29,7 @@ OLD = timedelta(days=3)
 
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    started = Service(TxConfig(base_model="m", checkpoints_base=tmp_path, start_engine=False))
+    started = Service(config_for(tmp_path))
     async with started.running():
         yield started
 
@@ -57,7 +57,7 @@ async def test_sessions_that_are_silent_end(service: Service) -> None:
 
 
 async def test_sessions_may_stay_for_ever(tmp_path: Path) -> None:
-    service = Service(TxConfig(base_model="m", checkpoints_base=tmp_path, start_engine=False, session_timeout_sec=-1))
+    service = Service(config_for(tmp_path, session_timeout_sec=-1))
     async with service.running():
         await service.write(lambda db: db.add(Session(session_id="silent", last_seen_at=now() - OLD)))
         await Cleaner(service).clean()

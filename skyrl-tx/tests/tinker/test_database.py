@@ -1,27 +1,37 @@
+"""Both kinds of database, each with all of these tests but for the settings of SQLite."""
+
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import BigInteger, Engine, Integer, text
+from sqlalchemy.exc import StatementError
 from sqlmodel import SQLModel, func, select
+from tx_postgresql import database_url
 from tx_server import CHILD_ENVIRONMENT
 
 from tx.tinker.database import open_database, reading, writing
+from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, Request, now
 from tx.tinker.db_models import Session as ClientSession
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/new/folder/tinker.db"
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/new/folder/tinker.db"
+    return database_url(request.getfixturevalue("postgresql_url"), secrets.token_hex(8))
 
 
 @pytest.fixture
@@ -34,6 +44,10 @@ def database(url: str) -> Iterator[Engine]:
 def _differ(_: object, __: object, ___: object, inspected: object, told: object) -> bool:
     """The database may have room for larger numbers."""
     return not isinstance(inspected, BigInteger | Integer) and None  # type: ignore[return-value]
+
+
+def session(session_id: str, **fields: Any) -> ClientSession:
+    return ClientSession(session_id=session_id, **fields)
 
 
 def test_migrations_make_what_the_models_say(database: Engine) -> None:
@@ -51,6 +65,43 @@ def test_opening_again_changes_nothing(database: Engine, url: str) -> None:
     again.dispose()
 
 
+def test_times_have_a_zone(database: Engine) -> None:
+    elsewhere = datetime(2026, 3, 29, 3, 30, 0, 123456, timezone(timedelta(hours=5, minutes=30)))
+    with writing(database) as db:
+        db.add(session("a", created_at=elsewhere))
+    with reading(database) as db:
+        found = db.exec(select(ClientSession).where(ClientSession.created_at <= elsewhere)).one()
+        assert not db.exec(select(ClientSession).where(ClientSession.created_at < elsewhere)).all()
+    assert found.created_at == elsewhere
+    assert found.created_at.tzinfo is UTC
+    assert abs(now() - found.last_seen_at) < timedelta(minutes=1)
+
+
+def test_a_time_without_a_zone_is_refused(database: Engine) -> None:
+    def write() -> None:
+        with writing(database) as db:
+            db.add(session("a", created_at=datetime(2026, 1, 1)))
+
+    with pytest.raises(StatementError, match="must have timezone information"):
+        write()
+
+
+def test_large_numbers(database: Engine) -> None:
+    large = 1 << 40  # bytes of a checkpoint, and requests so far
+    told = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}}
+    with writing(database) as db:
+        db.add(session("s"))
+        db.flush()
+        told_of_model = {"model_seq_id": 0, "base_model": "m", "rank": 1, "lora": {}}
+        db.add(Model(model_id="m", session_id="s", restored_until=large, **told_of_model))
+        db.add(Checkpoint(model_id="m", name="n", size_bytes=large, **told))
+        db.add(Request(request_id=large, kind=Kind.SAMPLE, payload=b"", payload_hash="", sample_seq_id=large))
+    with reading(database) as db:
+        assert db.exec(select(Checkpoint)).one().size_bytes == large
+        assert db.exec(select(Request)).one().sample_seq_id == large
+        assert db.exec(select(Model)).one().restored_until == large
+
+
 def test_what_raises_is_undone(database: Engine) -> None:
     def fail() -> None:
         with writing(database) as db:
@@ -64,10 +115,23 @@ def test_what_raises_is_undone(database: Engine) -> None:
         assert db.get(ClientSession, "a") is None
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_settings_of_sqlite(database: Engine) -> None:
     with database.connect() as connection:
         found = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "foreign_keys")]
     assert found == ["wal", 1]
+
+
+def test_a_reader_sees_one_state(database: Engine) -> None:
+    with writing(database) as db:
+        db.add(session("a"))
+    with reading(database) as db:
+        n_before = db.exec(select(func.count()).select_from(ClientSession)).one()
+        with writing(database) as other:
+            other.add(session("b"))
+        assert db.exec(select(func.count()).select_from(ClientSession)).one() == n_before == 1
+    with reading(database) as db:
+        assert db.get(ClientSession, "b") is not None
 
 
 def test_writers_wait_for_each_other(database: Engine, url: str) -> None:

@@ -7,29 +7,27 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, and_, func, or_
+from sqlalchemy import ColumnElement, and_, false, func, or_
 from sqlmodel import Session, col, select
 from sqlmodel.sql.expression import Select, SelectOfScalar
 
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, SamplingSession, SessionStatus, now
 from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.refusal import refuse
 from tx.tinker.wire import listings
 from tx.tinker.wire.listings import SearchedStatus, SearchSessionsRequest
 
 T = TypeVar("T")
 MOST_SCANNED = 10_000
 """Sessions that a search by metadata looks through."""
+MOST_WORDS = 64
+"""Of a name that is searched for."""
 
 TYPES = {
     CheckpointKind.TRAINING: "training",
     CheckpointKind.SAMPLER: "sampler",
     CheckpointKind.EXTERNAL: "external",
 }
-
-
-def utc(time: datetime) -> datetime:
-    """With its zone, as clients want it."""
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def as_text(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
@@ -44,12 +42,12 @@ def checkpoint_info(checkpoint: Checkpoint) -> listings.CheckpointInfo:
     return listings.CheckpointInfo(
         checkpoint_id=f"{checkpoint.kind}/{checkpoint.name}",
         checkpoint_type=TYPES[checkpoint.kind],
-        time=utc(checkpoint.created_at),
+        time=checkpoint.created_at,
         tinker_path=checkpoint.path,
         size_bytes=checkpoint.size_bytes,
         public=checkpoint.is_public,
         user_metadata=as_text(checkpoint.user_metadata),
-        expires_at=None if checkpoint.expires_at is None else utc(checkpoint.expires_at),
+        expires_at=checkpoint.expires_at,
     )
 
 
@@ -95,7 +93,7 @@ def training_run(model: Model, owner: str, checkpoints: Iterable[Checkpoint]) ->
         model_owner=owner,
         is_lora=model.rank > 0,
         lora_rank=model.rank or None,
-        last_request_time=utc(model.last_request_at),
+        last_request_time=model.last_request_at,
         last_checkpoint=newest.get(CheckpointKind.TRAINING),
         last_sampler_checkpoint=newest.get(CheckpointKind.SAMPLER),
         user_metadata=as_text(model.user_metadata),
@@ -153,7 +151,7 @@ def search_sessions(db: Session, owner: str, asked: SearchSessionsRequest) -> li
         sessions=[_summary(one, *sizes.get(one.session_id, (0, 0))) for one in page],
         next_cursor=None
         if last is None
-        else listings.SearchCursor(last_created_at=utc(last.created_at), last_session_id=last.session_id),
+        else listings.SearchCursor(last_created_at=last.created_at, last_session_id=last.session_id),
     )
 
 
@@ -163,23 +161,31 @@ def _matches(owner: str, asked: SearchSessionsRequest) -> list[ColumnElement[boo
         wanted.append(col(ClientSession.project_id).in_(asked.project_ids))
     if asked.statuses is not None:
         wanted.append(or_(*(_has_status(one) for one in asked.statuses)))
-    names = [
-        col(ClientSession.display_name).icontains(word, autoescape=True) for word in (asked.display_name or "").split()
-    ]
+    words = sorted(set((asked.display_name or "").split()))
+    if len(words) > MOST_WORDS:
+        refuse(f"display_name has {len(words)} words; give at most {MOST_WORDS}")
+    names = [col(ClientSession.display_name).icontains(word, autoescape=True) for word in words]
     either = [and_(*names)] if names else []
     if asked.session_id is not None:
         either.append(col(ClientSession.session_id) == asked.session_id)
     if either:
         wanted.append(or_(*either))
     if asked.cursor is not None:
-        wanted.append(_is_after(utc(asked.cursor.last_created_at).astimezone(UTC), asked.cursor.last_session_id))
+        wanted.append(_is_after(_in_utc(asked.cursor.last_created_at), asked.cursor.last_session_id))
     return wanted
 
 
+def _in_utc(time: datetime) -> datetime:
+    """Without a zone it is taken for UTC, which all times are in that clients got from here."""
+    try:
+        return time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC)
+    except OverflowError:
+        refuse(f"cursor.last_created_at={time} is before or after all times; give one that a page ended with")
+
+
 def _is_after(time: datetime, session_id: str) -> ColumnElement[bool]:
-    told = time if now().tzinfo else time.replace(tzinfo=None)  # as the database keeps it
     created = col(ClientSession.created_at)
-    return or_(created < told, and_(created == told, col(ClientSession.session_id) < session_id))
+    return or_(created < time, and_(created == time, col(ClientSession.session_id) < session_id))
 
 
 def _has_status(asked: SearchedStatus) -> ColumnElement[bool]:
@@ -193,7 +199,8 @@ def _has_status(asked: SearchedStatus) -> ColumnElement[bool]:
     is_status = col(ClientSession.status) == statuses[asked.type]
     if asked.type != "client_finished" or asked.reasons is None:
         return is_status
-    return and_(is_status, or_(*(col(ClientSession.end_reason).startswith(reason) for reason in asked.reasons)))
+    reasons = [col(ClientSession.end_reason).startswith(reason) for reason in sorted(set(asked.reasons))]
+    return and_(is_status, or_(false(), *reasons))
 
 
 def _checkpoint_sizes(db: Session, session_ids: Collection[str]) -> dict[str, tuple[int, int]]:
@@ -209,7 +216,7 @@ def _checkpoint_sizes(db: Session, session_ids: Collection[str]) -> dict[str, tu
 def _summary(session: ClientSession, n_checkpoints: int, size: int) -> listings.SessionSummary:
     return listings.SessionSummary(
         session_id=session.session_id,
-        created_at=utc(session.created_at),
+        created_at=session.created_at,
         owner=session.owner,
         project_id=session.project_id or "",
         status=_status(session),

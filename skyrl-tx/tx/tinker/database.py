@@ -2,7 +2,8 @@
 
 SQLite writes ahead (WAL), so that readers and a writer do not wait for each other, and what is committed outlasts the
 death of a process. Whoever is going to write says so at the beginning: two that read and then both wanted to write
-would fail, and two that say so wait for each other.
+would fail, and two that say so wait for each other. PostgreSQL lets writers wait for each other in the same way, with a
+lock of its own, so that nobody decides by what another is changing, and numbers are seen in the order they are given.
 """
 
 from __future__ import annotations
@@ -14,29 +15,45 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config as AlembicConfig
-from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy import URL, Connection, Engine, event
 from sqlalchemy.engine import make_url
 from sqlmodel import Session, create_engine
 
 BUSY_MS = 30_000
+POOL_SIZE, MOST_OVERFLOW = 16, 32
 MIGRATIONS = Path(__file__).parent / "migrations"
 WRITES = "tx_writes"
 LOCK = 7_246_331_001
-"""Of PostgreSQL, while tables change."""
+"""Of PostgreSQL, which a writer has."""
 
 
 def open_database(url: str) -> Engine:
     """The database at a URL, with all tables; its file and folder are made. End it with `dispose()`."""
     parsed = make_url(url)
-    is_sqlite = parsed.get_backend_name() == "sqlite"
-    if is_sqlite and parsed.database:
-        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-    connect_args = {"check_same_thread": False, "timeout": BUSY_MS / 1000} if is_sqlite else {}
-    database = create_engine(url, connect_args=connect_args, pool_size=16, max_overflow=32, pool_pre_ping=not is_sqlite)
-    if is_sqlite:
-        event.listen(database, "connect", _set_up_sqlite)
-        event.listen(database, "begin", _begin_sqlite)
+    database = _open_sqlite(parsed) if parsed.get_backend_name() == "sqlite" else _open_postgresql(parsed)
     _migrate(database)
+    return database
+
+
+def _open_sqlite(url: URL) -> Engine:
+    if url.database:
+        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    connect_args = {"check_same_thread": False, "timeout": BUSY_MS / 1000}
+    database = create_engine(url, connect_args=connect_args, pool_size=POOL_SIZE, max_overflow=MOST_OVERFLOW)
+    event.listen(database, "connect", _set_up_sqlite)
+    event.listen(database, "begin", _begin_sqlite)
+    return database
+
+
+def _open_postgresql(url: URL) -> Engine:
+    database = create_engine(
+        url,
+        isolation_level="REPEATABLE READ",
+        pool_size=POOL_SIZE,
+        max_overflow=MOST_OVERFLOW,
+        pool_pre_ping=True,
+    )
+    event.listen(database, "begin", _begin_postgresql)
     return database
 
 
@@ -50,8 +67,15 @@ def reading(database: Engine) -> Iterator[Session]:
 @contextmanager
 def writing(database: Engine) -> Iterator[Session]:
     """A session that is committed at the end of the block, or undone if that raises."""
-    with Session(database.execution_options(**{WRITES: True}), expire_on_commit=False) as session, session.begin():
+    with Session(_for_writing(database), expire_on_commit=False) as session, session.begin():
         yield session
+
+
+def _for_writing(database: Engine) -> Engine:
+    if database.dialect.name == "sqlite":
+        return database.execution_options(**{WRITES: True})
+    # what is there when the lock is got is seen, and not what was there before the wait for it
+    return database.execution_options(**{WRITES: True}, isolation_level="READ COMMITTED")
 
 
 def _set_up_sqlite(connection: Any, _: Any) -> None:
@@ -67,12 +91,15 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
+def _begin_postgresql(connection: Connection) -> None:
+    if connection.get_execution_options().get(WRITES, False):
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {BUSY_MS}; SELECT pg_advisory_xact_lock({LOCK})")
+
+
 def _migrate(database: Engine) -> None:
     """Apply what is missing; of several processes that try, one does it, and the others wait."""
     config = AlembicConfig()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with database.execution_options(**{WRITES: True}).begin() as connection:
-        if connection.dialect.name == "postgresql":
-            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
+    with _for_writing(database).begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

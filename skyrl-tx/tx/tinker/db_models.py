@@ -17,8 +17,8 @@ BigNumber = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up Int
 
 
 def now() -> datetime:
-    """In UTC, without a zone, as databases keep it."""
-    return datetime.now(UTC).replace(tzinfo=None)
+    """In UTC, which it says, as all times in the tables do: SQLModel's `UTCDateTime` keeps them."""
+    return datetime.now(UTC)
 
 
 class Kind(StrEnum):
@@ -102,7 +102,9 @@ class Model(SQLModel, table=True):
     status: ModelStatus = Field(default=ModelStatus.PENDING, index=True)
     created_at: datetime = Field(default_factory=now)
     last_request_at: datetime = Field(default_factory=now)
-    restored_until: int = 0  # the last request that its newest restore point has seen
+    restored_until: int = Field(
+        default=0, sa_column=Column(BigNumber, nullable=False)
+    )  # the last request that its newest restore point has seen
 
 
 class Request(SQLModel, table=True):
@@ -118,7 +120,7 @@ class Request(SQLModel, table=True):
     model_id: str | None = Field(default=None, index=True)
     seq_id: int | None = None  # unique in a model: the same twice is the same request
     sampling_session_id: str | None = Field(default=None, index=True)
-    sample_seq_id: int | None = None
+    sample_seq_id: int | None = Field(default=None, sa_column=Column(BigNumber))
     payload: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
     payload_hash: str  # to tell a repeated request from another with its number
     result: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
@@ -154,7 +156,7 @@ class Checkpoint(SQLModel, table=True):
     name: str = Field(primary_key=True)
     base_model: str
     lora: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
-    size_bytes: int
+    size_bytes: int = Field(sa_column=Column(BigNumber, nullable=False))
     is_public: bool = False
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     created_at: datetime = Field(default_factory=now)

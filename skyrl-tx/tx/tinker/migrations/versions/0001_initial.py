@@ -6,6 +6,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 from alembic import op
+from sqlmodel import UTCDateTime
 from sqlmodel.sql.sqltypes import AutoString
 
 revision = "0001"
@@ -25,7 +26,7 @@ def _text(name: str, *, optional: bool = False, key: bool = False) -> sa.Column[
 
 
 def _time(name: str, *, optional: bool = False) -> sa.Column[datetime]:
-    return sa.Column(name, sa.DateTime(), nullable=optional)
+    return sa.Column(name, UTCDateTime(), nullable=optional)
 
 
 def _json(name: str, *, optional: bool = False) -> sa.Column[object]:
@@ -34,6 +35,10 @@ def _json(name: str, *, optional: bool = False) -> sa.Column[object]:
 
 def _number(name: str, *, optional: bool = False) -> sa.Column[int]:
     return sa.Column(name, sa.Integer(), nullable=optional)
+
+
+def _big(name: str, *, optional: bool = False) -> sa.Column[int]:
+    return sa.Column(name, BIG_NUMBER, nullable=optional)
 
 
 def _choice(name: str, choices: str, kind: str, *, key: bool = False) -> sa.Column[str]:
@@ -81,7 +86,7 @@ def _models() -> None:
         _choice("status", "PENDING READY FAILED UNLOADED", "modelstatus"),
         _time("created_at"),
         _time("last_request_at"),
-        _number("restored_until"),
+        _big("restored_until"),
     )
     op.create_index("ix_models_session_id", "models", ["session_id"])
     op.create_index("ix_models_status", "models", ["status"])
@@ -97,7 +102,7 @@ def _requests() -> None:
         _text("model_id", optional=True),
         _number("seq_id", optional=True),
         _text("sampling_session_id", optional=True),
-        _number("sample_seq_id", optional=True),
+        _big("sample_seq_id", optional=True),
         sa.Column("payload", sa.LargeBinary(), nullable=False),
         _text("payload_hash"),
         sa.Column("result", sa.LargeBinary(), nullable=True),
@@ -136,7 +141,7 @@ def _checkpoints() -> None:
         _text("name", key=True),
         _text("base_model"),
         _json("lora"),
-        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        _big("size_bytes"),
         sa.Column("is_public", sa.Boolean(), nullable=False),
         _json("user_metadata", optional=True),
         _time("created_at"),

@@ -1,0 +1,118 @@
+"""Databases to test with: files of SQLite, and a PostgreSQL server of the tests' own, where the machine has one.
+
+TX_TEST_DATABASE_URL names a PostgreSQL server to use instead, whose user may create databases; then all servers of the
+tests keep their state there.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy import URL, Engine, create_engine, make_url, text
+
+TEST_URL = "TX_TEST_DATABASE_URL"
+ABSENT = "PostgreSQL is not installed here (no initdb): what is particular to it is not tested"
+SECONDS_TO_START = 30
+
+
+def programs() -> Path | None:
+    """The folder of PostgreSQL's programs."""
+    found = shutil.which("initdb")
+    if found is not None:
+        return Path(found).resolve().parent
+    installed = Path("/usr/lib/postgresql").glob("*/bin/initdb")
+    return max((one.parent for one in installed), key=lambda folder: float(folder.parent.name), default=None)
+
+
+@contextmanager
+def postgresql(bin_folder: Path) -> Iterator[str]:
+    """The URL of a server that lives as long as this, and listens at a socket in its folder and nowhere else."""
+    user = "postgres" if os.getuid() == 0 else getpass.getuser()  # it refuses to run as root
+    folder = Path(tempfile.mkdtemp(prefix="tx-postgresql-"))
+    shutil.chown(folder, user)
+    try:
+        _initialise(bin_folder, folder, user)
+        with _running(bin_folder, folder, user):
+            yield str(URL.create("postgresql", username=user, database="postgres", query={"host": str(folder)}))
+    finally:
+        shutil.rmtree(folder)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "LC_ALL": "C.UTF-8", "TZ": "America/St_Johns"}  # a zone that no mistake can hide in
+
+
+def _initialise(bin_folder: Path, folder: Path, user: str) -> None:
+    command = (bin_folder / "initdb", "--auth=trust", "--no-sync", "--encoding=UTF8", "-D", folder / "data")
+    subprocess.run(command, user=_user(user), env=_environment(), check=True, cwd="/", stdout=subprocess.DEVNULL)
+
+
+def _user(name: str) -> int | None:
+    """To switch to; none to stay oneself."""
+    return pwd.getpwnam(name).pw_uid if os.getuid() == 0 else None
+
+
+@contextmanager
+def _running(bin_folder: Path, folder: Path, user: str) -> Iterator[None]:
+    settings = {"listen_addresses": "", "unix_socket_directories": str(folder), "fsync": "off", "max_connections": 200}
+    options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+    log = folder / "log"
+    with log.open("wb") as told:
+        server = subprocess.Popen(
+            [bin_folder / "postgres", "-D", folder / "data", *options],
+            user=_user(user),
+            env=_environment(),
+            cwd="/",
+            stdout=told,
+            stderr=told,
+        )
+        try:
+            _wait(server, folder / ".s.PGSQL.5432", log)
+            yield
+        finally:
+            server.send_signal(signal.SIGINT)  # end without waiting for clients
+            server.wait(SECONDS_TO_START)
+
+
+def _wait(server: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
+    deadline = time.monotonic() + SECONDS_TO_START
+    while b"ready to accept connections" not in log.read_bytes() or not socket.exists():
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
+def database_url(server_url: str, name: str) -> str:
+    """Of a database of that server, made when it is first asked for."""
+    server = make_url(server_url)
+    engine = create_engine(server, isolation_level="AUTOCOMMIT")
+    try:
+        _create_if_missing(engine, name)
+    finally:
+        engine.dispose()
+    return server.set(database=name).render_as_string(hide_password=False)
+
+
+def _create_if_missing(engine: Engine, name: str) -> None:
+    with engine.connect() as connection:
+        known = connection.execute(text("SELECT 1 FROM pg_database WHERE datname = :name"), {"name": name})
+        if known.first() is None:
+            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE template0')
+
+
+def url_for(folder: Path) -> str:
+    """Of the database that belongs to a folder, in the server that TX_TEST_DATABASE_URL names; empty without one."""
+    server = os.environ.get(TEST_URL)
+    name = f"tx_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    return database_url(server, name) if server else ""
