@@ -15,7 +15,6 @@ from transformers import (
 
 VOCABULARY = 96
 SHAPE = {
-    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -36,16 +35,17 @@ LLAMA_ROPE = {
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
 
 
-def new_model(family: str) -> PreTrainedModel:
+def new_model(family: str, vocab_size: int = VOCABULARY) -> PreTrainedModel:
     """A random model; its norms are no ones, and its weights large enough for logits to differ."""
     torch.manual_seed(0)
+    shape = {**SHAPE, "vocab_size": vocab_size}
     if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
     elif family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA_ROPE))
+        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False, rope_parameters=LLAMA_ROPE))
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts, tie_word_embeddings=False))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
