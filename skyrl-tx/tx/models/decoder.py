@@ -61,7 +61,7 @@ def hidden_states(
 
     Args:
         tokens, positions: (S, T)
-        rows: the adapters of the rows; None for none
+        rows: the rows' adapters; None for none
         attend: how a layer attends; by default to the whole row, causally, without a cache
         remat: compute a layer once more in the backward pass instead of keeping what it computed
     """

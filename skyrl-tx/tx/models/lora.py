@@ -24,7 +24,7 @@ ATTENTION, MLP, HEAD = ("q", "k", "v", "o"), ("gate", "up", "down"), "head"
 class Factors(NamedTuple):
     """A and B of one matrix in the layers of a block: (layers, in, rank) and (layers, rank, out).
 
-    As rows of a batch: (layers, rows, in, rank). Experts are a dimension before `in`. The head has no layers.
+    For blocks of rows: (layers, blocks, in, rank). Experts are a dimension before `in`. The head has no layers.
     """
 
     a: jax.Array
@@ -39,10 +39,10 @@ class Adapter(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The adapters of a batch's rows."""
+    """The adapters of a batch whose rows are in blocks of one size: all rows of a block have the same."""
 
     adapter: Adapter
-    scales: jax.Array  # (rows,)
+    scales: jax.Array  # (blocks,)
 
 
 def covered(lora: LoraConfig, config: ModelConfig) -> tuple[str, ...]:
@@ -102,16 +102,17 @@ def padded_rank(name: str, lora: LoraConfig, config: ModelConfig) -> int:
 
 @jax.jit
 def rows_of(adapters: Sequence[Adapter], scales: jax.Array) -> Rows:
-    """One adapter after the other as the rows of a batch; all cover the same matrices with the same padded rank."""
+    """One adapter after the other for the blocks of a batch; all cover the same matrices with the same padded rank."""
     blocks = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *(one.blocks for one in adapters))
     heads = [one.head for one in adapters]
     return Rows(Adapter(blocks, jax.tree.map(lambda *parts: jnp.stack(parts), *heads)), scales)
 
 
 def project(x: jax.Array, weight: jax.Array, factors: Factors | None, scales: jax.Array | None) -> jax.Array:
-    """x W, and what the adapter of each row adds. x (S, T, in), weight (in, out), factors (S, in, r), (S, r, out)."""
+    """x W, and what adapters add. x (S, T, in), weight (in, out), factors of N blocks (N, in, r) (N, r, out)."""
     out = x @ weight
     if factors is None or scales is None:
         return out
-    inner = jnp.einsum("std,sdr->str", x.astype(factors.a.dtype), factors.a) * scales[:, None, None]
-    return out + jnp.einsum("str,sro->sto", inner, factors.b).astype(out.dtype)
+    blocks = x.reshape(len(scales), -1, x.shape[-1]).astype(factors.a.dtype)
+    inner = jnp.einsum("bti,bir->btr", blocks, factors.a) * scales[:, None, None]
+    return out + jnp.einsum("btr,bro->bto", inner, factors.b).reshape(out.shape).astype(out.dtype)

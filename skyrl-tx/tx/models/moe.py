@@ -32,7 +32,7 @@ def mix_experts(
     scales: jax.Array | None,
     x: jax.Array,
 ) -> jax.Array:
-    """x (S, T, D); the experts' weights (E, in, out); adapters of rows (S, E, in, r), (S, E, r, out)."""
+    """x (S, T, D); the experts' weights (E, in, out); adapters of N blocks (N, E, in, r), (N, E, r, out)."""
     shares = jnp.moveaxis(route(moe, x, weights["router"]), -1, 0).astype(x.dtype)  # (E, S, T)
     by_expert = {
         name: Factors(*(jnp.moveaxis(one, 1, 0) for one in pair)) for name, pair in adapters.items() if name in MLP

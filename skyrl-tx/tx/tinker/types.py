@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+MOST_STOP_TOKENS = 16
+"""That end a sample, in one request."""
+MOST_TOP = 32
+"""Of the likeliest tokens that can be told for a position."""
+
 
 class TinkerError(Exception):
     """What goes wrong with a request."""

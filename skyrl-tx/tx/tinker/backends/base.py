@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,10 +45,11 @@ class Backend(Protocol):
     def models(self) -> Mapping[str, LoraConfig]:
         """Those under training."""
 
-    def passes(self, asked: Sequence[Pass]) -> Iterator[tuple[int, PassResult | Exception] | None]:
-        """Compute passes of different models at once: a number and its result as each is done, and None in between.
+    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
+        """Compute a pass a little at a time: None after each part but the last, and then the result.
 
-        Gradients of a model add up over its passes until `optim_step`; a pass that fails adds nothing.
+        Passes of different models may take turns. Gradients of a model add up over its passes until `optim_step`; a
+        pass that fails, by raising, adds nothing.
         """
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +18,19 @@ from tx.models.adapters import adapter_of, load_adapter, named_factors, save_ada
 from tx.models.checkpoints import load_params, named_tensors, params_of
 from tx.models.config import LoraConfig, ModelConfig, read_config
 from tx.models.decoder import Params
-from tx.models.lora import Adapter, new_adapter, rows_of
+from tx.models.lora import Adapter, new_adapter
 from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.sampler import Sampler, SamplerWeights
-from tx.tinker.backends.jax.training import Shape, add_rows, micro_batch, padded, shape_of
-from tx.tinker.losses import LOSSES, completed
+from tx.tinker.backends.jax.training import NAMES, SETTINGS, Lora, Shape, add, micro_batch, micro_batches, padded
+from tx.tinker.losses import completed
 from tx.tinker.tokens import Decoder
-from tx.tinker.types import AdamParams, Datum, Pass, PassResult, SampleRequest, UserError
+from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest, UserError
 
 logger = logging.getLogger(__name__)
 
-SETTINGS, OPTIMIZER = "training.json", "optimizer.safetensors"
+MODEL, OPTIMIZER = "training.json", "optimizer.safetensors"
 
 
 @dataclass(slots=True)
@@ -42,18 +41,6 @@ class Model:
     weights: Adapter | Params
     moments: Moments
     gradients: Adapter | Params | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """A pass on its way."""
-
-    asked: Pass
-    model: Model
-    n_left: int
-    logprobs: list[Any]
-    token_losses: list[Any]
-    gradients: Any = None
 
 
 class JaxBackend:
@@ -110,29 +97,42 @@ class JaxBackend:
 
     # -- training
 
-    def passes(self, asked: Sequence[Pass]) -> Iterator[tuple[int, PassResult | Exception] | None]:
-        works: dict[int, _Work] = {}
-        for number, one in enumerate(asked):
-            try:
-                model = self._model(one.model_id)
-            except UserError as error:
-                yield number, error
-                continue
-            n = len(one.data)
-            works[number] = _Work(completed(one), model, n, [None] * n, [None] * n)
-        for batch in self._micro_batches(works):
-            try:
-                self._compute(batch)
-            except Exception as error:
-                logger.exception("a micro-batch failed")
-                failed = {id(work) for work, _ in batch}
-                for number in [number for number, work in works.items() if id(work) in failed]:
-                    del works[number]
-                    yield number, error
-                continue
-            for number in [number for number, work in works.items() if work.n_left == 0]:
-                yield number, self._result(works.pop(number))
-            yield None
+    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
+        model = self._model(asked.model_id)
+        whole = completed(asked)
+        logprobs: list[np.ndarray] = [np.empty(0)] * len(whole.data)
+        token_losses = list(logprobs)
+        total: Adapter | Params | None = None
+        for number, (shape, places) in enumerate(micro_batches(whole.data)):
+            if number:
+                yield None
+            lp, losses, gradients = self._micro_batch(model, whole, shape, places)
+            total = gradients if total is None or gradients is None else add(total, gradients)
+            for row, place in enumerate(places):
+                n = len(whole.data[place].tokens)
+                logprobs[place], token_losses[place] = lp[row, :n], losses[row, :n]
+        if total is not None:
+            model.gradients = total if model.gradients is None else add(model.gradients, total)
+        loss = float(sum(np.sum(one, dtype=np.float64) for one in token_losses))
+        yield PassResult(loss, logprobs, token_losses)
+
+    def _micro_batch(
+        self, model: Model, asked: Pass, shape: Shape, places: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, Adapter | Params | None]:
+        tokens, inputs = padded([asked.data[place] for place in places], shape)
+        adapter = model.weights if isinstance(model.weights, Adapter) else None
+        lp, losses, gradients = micro_batch(
+            self._shape,
+            self._params if isinstance(model.weights, Adapter) else model.weights,
+            None if adapter is None else Lora(adapter, jnp.float32(model.lora.scale)),
+            jnp.int32(NAMES.index(asked.loss_fn)),
+            tokens,
+            inputs,
+            {name: jnp.float32(asked.settings.get(name, 0.0)) for name in SETTINGS},
+            has_gradient=not asked.is_forward_only,
+            remat=self._config.gradient_checkpointing,
+        )
+        return np.asarray(lp), np.asarray(losses), gradients
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         model = self._model(model_id)
@@ -143,82 +143,6 @@ class JaxBackend:
         model.weights, model.moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
         model.gradients = None
         return {"skyrl.ai/grad_norm": float(norm), "skyrl.ai/learning_rate": params.learning_rate}
-
-    def _micro_batches(self, works: Mapping[int, _Work]) -> Iterator[list[tuple[_Work, int]]]:
-        """Data that can be computed in one program: of one length, loss and kind of adapter.
-
-        The data of a pass are in one order whatever else there is, so that its gradients add up the same.
-        """
-        alike: dict[tuple[Any, ...], list[tuple[_Work, int]]] = {}
-        for work in works.values():
-            for i, datum in enumerate(work.asked.data):
-                alike.setdefault(self._kind(work, datum), []).append((work, i))
-        for kind in sorted(alike, key=str):
-            shape: Shape = kind[0]
-            for start in range(0, len(alike[kind]), shape.n_rows):
-                batch = [(work, i) for work, i in alike[kind][start : start + shape.n_rows] if work in works.values()]
-                if batch:
-                    yield batch
-
-    def _kind(self, work: _Work, datum: Datum) -> tuple[Any, ...]:
-        model, asked = work.model, work.asked
-        weights = model.weights
-        adapters = SamplerWeights(self._params, weights).kind[1:] if isinstance(weights, Adapter) else id(model)
-        return shape_of(datum), asked.loss_fn, asked.is_forward_only, tuple(sorted(datum.inputs)), adapters
-
-    def _compute(self, batch: Sequence[tuple[_Work, int]]) -> None:
-        first, _ = batch[0]
-        data = [work.asked.data[i] for work, i in batch]
-        shape = shape_of(data[0])
-        tokens, inputs = padded(data, shape)
-        trains_all = first.model.lora.rank == 0
-        of_row = [work for work, _ in batch] + [first] * (shape.n_rows - len(batch))
-        rows = None
-        if not trains_all:
-            rows = rows_of(
-                [work.model.weights for work in of_row], jnp.asarray([work.model.lora.scale for work in of_row])
-            )
-        names = LOSSES[first.asked.loss_fn].settings
-        settings = {name: np.asarray([work.asked.settings[name] for work in of_row], np.float32) for name in names}
-        lp, losses, gradients = micro_batch(
-            self._shape,
-            first.model.weights if trains_all else self._params,
-            rows,
-            tokens,
-            inputs,
-            settings,
-            loss=first.asked.loss_fn,
-            has_gradient=not first.asked.is_forward_only,
-            trains_all=trains_all,
-            remat=self._config.gradient_checkpointing,
-        )
-        if gradients is not None:
-            self._add_up(batch, gradients, trains_all=trains_all)
-        lp, losses = np.asarray(lp), np.asarray(losses)
-        for row, (work, i) in enumerate(batch):
-            n = len(work.asked.data[i].tokens)
-            work.logprobs[i], work.token_losses[i] = lp[row, :n], losses[row, :n]
-            work.n_left -= 1
-
-    def _add_up(self, batch: Sequence[tuple[_Work, int]], gradients: Any, *, trains_all: bool) -> None:
-        if trains_all:
-            work = batch[0][0]
-            work.gradients = gradients if work.gradients is None else _sum(work.gradients, gradients)
-            return
-        start = 0
-        for end in range(1, len(batch) + 1):
-            work = batch[start][0]
-            if end == len(batch) or batch[end][0] is not work:
-                total = _zeros(work.model.weights) if work.gradients is None else work.gradients
-                work.gradients = add_rows(total, gradients, jnp.int32(start), jnp.int32(end))
-                start = end
-
-    def _result(self, work: _Work) -> PassResult:
-        if work.gradients is not None:
-            model = work.model
-            model.gradients = work.gradients if model.gradients is None else _sum(model.gradients, work.gradients)
-        loss = float(sum(np.sum(one, dtype=np.float64) for one in work.token_losses))
-        return PassResult(loss, work.logprobs, work.token_losses)
 
     # -- folders
 
@@ -240,7 +164,7 @@ class JaxBackend:
             save_file(
                 dict(self._named(model.lora, model.weights)), folder / "model.safetensors", metadata={"format": "pt"}
             )
-        (folder / SETTINGS).write_text(json.dumps({"lora": asdict(model.lora)}), encoding="utf-8")
+        (folder / MODEL).write_text(json.dumps({"lora": asdict(model.lora)}), encoding="utf-8")
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         lora, weights = self._read(folder)
@@ -248,7 +172,7 @@ class JaxBackend:
         self._add(model_id, Model(lora, weights, moments))
 
     def _read(self, folder: Path) -> tuple[LoraConfig, Adapter | Params]:
-        lora = LoraConfig(**json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["lora"])
+        lora = LoraConfig(**json.loads((folder / MODEL).read_text(encoding="utf-8"))["lora"])
         if lora.rank:
             return lora, load_adapter(folder, lora, self._shape)
         return lora, load_params(folder, self._shape, self._dtype)
@@ -303,13 +227,3 @@ class JaxBackend:
             return False
         self._sampler.step()
         return True
-
-
-@jax.jit
-def _sum(one: Any, other: Any) -> Any:
-    return jax.tree.map(jnp.add, one, other)
-
-
-@jax.jit
-def _zeros(tree: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, tree)

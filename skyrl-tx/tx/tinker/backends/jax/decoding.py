@@ -18,8 +18,6 @@ from tx.models.decoder import Attend, Params, hidden_states, logits_of
 from tx.models.lora import Rows
 
 MOST_STEPS = 8  # tokens of a lane in one call
-MOST_STOPS = 16  # stop tokens of a lane
-MOST_TOP = 32  # likeliest tokens that can be told
 BLOCK = 128  # of probabilities that are added up first
 
 
@@ -40,7 +38,7 @@ class Lanes(NamedTuple):
     positions: Vector  # (S,) of it; -1: not in use
     n_left: Vector  # (S,) tokens to choose
     tables: Vector  # (S, most pages)
-    stops: Vector  # (S, MOST_STOPS), -1: none
+    stops: Vector  # (S, MOST_STOP_TOKENS), -1: none
     temperatures: Vector  # (S,)
     top_k: Vector  # (S,) V or more: all
     top_p: Vector  # (S,)

@@ -1,11 +1,13 @@
 """Continuous batching: requests join and leave the running batch between bursts of a few tokens.
 
 The lanes are in groups of fixed size. A group is one batch of one compiled program, whatever its lanes do, and a lane's
-tokens do not depend on the others: not on how many there are, nor on their lengths, nor on their adapters.
+tokens do not depend on the others: not on how many there are, nor on their lengths, nor on their adapters. The lanes of
+a group are in blocks that have one adapter each.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +21,16 @@ import numpy as np
 
 from tx.models.config import ModelConfig
 from tx.models.decoder import Params
-from tx.models.lora import Adapter, Rows
+from tx.models.lora import Adapter, Rows, rows_of
 from tx.tinker.backends.jax import decoding
-from tx.tinker.backends.jax.decoding import MOST_STEPS, MOST_STOPS, MOST_TOP, Lanes
+from tx.tinker.backends.jax.decoding import MOST_STEPS, Lanes
 from tx.tinker.backends.jax.pages import Pages
 from tx.tinker.backends.jax.training import bucket
-from tx.tinker.types import Sample, SampleRequest, SampleResult, TopLogprobs
+from tx.tinker.types import MOST_STOP_TOKENS, MOST_TOP, Sample, SampleRequest, SampleResult, TopLogprobs
 
 PAGE_SIZE = 64
 READ_AT_ONCE = 512  # tokens of a prompt
+LANES_OF_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,21 +91,34 @@ class _Group:
         self.kind = kind
         self.params = weights.params
         self.lanes: list[_Lane | None] = [None] * n_lanes
+        self._size = math.gcd(n_lanes, LANES_OF_BLOCK)
+        self._blocks: list[SamplerWeights | None] = [None] * (n_lanes // self._size)
         self.rows: Rows | None = None
         if weights.adapter is not None:
-            self.rows = _empty_rows(weights.adapter, n_lanes)
+            self.rows = _empty_rows(weights.adapter, len(self._blocks))
 
     @property
     def used(self) -> Iterator[tuple[int, _Lane]]:
         """The lanes that are in use, with their places."""
         return ((place, lane) for place, lane in enumerate(self.lanes) if lane is not None)
 
+    def place_for(self, weights: SamplerWeights) -> int | None:
+        """A free lane, in a block that has these weights already, or else in one that has no lane in use."""
+        blocks = [self.lanes[start : start + self._size] for start in range(0, len(self.lanes), self._size)]
+        having = [i for i, lanes in enumerate(blocks) if self._blocks[i] is weights and None in lanes]
+        chosen = next(iter(having), None)
+        if chosen is None:
+            chosen = next((i for i, lanes in enumerate(blocks) if not any(lanes)), None)
+        return None if chosen is None else chosen * self._size + blocks[chosen].index(None)
+
     def put(self, lane: _Lane, place: int) -> None:
         """Let a sample run in a place."""
         self.lanes[place] = lane
-        weights = lane.request.weights
-        if self.rows is not None:
-            self.rows = _set_row(self.rows, weights.adapter, jnp.float32(weights.scale), jnp.int32(place))
+        block, weights = place // self._size, lane.request.weights
+        if self._blocks[block] is not weights:
+            self._blocks[block] = weights
+            if self.rows is not None:
+                self.rows = _set_block(self.rows, weights.adapter, jnp.float32(weights.scale), jnp.int32(block))
 
 
 class Sampler:
@@ -195,8 +211,9 @@ class Sampler:
     def _place_for(self, request: _Request) -> tuple[_Group | None, int]:
         kind = (*request.weights.kind, request.ask.n_top_sampled > 0)
         for group in self._groups:
-            if group.kind == kind and None in group.lanes:
-                return group, group.lanes.index(None)
+            place = group.place_for(request.weights) if group.kind == kind else None
+            if place is not None:
+                return group, place
         if len(self._groups) == self._most_groups:
             return None, -1
         self._groups.append(_Group(kind, request.weights, self._n_lanes))
@@ -208,7 +225,7 @@ class Sampler:
         request.is_read = True
         request.shared = self._pages.take(self._pages.n_for(request.n_read))
         table = self._table(request.shared)[None]
-        rows = None if weights.adapter is None else _one_row(weights.adapter, jnp.float32(weights.scale))
+        rows = None if weights.adapter is None else rows_of([weights.adapter], jnp.float32([weights.scale]))
         tells = ask.wants_prompt_logprobs or ask.n_top_prompt > 0
         n_top = None if not tells else (MOST_TOP if ask.n_top_prompt else 0)
         prompt = np.asarray(ask.prompt, np.int32)
@@ -273,7 +290,7 @@ class Sampler:
             positions=np.full(n, -1, np.int32),
             n_left=np.zeros(n, np.int32),
             tables=np.zeros((n, self._table_size), np.int32),
-            stops=np.full((n, MOST_STOPS), -1, np.int32),
+            stops=np.full((n, MOST_STOP_TOKENS), -1, np.int32),
             temperatures=np.ones(n, np.float32),
             top_k=np.full(n, self._config.vocab_size, np.int32),
             top_p=np.ones(n, np.float32),
@@ -340,20 +357,14 @@ class Sampler:
         return table
 
 
-@jax.jit
-def _one_row(adapter: Adapter, scale: jax.Array) -> Rows:
-    blocks = jax.tree.map(lambda one: one[:, None], adapter.blocks)
-    return Rows(Adapter(blocks, jax.tree.map(lambda one: one[None], adapter.head)), scale[None])
-
-
-def _empty_rows(adapter: Adapter, n_rows: int) -> Rows:
-    blocks = jax.tree.map(lambda one: jnp.zeros((one.shape[0], n_rows, *one.shape[1:]), one.dtype), adapter.blocks)
-    head = jax.tree.map(lambda one: jnp.zeros((n_rows, *one.shape), one.dtype), adapter.head)
-    return Rows(Adapter(blocks, head), jnp.zeros(n_rows))
+def _empty_rows(adapter: Adapter, n_blocks: int) -> Rows:
+    blocks = jax.tree.map(lambda one: jnp.zeros((one.shape[0], n_blocks, *one.shape[1:]), one.dtype), adapter.blocks)
+    head = jax.tree.map(lambda one: jnp.zeros((n_blocks, *one.shape), one.dtype), adapter.head)
+    return Rows(Adapter(blocks, head), jnp.zeros(n_blocks))
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_row(rows: Rows, adapter: Adapter, scale: jax.Array, place: jax.Array) -> Rows:
-    blocks = jax.tree.map(lambda every, one: every.at[:, place].set(one), rows.adapter.blocks, adapter.blocks)
-    head = jax.tree.map(lambda every, one: every.at[place].set(one), rows.adapter.head, adapter.head)
-    return Rows(Adapter(blocks, head), rows.scales.at[place].set(scale))
+def _set_block(rows: Rows, adapter: Adapter, scale: jax.Array, block: jax.Array) -> Rows:
+    blocks = jax.tree.map(lambda every, one: every.at[:, block].set(one), rows.adapter.blocks, adapter.blocks)
+    head = jax.tree.map(lambda every, one: every.at[block].set(one), rows.adapter.head, adapter.head)
+    return Rows(Adapter(blocks, head), rows.scales.at[block].set(scale))

@@ -1,17 +1,16 @@
-"""Forward and backward passes over micro-batches whose rows may each have their own adapter.
+"""Forward and backward passes over micro-batches.
 
-A micro-batch has a fixed shape for its length, whatever else is there to do, and a row's result does not depend on the
-others. Gradients are added up row by row in the order of the request. So a model learns to the last bit the same alone
-and beside others.
+A micro-batch has data of one pass only, and its shape follows from them. So a model learns to the last bit the same
+alone and beside others, and no memory is needed for the adapters of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,32 +18,40 @@ import numpy as np
 
 from tx.models.config import ModelConfig
 from tx.models.decoder import Params, hidden_states, logits_of
-from tx.models.lora import Adapter, Rows
-from tx.tinker.losses import token_losses
+from tx.models.lora import Adapter, Rows, rows_of
+from tx.tinker.losses import LOSSES, token_losses
 from tx.tinker.types import Datum
 
 MICRO_BATCH_TOKENS = 2048
-MOST_ROWS = 16
+ROWS = (16, 4, 1)
+"""How many data a micro-batch may have: few sizes, because each is compiled."""
 SHORTEST = 32
 LOGITS_AT_ONCE = 1 << 24
 """Logits of a micro-batch that are computed at once; more are computed in chunks, twice, and never kept."""
+
+NAMES = tuple(LOSSES)
+INPUTS = sorted({name for loss in LOSSES.values() for name in (*loss.needs, *loss.optional)})
+SETTINGS = sorted({name for loss in LOSSES.values() for name in loss.settings})
 
 XP = SimpleNamespace(
     exp=jnp.exp, minimum=jnp.minimum, clip=jnp.clip, where=jnp.where, sum=jnp.sum, stop_gradient=jax.lax.stop_gradient
 )
 
 
+class Lora(NamedTuple):
+    """What is trained, unless it is all."""
+
+    adapter: Adapter
+    scale: jax.Array  # ()
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a program is compiled for."""
 
+    n_rows: int
     length: int
-    n_targets: int
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of a micro-batch."""
-        return max(1, min(MOST_ROWS, MICRO_BATCH_TOKENS // self.length))
+    n_targets: int  # of a position; 0: there is one, without a dimension of its own
 
 
 def bucket(length: int) -> int:
@@ -59,18 +66,32 @@ def bucket(length: int) -> int:
     return size
 
 
-def shape_of(datum: Datum) -> Shape:
-    """The shape that a datum is computed in."""
-    targets = datum.inputs["target_tokens"]
-    return Shape(bucket(len(datum.tokens)), 0 if targets.ndim == 1 else targets.shape[1])
+def micro_batches(data: Sequence[Datum]) -> Iterator[tuple[Shape, list[int]]]:
+    """Shapes, and which of the data go there: those of like length together, in their order."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, datum in enumerate(data):
+        targets = datum.inputs["target_tokens"]
+        n_targets = 0 if targets.ndim == 1 else targets.shape[1]
+        alike.setdefault((bucket(len(datum.tokens)), n_targets), []).append(i)
+    for (length, n_targets), numbers in sorted(alike.items()):
+        start = 0
+        while start < len(numbers):
+            n_rows = rows_for(len(numbers) - start, length)
+            yield Shape(n_rows, length, n_targets), numbers[start : start + n_rows]
+            start += n_rows
+
+
+def rows_for(n_data: int, length: int) -> int:
+    """How many rows the next micro-batch has: as many as fit, but less than half of them empty."""
+    fitting = [n for n in ROWS if n * length <= MICRO_BATCH_TOKENS or n == 1]
+    return next(n for n in fitting if 2 * n_data > n)
 
 
 def padded(data: Sequence[Datum], shape: Shape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Tokens (M, L) and inputs (M, L) or (M, L, K) of a micro-batch; what is not there is 0, and so is its weight."""
+    """Tokens (M, L) and all inputs (M, L) or (M, L, K) of a micro-batch; what is not there is 0, its weight, too."""
     tokens = np.zeros((shape.n_rows, shape.length), np.int32)
-    kinds = {name: value.dtype for name, value in data[0].inputs.items()}
     size = (shape.n_rows, shape.length, *([shape.n_targets] if shape.n_targets else []))
-    inputs = {name: np.zeros(size, kind) for name, kind in kinds.items()}
+    inputs = {name: np.zeros(size, np.int32 if name == "target_tokens" else np.float32) for name in INPUTS}
     for row, datum in enumerate(data):
         tokens[row, : len(datum.tokens)] = datum.tokens
         for name, value in datum.inputs.items():
@@ -103,39 +124,37 @@ def target_logprobs(params: Params, rows: Rows | None, hidden: jax.Array, target
     return jnp.moveaxis(parts, 0, 1).reshape(targets.shape)
 
 
-@partial(jax.jit, static_argnames=("config", "loss", "has_gradient", "trains_all", "remat"))
+@partial(jax.jit, static_argnames=("config", "has_gradient", "remat"))
 def micro_batch(
     config: ModelConfig,
     params: Params,
-    rows: Rows | None,
+    lora: Lora | None,
+    loss: jax.Array,
     tokens: jax.Array,
     inputs: Mapping[str, jax.Array],
     settings: Mapping[str, jax.Array],
     *,
-    loss: str,
     has_gradient: bool,
-    trains_all: bool,
     remat: bool,
-) -> tuple[jax.Array, jax.Array, Any]:
-    """Log-probs and losses of targets (M, L, …), and the gradients.
+) -> tuple[jax.Array, jax.Array, Adapter | Params | None]:
+    """Log-probs and losses of targets (M, L) or (M, L, K), and the gradients.
 
-    They are of the rows' factors, (layers, M, in, r), not yet summed; or with `trains_all` of all parameters.
+    They are of the adapter; or of all parameters where there is none. `loss` is a place in `NAMES`, so that all losses
+    are one program.
     """
     targets = inputs["target_tokens"]
     wide = targets if targets.ndim == 3 else targets[..., None]
-    given = {name: value for name, value in inputs.items() if name != "target_tokens"}
-    columns = {name: value[:, None] for name, value in settings.items()}  # (M, 1): each row has its own
 
-    def total(trained: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        weights = trained if trains_all else params
-        adapters = rows if rows is None or trains_all else rows._replace(adapter=trained)
+    def total(trained: Adapter | Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        weights = trained if isinstance(trained, Params) else params
+        rows = rows_of([trained], lora.scale[None]) if isinstance(trained, Adapter) and lora is not None else None
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, _ = hidden_states(config, weights, adapters, tokens, positions, remat=remat)
-        lp = target_logprobs(weights, adapters, hidden, wide).reshape(targets.shape)
-        losses = token_losses(loss, XP, lp, given, columns if targets.ndim == 2 else _deeper(columns))
+        hidden, _ = hidden_states(config, weights, rows, tokens, positions, remat=remat)
+        lp = target_logprobs(weights, rows, hidden, wide).reshape(targets.shape)
+        losses = jax.lax.switch(loss, [partial(_losses, name, inputs, settings) for name in NAMES], lp)
         return losses.sum(), (lp, losses)
 
-    trained = params if trains_all or rows is None else rows.adapter
+    trained = params if lora is None else lora.adapter
     if not has_gradient:
         _, (lp, losses) = total(trained)
         return lp, losses, None
@@ -143,19 +162,13 @@ def micro_batch(
     return lp, losses, gradients
 
 
+def _losses(name: str, inputs: Mapping[str, jax.Array], settings: Mapping[str, jax.Array], lp: jax.Array) -> jax.Array:
+    loss = LOSSES[name]
+    given = {key: inputs[key] for key in (*loss.needs, "weights") if key != "target_tokens"}
+    return token_losses(name, XP, lp, given, {key: settings[key] for key in loss.settings})
+
+
 @partial(jax.jit, donate_argnums=0)
-def add_rows(total: Adapter, gradients: Adapter, first: jax.Array, end: jax.Array) -> Adapter:
-    """Add the gradients of rows `first` to `end` one after the other."""
-
-    def row_of(gradient: jax.Array, row: jax.Array, axis: int) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(gradient, row, axis, keepdims=False)
-
-    def add_row(row: jax.Array, total: Adapter) -> Adapter:
-        blocks = jax.tree.map(lambda t, g: t + row_of(g, row, 1), total.blocks, gradients.blocks)
-        return Adapter(blocks, jax.tree.map(lambda t, g: t + row_of(g, row, 0), total.head, gradients.head))
-
-    return jax.lax.fori_loop(first, end, add_row, total)
-
-
-def _deeper(columns: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: value[..., None] for name, value in columns.items()}
+def add(total: Adapter | Params, gradients: Adapter | Params) -> Adapter | Params:
+    """The sum, in the place of the first."""
+    return jax.tree.map(jnp.add, total, gradients)
