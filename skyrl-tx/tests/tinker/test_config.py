@@ -52,10 +52,12 @@ def test_secrets_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
 def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
     config = parse(
         *("--backend-config", '{"a": [1, "x y"]}', "--checkpoints-base", str(tmp_path / "with space")),
-        *("--session-timeout-sec", "-1", "--external-inference-url", "http://x"),
+        *("--session-timeout-sec", "-1", "--external-inference-url", "http://x", "--compress-passes"),
     )
     again = parse_config(arguments_of(config), program="engine", environment=environment_of(config))
     assert again == config
+    assert again.compress_passes
+    assert "--no-compress-passes" in arguments_of(parse())
 
 
 @pytest.mark.parametrize(

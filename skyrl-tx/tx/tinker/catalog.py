@@ -65,13 +65,15 @@ def checkpoints_of(db: Session, model_ids: Collection[str]) -> list[Checkpoint]:
     return list(db.exec(found.order_by(*_newest_first())))
 
 
-def list_checkpoints(db: Session, owner: str, *, limit: int, offset: int) -> listings.CheckpointList:
+def list_checkpoints(
+    db: Session, owner: str, kinds: Collection[CheckpointKind], *, limit: int, offset: int
+) -> listings.CheckpointList:
     """Of all runs of a user."""
     found = (
         select(Checkpoint)
         .join(Model, col(Model.model_id) == Checkpoint.model_id)
         .join(ClientSession, col(ClientSession.session_id) == Model.session_id)
-        .where(ClientSession.owner == owner, _is_alive())
+        .where(ClientSession.owner == owner, col(Checkpoint.kind).in_(kinds), _is_alive())
     )
     page = db.exec(found.order_by(*_newest_first()).limit(limit).offset(offset))
     cursor = listings.Cursor(offset=offset, limit=limit, total_count=_count(db, found))

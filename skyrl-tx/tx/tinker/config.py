@@ -99,6 +99,9 @@ class TxConfig(BaseModel):
     max_body_bytes: Annotated[int, Ge(1024)] = 256 << 20
     """The largest body of a request, decompressed."""
 
+    compress_passes: bool = False
+    """Whether clients are to compress what they send to train on: worth it where the network is slower than zstd."""
+
     retention_sec: Annotated[float, Gt(0)] = 24 * 3600
     """For how long a result can be asked for again; the large parts of older requests are deleted."""
 
@@ -188,11 +191,13 @@ def _secrets(told: Mapping[str, Any], environment: Mapping[str, str]) -> dict[st
 def arguments_of(config: TxConfig) -> list[str]:
     """A command line with the same settings, but for the secrets, which `environment_of` has."""
     told = config.model_dump(mode="json", exclude=set(SECRET_FIELDS) | {"api_keys_file", "start_engine"})
-    return [f"{_flag(name)}={_written(value)}" for name, value in told.items() if value is not None]
+    return [_argument(name, value) for name, value in told.items() if value is not None]
 
 
-def _written(value: object) -> str:
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+def _argument(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return _flag(name if value else f"no_{name}")
+    return f"{_flag(name)}={json.dumps(value) if isinstance(value, dict) else value}"
 
 
 def environment_of(config: TxConfig) -> dict[str, str]:

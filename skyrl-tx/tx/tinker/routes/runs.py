@@ -13,6 +13,7 @@ from tx.tinker.copying import check_copy, copy_files, record_copy, target_path
 from tx.tinker.db_models import Checkpoint
 from tx.tinker.refusal import refuse
 from tx.tinker.replies import reply
+from tx.tinker.routes.older_clients import readable_kinds
 from tx.tinker.routes.paging import Limit, Offset
 from tx.tinker.service import Call, Caller
 from tx.tinker.wire import listings
@@ -56,7 +57,8 @@ async def get_run_checkpoints(call: Caller, run_id: str) -> Response:
 
     def ask(db: Session, owner: str) -> listings.CheckpointList:
         store.find_model(db, run_id, owner)
-        found = catalog.checkpoints_of(db, [run_id])
+        kinds = readable_kinds(call.http.headers)
+        found = [one for one in catalog.checkpoints_of(db, [run_id]) if one.kind in kinds]
         return listings.CheckpointList(checkpoints=[catalog.checkpoint_info(one) for one in found])
 
     return reply(await call.read(ask))
@@ -65,7 +67,12 @@ async def get_run_checkpoints(call: Caller, run_id: str) -> Response:
 @router.get("/checkpoints")
 async def get_checkpoints(call: Caller, limit: Limit = 100, offset: Offset = 0) -> Response:
     """Of all runs, the newest first."""
-    return reply(await call.read(lambda db, owner: catalog.list_checkpoints(db, owner, limit=limit, offset=offset)))
+    kinds = readable_kinds(call.http.headers)
+
+    def ask(db: Session, owner: str) -> listings.CheckpointList:
+        return catalog.list_checkpoints(db, owner, kinds, limit=limit, offset=offset)
+
+    return reply(await call.read(ask))
 
 
 @router.post("/weights_info")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 
 from fastapi import APIRouter, Response
 from sqlmodel import Session
 
 from tx.tinker import store
 from tx.tinker.catalog import list_sessions, search_sessions, session_info
+from tx.tinker.checkpoint_files import delete_folder, snapshots_folder
 from tx.tinker.db_models import Session as ClientSession
 from tx.tinker.db_models import SessionStatus, now
 from tx.tinker.refusal import Refusal
@@ -31,7 +33,7 @@ async def healthz() -> Response:
 @router.post("/client/config")
 async def client_config(call: Caller) -> Response:
     """What clients are to do."""
-    return reply(answers.ClientConfig())
+    return reply(answers.ClientConfig(proto_compress_fwdbwd=call.service.config.compress_passes))
 
 
 @router.post("/client/dynamic_config")
@@ -102,6 +104,8 @@ async def finish_session(call: Caller, session_id: str, asked: wire.FinishSessio
 
     await call.write(finish)
     call.service.ring()
+    call.service.promises.ring()
+    await call.service.compute(partial(delete_folder, snapshots_folder(call.service.config, session_id)))
     return reply(answers.Empty())
 
 
