@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +18,11 @@ from tx.tinker.types import UserError
 SCHEME = "tinker://"
 MODEL_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,10}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}", re.ASCII)
-DELETED = ".deleted-"
-"""How folders begin that are about to go."""
+SECONDS_UNTOUCHED = 3600
+"""After which nobody can still be writing there."""
+SNAPSHOTS = "snapshots"
+UNFINISHED, DELETED = ".unfinished-", ".deleted-"
+"""How folders begin that are not there yet, and those that are about to go."""
 
 
 class TinkerPath(NamedTuple):
@@ -77,12 +83,65 @@ def checkpoint_folder(config: TxConfig, path: str) -> Path:
     return config.checkpoints_base / parts.model_id.replace(":", "_") / parts.kind / parts.name
 
 
-def delete_checkpoint_files(config: TxConfig, path: str) -> None:
-    """Delete its files, all at once for who looks at the folder; none are no error."""
-    folder = checkpoint_folder(config, path)
+def snapshot_folder(config: TxConfig, sampling_session_id: str) -> Path:
+    """Where the weights of a sampling session are that have no name: `<base>/snapshots/<session>/<number>`."""
+    session_id, _, number = sampling_session_id.rpartition(":sample:")
+    return snapshots_folder(config, session_id) / number
+
+
+def snapshots_folder(config: TxConfig, session_id: str) -> Path:
+    """Where all weights without a name are of a client's session."""
+    return config.checkpoints_base / SNAPSHOTS / session_id
+
+
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Have a folder filled, which is complete or absent whatever happens, and takes the place of an earlier one."""
+    unfinished = folder.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
+    unfinished.mkdir(parents=True)
+    try:
+        write(unfinished)
+        _sync(unfinished)
+        delete_folder(folder)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    _sync_one(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    """So that it is on the disk before its name is."""
+    for path in (*folder.rglob("*"), folder):
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder, all at once for who looks at it; none is no error."""
     aside = folder.with_name(f"{DELETED}{secrets.token_hex(8)}")
     try:
         folder.rename(aside)
     except FileNotFoundError:
         return
     shutil.rmtree(aside)
+
+
+def delete_checkpoint_files(config: TxConfig, path: str) -> None:
+    """Delete the files of a checkpoint; none are no error."""
+    delete_folder(checkpoint_folder(config, path))
+
+
+def delete_leftovers(base: Path) -> None:
+    """Delete what a process has not finished writing or deleting when it was killed."""
+    for pattern in ("*", "*/*", "*/*/*"):
+        for folder in base.glob(pattern):
+            is_left = folder.name.startswith((UNFINISHED, DELETED))
+            if is_left and time.time() - folder.stat().st_mtime > SECONDS_UNTOUCHED:
+                shutil.rmtree(folder, ignore_errors=True)

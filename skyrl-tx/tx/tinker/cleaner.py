@@ -12,7 +12,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlmodel import Session
 
 from tx.tinker import retention, store
-from tx.tinker.checkpoint_files import delete_checkpoint_files
+from tx.tinker.checkpoint_files import (
+    SNAPSHOTS,
+    delete_checkpoint_files,
+    delete_folder,
+    delete_leftovers,
+    snapshots_folder,
+)
 from tx.tinker.db_models import SessionStatus
 from tx.tinker.service import Service
 
@@ -50,10 +56,21 @@ class Cleaner:
             for session_id in await self._service.write(partial(_end_stale, timeout=config.session_timeout_sec)):
                 logger.info("session %s has ended: not heard of for %g s", session_id, config.session_timeout_sec)
             self._service.ring()
+            self._service.promises.ring()
+        await self._delete_snapshots()
+        await self._service.compute(partial(delete_leftovers, config.checkpoints_base))
         for path in await self._service.write(_drop_expired):
             await self._service.compute(partial(delete_checkpoint_files, config, path))
             logger.info("checkpoint %s is deleted: its time was over", path)
         await self._service.write(partial(retention.forget_results, retention=config.retention_sec))
+
+    async def _delete_snapshots(self) -> None:
+        """Of sessions that have ended; an engine may have written one in the same moment."""
+        base = self._service.config.checkpoints_base / SNAPSHOTS
+        there = await self._service.compute(lambda: [folder.name for folder in base.glob("[!.]*")])
+        for session_id in await self._service.read(partial(retention.ended_of, session_ids=there)):
+            await self._service.compute(partial(delete_folder, snapshots_folder(self._service.config, session_id)))
+            logger.info("the snapshots of session %s are deleted: it has ended", session_id)
 
 
 def _end_stale(db: Session, timeout: float) -> list[str]:

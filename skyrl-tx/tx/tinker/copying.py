@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from pathlib import Path
 
 from sqlmodel import Session
 
 from tx.tinker import store
-from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, parse_path
+from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, parse_path, write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import Checkpoint, Model, ModelStatus, SessionStatus
 from tx.tinker.db_models import Session as ClientSession
@@ -19,11 +20,12 @@ from tx.tinker.wire.requests import CopyWeightsRequest
 
 def copy_files(config: TxConfig, source: str, target: str) -> None:
     """The files of a checkpoint under another path, sharing what they hold where the file system can."""
-    folder = checkpoint_folder(config, target)
-    unfinished = folder.with_name(f".unfinished-{folder.name}-{uuid.uuid4().hex}")
-    shutil.copytree(checkpoint_folder(config, source), unfinished, copy_function=_link_or_copy)
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    there = checkpoint_folder(config, source)
+
+    def write(folder: Path) -> None:
+        shutil.copytree(there, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+    write_folder(checkpoint_folder(config, target), write)
 
 
 def _link_or_copy(source: str, target: str) -> str:

@@ -58,6 +58,7 @@ class ModelStatus(StrEnum):
     PENDING = "pending"
     READY = "ready"
     FAILED = "failed"
+    UNLOADING = "unloading"  # after what was asked of it before
     UNLOADED = "unloaded"
 
 
@@ -116,6 +117,7 @@ class Request(SQLModel, table=True):
     request_id: int | None = Field(default=None, sa_column=Column(BigNumber, primary_key=True, autoincrement=True))
     kind: Kind
     status: RequestStatus = Field(default=RequestStatus.PENDING, index=True)
+    owner: str = "local"
     session_id: str | None = Field(default=None, index=True)
     model_id: str | None = Field(default=None, index=True)
     seq_id: int | None = None  # unique in a model: the same twice is the same request
@@ -127,6 +129,7 @@ class Request(SQLModel, table=True):
     is_result_protobuf: bool = False
     error: str | None = None
     error_category: str | None = None  # "user", "server"
+    n_tries: int = 0  # by engines that died meanwhile
     created_at: datetime = Field(default_factory=now)
     completed_at: datetime | None = None
 

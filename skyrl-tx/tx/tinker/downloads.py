@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import os
+import secrets
 import tarfile
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -17,6 +20,24 @@ from tx.tinker.refusal import Refusal
 READ_SIZE = 1 << 20
 ARCHIVE = "archive.tar"
 """The file that stands for all of them."""
+
+
+KEY_FILE, KEY_SIZE = "download_key", 32
+
+
+def signing_key(folder: Path) -> bytes:
+    """The key in a folder, made by the first who asks: addresses stay good when a server is started again."""
+    file = folder / KEY_FILE
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f".{KEY_FILE}-{secrets.token_hex(8)}"
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(secrets.token_bytes(KEY_SIZE))
+        with contextlib.suppress(FileExistsError):  # another was faster
+            os.link(new, file)
+        new.unlink()
+    return file.read_bytes()
 
 
 class Download(NamedTuple):
@@ -37,7 +58,7 @@ def verify(token: str, key: bytes) -> Download:
     """What it allows; `Refusal` 403 if it is not ours, or its time is over."""
     told, _, signature = token.partition(".")
     if not hmac.compare_digest(_signature(told, key).encode(), signature.encode()):
-        raise Refusal(403, "this address is not signed by this server, which may have been started anew; ask again")
+        raise Refusal(403, "this address is not signed by this server; ask for a new one")
     download = Download(*json.loads(urlsafe_b64decode(told + "=" * (-len(told) % 4))))
     if time.time() > download.expires:
         raise Refusal(403, "the time of this address is over; ask for a new one")

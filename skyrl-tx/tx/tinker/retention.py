@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,13 @@ def stale_sessions(db: Session, timeout: float) -> list[ClientSession]:
     limit = now() - timedelta(seconds=timeout)
     stale = (ClientSession.status == SessionStatus.ACTIVE, col(ClientSession.last_seen_at) < limit)
     return list(db.exec(select(ClientSession).where(*stale)))
+
+
+def ended_of(db: Session, session_ids: Collection[str]) -> list[str]:
+    """Those of some sessions that are not active."""
+    is_active = (col(ClientSession.session_id).in_(session_ids), ClientSession.status == SessionStatus.ACTIVE)
+    active = set(db.exec(select(ClientSession.session_id).where(*is_active)))
+    return sorted(set(session_ids) - active)
 
 
 def expired_checkpoints(db: Session) -> list[Checkpoint]:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from tx.tinker.db_models import EngineState
 from tx.tinker.tokens import LOOKED_AT
-from tx.tinker.types import UserError
+from tx.tinker.types import MOST_STOP_TOKENS, MOST_TOP, UserError
 from tx.tinker.validation import check_tokens
 from tx.tinker.wire.requests import SampleRequest, Sampling
 from tx.tinker.wire.sample_job import SampleJob, SampleWeights
 from tx.tinker.wire.tensors import chunk_tokens
 
-MOST_STOPS = 64
-MOST_TOP = 1024
-
 
 def sample_job(asked: SampleRequest, weights: SampleWeights, state: EngineState | None) -> SampleJob:
-    """The job of a request that asks for nothing unsupported."""
+    """The job of a request that asks for nothing unsupported; `state` is None before there was an engine."""
     _refuse_unsupported(asked)
     prompt = [token for chunk in asked.prompt.chunks for token in chunk_tokens(chunk.model_dump(), "prompt")]
     if not prompt:
         raise UserError("prompt is empty; give at least one token")
     params = asked.sampling_params
-    tokens, strings = _stops(params, state)
-    if state is not None:
-        check_tokens(prompt, "prompt", state)
-        check_tokens(tokens or [], "stop", state)
-        _check_length(len(prompt), params.max_tokens, state)
-    return SampleJob(
+    tokens, strings = _stops(params)
+    job = SampleJob(
         weights=weights,
         prompt=prompt,
         n_samples=asked.num_samples,
@@ -38,9 +31,24 @@ def sample_job(asked: SampleRequest, weights: SampleWeights, state: EngineState 
         stop_tokens=tokens,
         stop_strings=strings,
         wants_prompt_logprobs=bool(asked.prompt_logprobs),
-        n_top_prompt=_top("topk_prompt_logprobs", asked.topk_prompt_logprobs, state),
-        n_top_sampled=_top("topk_sample_logprobs", asked.topk_sample_logprobs, state),
+        n_top_prompt=_top("topk_prompt_logprobs", asked.topk_prompt_logprobs),
+        n_top_sampled=_top("topk_sample_logprobs", asked.topk_sample_logprobs),
     )
+    if state is not None:
+        check_job(job, state)
+    return job
+
+
+def check_job(job: SampleJob, state: EngineState) -> None:
+    """What is asked must fit the model."""
+    check_tokens(job.prompt, "prompt", state)
+    check_tokens(job.stop_tokens or [], "stop", state)
+    _check_length(len(job.prompt), job.max_tokens, state)
+    if job.stop_strings and not state.has_tokenizer:
+        raise UserError("stop has strings, and the model's folder has no tokenizer; give tokens")
+    n_top = max(job.n_top_prompt, job.n_top_sampled)
+    if n_top > state.vocab_size:
+        raise UserError(f"{n_top} of the likeliest tokens are asked for, and the model has {state.vocab_size} tokens")
 
 
 def _refuse_unsupported(asked: SampleRequest) -> None:
@@ -51,7 +59,7 @@ def _refuse_unsupported(asked: SampleRequest) -> None:
             raise UserError(f"{name} is not supported by this server; leave it out")
 
 
-def _stops(params: Sampling, state: EngineState | None) -> tuple[list[int] | None, list[str]]:
+def _stops(params: Sampling) -> tuple[list[int] | None, list[str]]:
     """Tokens and strings that end a sample.
 
     Given tokens, even none, are all there is; strings come besides the tokens that end a sequence of the model.
@@ -60,14 +68,12 @@ def _stops(params: Sampling, state: EngineState | None) -> tuple[list[int] | Non
     if stop is None:
         return None, []
     given = [stop] if isinstance(stop, str) else stop
-    if len(given) > MOST_STOPS:
-        raise UserError(f"stop has {len(given)} entries; give at most {MOST_STOPS}")
+    if len(given) > MOST_STOP_TOKENS:
+        raise UserError(f"stop has {len(given)} entries; give at most {MOST_STOP_TOKENS}")
     tokens = [one for one in given if isinstance(one, int)]
     strings = [one for one in given if isinstance(one, str)]
     if not strings:
         return tokens, []
-    if state is not None and not state.has_tokenizer:
-        raise UserError("stop has strings, and the model's folder has no tokenizer; give tokens")
     for string in strings:
         if not 0 < len(string) <= LOOKED_AT:
             raise UserError(f"stop holds {string[:100]!r}, of {len(string)} characters; give 1 to {LOOKED_AT}")
@@ -85,8 +91,7 @@ def _check_length(n_prompt: int, max_tokens: int | None, state: EngineState) -> 
         )
 
 
-def _top(name: str, asked: int, state: EngineState | None) -> int:
-    most = MOST_TOP if state is None else min(MOST_TOP, state.vocab_size)
-    if asked > most:
-        raise UserError(f"{name}={asked} is more than {most}")
+def _top(name: str, asked: int) -> int:
+    if asked > MOST_TOP:
+        raise UserError(f"{name}={asked} is more than {MOST_TOP}")
     return asked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +19,7 @@ from tx.tinker.config import TxConfig
 from tx.tinker.database import open_database, reading, writing
 from tx.tinker.db_models import EngineState, now
 from tx.tinker.doorbell import POLL_SEC
+from tx.tinker.downloads import signing_key
 from tx.tinker.metrics import Metrics
 from tx.tinker.promises import BACKUP_SEC, Promises
 from tx.tinker.submission import Submission
@@ -36,7 +36,7 @@ class Service:
     def __init__(self, config: TxConfig, supervisor: Supervisor | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.url_key = secrets.token_bytes(32)
+        self.url_key = signing_key(config.checkpoints_base)
         self.started_at = now()
         self.database = open_database(config.database_url)
         self.promises = Promises(lambda: self.read(store.still_pending))

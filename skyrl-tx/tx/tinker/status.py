@@ -13,6 +13,7 @@ from sqlmodel import Session, col, select
 
 from tx.tinker.db_models import EngineState, Kind, Model, ModelStatus, Request, RequestStatus, SessionStatus, now
 from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.store import LIVING
 
 MOST_ROWS = 50
 MOST_ERRORS = 20
@@ -40,8 +41,8 @@ def pending_by_kind(db: Session) -> dict[Kind, int]:
 
 def look(db: Session) -> Status:
     """Now."""
-    living = (ModelStatus.PENDING, ModelStatus.READY)
-    models = select(Model).where(col(Model.status).in_(living)).order_by(col(Model.last_request_at).desc())
+    there = (*LIVING, ModelStatus.UNLOADING)
+    models = select(Model).where(col(Model.status).in_(there)).order_by(col(Model.last_request_at).desc())
     sessions = select(ClientSession).where(ClientSession.status == SessionStatus.ACTIVE)
     recent = _recent(db)
     return Status(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from datetime import datetime, timedelta
 
@@ -29,6 +30,8 @@ from tx.tinker.refusal import Refusal, busy, not_found, refuse
 
 __all__ = ["open_database", "reading", "writing"]  # besides what is below, for those who import no other module
 
+LIVING = (ModelStatus.PENDING, ModelStatus.READY)
+"""Models that take requests."""
 SEEN_EVERY = timedelta(seconds=2)
 """How often it is written down that a session was heard of."""
 
@@ -99,7 +102,7 @@ def active_model(db: Session, model_id: str, owner: str) -> Model:
     """A model that takes requests; and its session was heard of."""
     model = find_model(db, model_id, owner)
     active_session(db, model.session_id, owner)
-    if model.status is ModelStatus.UNLOADED:
+    if model.status in (ModelStatus.UNLOADING, ModelStatus.UNLOADED):
         refuse(f"model {model_id} was unloaded; load a checkpoint of it into a new one")
     if model.status is ModelStatus.FAILED:
         refuse(f"model {model_id} could not be created: {_why_failed(db, model_id)}")
@@ -206,19 +209,19 @@ def has_trained(db: Session, model_id: str) -> bool:
 
 def n_models(db: Session) -> int:
     """Those that take memory, or are going to."""
-    living = (ModelStatus.PENDING, ModelStatus.READY)
-    return db.exec(select(func.count()).select_from(Model).where(col(Model.status).in_(living))).one()
+    return db.exec(select(func.count()).select_from(Model).where(col(Model.status).in_(LIVING))).one()
 
 
-def queue_unload(db: Session, model: Model) -> None:
+def queue_unload(db: Session, model: Model, owner: str) -> None:
     """Have the engine forget a model after what was asked of it before; once is enough."""
-    asked = select(Request.request_id).where(Request.model_id == model.model_id, Request.kind == Kind.UNLOAD_MODEL)
-    if model.status in (ModelStatus.UNLOADED, ModelStatus.FAILED) or db.exec(asked.limit(1)).first() is not None:
+    if model.status not in LIVING:
         return
+    model.status = ModelStatus.UNLOADING
     payload = f'{{"model_id":"{model.model_id}"}}'.encode()
     db.add(
         Request(
             kind=Kind.UNLOAD_MODEL,
+            owner=owner,
             session_id=model.session_id,
             model_id=model.model_id,
             payload=payload,
@@ -228,10 +231,33 @@ def queue_unload(db: Session, model: Model) -> None:
 
 
 def end_session(db: Session, session: ClientSession, status: SessionStatus, reason: str) -> None:
-    """Nothing more is accepted of it; what it asked for is done, and then its models are unloaded."""
+    """Nothing more is accepted of it. What it asked to be saved is still saved; the rest, which nobody will ask for, is
+    cancelled; and its models are unloaded.
+    """
     session.status, session.end_reason = status, reason
+    _cancel(db, col(Request.session_id) == session.session_id, col(Request.kind) == Kind.SAMPLE)
     for model in db.exec(select(Model).where(Model.session_id == session.session_id)):
-        queue_unload(db, model)
+        of_model = col(Request.model_id) == model.model_id
+        _cancel(db, of_model, col(Request.kind) != Kind.UNLOAD_MODEL, col(Request.request_id) > _last_save(db, model))
+        queue_unload(db, model, session.owner)
+
+
+def _last_save(db: Session, model: Model) -> int:
+    """The last request of a model that waits, and of which something will be left; 0 without one."""
+    saves = select(Request).where(
+        Request.model_id == model.model_id,
+        Request.status == RequestStatus.PENDING,
+        col(Request.kind).in_((Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL, Kind.SAVE_WEIGHTS_FOR_SAMPLER)),
+    )
+    for request in db.exec(saves.order_by(col(Request.request_id).desc())):
+        if json.loads(request.payload).get("path") is not None:  # it has a name
+            return request.request_id or 0
+    return 0
+
+
+def _cancel(db: Session, *which: ColumnElement[bool]) -> None:
+    waiting = (*which, col(Request.status) == RequestStatus.PENDING)
+    db.exec(update(Request).where(*waiting).values(status=RequestStatus.CANCELLED, completed_at=now()))
 
 
 # -- answering
@@ -251,8 +277,7 @@ def find_request(db: Session, request_id: int, owner: str) -> Request:
     """A request, without its payload and result; `Refusal` 404 without one."""
     light = (defer(col(Request.payload)), defer(col(Request.result)))  # type: ignore[arg-type]
     request = db.get(Request, request_id, options=light)
-    session = request and request.session_id and db.get(ClientSession, request.session_id)
-    if request is None or (isinstance(session, ClientSession) and session.owner != owner):
+    if request is None or request.owner != owner:
         not_found(f"there is no request {request_id}")
     return request
 
@@ -276,12 +301,7 @@ def still_pending(db: Session) -> set[int]:
 
 def cancel_sample(db: Session, request_id: int) -> None:
     """A sample is not wanted any more; done ones stay done, and other kinds are never cancelled."""
-    waiting = (
-        col(Request.request_id) == request_id,
-        col(Request.kind) == Kind.SAMPLE,
-        col(Request.status) == RequestStatus.PENDING,
-    )
-    db.exec(update(Request).where(*waiting).values(status=RequestStatus.CANCELLED, completed_at=now()))
+    _cancel(db, col(Request.request_id) == request_id, col(Request.kind) == Kind.SAMPLE)
 
 
 # -- checkpoints

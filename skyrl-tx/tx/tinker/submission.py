@@ -13,7 +13,16 @@ from tx.models.config import LoraConfig
 from tx.tinker import store
 from tx.tinker.checkpoint_files import checked_name, parse_path
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Checkpoint, CheckpointKind, EngineState, Kind, Model, Request
+from tx.tinker.db_models import (
+    Checkpoint,
+    CheckpointKind,
+    EngineState,
+    Kind,
+    Model,
+    ModelStatus,
+    Request,
+    SamplingSession,
+)
 from tx.tinker.refusal import refuse
 from tx.tinker.types import Pass
 from tx.tinker.validation import check_base_model, check_lora
@@ -39,6 +48,7 @@ class Submission:
 
     def add(self, request: Request, check: Callable[[], None]) -> int:
         """The id of a request: of the earlier one if it is a repetition, and else of a new one that `check` admits."""
+        request.owner = self.owner
         earlier = store.earlier_request(self.db, request)
         if earlier is not None:
             assert earlier.request_id is not None
@@ -66,7 +76,8 @@ def _json(asked: wire.Asked) -> bytes:
 def create_model(to: Submission, asked: wire.CreateModelRequest) -> int:
     """A new model, of the next number of its session."""
     lora = asked.lora_config or wire.Lora()
-    chosen = lora.model_copy(update={"seed": secrets.randbelow(1 << 31) if lora.seed is None else lora.seed})
+    seed = secrets.randbelow(1 << 31) if lora.seed is None else lora.seed % (1 << 64)  # generators take none below 0
+    chosen = lora.model_copy(update={"seed": seed})
     model = _new_model(asked.session_id, asked.model_seq_id, to.config, LoraConfig(**chosen.model_dump()))
     model.user_metadata = asked.user_metadata
     whole = asked.model_copy(update={"lora_config": chosen, "model_id": model.model_id})
@@ -100,7 +111,10 @@ def _add_model(to: Submission, model: Model) -> None:
         refuse(f"there is a model {model.model_id} already; count model_seq_id up for each new one")
     n_models = store.n_models(to.db)
     if n_models >= to.config.max_models:
-        refuse(f"there are {n_models} models under training, which is the server's limit; unload one, or end a session")
+        refuse(
+            f"there are {n_models} models under training, which is the server's limit, --max-models; "
+            "unload one, end a session that has one, or try again when another client has"
+        )
     to.db.add(model)
     to.db.flush()
 
@@ -214,7 +228,13 @@ def save_weights_for_sampler(to: Submission, asked: wire.SaveWeightsForSamplerRe
         refuse("save_weights_for_sampler takes either path or sampling_session_seq_id, and not both")
     model = store.find_model(to.db, asked.model_id, to.owner)
     snapshot = store.sampling_session_id_of(model.session_id, asked.sampling_session_seq_id)
-    return _of_model(to, kind, asked.model_id, asked.seq_id, asked.model_copy(update={"sampling_session_id": snapshot}))
+    whole = asked.model_copy(update={"sampling_session_id": snapshot})
+
+    def check() -> None:
+        if to.db.get(SamplingSession, snapshot) is not None:
+            refuse(f"there is a sampling session {snapshot} already; count up for each new one")
+
+    return _of_model(to, kind, asked.model_id, asked.seq_id, whole, check)
 
 
 def _named(asked: A, path: str | None, seq_id: int | None) -> A:
@@ -247,7 +267,13 @@ def _save(
 
 def unload_model(to: Submission, asked: wire.ModelRequest) -> int:
     """Forget a model."""
-    return _of_model(to, Kind.UNLOAD_MODEL, asked.model_id, None, asked)
+    model = store.find_model(to.db, asked.model_id, to.owner)
+
+    def check() -> None:
+        store.active_model(to.db, asked.model_id, to.owner)
+        model.status = ModelStatus.UNLOADING  # so that there is room for another at once
+
+    return to.add(_request(Kind.UNLOAD_MODEL, model, None, _json(asked)), check)
 
 
 def _of_model(

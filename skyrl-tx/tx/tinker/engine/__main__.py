@@ -38,11 +38,17 @@ def main() -> None:
 
 
 def new_backend(config: TxConfig) -> Backend:
-    """The backend that is asked for."""
+    """The backend that is asked for; the packages of others need not be there."""
+    folder = model_folder(config.base_model)
+    if config.backend == "torch":
+        from tx.tinker.backends.torch.backend import TorchBackend
+        from tx.tinker.backends.torch.config import TorchConfig
+
+        return TorchBackend(folder, config.model_name, TorchConfig(**config.backend_config))
     from tx.tinker.backends.jax.backend import JaxBackend
     from tx.tinker.backends.jax.config import JaxConfig
 
-    return JaxBackend(model_folder(config.base_model), config.model_name, JaxConfig(**config.backend_config))
+    return JaxBackend(folder, config.model_name, JaxConfig(**config.backend_config))
 
 
 def model_folder(name: str) -> Path:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Engine as Database
@@ -14,7 +14,7 @@ from sqlmodel import Session
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
-from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder
+from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.database import reading
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession, now
@@ -66,6 +66,7 @@ class Handlers:
                 logger.exception("request %d (%s) failed", request.request_id, request.kind)
             also = None
             if request.kind in (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS):
+                self._backend.delete_model(request.model_id or "")
                 also = _set_status(request, ModelStatus.FAILED)
             return Outcome(request.request_id, error=error, also=also)
 
@@ -76,7 +77,7 @@ class Handlers:
         with reading(self._database) as session:
             lora = LoraConfig(**session.get_one(Model, asked.model_id).lora)
         self._backend.create_model(asked.model_id, lora)
-        return _done(request, ModelCreated(model_id=asked.model_id).to_bytes(), _set_status(request, ModelStatus.READY))
+        return _done(request, ModelCreated(model_id=asked.model_id).to_bytes(), _made(request))
 
     def _load_weights(self, request: Request) -> Outcome:
         asked = LoadWeightsRequest.model_validate_json(request.payload)
@@ -93,12 +94,7 @@ class Handlers:
         self._points.write(model_id, request.request_id)  # the checkpoint may be deleted
         lora = self._backend.models()[model_id]
 
-        def also(session: Session) -> None:
-            model = session.get_one(Model, model_id)
-            model.status, model.rank, model.lora = ModelStatus.READY, lora.rank, asdict(lora)
-            session.add(model)
-
-        return _done(request, WeightsLoaded(model_id=model_id, path=asked.path).to_bytes(), also)
+        return _done(request, WeightsLoaded(model_id=model_id, path=asked.path).to_bytes(), _made(request, lora))
 
     def _optim_step(self, request: Request) -> Outcome:
         assert request.model_id is not None
@@ -126,12 +122,18 @@ class Handlers:
         asked = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
         if asked.path is not None:
             path = TinkerPath(asked.model_id, CheckpointKind.SAMPLER, asked.path)
-            size = self._write(path, self._backend.save_weights, overwrite=True)
+            size = self._write(path, self._backend.save_weights, overwrite=False)
             also = self._record(path, size, asked.ttl_seconds, asked.user_metadata)
             return _done(request, WeightsSaved(path=str(path), type="save_weights_for_sampler").to_bytes(), also)
+        return self._keep_snapshot(request, asked)
+
+    def _keep_snapshot(self, request: Request, asked: SaveWeightsForSamplerRequest) -> Outcome:
         assert asked.sampling_session_id is not None
         assert asked.sampling_session_seq_id is not None
         assert request.session_id is not None
+        with reading(self._database) as session:
+            if session.get(SamplingSession, asked.sampling_session_id) is not None:
+                raise UserError(f"sampling session {asked.sampling_session_id} is there already; count up for each one")
         self._samplers.keep(asked.sampling_session_id, asked.model_id)
         kept = SamplingSession(
             sampling_session_id=asked.sampling_session_id,
@@ -146,7 +148,7 @@ class Handlers:
     def _save_external(self, request: Request) -> Outcome:
         asked = SaveWeightsExternalRequest.model_validate_json(request.payload)
         path = TinkerPath(asked.model_id, CheckpointKind.EXTERNAL, asked.path)
-        size = self._write(path, self._backend.save_weights, overwrite=True)
+        size = self._write(path, self._backend.save_weights, overwrite=False)
         also = self._record(path, size, asked.ttl_seconds, None)
         answer = WeightsSaved(path=str(path), size_bytes=size, type="save_weights_external")
         return _done(request, answer.to_bytes(), also)
@@ -158,12 +160,7 @@ class Handlers:
             is_there = session.get(Checkpoint, (path.model_id, path.kind, path.name)) is not None
         if is_there and not overwrite:
             raise UserError(f"there is a checkpoint {path} already; choose another name, or overwrite it")
-        unfinished = folder.with_name(f".unfinished-{folder.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        save(path.model_id, unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        write_folder(folder, partial(save, path.model_id))
         return sum(file.stat().st_size for file in folder.iterdir())
 
     def _record(
@@ -183,6 +180,19 @@ class Handlers:
         return lambda session: session.merge(checkpoint)
 
 
+def _made(request: Request, lora: LoraConfig | None = None) -> Also:
+    """A model is there, unless it is not wanted any more."""
+
+    def also(session: Session) -> None:
+        model = session.get_one(Model, request.model_id)
+        if model.status is ModelStatus.PENDING:
+            model.status = ModelStatus.READY
+        if lora is not None:
+            model.rank, model.lora = lora.rank, asdict(lora)
+
+    return also
+
+
 def _done(request: Request, result: bytes, also: Also | None = None) -> Outcome:
     assert request.request_id is not None
     return Outcome(request.request_id, result, also=also)
@@ -190,8 +200,6 @@ def _done(request: Request, result: bytes, also: Also | None = None) -> Outcome:
 
 def _set_status(request: Request, status: ModelStatus) -> Also:
     def also(session: Session) -> None:
-        model = session.get_one(Model, request.model_id)
-        model.status = status
-        session.add(model)
+        session.get_one(Model, request.model_id).status = status
 
     return also

@@ -1,22 +1,46 @@
-"""The requests that wait, as the database has them: those of a model in their order, and samples."""
+"""The requests that wait, as the database has them: those of a model in their order, and samples.
+
+What a request asks for is read when it begins, so that a long queue takes no memory. That it has begun is written down:
+one that was under way each time an engine died is suspect, is done with nothing beside it, and is given up in the end.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sqlalchemy import Engine as Database
 from sqlalchemy import update
+from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
 from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Request, RequestStatus, now
-from tx.tinker.types import UserError
+from tx.tinker.types import TinkerError, UserError
 
-MOST_AT_ONCE = 256  # requests that are read at once
+SECONDS_BETWEEN_LOOKS = 0.25  # at whether what has begun is cancelled
+TRIES_TOGETHER, MOST_TRIES = 2, 3  # beside other requests; at all
+MOST_WORDS = 2000  # characters of an error
 
 Also = Callable[[Session], object]
+
+
+class Waiting(NamedTuple):
+    """A request that has not begun."""
+
+    request_id: int
+    kind: Kind
+    model_id: str | None
+    session_id: str | None
+    n_tries: int  # by engines that died meanwhile
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it should have nothing beside it."""
+        return self.n_tries >= TRIES_TOGETHER
 
 
 @dataclass(slots=True)
@@ -35,22 +59,94 @@ class Queue:
     """Requests from the database, until their outcomes are written there."""
 
     database: Database
-    by_model: dict[str, deque[Request]] = field(default_factory=dict)
-    samples: dict[str, deque[Request]] = field(default_factory=dict)  # by session, so that each has its turn
-    cancelled: set[int] = field(default_factory=set)
-    _known: set[int] = field(default_factory=set)
+    by_model: dict[str, deque[Waiting]] = field(default_factory=dict)
+    samples: dict[str, deque[Waiting]] = field(default_factory=dict)  # by session, so that each has its turn
+    suspects: deque[Waiting] = field(default_factory=deque)  # samples
+    begun: set[int] = field(default_factory=set)
+    _last: int = 0
+    _looked_at: float = 0.0
 
     def fetch(self) -> int:
-        """Take the requests that have come; how many."""
+        """Take the requests that have come; how many. Numbers are given in the order in which they are seen."""
+        columns = (Request.request_id, Request.kind, Request.model_id, Request.session_id, Request.n_tries)
         with reading(self.database) as session:
-            ids = session.exec(select(Request.request_id).where(Request.status == RequestStatus.PENDING)).all()
-            new = sorted(one for one in ids if one is not None and one not in self._known)
-            for start in range(0, len(new), MOST_AT_ONCE):
-                some = select(Request).where(col(Request.request_id).in_(new[start : start + MOST_AT_ONCE]))
-                for request in session.exec(some.order_by(col(Request.request_id))):
-                    self._put(request)
-        self.cancelled = self._known.difference(one for one in ids if one is not None)
+            come = select(*columns).where(Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)  # type: ignore[call-overload]
+            new = [Waiting(*row) for row in session.exec(come.order_by(col(Request.request_id)))]
+        for one in new:
+            self._put(one)
+            self._last = one.request_id
         return len(new)
+
+    def _put(self, one: Waiting) -> None:
+        if one.kind != Kind.SAMPLE:
+            self.by_model.setdefault(one.model_id or "", deque()).append(one)
+        elif one.is_suspect:
+            self.suspects.append(one)
+        else:
+            self.samples.setdefault(one.session_id or "", deque()).append(one)
+
+    # -- beginning
+
+    def heads(self, busy: Collection[str]) -> list[Waiting]:
+        """The next request of every model that is not busy."""
+        return [waiting[0] for model_id, waiting in self.by_model.items() if model_id not in busy]
+
+    def next_suspect(self, busy: Collection[str]) -> Waiting | None:
+        """A request that should begin alone, if there is one."""
+        suspects = [head for head in self.heads(busy) if head.is_suspect]
+        return suspects[0] if suspects else self.suspects[0] if self.suspects else None
+
+    def next_samples(self, n: int) -> list[Waiting]:
+        """So many of the samples that wait: the sessions take turns."""
+        chosen: list[Waiting] = []
+        while self.samples and len(chosen) < n:
+            session_id = next(iter(self.samples))
+            waiting = self.samples.pop(session_id)
+            chosen.append(waiting.popleft())
+            if waiting:
+                self.samples[session_id] = waiting  # at the end of the row
+        return chosen
+
+    def begin(self, chosen: Sequence[Waiting]) -> list[Request]:
+        """They are under way from now on, and read: all but those that were cancelled while they waited."""
+        if not chosen:
+            return []
+        for one in chosen:
+            self._take(one)
+        ids = [one.request_id for one in chosen]
+        waiting = (col(Request.request_id).in_(ids), col(Request.status) == RequestStatus.PENDING)
+        with writing(self.database) as session:
+            session.exec(update(Request).where(*waiting).values(n_tries=col(Request.n_tries) + 1))
+            found = select(Request).where(*waiting).options(defer(col(Request.result)))  # type: ignore[arg-type]
+            requests = list(session.exec(found.order_by(col(Request.request_id))))
+        self.begun.update(_id(request) for request in requests)
+        return requests
+
+    def _take(self, one: Waiting) -> None:
+        if one.kind == Kind.SAMPLE:
+            if self.suspects and self.suspects[0] is one:
+                self.suspects.popleft()
+            return
+        waiting = self.by_model[one.model_id or ""]
+        assert waiting[0] is one, "requests of a model begin in their order"
+        waiting.popleft()
+        if not waiting:
+            del self.by_model[one.model_id or ""]
+
+    # -- ending
+
+    def cancelled(self) -> set[int]:
+        """What has begun and is not wanted any more; looked for now and then."""
+        if not self.begun or time.monotonic() - self._looked_at < SECONDS_BETWEEN_LOOKS:
+            return set()
+        self._looked_at = time.monotonic()
+        with reading(self.database) as session:
+            gone = (col(Request.request_id).in_(self.begun), col(Request.status) == RequestStatus.CANCELLED)
+            return set(session.exec(select(Request.request_id).where(*gone)))  # type: ignore[arg-type]
+
+    def forget(self, request_id: int) -> None:
+        """It is not under way any more, and has no outcome."""
+        self.begun.discard(request_id)
 
     def finish(self, outcomes: Iterable[Outcome]) -> None:
         """Write what came of requests. A request that was cancelled meanwhile stays so."""
@@ -64,38 +160,21 @@ class Queue:
                 )
                 if one.also is not None:
                     one.also(session)
-        self._known -= {one.request_id for one in done}
+        self.begun.difference_update(one.request_id for one in done)
 
-    def _put(self, request: Request) -> None:
-        self._known.add(_id(request))
-        if request.kind == Kind.SAMPLE:
-            self.samples.setdefault(request.session_id or "", deque()).append(request)
-        else:
-            self.by_model.setdefault(request.model_id or "", deque()).append(request)
+    def put_back(self) -> None:
+        """The engine ends of its own accord: what has begun is not to blame."""
+        with writing(self.database) as session:
+            session.exec(update(Request).where(col(Request.request_id).in_(self.begun)).values(n_tries=0))
+        self.begun.clear()
 
-    def heads(self, busy: Sequence[str] | set[str]) -> list[Request]:
-        """The next request of every model that is not busy."""
-        return [waiting[0] for model_id, waiting in self.by_model.items() if waiting and model_id not in busy]
 
-    def pop(self, request: Request) -> None:
-        """The head of a model has begun."""
-        waiting = self.by_model[request.model_id or ""]
-        assert waiting[0] is request, "requests of a model begin in their order"
-        waiting.popleft()
-        if not waiting:
-            del self.by_model[request.model_id or ""]
-
-    def next_sample(self) -> Request | None:
-        """The next sample request: the sessions take turns."""
-        for session_id in list(self.samples):
-            waiting = self.samples.pop(session_id)
-            request = waiting.popleft()
-            if waiting:
-                self.samples[session_id] = waiting  # at the end of the row
-            if request.request_id not in self.cancelled:
-                return request
-            self._known.discard(_id(request))
+def given_up(one: Waiting) -> Outcome | None:
+    """The outcome of a request that has been under way whenever an engine died; None of any other."""
+    if one.n_tries < MOST_TRIES:
         return None
+    words = f"the engine has died {one.n_tries} times while it did this request, the last time nothing beside it"
+    return Outcome(one.request_id, error=TinkerError(f"{words}; the server's log says of what"))
 
 
 def _columns(one: Outcome) -> dict[str, object]:
@@ -106,14 +185,18 @@ def _columns(one: Outcome) -> dict[str, object]:
             "is_result_protobuf": one.is_protobuf,
             "completed_at": now(),
         }
-    is_users = isinstance(one.error, UserError)
-    message = str(one.error) if is_users else f"{type(one.error).__name__}: {one.error}"
     return {
         "status": RequestStatus.FAILED,
-        "error": message,
-        "error_category": "user" if is_users else "server",
+        "error": _in_words(one.error),
+        "error_category": "user" if isinstance(one.error, UserError) else "server",
         "completed_at": now(),
     }
+
+
+def _in_words(error: Exception) -> str:
+    """What a database takes as text: a library's message may hold anything."""
+    told = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
+    return told[:MOST_WORDS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 
 def _id(request: Request) -> int:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Engine as Database
-from sqlmodel import Session, select
+from sqlalchemy.orm import defer
+from sqlmodel import Session, col, select
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
-from tx.tinker.checkpoint_files import checkpoint_folder
+from tx.tinker.checkpoint_files import checkpoint_folder, write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus
@@ -27,6 +29,8 @@ from tx.tinker.wire.requests import LoadWeightsRequest, OptimStepRequest
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN = 30.0
+THERE = (ModelStatus.READY, ModelStatus.UNLOADING)  # the latter may have something to save before it goes
+AT_ONCE = 16  # requests that are read at once to be done again
 
 
 class RestorePoints:
@@ -49,12 +53,7 @@ class RestorePoints:
     def write(self, model_id: str, request_id: int) -> None:
         """A restore point of a model that has no gradients, all of whose requests up to this one are done."""
         folder = self.folder(model_id, request_id)
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        self._backend.save_model(model_id, unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        write_folder(folder, partial(self._backend.save_model, model_id))
         with writing(self._database) as session:
             model = session.get_one(Model, model_id)
             model.restored_until = request_id
@@ -70,36 +69,44 @@ class RestorePoints:
         self._written.pop(model_id, None)
 
     def restore(self) -> None:
-        """Bring back every model that was there."""
+        """Bring back every model that was there. One that cannot be brought back is lost, and none of the others."""
         with reading(self._database) as session:
-            models = session.exec(select(Model).where(Model.status == ModelStatus.READY)).all()
-            for model in models:
-                started = time.monotonic()
-                n_requests = self._restore(session, model)
-                seconds = time.monotonic() - started
-                logger.info("model %s is back: %d requests done again in %.1f s", model.model_id, n_requests, seconds)
+            models = session.exec(select(Model).where(col(Model.status).in_(THERE))).all()
+        for model in models:
+            started = time.monotonic()
+            try:
+                n_requests = self._restore(model)
+            except Exception:
+                logger.exception("model %s cannot be brought back", model.model_id)
+                self._lose(model)
+                continue
+            seconds = time.monotonic() - started
+            logger.info("model %s is back: %d requests done again in %.1f s", model.model_id, n_requests, seconds)
 
-    def _restore(self, session: Session, model: Model) -> int:
-        point = self.folder(model.model_id, model.restored_until)
-        if model.restored_until:
-            self._backend.load_model(model.model_id, point, with_optimizer=True)
-        else:
-            self._begin(session, model)
-        again = (
-            select(Request)
-            .where(
+    def _lose(self, model: Model) -> None:
+        self._backend.delete_model(model.model_id)
+        with writing(self._database) as session:
+            session.get_one(Model, model.model_id).status = ModelStatus.FAILED
+
+    def _restore(self, model: Model) -> int:
+        with reading(self._database) as session:
+            if model.restored_until:
+                point = self.folder(model.model_id, model.restored_until)
+                self._backend.load_model(model.model_id, point, with_optimizer=True)
+            else:
+                self._begin(session, model)
+            again = select(Request).where(
                 Request.model_id == model.model_id,
                 Request.status == RequestStatus.DONE,
-                Request.request_id > model.restored_until,  # type: ignore[operator]
-                Request.kind.in_((Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)),  # type: ignore[attr-defined]
+                col(Request.request_id) > model.restored_until,
+                col(Request.kind).in_((Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)),
             )
-            .order_by(Request.request_id)  # type: ignore[arg-type]
-        )
-        n_requests = 0
-        for request in session.exec(again):
-            self._do_again(request)
-            n_requests += 1
-        return n_requests
+            in_order = again.order_by(col(Request.request_id)).options(defer(col(Request.result)))  # type: ignore[arg-type]
+            n_requests = 0
+            for request in session.exec(in_order.execution_options(yield_per=AT_ONCE)):
+                self._do_again(request)
+                n_requests += 1
+            return n_requests
 
     def _begin(self, session: Session, model: Model) -> None:
         first = select(Request).where(
@@ -123,9 +130,8 @@ class RestorePoints:
             return
         one = codec.pass_of(codec.message_from_bytes(request.payload))
         if not one.is_forward_only:
-            for found in self._backend.passes([one]):
-                if found is not None and isinstance(found[1], Exception):
-                    raise found[1]
+            for _ in self._backend.compute(one):
+                pass
 
     def _of_model(self, model_id: str) -> Path:
         return self._config.checkpoints_base / "restore" / model_id.replace(":", "_")

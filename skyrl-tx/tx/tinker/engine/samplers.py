@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 from tx.tinker.backends.base import Backend, Weights
-from tx.tinker.checkpoint_files import checkpoint_folder
+from tx.tinker.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.types import UserError
 from tx.tinker.wire.sample_job import SampleWeights
@@ -27,12 +26,7 @@ class Samplers:
     def keep(self, sampling_session_id: str, model_id: str) -> None:
         """A model's weights as they are now are those of a sampling session from now on."""
         folder = snapshot_folder(self._config, sampling_session_id)
-        unfinished = folder.with_name(f".unfinished-{folder.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        self._backend.save_weights(model_id, unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        write_folder(folder, partial(self._backend.save_weights, model_id))
         self._remember(folder, self._backend.weights_of(model_id))
 
     def find(self, told: SampleWeights) -> Weights:
@@ -58,13 +52,13 @@ class Samplers:
         self._remember(folder, weights)
         return weights
 
+    def forget_deleted(self) -> None:
+        """Let go of weights whose folders are gone: their sessions have ended, or they were deleted."""
+        for folder in [folder for folder in self._in_memory if not folder.is_dir()]:
+            del self._in_memory[folder]
+
     def _remember(self, folder: Path, weights: Weights) -> None:
         self._in_memory[folder] = (folder.stat().st_mtime_ns, weights)
         self._in_memory.move_to_end(folder)
         while len(self._in_memory) > MOST_IN_MEMORY:
             self._in_memory.popitem(last=False)
-
-
-def snapshot_folder(config: TxConfig, sampling_session_id: str) -> Path:
-    """Where the weights of a sampling session are kept."""
-    return config.checkpoints_base / "snapshots" / re.sub(r"[^A-Za-z0-9._-]", "_", sampling_session_id)

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tx_engine import Desk, new_backend
+
+
+@pytest.fixture
+def desk(tmp_path: Path, tiny_model: Path) -> Iterator[Desk]:
+    """With an engine on JAX."""
+    made = Desk(tmp_path, new_backend(tiny_model))
+    yield made
+    made.close()

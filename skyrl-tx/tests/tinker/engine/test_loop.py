@@ -1,0 +1,246 @@
+"""What an engine does with what the server accepted: nothing of it ends the engine, or costs another its turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tx_engine import CONTEXT, Desk, new_backend
+
+from tx.tinker.backends.jax.backend import JaxBackend
+from tx.tinker.db_models import EngineState, Kind, Model, ModelStatus, RequestStatus
+from tx.tinker.engine import loop, queue
+from tx.tinker.store import cancel_sample, still_pending
+from tx.tinker.submission import save_weights
+from tx.tinker.types import Pass, PassResult, SampleRequest
+from tx.tinker.wire import requests as wire
+
+
+def test_it_learns(desk: Desk) -> None:
+    model = desk.model(desk.session())
+    passes = []
+    for _ in range(3):
+        passes.append(desk.train(model))
+        desk.step(model)
+    desk.work()
+    losses = [desk.loss(one) for one in passes]
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_requests_of_a_model_are_done_in_their_order(desk: Desk) -> None:
+    model = desk.model(desk.session())
+    ids = [desk.train(model), desk.step(model), desk.train(model, is_forward_only=True)]
+    desk.work()
+    times = [desk.row(one).completed_at for one in ids]
+    assert times == sorted(times)  # type: ignore[type-var]
+    assert desk.loss(ids[2]) < desk.loss(ids[0])
+
+
+def test_a_forward_pass_does_not_delay_a_restore_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = desk.model(desk.session())
+    desk.train(model)
+    last_step = desk.step(model)
+    desk.train(model, is_forward_only=True)
+    desk.work()
+    monkeypatch.setattr(loop, "QUIET_SECONDS", 0.0)
+    desk.engine._write_points()
+    assert desk.change(lambda db: db.get_one(Model, model).restored_until) == last_step
+
+
+def test_gradients_delay_a_restore_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = desk.model(desk.session())
+    desk.step(model)
+    desk.train(model)
+    desk.work()
+    monkeypatch.setattr(loop, "QUIET_SECONDS", 0.0)
+    desk.engine._write_points()
+    assert desk.change(lambda db: db.get_one(Model, model).restored_until) == 0
+
+
+def test_it_says_that_it_is_there(desk: Desk) -> None:
+    desk.model(desk.session())
+    desk.sample()
+    desk.work()
+    desk.engine._state_at = 0.0
+    desk.engine._look_after()
+    state = desk.change(lambda db: db.get_one(EngineState, 1))
+    assert state.max_context == CONTEXT
+    assert state.status["tokens_sampled"] == 4
+    assert state.status["models"] == ["s:train:0"]
+    assert state.status["requests"] == {"create_model": 1, "sample": 1}
+
+
+def test_what_a_full_disk_costs(desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = desk.model(desk.session())
+    step = desk.step(model)
+    desk.work()
+    monkeypatch.setattr(loop, "QUIET_SECONDS", 0.0)
+
+    def full(model_id: str, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(desk.backend, "save_model", full)
+    desk.engine._write_points()
+    assert "no restore point of model s:train:0" in caplog.text
+    save = desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="full")))
+    desk.work()
+    assert desk.row(step).status is RequestStatus.DONE
+    assert "No space left" in (desk.row(save).error or "")
+    assert not [path for path in desk.config.checkpoints_base.rglob("*") if path.name.startswith(".unfinished")]
+
+
+# -- what the server may have accepted before it knew the model
+
+
+def unchecked(desk: Desk, submit: Callable[[], int]) -> int:
+    """A request that was accepted before any engine had said what its model can."""
+    desk.change(lambda db: [db.delete(one) for one in [db.get(EngineState, 1)] if one is not None])
+    return submit()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"prompt": [1, 64]}, "prompt holds token 64; the model knows 0 to 63"),
+        ({"prompt": [1] * 129, "max_tokens": None}, "are more than the model's 128"),
+        ({"max_tokens": 2**31 - 1}, "max_tokens=2147483647 are more than the model's 128 positions"),
+    ],
+)
+def test_samples_that_do_not_fit(desk: Desk, told: dict[str, Any], words: str) -> None:
+    wrong = unchecked(desk, lambda: desk.sample(**told))
+    right = desk.sample()
+    desk.work()
+    assert words in (desk.row(wrong).error or "")
+    assert desk.row(wrong).error_category == "user"
+    assert desk.result(right)
+
+
+def test_passes_that_do_not_fit(desk: Desk) -> None:
+    model = desk.model(desk.session())
+    wrong = [unchecked(desk, lambda: desk.train(model, [1] * 200)), unchecked(desk, lambda: desk.train(model, [1, 99]))]
+    right = desk.train(model)
+    desk.work()
+    assert [desk.row(one).error_category for one in wrong] == ["user", "user"]
+    assert desk.loss(right) > 0
+
+
+@pytest.mark.parametrize("n_prompt", [1, 63, 64, 65, 100, 127, 128])
+def test_a_cache_of_one_context_is_enough(desk: Desk, tiny_model: Path, n_prompt: int) -> None:
+    """Nothing that the limits allow waits for ever."""
+    desk.start(new_backend(tiny_model, cache_gib=(CONTEXT * 64) / (1 << 30)))
+    most = min(CONTEXT, desk.backend.base_model.max_context)
+    samples = [desk.sample([1] * min(n_prompt, most), max_tokens=None, num_samples=2) for _ in range(2)]
+    desk.work()
+    assert all(desk.result(one) for one in samples)
+
+
+def test_what_is_cancelled_makes_room(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "SECONDS_BETWEEN_LOOKS", 0.0)
+    ids = [desk.sample(max_tokens=100, num_samples=4) for _ in range(3)]
+    desk.engine._queue.fetch()
+    desk.engine.work()
+    assert len(desk.engine._sampling) == 3
+    for one in ids[:2]:
+        desk.change(lambda db, one=one: cancel_sample(db, one))
+    desk.engine.work()
+    assert len(desk.engine._sampling) == 1
+    desk.work()
+    assert [desk.row(one).status.value for one in ids] == ["cancelled", "cancelled", "done"]
+    assert desk.engine._queue.begun == set()
+
+
+# -- mistakes of a backend
+
+
+class Faulty(JaxBackend):
+    """Cannot train on token 13, and dies of it in a prompt."""
+
+    is_dying = False
+
+    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
+        if any(13 in datum.tokens for datum in asked.data):
+            raise ZeroDivisionError("13")
+        yield from super().compute(asked)
+
+    def sample(self, asked: SampleRequest, weights: Any, done: Any) -> Callable[[], None]:
+        self.is_dying = self.is_dying or 13 in asked.prompt
+        return super().sample(asked, weights, done)
+
+    def step(self) -> bool:
+        if self.is_dying:
+            raise MemoryError("by test")
+        return super().step()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, tiny_model: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path, new_backend(tiny_model, kind=Faulty))
+    yield made
+    made.close()
+
+
+def test_a_mistake_costs_one_pass(faulty: Desk) -> None:
+    session = faulty.session()
+    models = [faulty.model(session, number) for number in range(2)]
+    wrong, right, after = faulty.train(models[0], [12, 13, 1]), faulty.train(models[1]), faulty.train(models[0])
+    faulty.work()
+    assert (faulty.row(wrong).error, faulty.row(wrong).error_category) == ("ZeroDivisionError: 13", "server")
+    assert faulty.loss(right) == faulty.loss(after)
+
+
+def test_what_ends_engines_is_given_up(faulty: Desk, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = faulty.session()
+    model = faulty.model(session)
+    faulty.work()
+    innocent = [faulty.sample(), faulty.train(model), faulty.step(model)]
+    deadly = faulty.sample([13])
+    last = faulty.sample([5])
+    faulty.start(new_backend(tiny_model, kind=Faulty))
+    n_deaths = 0
+    while True:
+        try:
+            faulty.engine.run(lambda: not faulty.change(still_pending))
+        except MemoryError:
+            n_deaths += 1
+            faulty.start(new_backend(tiny_model, kind=Faulty))
+            continue
+        break
+    assert n_deaths == 3
+    assert "the engine has died 3 times" in (faulty.row(deadly).error or "")
+    assert faulty.row(deadly).error_category == "server"
+    for one in (*innocent, last):
+        assert faulty.result(one)
+
+
+# -- models
+
+
+def test_a_model_that_cannot_be_made(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("no room")
+
+    session = desk.session()
+    monkeypatch.setattr(desk.backend, "create_model", full)
+    model = desk.model(session)
+    desk.work()
+    monkeypatch.undo()
+    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.FAILED
+    other = desk.model(session, 1)
+    desk.work()
+    assert list(desk.backend.models()) == [other]
+
+
+def test_turns(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """A model with much to do does not keep one with little waiting."""
+    caplog.set_level(logging.INFO)
+    session = desk.session()
+    busy, quick = desk.model(session, 0), desk.model(session, 1)
+    many = [desk.train(busy) for _ in range(6)]
+    one = desk.train(quick)
+    desk.work()
+    finished = sorted([*many, one], key=lambda number: desk.row(number).completed_at or 0)
+    assert finished.index(one) <= 1
+    assert desk.row(one).kind is Kind.FORWARD_BACKWARD

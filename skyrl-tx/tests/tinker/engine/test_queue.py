@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine as Database
+from sqlmodel import col, select
+from tx_server import config_for
+
+from tx.tinker.database import open_database, reading, writing
+from tx.tinker.db_models import Kind, Request, RequestStatus, Session
+from tx.tinker.engine import queue as queues
+from tx.tinker.engine.queue import Outcome, Queue, given_up
+from tx.tinker.types import UserError
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = open_database(config_for(tmp_path).database_url)
+    yield opened
+    opened.dispose()
+
+
+@pytest.fixture
+def queue(database: Database) -> Queue:
+    return Queue(database)
+
+
+def put(database: Database, kind: Kind = Kind.SAMPLE, **fields: Any) -> int:
+    request = Request(kind=kind, payload=b"asked", payload_hash="", **fields)
+    with writing(database) as db:
+        db.add(request)
+    assert request.request_id is not None
+    return request.request_id
+
+
+def change(database: Database, request_id: int, **fields: Any) -> None:
+    with writing(database) as db:
+        for name, value in fields.items():
+            setattr(db.get_one(Request, request_id), name, value)
+
+
+def rows(database: Database) -> list[Request]:
+    with reading(database) as db:
+        return list(db.exec(select(Request).order_by(col(Request.request_id))))
+
+
+def test_each_request_is_taken_once(database: Database, queue: Queue) -> None:
+    put(database, status=RequestStatus.DONE)
+    first = put(database)
+    assert queue.fetch() == 1
+    second = put(database)
+    assert (queue.fetch(), queue.fetch()) == (1, 0)
+    assert [one.request_id for one in queue.next_samples(9)] == [first, second]
+
+
+def test_requests_of_a_model_are_in_their_order(database: Database, queue: Queue) -> None:
+    ids = {name: [put(database, Kind.OPTIM_STEP, model_id=name) for _ in range(2)] for name in "ab"}
+    queue.fetch()
+    heads = queue.heads(busy=())
+    assert [head.request_id for head in heads] == [ids["a"][0], ids["b"][0]]
+    assert [head.request_id for head in queue.heads(busy={"a"})] == [ids["b"][0]]
+    (begun,) = queue.begin([heads[0]])
+    assert (begun.request_id, begun.payload) == (ids["a"][0], b"asked")
+    assert [head.request_id for head in queue.heads(busy=())] == [ids["a"][1], ids["b"][0]]
+
+
+def test_what_was_cancelled_while_it_waited_does_not_begin(database: Database, queue: Queue) -> None:
+    gone = put(database, Kind.FORWARD_BACKWARD, model_id="a")
+    stays = put(database, Kind.FORWARD_BACKWARD, model_id="b")
+    queue.fetch()
+    change(database, gone, status=RequestStatus.CANCELLED)
+    assert [one.request_id for one in queue.begin(queue.heads(busy=()))] == [stays]
+    assert queue.heads(busy=()) == []
+    assert queue.begun == {stays}
+
+
+def test_sessions_take_turns(database: Database, queue: Queue) -> None:
+    for name in ("many", "many", "many", "few"):
+        put(database, session_id=name)
+    queue.fetch()
+    assert [one.session_id for one in queue.next_samples(3)] == ["many", "few", "many"]
+    assert [one.session_id for one in queue.next_samples(3)] == ["many"]
+
+
+def test_what_is_cancelled_when_it_has_begun(database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "SECONDS_BETWEEN_LOOKS", 0.0)
+    ids = [put(database) for _ in range(3)]
+    queue.fetch()
+    queue.begin(queue.next_samples(2))
+    for request_id in ids[1:]:
+        change(database, request_id, status=RequestStatus.CANCELLED)
+    assert queue.cancelled() == {ids[1]}  # the third has not begun
+    queue.forget(ids[1])
+    assert queue.cancelled() == set()
+
+
+def test_what_came_of_requests_is_written_at_once(database: Database, queue: Queue) -> None:
+    done, wrong, bug, gone = (put(database) for _ in range(4))
+    queue.fetch()
+    queue.begin(queue.next_samples(9))
+    change(database, gone, status=RequestStatus.CANCELLED)
+    queue.finish(
+        [
+            Outcome(done, b"result", is_protobuf=True, also=lambda db: db.add(Session(session_id="new"))),
+            Outcome(wrong, error=UserError("no")),
+            Outcome(bug, error=ZeroDivisionError("1 / 0")),
+            Outcome(gone, b"late"),
+        ]
+    )
+    found = rows(database)
+    assert [one.status.value for one in found] == ["done", "failed", "failed", "cancelled"]
+    assert (found[0].result, found[0].is_result_protobuf) == (b"result", True)
+    assert [(one.error, one.error_category) for one in found[1:3]] == [
+        ("no", "user"),
+        ("ZeroDivisionError: 1 / 0", "server"),
+    ]
+    assert found[3].result is None
+    assert queue.begun == set()
+    with reading(database) as db:
+        assert db.get(Session, "new") is not None
+
+
+def test_all_or_nothing_is_written(database: Database, queue: Queue) -> None:
+    request_id = put(database)
+    queue.fetch()
+    queue.begin(queue.next_samples(1))
+
+    def fail(db: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        queue.finish([Outcome(request_id, b"result", also=fail)])
+    assert rows(database)[0].status is RequestStatus.PENDING
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [("a\0b", "ValueError: a\\0b"), ("\udc80", "ValueError: \\udc80"), ("x" * 5000, "ValueError: " + "x" * 1988)],
+)
+def test_whatever_a_library_says(database: Database, queue: Queue, message: str, told: str) -> None:
+    queue.finish([Outcome(put(database), error=ValueError(message))])
+    assert rows(database)[0].error == told
+
+
+def test_what_outlives_engines_is_not_blamed(database: Database, queue: Queue) -> None:
+    request_id = put(database)
+    queue.fetch()
+    queue.begin(queue.next_samples(1))
+    assert rows(database)[0].n_tries == 1
+    queue.put_back()
+    assert rows(database)[0].n_tries == 0
+    again = Queue(database)
+    again.fetch()
+    assert [one.request_id for one in again.next_samples(1)] == [request_id]
+
+
+def test_suspects_are_done_alone_and_then_given_up(database: Database) -> None:
+    sample, step = put(database), put(database, Kind.OPTIM_STEP, model_id="a")
+    for n_tries in range(3):
+        engine = Queue(database)
+        engine.fetch()
+        suspect = engine.next_suspect(busy=())
+        if n_tries < 2:
+            assert suspect is None
+            engine.begin([*engine.heads(busy=()), *engine.next_samples(9)])
+    assert suspect is not None
+    assert suspect.request_id == step
+    assert engine.next_samples(9) == []
+    assert given_up(suspect) is None
+    engine.begin([suspect])
+    last = Queue(database)
+    last.fetch()
+    dead = last.next_suspect(busy=())
+    assert dead is not None
+    outcome = given_up(dead)
+    assert outcome is not None
+    assert "the engine has died 3 times while it did this request" in str(outcome.error)
+    last.begin([dead])
+    next_suspect = last.next_suspect(busy=())
+    assert next_suspect is not None
+    assert next_suspect.request_id == sample
+    assert [one.request_id for one in last.begin([next_suspect])] == [sample]
+    assert last.next_suspect(busy=()) is None

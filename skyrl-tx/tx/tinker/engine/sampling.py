@@ -1,0 +1,79 @@
+"""Samples on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tx.tinker.backends.base import Backend
+from tx.tinker.db_models import EngineState, Request
+from tx.tinker.engine.passes import failed
+from tx.tinker.engine.queue import Outcome
+from tx.tinker.engine.samplers import Samplers
+from tx.tinker.sample_validation import check_job
+from tx.tinker.types import SampleResult
+from tx.tinker.wire import codec
+from tx.tinker.wire.sample_job import SampleJob
+
+MOST_AT_ONCE = 256
+
+
+class Sampling:
+    """Those that the backend knows of."""
+
+    def __init__(self, backend: Backend, samplers: Samplers, limits: EngineState) -> None:
+        self._backend = backend
+        self._samplers = samplers
+        self._limits = limits
+        self._cancels: dict[int, Callable[[], None]] = {}  # what cancels each
+        self._outcomes: list[Outcome] = []
+        self.n_tokens = 0
+        """Sampled so far."""
+
+    def __len__(self) -> int:
+        return len(self._cancels)
+
+    @property
+    def room(self) -> int:
+        """How many more may begin."""
+        return MOST_AT_ONCE - len(self._cancels)
+
+    def begin(self, request: Request) -> None:
+        """Hand it to the backend."""
+        assert request.request_id is not None
+        try:
+            self._begin(request.request_id, SampleJob.model_validate_json(request.payload))
+        except Exception as error:  # noqa: BLE001 (it is what came of the request)
+            self._outcomes.append(failed(request, error))
+
+    def _begin(self, request_id: int, job: SampleJob) -> None:
+        check_job(job, self._limits)  # again: the server may not have known the model's limits
+        base = self._backend.base_model
+
+        def done(result: SampleResult | Exception) -> None:
+            del self._cancels[request_id]
+            self._outcomes.append(self._outcome(request_id, result))
+
+        asked = job.request(eos_ids=base.eos_ids, max_context=base.max_context)
+        self._cancels[request_id] = self._backend.sample(asked, self._samplers.find(job.weights), done)
+
+    def _outcome(self, request_id: int, result: SampleResult | Exception) -> Outcome:
+        if isinstance(result, Exception):
+            return Outcome(request_id, error=result)
+        self.n_tokens += sum(len(one.tokens) for one in result.samples)
+        return Outcome(request_id, codec.sample_bytes(result), is_protobuf=True)
+
+    def cancel(self, request_id: int) -> bool:
+        """Let go of a request; whether it was under way."""
+        cancel = self._cancels.pop(request_id, None)
+        if cancel is not None:
+            cancel()
+        return cancel is not None
+
+    def step(self) -> bool:
+        """Choose a few tokens of every sample; whether there was any."""
+        return self._backend.step()
+
+    def take_outcomes(self) -> list[Outcome]:
+        """Those since the last time."""
+        taken, self._outcomes = self._outcomes, []
+        return taken
