@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 from tx_postgresql import ABSENT, TEST_URL, postgresql, programs
+from tx_server import CHILD_ENVIRONMENT
 from tx_tiny_models import FAMILIES, new_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled programs are kept for as long as the tests run, and for the processes that they start."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        for environment in (os.environ, CHILD_ENVIRONMENT):
+            patch.setitem(environment, "XDG_CACHE_HOME", folder)
+        yield
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -348,6 +348,11 @@ class BackendContract:
         (after,) = sample(backend, (request(), backend.base_weights()))
         assert len(after.samples) == 1
 
+    def test_the_longest_request_fits(self, backend: Backend) -> None:
+        prompt = np.resize(datum(100).tokens, backend.base_model.max_context - 3).tolist()
+        (found,) = sample(backend, (request(prompt, n=2, max_tokens=3), backend.base_weights()))
+        assert [len(one.tokens) for one in found.samples] == [3, 3]
+
     def test_more_than_fits_waits(self, backend: Backend) -> None:
         asked = [(request(n=8, max_tokens=100 + i, seed=i), backend.base_weights()) for i in range(40)]
         found = sample(backend, *asked)

@@ -65,31 +65,36 @@ def attend_to_pages(
 
     Args:
         queries: (S, T, K, G, H)
-        keys, values: (layers, pages, P, K, H), of which `layer` is read
+        keys: (layers, pages, K, H, P), of which `layer` is read
+        values: (layers, pages, K, P, H)
         tables: (S, most pages of a row): where a row's pages are
         positions: (S, T); a row that is not in use has -1
         n_pages: how many pages the longest row has
     """
-    n_rows, n_queries, n_kv, n_groups, size = queries.shape
-    page_size = keys.shape[2]
-    scaled = queries.astype(jnp.float32) * size**-0.5
+    page_size = keys.shape[-1]
+    scaled = jnp.moveaxis(queries, 1, 3).astype(jnp.float32) * queries.shape[-1] ** -0.5  # (S, K, G, T, H)
 
     def one_page(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         most, total, mixed = state
         page = tables[:, i]  # (S,)
-        scores = jnp.einsum("stkgh,spkh->stkgp", scaled, keys[layer, page].astype(jnp.float32))
+        scores = _mix(scaled, keys[layer, page].astype(jnp.float32))  # (S, K, G, T, P)
         seen = i * page_size + jnp.arange(page_size) <= positions[..., None]  # (S, T, P)
-        scores = jnp.where(seen[:, :, None, None, :], scores, -jnp.inf)
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         above = jnp.maximum(most, scores.max(axis=-1))
         shrink = jnp.exp(most - above)
         weights = jnp.exp(scores - above[..., None])
         total = total * shrink + weights.sum(axis=-1)
-        mixed = mixed * shrink[..., None] + jnp.einsum(
-            "stkgp,spkh->stkgh", weights, values[layer, page].astype(jnp.float32)
-        )
+        mixed = mixed * shrink[..., None] + _mix(weights, values[layer, page].astype(jnp.float32))
         return above, total, mixed
 
-    shape = (n_rows, n_queries, n_kv, n_groups)
-    start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, size)))
+    shape = scaled.shape[:-1]
+    start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(scaled.shape))
     _, total, mixed = jax.lax.fori_loop(0, n_pages, one_page, start)
-    return (mixed / jnp.maximum(total, 1e-30)[..., None]).astype(queries.dtype)
+    return jnp.moveaxis(mixed / jnp.maximum(total, 1e-30)[..., None], 3, 1).astype(queries.dtype)
+
+
+def _mix(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+    """rows (S, K, G, T, I) times matrices (S, K, I, O). Of a single T, a sum is faster than many small products."""
+    if rows.shape[3] == 1:
+        return (rows[..., None] * matrices[:, :, None, None]).sum(axis=-2)
+    return jnp.einsum("skgti,skio->skgto", rows, matrices)

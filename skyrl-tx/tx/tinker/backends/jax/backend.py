@@ -22,7 +22,8 @@ from tx.models.lora import Adapter, new_adapter
 from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of
 from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.backends.jax.sampler import Sampler, SamplerWeights
+from tx.tinker.backends.jax.groups import SamplerWeights
+from tx.tinker.backends.jax.sampler import Sampler
 from tx.tinker.backends.jax.training import NAMES, SETTINGS, Lora, Shape, add, micro_batch, micro_batches, padded
 from tx.tinker.losses import completed
 from tx.tinker.tokens import Decoder
@@ -52,6 +53,7 @@ class JaxBackend:
         self._dtype = jnp.dtype(config.dtype)
         if self._dtype == jnp.float32:
             jax.config.update("jax_default_matmul_precision", "highest")
+        _keep_programs(config.compile_cache)
         self._params = load_params(folder, self._shape, self._dtype)
         self._models: dict[str, Model] = {}
         self._decoder = Decoder(folder)
@@ -227,3 +229,10 @@ class JaxBackend:
             return False
         self._sampler.step()
         return True
+
+
+def _keep_programs(folder: Path | None) -> None:
+    """Also those that compile fast: there are many of them."""
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

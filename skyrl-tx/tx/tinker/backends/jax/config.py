@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from tx.models.config import ModelConfig
 
 MOST_CACHE_TOKENS = 1 << 17
+
+
+def user_cache() -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl-tx" / "programs"
 
 
 class JaxConfig(BaseModel):
@@ -26,6 +33,8 @@ class JaxConfig(BaseModel):
     """Batches of samples at most; more samples wait."""
     cache_gib: float = Field(2.0, gt=0)
     """Memory for keys and values of samples."""
+    compile_cache: Path | None = Field(default_factory=user_cache)
+    """Where compiled programs are kept for the next start; none for null."""
 
     def cache_tokens(self, model: ModelConfig, itemsize: int) -> int:
         """How many tokens fit in there."""

@@ -1,7 +1,7 @@
 """The programs of the sampler: read a prompt, choose the next tokens.
 
-Letters: S lanes, each of which continues one sequence · C tokens of a prompt read at once · V vocabulary · P positions
-on a page of the cache.
+Letters: S lanes, each of which continues one sequence · C tokens of a prompt read at once · V vocabulary · K heads of
+keys and values · H size of a head · P positions on a page of the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tx.models.config import ModelConfig
 from tx.models.decoder import Attend, Params, hidden_states, logits_of
 from tx.models.lora import Rows
 
-MOST_STEPS = 8  # tokens of a lane in one call
+MOST_STEPS = 16  # tokens of a lane in one call
 BLOCK = 128  # of probabilities that are added up first
 
 
@@ -25,10 +25,10 @@ Vector = Any  # of numpy where it is made, of JAX where it is used
 
 
 class Cache(NamedTuple):
-    """Keys and values (layers, pages, P, K, H); the last page takes what nobody reads."""
+    """What was read and chosen. The last page takes what nobody reads."""
 
-    keys: jax.Array
-    values: jax.Array
+    keys: jax.Array  # (layers, pages, K, H, P)
+    values: jax.Array  # (layers, pages, K, P, H)
 
 
 class Lanes(NamedTuple):
@@ -57,8 +57,11 @@ class Chosen(NamedTuple):
 
 def new_cache(config: ModelConfig, n_pages: int, page_size: int, dtype: jnp.dtype) -> Cache:
     """An empty one."""
-    shape = (config.n_layers, n_pages + 1, page_size, config.n_kv_heads, config.head_size)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    before = (config.n_layers, n_pages + 1, config.n_kv_heads)
+    return Cache(
+        jnp.zeros((*before, config.head_size, page_size), dtype),
+        jnp.zeros((*before, page_size, config.head_size), dtype),
+    )
 
 
 def paged(tables: jax.Array, positions: jax.Array, n_pages: jax.Array) -> Attend:
@@ -67,14 +70,14 @@ def paged(tables: jax.Array, positions: jax.Array, n_pages: jax.Array) -> Attend
     def attend(
         queries: jax.Array, keys: jax.Array, values: jax.Array, cache: Cache, layer: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        page_size = cache.keys.shape[2]
+        page_size = cache.keys.shape[-1]
         nowhere = cache.keys.shape[1] - 1
         pages = jnp.take_along_axis(tables, jnp.maximum(positions, 0) // page_size, axis=1)
         pages = jnp.where(positions < 0, nowhere, pages)
         places = jnp.maximum(positions, 0) % page_size
         cache = Cache(
-            cache.keys.at[layer, pages, places].set(keys.astype(cache.keys.dtype)),
-            cache.values.at[layer, pages, places].set(values.astype(cache.values.dtype)),
+            cache.keys.at[layer, pages, :, :, places].set(keys.astype(cache.keys.dtype)),
+            cache.values.at[layer, pages, :, places].set(values.astype(cache.values.dtype)),
         )
         seen = attend_to_pages(queries, cache.keys, cache.values, layer, tables, positions, n_pages)
         return seen, cache
@@ -224,6 +227,6 @@ def _invert(odds: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, donate_argnums=0)
-def copy_page(cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
-    """Copy one page of every layer."""
-    return Cache(*(one.at[:, target].set(one[:, source]) for one in cache))
+def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+    """Copy pages in every layer. sources, targets (n,)."""
+    return Cache(*(one.at[:, targets].set(one[:, sources]) for one in cache))

@@ -9,6 +9,7 @@ class Pages:
     """Pages are taken for a sequence as a whole, before it begins, so that one that has begun can always end."""
 
     def __init__(self, n_pages: int, page_size: int) -> None:
+        self.n_pages = n_pages
         self.page_size = page_size
         self._free = list(range(n_pages - 1, -1, -1))
         self._n_users = [0] * n_pages
