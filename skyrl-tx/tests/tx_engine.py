@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tx_server import BASE_MODEL, Running, config_for, serving
 
 from tx.tinker import submission
+from tx.tinker.admission import Admission
 from tx.tinker.auth import ANYONE
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax.backend import JaxBackend
@@ -102,6 +103,7 @@ class Desk:
     def __init__(self, folder: Path, backend: Backend, **settings: Any) -> None:
         self.config = config_for(folder, **settings)
         self.database = open_database(self.config.database_url)
+        self.admission = Admission(self.config.max_queued_requests, self.config.max_queued_bytes)
         self.start(backend)
 
     def start(self, backend: Backend) -> None:
@@ -116,7 +118,7 @@ class Desk:
 
     def submit(self, accept: Callable[[Submission], int]) -> int:
         """A request; its number."""
-        return self.change(lambda db: accept(Submission(db, ANYONE, self.config)))
+        return self.change(lambda db: accept(Submission(db, ANYONE, self.config, self.admission)))
 
     def session(self, name: str = "s") -> str:
         """A client's session."""

@@ -9,13 +9,24 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
+TORCH_PACKAGES = ("skyrl_train", "torch", "transformers")  # of the extra
 SECRET_FIELDS = frozenset({"database_url", "api_keys", "external_inference_api_key"})
 
 
@@ -50,8 +61,8 @@ class TxConfig(BaseModel):
     served_model_name: Text | None = None
     """What clients call the base model; without it, what `base_model` says. They may say `base_model`, too."""
 
-    backend: Literal["jax"] = "jax"
-    """What computes."""
+    backend: Literal["jax", "torch"] = "jax"
+    """What computes; torch takes any Hugging Face model, and needs the extra skyrl-tx[torch]."""
 
     backend_config: JsonObject = Field(default_factory=dict)
     """The backend's own settings, as JSON, e.g. '{"dtype": "bfloat16"}'."""
@@ -96,6 +107,9 @@ class TxConfig(BaseModel):
     max_queued_requests: Annotated[int, Ge(1)] = 4096
     """Requests of one model or sampling session that wait for their result; a client that sends more is slowed down."""
 
+    max_queued_bytes: Annotated[int, Ge(1)] = 4 << 30
+    """What those requests may hold together."""
+
     max_body_bytes: Annotated[int, Ge(1024)] = 256 << 20
     """The largest body of a request, decompressed."""
 
@@ -116,6 +130,14 @@ class TxConfig(BaseModel):
 
     external_inference_lora_base: Folder | None = None
     """The folder where that server finds adapters."""
+
+    @field_validator("backend")
+    @classmethod
+    def _is_installed(cls, backend: str) -> str:
+        missing = [name for name in TORCH_PACKAGES if backend == "torch" and find_spec(name) is None]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} is not installed; pip install 'skyrl-tx[torch]'")
+        return backend
 
     @model_validator(mode="before")
     @classmethod

@@ -131,7 +131,7 @@ class Request(SQLModel, table=True):
     error_category: str | None = None  # "user", "server"
     n_tries: int = 0  # by engines that died meanwhile
     created_at: datetime = Field(default_factory=now)
-    completed_at: datetime | None = None
+    completed_at: datetime | None = Field(default=None, index=True)
 
 
 class SamplingSession(SQLModel, table=True):

@@ -1,9 +1,14 @@
-"""Who waits for which request. One task looks into the database for all of them, when the engine rings."""
+"""Who waits for which request. One task looks into the database for all of them, when the engine rings.
+
+It looks for what was done in the last seconds, so that a look costs the same however many requests wait; and now and
+then for all that is still to be done, since rings, and clocks, may fail.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,8 +26,10 @@ BACKUP_SEC = 1.0
 class Promises:
     """Waiting requests of clients, in one event loop."""
 
-    def __init__(self, still_pending: Callable[[], Awaitable[Ids]]) -> None:
+    def __init__(self, still_pending: Callable[[], Awaitable[Ids]], done_lately: Callable[[], Awaitable[Ids]]) -> None:
         self._still_pending = still_pending
+        self._done_lately = done_lately
+        self._looked_at_all = 0.0
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         self._rung = asyncio.Event()
         self.is_released = False
@@ -75,13 +82,22 @@ class Promises:
 
     async def _look(self) -> None:
         try:
-            pending = await self._still_pending()
+            done = await self._done()
         except SQLAlchemyError:
             logger.exception("the database could not be asked for results; trying again")
             await asyncio.sleep(BACKUP_SEC)
             return
-        for request_id in self._waiting.keys() - pending:
+        for request_id in done & self._waiting.keys():
             _wake(self._waiting[request_id])
+
+    async def _done(self) -> Ids:
+        """Of those that are waited for now, and perhaps more."""
+        if time.monotonic() - self._looked_at_all < BACKUP_SEC:
+            return await self._done_lately()
+        waiting = set(self._waiting)
+        pending = await self._still_pending()
+        self._looked_at_all = time.monotonic()
+        return waiting - pending
 
 
 def _wake(waiting: set[asyncio.Future[None]]) -> None:

@@ -17,7 +17,10 @@ def create_sampling_session(to: Submission, asked: CreateSamplingSessionRequest)
     session = store.active_session(to.db, asked.session_id, to.owner)
     if (asked.base_model is None) == (asked.model_path is None):
         refuse("create_sampling_session takes either base_model or model_path")
-    _check_weights(to, asked.base_model, asked.model_path)
+    if asked.base_model is not None:
+        check_base_model(asked.base_model, to.config)
+    if asked.model_path is not None:
+        check_sampled_path(to, asked.model_path)
     new = SamplingSession(
         sampling_session_id=store.sampling_session_id_of(session.session_id, asked.sampling_session_seq_id),
         session_id=session.session_id,
@@ -31,13 +34,6 @@ def create_sampling_session(to: Submission, asked: CreateSamplingSessionRequest)
     elif (earlier.model_path, earlier.model_id) != (new.model_path, None):
         refuse(f"sampling session {new.sampling_session_id} has other weights; count up for each new one")
     return new.sampling_session_id
-
-
-def _check_weights(to: Submission, base_model: str | None, model_path: str | None) -> None:
-    if base_model is not None:
-        check_base_model(base_model, to.config)
-    if model_path is not None:
-        check_sampled_path(to, model_path)
 
 
 def sample_request(to: Submission, asked: SampleRequest) -> Request:
@@ -54,8 +50,10 @@ def sample_request(to: Submission, asked: SampleRequest) -> Request:
         refuse("asample takes sampling_session_id, base_model or model_path")
     else:
         weights = SampleWeights(base_model=to.config.model_name, model_path=asked.model_path)
-    if store.earlier_request(to.db, request) is None:
-        _check_weights(to, asked.base_model, weights.model_path)
+    if asked.base_model is not None:
+        check_base_model(asked.base_model, to.config)
+    if weights.model_path is not None and store.earlier_request(to.db, request) is None:
+        check_sampled_path(to, weights.model_path)
     request.payload = sample_job(asked, weights, to.engine_state).model_dump_json().encode()
     return request
 

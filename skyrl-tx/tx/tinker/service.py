@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from sqlmodel import Session
 
 from tx.tinker import store
+from tx.tinker.admission import Admission
 from tx.tinker.auth import owner_of
 from tx.tinker.config import TxConfig
 from tx.tinker.database import open_database, reading, writing
@@ -39,7 +40,8 @@ class Service:
         self.url_key = signing_key(config.checkpoints_base)
         self.started_at = now()
         self.database = open_database(config.database_url)
-        self.promises = Promises(lambda: self.read(store.still_pending))
+        self.promises = Promises(lambda: self.read(store.still_pending), lambda: self.read(store.done_lately))
+        self.admission = Admission(config.max_queued_requests, config.max_queued_bytes)
         self.supervisor = supervisor
         if config.start_engine and supervisor is None:
             self.supervisor = Supervisor(config, self.promises.ring)
@@ -122,15 +124,16 @@ class Call:
 
     async def prepare(self, ask: Callable[[Submission], T]) -> T:
         """Read what a request needs, before it is written down."""
-        config = self.service.config
-        return await self.service.read(lambda db: ask(Submission(db, self.owner, config)))
+        return await self.service.read(lambda db: ask(self._submission(db)))
 
     async def submit(self, accept: Callable[[Submission], T]) -> T:
         """Write down a request, and wake the engine."""
-        config = self.service.config
-        accepted = await self.service.write(lambda db: accept(Submission(db, self.owner, config)))
+        accepted = await self.service.write(lambda db: accept(self._submission(db)))
         self.service.ring()
         return accepted
+
+    def _submission(self, db: Session) -> Submission:
+        return Submission(db, self.owner, self.service.config, self.service.admission)
 
     async def read(self, ask: Callable[[Session, str], T]) -> T:
         """Ask the database for this user."""
@@ -145,7 +148,7 @@ def _swap(ask: Callable[[Session, str], T], owner: str, db: Session) -> T:
     return ask(db, owner)
 
 
-def _call(request: Request) -> Call:
+async def _call(request: Request) -> Call:
     service: Service = request.app.state.service
     return Call(service, owner_of(request.headers, service.config), request)
 

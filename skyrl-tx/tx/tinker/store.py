@@ -7,7 +7,7 @@ import json
 import re
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, and_, case, func, update
+from sqlalchemy import ColumnElement, func, update
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
@@ -26,12 +26,13 @@ from tx.tinker.db_models import (
     now,
 )
 from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.refusal import Refusal, busy, not_found, refuse
+from tx.tinker.refusal import Refusal, not_found, refuse
 
 __all__ = ["open_database", "reading", "writing"]  # besides what is below, for those who import no other module
 
 LIVING = (ModelStatus.PENDING, ModelStatus.READY)
 """Models that take requests."""
+LATELY = timedelta(seconds=2)
 SEEN_EVERY = timedelta(seconds=2)
 """How often it is written down that a session was heard of."""
 
@@ -117,9 +118,9 @@ def _why_failed(db: Session, model_id: str) -> str:
 
 def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> SamplingSession:
     """A sampling session; `Refusal` 404 without one."""
-    found = db.get(SamplingSession, _key(sampling_session_id))
-    session = None if found is None else db.get(ClientSession, found.session_id)
-    if found is None or session is None or session.owner != owner:
+    of_owner = select(SamplingSession).join(ClientSession).where(ClientSession.owner == owner)
+    found = db.exec(of_owner.where(SamplingSession.sampling_session_id == _key(sampling_session_id))).first()
+    if found is None:
         not_found(f"there is no sampling session {sampling_session_id!r}; it comes from create_sampling_session")
     return found
 
@@ -177,28 +178,6 @@ def _same_number(request: Request) -> list[ColumnElement[bool]]:
             col(Request.sample_seq_id) == request.sample_seq_id,
         ]
     return []
-
-
-def accept(db: Session, request: Request, *, most_pending: int) -> int:
-    """Add a request, whose number is free; its id. `Refusal` 429 if too many of its queue wait already."""
-    n_pending = pending_like(db, request)
-    if n_pending >= most_pending:
-        where = request.model_id or request.sampling_session_id or "the base model"
-        busy(f"{n_pending} requests of {where} wait already, which is the limit; wait for some of them")
-    db.add(request)
-    db.flush()
-    assert request.request_id is not None
-    return request.request_id
-
-
-def pending_like(db: Session, request: Request) -> int:
-    """How many requests wait in the queue of this one. Few wait, so that all of them are looked through."""
-    is_same = and_(
-        col(Request.model_id).is_not_distinct_from(request.model_id),
-        col(Request.sampling_session_id).is_not_distinct_from(request.sampling_session_id),
-    )
-    counted = select(func.sum(case((is_same, 1), else_=0))).where(Request.status == RequestStatus.PENDING)
-    return int(db.exec(counted).one() or 0)
 
 
 def has_trained(db: Session, model_id: str) -> bool:
@@ -297,6 +276,12 @@ def finished_request(db: Session, request_id: int) -> Request | None:
 def still_pending(db: Session) -> set[int]:
     """The ids of all requests that wait."""
     return set(db.exec(select(Request.request_id).where(Request.status == RequestStatus.PENDING)))  # type: ignore[arg-type]
+
+
+def done_lately(db: Session) -> set[int]:
+    """The ids of requests that were done, or given up, in the last seconds."""
+    done = col(Request.completed_at) > now() - LATELY
+    return set(db.exec(select(Request.request_id).where(done)))  # type: ignore[arg-type]
 
 
 def cancel_sample(db: Session, request_id: int) -> None:

@@ -11,6 +11,7 @@ from sqlmodel import Session
 
 from tx.models.config import LoraConfig
 from tx.tinker import store
+from tx.tinker.admission import Admission
 from tx.tinker.checkpoint_files import checked_name, parse_path
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import (
@@ -40,6 +41,7 @@ class Submission:
     db: Session
     owner: str
     config: TxConfig
+    admission: Admission
 
     @property
     def engine_state(self) -> EngineState | None:
@@ -54,7 +56,11 @@ class Submission:
             assert earlier.request_id is not None
             return earlier.request_id
         check()
-        return store.accept(self.db, request, most_pending=self.config.max_queued_requests)
+        self.admission.admit(self.db, request)
+        self.db.add(request)
+        self.db.flush()
+        assert request.request_id is not None
+        return request.request_id
 
 
 def _request(kind: Kind, model: Model, seq_id: int | None, payload: bytes, asked: bytes | None = None) -> Request:

@@ -116,7 +116,7 @@ def _requests() -> None:
         sa.UniqueConstraint("model_id", "seq_id"),
         sa.UniqueConstraint("sampling_session_id", "sample_seq_id"),
     )
-    for column in ("status", "session_id", "model_id", "sampling_session_id"):
+    for column in ("status", "session_id", "model_id", "sampling_session_id", "completed_at"):
         op.create_index(f"ix_requests_{column}", "requests", [column])
 
 

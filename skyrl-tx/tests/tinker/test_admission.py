@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine as Database
+from tx_server import config_for
+
+from tx.tinker import admission as module
+from tx.tinker.admission import MOST_QUEUES, Admission
+from tx.tinker.database import open_database, writing
+from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.refusal import Refusal
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = open_database(config_for(tmp_path).database_url)
+    yield opened
+    opened.dispose()
+
+
+def accept(database: Database, admission: Admission, **fields: Any) -> int:
+    request = Request(kind=Kind.SAMPLE, payload_hash="", **{"payload": b"12345678", **fields})
+    with writing(database) as db:
+        admission.admit(db, request)
+        db.add(request)
+    assert request.request_id is not None
+    return request.request_id
+
+
+def finish(database: Database, request_id: int) -> None:
+    with writing(database) as db:
+        db.get_one(Request, request_id).status = RequestStatus.DONE
+
+
+def test_so_many_wait(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+    admission = Admission(3, 1000)
+    ids = [accept(database, admission) for _ in range(3)]
+    with pytest.raises(Refusal, match="3 requests of the base model wait already") as refused:
+        accept(database, admission)
+    assert refused.value.status == 429
+    finish(database, ids[1])
+    accept(database, admission)
+    with pytest.raises(Refusal):
+        accept(database, admission)
+
+
+def test_queues_are_apart(database: Database) -> None:
+    admission = Admission(1, 1000)
+    for queue in ({}, {"owner": "other"}, {"model_id": "a"}, {"sampling_session_id": "b"}):
+        accept(database, admission, **queue)
+        with pytest.raises(Refusal):
+            accept(database, admission, **queue)
+
+
+def test_so_much_waits(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+    admission = Admission(100, 20)
+    first = accept(database, admission, payload=bytes(30))  # one is never too much
+    with pytest.raises(Refusal, match="30 bytes wait already"):
+        accept(database, admission)
+    finish(database, first)
+    for _ in range(2):
+        accept(database, admission)
+    with pytest.raises(Refusal, match="16 bytes"):
+        accept(database, admission)
+
+
+def test_a_new_server_counts_what_waits(database: Database) -> None:
+    accept(database, Admission(2, 1000))
+    admission = Admission(2, 1000)
+    accept(database, admission)
+    with pytest.raises(Refusal):
+        accept(database, admission)
+
+
+def test_what_waits_is_counted_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[object] = []
+    count = module._count
+    monkeypatch.setattr(module, "_count", lambda db, queue: counted.append(queue) or count(db, queue))
+    admission = Admission(50, 10_000)
+    for _ in range(50):
+        accept(database, admission)
+    for _ in range(10):
+        with pytest.raises(Refusal):
+            accept(database, admission)
+    assert len(counted) == 1
+
+
+def test_queues_are_forgotten(database: Database) -> None:
+    admission = Admission(1, 1000)
+    with writing(database) as db:
+        for number in range(MOST_QUEUES + 10):
+            admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=str(number)))
+    assert len(admission._known) == MOST_QUEUES
