@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from sqlmodel import select
 from tx_server import config_for
 
-from tx.tinker.checkpoint_files import checkpoint_folder
+from tx.tinker.checkpoint_files import checkpoint_folder, snapshot_folder
 from tx.tinker.cleaner import Cleaner
 from tx.tinker.db_models import (
     Checkpoint,
@@ -112,5 +113,76 @@ async def test_what_an_engine_may_need_is_kept(service: Service) -> None:
 
     await service.write(fill)
     await Cleaner(service).clean()
-    kept = await service.read(lambda db: [one.request_id for one in db.exec(select(Request)) if one.payload])
-    assert kept == [3, 6, 7]
+    kept = await service.read(lambda db: {one.request_id for one in db.exec(select(Request)) if one.payload})
+    assert kept == {3, 6, 7}
+
+
+async def test_requests_of_sessions_that_have_ended_are_deleted(service: Service) -> None:
+    def request(session_id: str | None, model_id: str | None = None, **fields: object) -> Request:
+        told = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "kind": Kind.SAMPLE, "payload": b"p"}
+        return Request(session_id=session_id, model_id=model_id, payload_hash="h", **{**told, **fields})
+
+    def fill(db: object) -> None:
+        db.add(Session(session_id="active"))  # type: ignore[attr-defined]
+        for name in ("ended", "stuck"):
+            db.add(Session(session_id=name, status=SessionStatus.FINISHED))  # type: ignore[attr-defined]
+        db.flush()  # type: ignore[attr-defined]
+        db.add(model("ended", status=ModelStatus.UNLOADED))  # type: ignore[attr-defined]
+        db.add(model("stuck", status=ModelStatus.UNLOADING))  # type: ignore[attr-defined]
+        for number, one in enumerate(
+            [
+                request("active"),  # 1: may be asked for
+                request("ended"),  # 2
+                request("ended", "ended:train:0"),  # 3
+                request("stuck", "stuck:train:0"),  # 4: its model may have to be restored
+                request(None),  # 5
+                request(None, completed_at=now()),  # 6: new
+                request(None, status=RequestStatus.PENDING, completed_at=None),  # 7
+            ],
+            start=1,
+        ):
+            one.request_id = number
+            db.add(one)  # type: ignore[attr-defined]
+
+    await service.write(fill)
+    await Cleaner(service).clean()
+    left = await service.read(lambda db: {one.request_id for one in db.exec(select(Request))})
+    assert left == {1, 4, 6, 7}
+
+
+async def test_numbers_of_deleted_requests_are_not_given_again(service: Service) -> None:
+    def add(db: object) -> int:
+        one = Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", completed_at=now() - OLD, status="done")
+        db.add(one)  # type: ignore[attr-defined]
+        db.flush()  # type: ignore[attr-defined]
+        return one.request_id or 0
+
+    first = await service.write(add)
+    await Cleaner(service).clean()
+    assert await service.write(add) == first + 1
+
+
+async def test_snapshots_of_sessions_that_have_ended(service: Service) -> None:
+    def fill(db: object) -> None:
+        db.add(Session(session_id="active"))  # type: ignore[attr-defined]
+        db.add(Session(session_id="silent", last_seen_at=now() - OLD))  # type: ignore[attr-defined]
+
+    await service.write(fill)
+    base = service.config.checkpoints_base
+    for name in ("active", "silent", "unknown"):
+        snapshot_folder(service.config, f"{name}:sample:3").mkdir(parents=True)
+    await Cleaner(service).clean()
+    assert [path.relative_to(base).as_posix() for path in base.glob("snapshots/*/*")] == ["snapshots/active/3"]
+
+
+async def test_what_was_left_behind(service: Service) -> None:
+    base = service.config.checkpoints_base
+    told = ["a_train_0/weights/.unfinished-1", "restore/a_train_0/.deleted-2", "snapshots/.deleted-3"]
+    for name in (*told, "snapshots/.deleted-new", "a_train_0/weights/there"):
+        (base / name).mkdir(parents=True)
+    for name in told:
+        os.utime(base / name, (0, 0))
+    await Cleaner(service).clean()
+    assert not any((base / name).exists() for name in told)
+    assert (base / "snapshots/.deleted-new").is_dir()
+    assert (base / "a_train_0/weights/there").is_dir()

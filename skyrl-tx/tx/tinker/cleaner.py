@@ -62,6 +62,7 @@ class Cleaner:
         for path in await self._service.write(_drop_expired):
             await self._service.compute(partial(delete_checkpoint_files, config, path))
             logger.info("checkpoint %s is deleted: its time was over", path)
+        await self._service.write(partial(retention.forget_requests, retention=config.retention_sec))
         await self._service.write(partial(retention.forget_results, retention=config.retention_sec))
 
     async def _delete_snapshots(self) -> None:

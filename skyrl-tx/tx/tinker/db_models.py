@@ -112,7 +112,11 @@ class Request(SQLModel, table=True):
     """Something the engine is to do, and what came of it. The client knows it by its number, as text."""
 
     __tablename__ = "requests"
-    __table_args__ = (UniqueConstraint("model_id", "seq_id"), UniqueConstraint("sampling_session_id", "sample_seq_id"))
+    __table_args__ = (
+        UniqueConstraint("model_id", "seq_id"),
+        UniqueConstraint("sampling_session_id", "sample_seq_id"),
+        {"sqlite_autoincrement": True},  # so that no number is given twice, although old rows are deleted
+    )
 
     request_id: int | None = Field(default=None, sa_column=Column(BigNumber, primary_key=True, autoincrement=True))
     kind: Kind

@@ -31,6 +31,8 @@ class BodyLimit:
         headers = Headers(scope=scope)
         try:
             body = await self._read(headers, receive)
+            if body is None:
+                return
             if encoding := headers.get("content-encoding"):
                 body = await asyncio.to_thread(self._unpack, body, encoding)
         except Refusal as refusal:
@@ -38,7 +40,8 @@ class BodyLimit:
             return
         await self._app(scope, _Replay(body, receive), send)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """All of it; None if the client left before: a part of a message may look like a whole one."""
         told = headers.get("content-length", "")
         if told.isdecimal() and int(told) > self._most_bytes:
             self._refuse_size()
@@ -46,6 +49,8 @@ class BodyLimit:
         size = 0
         while True:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
             part: bytes = message.get("body", b"")
             size += len(part)
             if size > self._most_bytes:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import func, update
+from sqlalchemy import ColumnElement, delete, func, update
 from sqlmodel import Session, col, select
 
 from tx.tinker.db_models import Checkpoint, Model, ModelStatus, Request, RequestStatus, SessionStatus, now
 from tx.tinker.db_models import Session as ClientSession
+
+GONE = (ModelStatus.UNLOADED, ModelStatus.FAILED)
+MOST_AT_ONCE = 20_000
+"""Rows that are deleted at once, while nobody else can write."""
 
 
 def stale_sessions(db: Session, timeout: float) -> list[ClientSession]:
@@ -37,13 +41,29 @@ def forget_results(db: Session, retention: float) -> int:
     limit = now() - timedelta(seconds=retention)
     is_restored = select(Model.model_id).where(
         Model.model_id == Request.model_id,
-        (col(Model.restored_until) >= col(Request.request_id)) | (Model.status == ModelStatus.UNLOADED),
+        (col(Model.restored_until) >= col(Request.request_id)) | col(Model.status).in_(GONE),
     )
     old = (
-        col(Request.status) != RequestStatus.PENDING,
-        col(Request.completed_at) < limit,
+        *_done_before(limit),
         func.length(Request.payload) > 0,
         col(Request.model_id).is_(None) | is_restored.exists(),
     )
     done: Any = db.exec(update(Request).where(*old).values(payload=b"", result=None))
     return int(done.rowcount)
+
+
+def forget_requests(db: Session, retention: float) -> int:
+    """Delete requests of sessions that have ended, and of no session, for which the same is true; how many."""
+    limit = now() - timedelta(seconds=retention)
+    is_active = select(ClientSession.session_id).where(
+        ClientSession.session_id == Request.session_id, ClientSession.status == SessionStatus.ACTIVE
+    )
+    is_there = select(Model.model_id).where(Model.model_id == Request.model_id, col(Model.status).not_in(GONE))
+    old = select(Request.request_id).where(*_done_before(limit), ~is_active.exists(), ~is_there.exists())
+    some = col(Request.request_id).in_(old.limit(MOST_AT_ONCE))
+    done: Any = db.exec(delete(Request).where(some))
+    return int(done.rowcount)
+
+
+def _done_before(limit: datetime) -> tuple[ColumnElement[bool], ...]:
+    return col(Request.status) != RequestStatus.PENDING, col(Request.completed_at) < limit

@@ -257,7 +257,7 @@ def find_request(db: Session, request_id: int, owner: str) -> Request:
     light = (defer(col(Request.payload)), defer(col(Request.result)))  # type: ignore[arg-type]
     request = db.get(Request, request_id, options=light)
     if request is None or request.owner != owner:
-        not_found(f"there is no request {request_id}")
+        not_found(f"there is no request {request_id}; those of ended sessions are kept for a while only")
     return request
 
 

@@ -115,6 +115,7 @@ def _requests() -> None:
         _time("completed_at", optional=True),
         sa.UniqueConstraint("model_id", "seq_id"),
         sa.UniqueConstraint("sampling_session_id", "sample_seq_id"),
+        sqlite_autoincrement=True,
     )
     for column in ("status", "session_id", "model_id", "sampling_session_id", "completed_at"):
         op.create_index(f"ix_requests_{column}", "requests", [column])
