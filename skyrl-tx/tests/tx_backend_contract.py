@@ -203,6 +203,9 @@ class BackendContract:
         with pytest.raises(UserError, match="there is no model m"):
             backend.optim_step("m", STEP)
 
+    def test_counts(self, backend: Backend) -> None:
+        assert all(isinstance(n, int) and n >= 0 for n in backend.counts().values())
+
     # -- folders
 
     def test_a_checkpoint_goes_on_where_it_was(self, backend: Backend, model: str, tmp_path: Path) -> None:

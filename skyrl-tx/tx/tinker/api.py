@@ -7,6 +7,7 @@ starts and looks after.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import FrameType
@@ -64,6 +65,16 @@ class Server(uvicorn.Server):
         )
         self._service = service
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        config = self._service.config
+        for one in self.servers:
+            for bound in one.sockets:
+                host, port = bound.getsockname()[:2]
+                where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                logger.info("serving %s at %s, state in %s", config.model_name, where, config.checkpoints_base)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal."""
         super().handle_exit(sig, frame)
@@ -75,10 +86,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     config = parse_config(program="python -m tx.tinker.api")
     config.checkpoints_base.mkdir(parents=True, exist_ok=True)
-    where = f"http://{config.host}:{config.port}"
-    logger.info("serving %s at %s, state in %s", config.model_name, where, config.checkpoints_base)
     if not config.api_keys and config.host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("no API keys: whoever reaches %s may use this server", where)
+        logger.warning("no API keys: whoever reaches %s port %d may use this server", config.host, config.port)
     Server(config, Service(config)).run()
 
 

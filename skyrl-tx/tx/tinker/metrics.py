@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -46,6 +47,7 @@ class Metrics:
         self.pending = Gauge("tx_requests_pending", "Requests that wait.", ["kind"], registry=self.registry)
         self.waiting = Gauge("tx_polls_held", "Polls of clients that are held.", registry=self.registry)
         self.engine_up = Gauge("tx_engine_up", "Whether the engine has told of itself lately.", registry=self.registry)
+        self.engine = Gauge("tx_engine", "What the engine counts.", ["of"], registry=self.registry)
         self._seen: OrderedDict[int, None] = OrderedDict()
 
     def note_finished(self, request: Request) -> None:
@@ -62,11 +64,16 @@ class Metrics:
         if request.kind is Kind.SAMPLE and request.status is RequestStatus.DONE:
             self.tokens.labels("sampled").inc(_n_sampled(request.result or b""))
 
-    def to_text(self, pending: dict[Kind, int], n_waiting: int, *, is_engine_up: bool) -> bytes:
-        """In the format of Prometheus."""
+    def to_text(
+        self, pending: Mapping[Kind, int], n_waiting: int, counts: Mapping[str, object], *, is_engine_up: bool
+    ) -> bytes:
+        """In the format of Prometheus. `counts`: as of `EngineState.status`, of which the numbers are told."""
         for kind in Kind:
             self.pending.labels(kind).set(pending.get(kind, 0))
         self.waiting.set(n_waiting)
+        for name, count in counts.items():
+            if isinstance(count, int):
+                self.engine.labels(name).set(count)
         self.engine_up.set(is_engine_up)
         return generate_latest(self.registry)
 

@@ -45,6 +45,9 @@ class Backend(Protocol):
     def models(self) -> Mapping[str, LoraConfig]:
         """Those under training."""
 
+    def counts(self) -> Mapping[str, int]:
+        """What an operator may want to know, by name, e.g. how many samples are running."""
+
     def compute(self, asked: Pass) -> Iterator[PassResult | None]:
         """Compute a pass a little at a time: None after each part but the last, and then the result.
 

@@ -18,6 +18,7 @@ from tx.tinker.engine.loop import Engine
 def main() -> None:
     """Serve until the server ends or a signal comes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it tells which devices are not there
     fd = None
     arguments = sys.argv[1:]
     if arguments[:1] == ["--doorbell-fd"]:

@@ -35,4 +35,5 @@ def status_of(backend: Backend, passes: Passes, sampling: Sampling, n_requests: 
         "models": sorted(backend.models()),
         "training": len(passes),
         "sampling": len(sampling),
+        **backend.counts(),
     }

@@ -54,5 +54,6 @@ async def metrics(call: Caller) -> Response:
 
     service = call.service
     pending, state = await service.read(ask)
-    text = service.metrics.to_text(pending, service.promises.n_waiting, is_engine_up=is_alive(state))
+    counts = {} if state is None else state.status
+    text = service.metrics.to_text(pending, service.promises.n_waiting, counts, is_engine_up=is_alive(state))
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -23,6 +23,7 @@ from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.groups import SamplerWeights
+from tx.tinker.backends.jax.programs import keep_programs, programs
 from tx.tinker.backends.jax.sampler import Sampler
 from tx.tinker.backends.jax.training import NAMES, SETTINGS, Lora, Shape, add, micro_batch, micro_batches, padded
 from tx.tinker.losses import completed
@@ -53,7 +54,8 @@ class JaxBackend:
         self._dtype = jnp.dtype(config.dtype)
         if self._dtype == jnp.float32:
             jax.config.update("jax_default_matmul_precision", "highest")
-        _keep_programs(config.compile_cache)
+        keep_programs(config.compile_cache)
+        self._programs = programs()
         self._params = load_params(folder, self._shape, self._dtype)
         self._models: dict[str, Model] = {}
         self._decoder = Decoder(folder)
@@ -86,6 +88,14 @@ class JaxBackend:
 
     def models(self) -> Mapping[str, LoraConfig]:
         return {model_id: model.lora for model_id, model in self._models.items()}
+
+    def counts(self) -> Mapping[str, int]:
+        return {
+            "programs compiled": self._programs.n_made,
+            "samples running": self._sampler.n_running,
+            "sample requests waiting": self._sampler.n_waiting,
+            "free pages of the cache": self._sampler.n_free_pages,
+        }
 
     def _add(self, model_id: str, model: Model) -> None:
         if model_id in self._models:
@@ -229,10 +239,3 @@ class JaxBackend:
             return False
         self._sampler.step()
         return True
-
-
-def _keep_programs(folder: Path | None) -> None:
-    """Also those that compile fast: there are many of them."""
-    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -67,6 +67,11 @@ class Sampler:
         """Requests that have not begun, or not all of whose samples have."""
         return len(self._waiting)
 
+    @property
+    def n_free_pages(self) -> int:
+        """Pages of the cache that nobody uses."""
+        return self._pages.n_free
+
     def add(
         self, ask: SampleRequest, weights: SamplerWeights, done: Callable[[SampleResult], None]
     ) -> Callable[[], None]:

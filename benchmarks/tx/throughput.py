@@ -1,0 +1,304 @@
+"""`make bench-tx`: training and sampling through the Tinker client, beside the same work done by peft and transformers.
+
+Starts a server with its default settings on a small random Qwen3, and plays each workload with both in turn, several
+times, in one run. Writes `throughput.md` and `throughput.json` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tinker
+import torch
+from conditions import conditions
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+HERE = Path(__file__).parent
+LENGTH, RANK, VOCABULARY = 128, 32, 1024
+PROMPT, NEW = 16, 64
+MOST_ADAPTERS = 8
+IDLE = 32
+SHAPE = Qwen3Config(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+)
+Player = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is done, how many tokens that are, and at most how long it may take."""
+
+    name: str
+    n_tokens: int
+    ours: Player
+    theirs: Player
+    goal_sec: float | None = None
+
+
+def main() -> int:
+    """Measure, write, and say what was not reached."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=9)
+    rounds = arguments.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder, serve(Path(folder)) as url:
+        service = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")  # pragma: allowlist secret
+        rows, is_reached = measure(service, Path(folder) / "model", url, rounds)
+    note = conditions()
+    (HERE / "throughput.json").write_text(json.dumps({"conditions": note, "rows": rows}, indent=1) + "\n")
+    (HERE / "throughput.md").write_text(report(note, rows, rounds))
+    print(report(note, rows, rounds))
+    return 0 if is_reached else 1
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """A server of its own; its address."""
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(SHAPE).save_pretrained(folder / "model")
+    log = (folder / "server.log").open("w+")
+    command = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(folder / "model"), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--checkpoints-base", str(folder / "state")],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+    )
+    try:
+        yield address(process, folder / "server.log")
+    finally:
+        process.terminate()
+        process.wait()
+        log.close()
+
+
+def address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Where the server listens, once its engine is there."""
+    while process.poll() is None:
+        told = log.read_text()
+        found = re.search(r"http://127\.0\.0\.1:\d+", told)
+        if found and "the engine serves" in told:
+            return found.group()
+        time.sleep(0.2)
+    raise SystemExit(log.read_text())
+
+
+def measure(service: tinker.ServiceClient, model: Path, url: str, rounds: int) -> tuple[list[dict[str, object]], bool]:
+    """The rows of the table, and whether every goal is reached."""
+    clients = [
+        service.create_lora_training_client(str(model), rank=RANK, seed=i).result() for i in range(MOST_ADAPTERS)
+    ]
+    theirs = peft_model(model)
+    work = [*training(clients, theirs), *sampling(clients, theirs)]
+    for one in work:  # compiles
+        one.ours()
+        one.theirs()
+    n_programs = programs(url)
+    rows = [row(one, *alternate(one, rounds)) for one in work]
+    rows += idle(service, str(model), work, rounds)
+    n_more = programs(url) - n_programs
+    rows.append({"work": f"programs compiled after the first round of each: {n_more}"})
+    return rows, n_more == 0 and all(one.get("reached", True) for one in rows)
+
+
+def training(clients: list[tinker.TrainingClient], theirs: PeftModel) -> list[Workload]:
+    """`forward_backward` and `optim_step`, of several adapters at once."""
+    goals = {(1, 16): 0.30, (4, 16): 0.845}
+    return [
+        Workload(
+            f"train {n} × {rows} × {LENGTH}",
+            n * rows * LENGTH,
+            lambda n=n, rows=rows: train_ours(clients[:n], data(rows)),  # type: ignore[misc]
+            lambda n=n, rows=rows: train_theirs(theirs, n, rows),  # type: ignore[misc]
+            goals.get((n, rows)),
+        )
+        for n, rows in ((1, 16), (4, 4), (4, 16), (8, 16))
+    ]
+
+
+def sampling(clients: list[tinker.TrainingClient], theirs: PeftModel) -> list[Workload]:
+    """Requests for samples of `NEW` tokens; requests of several adapters come at once."""
+    samplers = [client.save_weights_and_get_sampling_client() for client in clients]
+    goals = {(1, 1, 16): 1024 / (2 * 3237), (1, 16, 1): 1024 / (2 * 1472)}
+    return [
+        Workload(
+            f"sample {n} × {requests} requests × {samples} × {NEW}",
+            n * requests * samples * NEW,
+            lambda n=n, requests=requests, samples=samples: sample_ours(samplers[:n], requests, samples),  # type: ignore[misc]
+            lambda n=n, requests=requests, samples=samples: sample_theirs(theirs, n, requests * samples),  # type: ignore[misc]
+            goals.get((n, requests, samples)),
+        )
+        for n, requests, samples in ((1, 1, 16), (1, 16, 1), (4, 1, 16), (8, 1, 16))
+    ]
+
+
+def idle(service: tinker.ServiceClient, model: str, work: list[Workload], rounds: int) -> list[dict[str, object]]:
+    """The first training and the first sampling again, beside adapters that nobody uses."""
+    for i in range(IDLE):
+        service.create_lora_training_client(model, rank=RANK, seed=i).result()
+    again = [work[0], next(one for one in work if one.name.startswith("sample"))]
+    return [row(one, *alternate(one, rounds), suffix=f", beside {IDLE} idle adapters") for one in again]
+
+
+def train_ours(clients: list[tinker.TrainingClient], batch: list[tinker.Datum]) -> None:
+    """A step of each."""
+    passes = [client.forward_backward(batch, "cross_entropy") for client in clients]
+    steps = [client.optim_step(tinker.AdamParams(learning_rate=1e-4)) for client in clients]
+    for future in (*passes, *steps):
+        future.result()
+
+
+def train_theirs(model: PeftModel, n_adapters: int, rows: int) -> None:
+    """A step of each, one after the other."""
+    tokens, targets = (torch.from_numpy(one).long() for one in random_tokens(rows))
+    for i in range(n_adapters):
+        model.set_adapter(str(i))
+        parameters = [one for name, one in model.named_parameters() if f".{i}." in name]
+        optimizer = model.optimizers.setdefault(i, torch.optim.AdamW(parameters, lr=1e-4))
+        logits = model(tokens).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sample_ours(samplers: list[tinker.SamplingClient], n_requests: int, n_samples: int) -> None:
+    """All requests at once."""
+    params = tinker.SamplingParams(max_tokens=NEW, stop=[])
+    prompt = tinker.ModelInput.from_ints(list(range(PROMPT)))
+    futures = [one.sample(prompt, n_samples, params) for one in samplers for _ in range(n_requests)]
+    for future in futures:
+        assert all(len(sequence.tokens) == NEW for sequence in future.result().sequences)
+
+
+@torch.inference_mode()
+def sample_theirs(model: PeftModel, n_adapters: int, n_samples: int) -> None:
+    """A batch of each, one after the other."""
+    tokens = torch.arange(PROMPT).repeat(n_samples, 1)
+    for i in range(n_adapters):
+        model.set_adapter(str(i))
+        model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=NEW,
+            max_new_tokens=NEW,
+            pad_token_id=0,
+        )
+
+
+def peft_model(folder: Path) -> PeftModel:
+    """With adapters of the same matrices as ours."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    config = LoraConfig(r=RANK, lora_alpha=32, target_modules=names)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config, adapter_name="0")
+    for i in range(1, MOST_ADAPTERS):
+        model.add_adapter(str(i), config)
+    model.optimizers = {}
+    return model
+
+
+def data(rows: int) -> list[tinker.Datum]:
+    """Random sequences with random targets."""
+    return [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(tokens.tolist()),
+            loss_fn_inputs={"target_tokens": targets, "weights": np.ones(LENGTH, np.float32)},
+        )
+        for tokens, targets in zip(*random_tokens(rows), strict=True)
+    ]
+
+
+def random_tokens(rows: int) -> np.ndarray:
+    """Tokens and targets (2, rows, LENGTH)."""
+    return np.random.default_rng(0).integers(0, VOCABULARY, (2, rows, LENGTH))
+
+
+def alternate(work: Workload, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of both, in turn."""
+    ours, theirs = [], []
+    for _ in range(rounds):
+        for player, seconds in ((work.ours, ours), (work.theirs, theirs)):
+            started = time.perf_counter()
+            player()
+            seconds.append(time.perf_counter() - started)
+    return ours, theirs
+
+
+def row(work: Workload, ours: list[float], theirs: list[float], suffix: str = "") -> dict[str, object]:
+    """Medians, the middle ratio of a round, and whether the best round reaches the goal."""
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    made: dict[str, object] = {
+        "work": work.name + suffix,
+        "seconds": mine,
+        "best": min(ours),
+        "peft": other,
+        "ratio": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
+        "tokens": work.n_tokens / mine,
+    }
+    if work.goal_sec is not None:
+        made |= {"goal": work.goal_sec, "reached": min(ours) <= work.goal_sec}
+    return made
+
+
+def programs(url: str) -> int:
+    """How many programs the engine has compiled so far."""
+    time.sleep(2.0)  # it tells of itself once a second
+    told = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    found = re.search(r'^tx_engine\{of="programs compiled"\} (\S+)$', told, re.MULTILINE)
+    assert found, told
+    return int(float(found.group(1)))
+
+
+def report(note: str, rows: list[dict[str, object]], rounds: int) -> str:
+    """The page."""
+    lines = [
+        "# A server's throughput",
+        "",
+        f"`make bench-tx`, {rounds} rounds; {note}.",
+        "",
+        f"A random Qwen3 with {SHAPE.num_hidden_layers} layers of {SHAPE.hidden_size}, a vocabulary of {VOCABULARY}, "
+        f"adapters of rank {RANK}. Ours is measured at the client, HTTP and the database included; peft and "
+        "transformers compute in the measuring process. Medians, and the median of each round's ratio: how many times "
+        "as long they take. The goals, for the best round, are half of what the server that we replace took on two "
+        "cores.",
+        "",
+        "| work | seconds | tokens a second | peft, seconds | ratio | goal, seconds | best |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        if "seconds" not in one:
+            continue
+        goal = f"{one['goal']:.2f} {'✓' if one['reached'] else '✗'}" if "goal" in one else ""
+        lines.append(
+            f"| {one['work']} | {one['seconds']:.2f} | {one['tokens']:,.0f} | {one['peft']:.2f} | {one['ratio']:.2f} "
+            f"| {goal} | {one['best']:.2f} |"
+        )
+    lines += ["", *(f"{str(one['work']).capitalize()}." for one in rows if "seconds" not in one), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Compiled programs: kept for the next start, counted and logged."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+
+import jax
+from jax import monitoring
+
+logger = logging.getLogger(__name__)
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+WORTH_A_LINE_SEC = 0.2
+
+
+class Programs:
+    """Those that this process has compiled, or read from where they are kept."""
+
+    def __init__(self) -> None:
+        self.n_made = 0
+        monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, seconds: float, **told: str | int) -> None:
+        if event == COMPILED:
+            self.n_made += 1
+            level = logging.INFO if seconds > WORTH_A_LINE_SEC else logging.DEBUG
+            logger.log(level, "program %d, %s, is ready after %.1f s", self.n_made, told.get("fun_name"), seconds)
+
+
+@cache
+def programs() -> Programs:
+    """The one of this process."""
+    return Programs()
+
+
+def keep_programs(folder: Path | None) -> None:
+    """Keep programs there, also those that compile fast: there are many of them."""
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
