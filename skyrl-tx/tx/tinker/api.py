@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
 
@@ -81,10 +81,10 @@ class Server(uvicorn.Server):
         self._service.promises.release()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, program: str = "python -m tx.tinker.api") -> None:
     """Serve until a signal comes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
-    config = parse_config(program="python -m tx.tinker.api")
+    config = parse_config(arguments, program=program)
     config.checkpoints_base.mkdir(parents=True, exist_ok=True)
     if not config.api_keys and config.host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("no API keys: whoever reaches %s port %d may use this server", config.host, config.port)

@@ -22,11 +22,13 @@ class Programs:
         self.n_made = 0
         monitoring.register_event_duration_secs_listener(self._note)
 
-    def _note(self, event: str, seconds: float, **told: str | int) -> None:
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
             self.n_made += 1
-            level = logging.INFO if seconds > WORTH_A_LINE_SEC else logging.DEBUG
-            logger.log(level, "program %d, %s, is ready after %.1f s", self.n_made, told.get("fun_name"), seconds)
+            level = logging.INFO if duration_secs > WORTH_A_LINE_SEC else logging.DEBUG
+            logger.log(
+                level, "program %d, %s, is ready after %.1f s", self.n_made, kwargs.get("fun_name"), duration_secs
+            )
 
 
 @cache

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tx_server import BASE_MODEL, CHILD_ENVIRONMENT, serving
+
+from tx.run import status
+
+
+def tx(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, as a user gives it."""
+    command = [sys.executable, "-m", "tx.run.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=CHILD_ENVIRONMENT, timeout=60)
+
+
+def test_commands() -> None:
+    assert tx("version").stdout.startswith(f"skyrl-tx {version('skyrl-tx')}\njax ")
+    assert "tx serve --base-model MODEL" in tx().stdout
+    assert "--max-lora-rank" in tx("serve", "--help").stdout
+    wrong = tx("server")
+    assert wrong.returncode == 1
+    assert "there is no command 'server'" in wrong.stderr
+
+
+def test_status_of_no_server() -> None:
+    found = tx("status", "--url", "http://127.0.0.1:9")
+    assert found.returncode == 1
+    assert found.stderr.startswith("tx status: nobody answers at http://127.0.0.1:9 (")
+
+
+def test_status(tmp_path: Path) -> None:
+    with serving(tmp_path) as running:
+        model = running.sdk().create_lora_training_client(BASE_MODEL, rank=4).result()
+        text, is_up = status.report(running.url)
+        assert is_up
+        assert text.splitlines()[:2] == [f"{running.url}: {BASE_MODEL}", "engine: up"]
+        assert f"  {model.model_id}  {BASE_MODEL}  rank 4  last request 0 s ago" in text
+        printed = tx("status", "--url", running.url)
+        assert (printed.returncode, printed.stdout.splitlines()[:2]) == (0, text.splitlines()[:2])
+    with serving(tmp_path / "other", engine=False) as running:
+        text, is_up = status.report(running.url)
+        assert (is_up, "engine: not there" in text) == (False, True)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import PeftModel
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+from tx_server import CHILD_ENVIRONMENT
+from tx_tiny_models import new_model, new_tokenizer
+
+from tx.run.train import Run, TrainConfig, main
+from tx.tinker.types import UserError
+
+N_ROWS, BATCH = 12, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, and a dataset."""
+    folder = tmp_path_factory.mktemp("train")
+    tokenizer = new_tokenizer()
+    new_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(N_ROWS)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
+    """A command of ten epochs."""
+    told = {
+        "base_model": folder / "model",
+        "dataset": folder / "rows.jsonl",
+        "output_dir": output,
+        "lora_rank": 8,
+        "learning_rate": 1e-2,
+        "batch_size": BATCH,
+        "epochs": 10,
+        "save_steps": 5,
+        **flags,
+    }
+    return [f"--{name.replace('_', '-')}={value}" for name, value in told.items()]
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(output: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = load_file(output / "adapter" / "adapter_model.safetensors")
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that nothing interrupted."""
+    output = tmp_path_factory.mktemp("whole")
+    main(arguments(folder, output))
+    return output
+
+
+def test_the_loss_falls_and_peft_reads_the_adapter(folder: Path, whole: Path) -> None:
+    told = metrics(whole)
+    assert [one["step"] for one in told] == list(range(1, 31))
+    assert told[-1]["loss"] < 0.85 * told[0]["loss"]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), whole / "adapter")
+    assert model.peft_config["default"].r == 8
+    assert [one.name for one in (whole / "checkpoints").iterdir()] == ["30"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_killed_goes_on(folder: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "tx.run.main", "train", *arguments(folder, tmp_path)]
+    process = subprocess.Popen(command, env=CHILD_ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    file = tmp_path / "metrics.jsonl"
+    while process.poll() is None and not (file.is_file() and len(metrics(tmp_path)) >= 7):
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.wait()
+    assert not (tmp_path / "adapter").exists(), "it was too fast for the test to interrupt"
+    main(arguments(folder, tmp_path))
+    assert [one["step"] for one in metrics(tmp_path)] == list(range(1, 31))
+    assert [one["loss"] for one in metrics(tmp_path)] == [one["loss"] for one in metrics(whole)]
+    for name, tensor in weights(whole).items():
+        np.testing.assert_array_equal(weights(tmp_path)[name], tensor)
+
+
+def test_more_steps_go_on(folder: Path, whole: Path, tmp_path: Path) -> None:
+    main(arguments(folder, tmp_path, max_steps=3))
+    main(arguments(folder, tmp_path, max_steps=6))
+    assert [one["loss"] for one in metrics(tmp_path)] == [one["loss"] for one in metrics(whole)[:6]]
+
+
+def test_another_run_may_begin_with_its_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
+    main(arguments(folder, tmp_path, max_steps=1, load_checkpoint_path=whole / "checkpoints" / "30"))
+    assert metrics(tmp_path)[0]["loss"] < 0.85 * metrics(whole)[0]["loss"]
+
+
+def test_another_run_may_not_take_its_place(folder: Path, whole: Path, tmp_path: Path) -> None:
+    config = TrainConfig(
+        base_model=str(folder / "model"), dataset=folder / "rows.jsonl", output_dir=whole, learning_rate=0.5
+    )
+    with pytest.raises(
+        UserError, match=r"has a run with lora_rank=8, learning_rate=0\.01, .*give another --output-dir"
+    ):
+        Run(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"learning_rate": "-1"}, "--learning-rate='-1': Input should be greater than 0"),
+        ({"optimizer_args": '{"momentum": 1}'}, "momentum.*it may have weight_decay, grad_clip_norm"),
+        ({"backend": "numpy"}, "--backend='numpy': Input should be 'jax' or 'torch'"),
+    ],
+)
+def test_wrong_settings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(folder, tmp_path, **flags))
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_is_wrong_with_the_data_is_one_line(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"tx train: --dataset .*none\.jsonl: there is no such file"):
+        main(arguments(folder, tmp_path, dataset=tmp_path / "none.jsonl"))

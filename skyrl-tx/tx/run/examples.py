@@ -1,0 +1,134 @@
+"""Rows of a dataset file to what is trained on: tokens, and which of them count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tx.tinker.types import Datum, UserError
+
+KINDS = "'messages' (a list with role and content), 'prompt' and 'completion', or 'text'"
+Message = Mapping[str, Any]
+
+
+def read_rows(file: Path) -> list[Mapping[str, Any]]:
+    """The rows of a `.jsonl`, `.json` or `.parquet` file.
+
+    Raises:
+        UserError: it is not there, holds none, or a line is no JSON object; the message says where.
+    """
+    if not file.is_file():
+        raise UserError(f"--dataset {file}: there is no such file")
+    rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+    if not rows:
+        raise UserError(f"--dataset {file} has no rows")
+    return rows
+
+
+def _parquet_rows(file: Path) -> list[Mapping[str, Any]]:
+    import pyarrow.parquet
+
+    rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    return rows
+
+
+def _json_rows(file: Path) -> list[Mapping[str, Any]]:
+    text = file.read_text("utf-8")
+    if file.suffix == ".json":
+        told = json.loads(text)
+        if not isinstance(told, list):
+            raise UserError(f"--dataset {file} is no list of rows; have a row on each line, and name it .jsonl")
+        return told
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"--dataset {file}, line {number}: {error}") from error
+    return rows
+
+
+class Examples:
+    """Makes data of rows, with a model's tokenizer and its chat template."""
+
+    def __init__(self, folder: Path, max_length: int) -> None:
+        """`folder` is the model's; what is longer than `max_length` tokens loses its end."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._max_length = max_length
+
+    def of_row(self, number: int, row: Mapping[str, Any]) -> list[Datum]:
+        """The data of a row: several where the template shows earlier replies otherwise than the last one.
+
+        Raises:
+            UserError: the row is of another kind, or nothing of it counts.
+        """
+        try:
+            data = [self._datum(text, spans) for text, spans in self._texts(row)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"row {number}: {error or type(error).__name__}; a row has {KINDS}") from error
+        counting = [datum for datum in data if datum.inputs["weights"].any()]
+        if not counting:
+            raise UserError(f"row {number}: no token of it counts within --max-length {self._max_length}")
+        return counting
+
+    def _texts(self, row: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Texts, and from where to where characters count in each."""
+        if "messages" in row:
+            yield from self._conversation(row["messages"], is_last_only=False)
+        elif "prompt" in row and "completion" in row and not isinstance(row["prompt"], str):
+            yield from self._conversation([*row["prompt"], *_replies(row["completion"])], is_last_only=True)
+        elif "prompt" in row and "completion" in row:
+            end = self._tokenizer.eos_token or ""
+            text = row["prompt"] + row["completion"] + end
+            yield text, [(len(row["prompt"]), len(text))]
+        elif isinstance(row.get("text"), str):
+            yield row["text"] + (self._tokenizer.eos_token or ""), [(0, len(row["text"]) + 1)]
+        else:
+            raise ValueError(f"it has {', '.join(row) or 'nothing'}")
+
+    def _conversation(
+        self, messages: Sequence[Message], *, is_last_only: bool
+    ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        text = ""
+        spans: list[tuple[int, int]] = []
+        for i, message in enumerate(messages):
+            is_counted = message["role"] == "assistant" and (not is_last_only or i == len(messages) - 1)
+            if not is_counted:
+                continue
+            before = self._render(messages[:i], add_generation_prompt=True)
+            after = self._render(messages[: i + 1])
+            if not after.startswith(before):
+                raise ValueError("the chat template writes a reply otherwise than it asks for one")
+            if spans and not before.startswith(text):
+                yield text, spans
+                spans = []
+            text = after
+            spans.append((len(before), len(after)))
+        if not spans:
+            raise ValueError("it has no message of the assistant")
+        yield text, spans
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        plain = [dict(message) for message in messages]
+        return str(
+            self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
+
+    def _datum(self, text: str, spans: Sequence[tuple[int, int]]) -> Datum:
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = np.asarray(encoded["input_ids"][: self._max_length + 1], np.int32)
+        starts = [start for start, _ in encoded["offset_mapping"]][: len(tokens)]
+        counts = np.asarray([any(a <= start < b for a, b in spans) for start in starts], np.float32)
+        return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": counts[1:]})
+
+
+def _replies(completion: Any) -> Sequence[Message]:
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
