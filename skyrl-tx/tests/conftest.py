@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")  # before JAX is there
+
 import pytest
 from tx_postgresql import ABSENT, TEST_URL, postgresql, programs
 from tx_server import CHILD_ENVIRONMENT

@@ -30,6 +30,10 @@ MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down", "router"}
 
 
+Place = Callable[[str, jax.Array], jax.Array]
+"""Puts a weight, by its name in `Params`, where it belongs."""
+
+
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """What tensors of a layer are called there, without the layer; `{expert}` stands for the number of an expert."""
     names = ATTENTION | (QK_NORM if config.has_qk_norm else {})
@@ -39,8 +43,8 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
     return names | experts | {"router": "mlp.gate.weight"}
 
 
-def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
-    """The weights of the model in a folder, as `dtype`.
+def load_params(folder: Path, config: ModelConfig, dtype: Any, place: Place | None = None) -> Params:
+    """The weights of the model in a folder, as `dtype`, each placed before the next is read.
 
     Raises:
         FileNotFoundError: there are no safetensors in it.
@@ -48,12 +52,12 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
     """
     with ExitStack() as files:
         tensors = _Tensors(folder, files)
-        return _assembled(lambda name: jnp.asarray(tensors.get(name), dtype=dtype), config)
+        return _assembled(lambda name: jnp.asarray(tensors.get(name), dtype=dtype), config, place)
 
 
-def params_of(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any) -> Params:
+def params_of(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any, place: Place | None = None) -> Params:
     """The inverse of `named_tensors`."""
-    return _assembled(lambda name: jnp.asarray(tensors[name], dtype=dtype), config)
+    return _assembled(lambda name: jnp.asarray(tensors[name], dtype=dtype), config, place)
 
 
 def named_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -69,21 +73,26 @@ def named_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np
                 yield f"model.layers.{number}.{full}", np.ascontiguousarray(_turned(name, tensor))
 
 
-def _assembled(get: Callable[[str], jax.Array], config: ModelConfig) -> Params:
+def _assembled(get: Callable[[str], jax.Array], config: ModelConfig, place: Place | None) -> Params:
     layers = iter(range(config.n_layers))
+    put = place or (lambda _, weight: weight)
     blocks = []
-    for n_layers in config.blocks:
-        some = [next(layers) for _ in range(n_layers)]
-        named = layer_names(config).items()
-        blocks.append(
-            {name: jnp.stack([_of_layer(get, config, name, theirs, i) for i in some]) for name, theirs in named}
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # a whole weight need not fit on one device
+        for n_layers in config.blocks:
+            some = [next(layers) for _ in range(n_layers)]
+            named = layer_names(config).items()
+            blocks.append(
+                {
+                    name: put(name, jnp.stack([_of_layer(get, config, name, theirs, i) for i in some]))
+                    for name, theirs in named
+                }
+            )
+        return Params(
+            embed=put("embed", get("model.embed_tokens.weight")),
+            blocks=tuple(blocks),
+            norm=put("norm", get("model.norm.weight")),
+            head=None if config.ties_embeddings else put("head", get("lm_head.weight").T),
         )
-    return Params(
-        embed=get("model.embed_tokens.weight"),
-        blocks=tuple(blocks),
-        norm=get("model.norm.weight"),
-        head=None if config.ties_embeddings else get("lm_head.weight").T,
-    )
 
 
 def _of_layer(get: Callable[[str], jax.Array], config: ModelConfig, name: str, theirs: str, layer: int) -> jax.Array:

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from tx.models.checkpoints import load_params, named_tensors, params_of
 from tx.models.config import LoraConfig, ModelConfig, read_config
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, new_adapter
+from tx.models.sharding import mesh_of, place_rows, place_weight
 from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of
 from tx.tinker.backends.jax.config import JaxConfig
@@ -56,7 +58,9 @@ class JaxBackend:
             jax.config.update("jax_default_matmul_precision", "highest")
         keep_programs(config.compile_cache)
         self._programs = programs()
-        self._params = load_params(folder, self._shape, self._dtype)
+        self._mesh = mesh_of(config.fully_sharded_data_parallel_size, config.tensor_parallel_size)
+        self._place = partial(place_weight, self._mesh)
+        self._params = load_params(folder, self._shape, self._dtype, self._place)
         self._models: dict[str, Model] = {}
         self._decoder = Decoder(folder)
         self._sampler = Sampler(
@@ -65,6 +69,7 @@ class JaxBackend:
             n_lanes=config.sample_lanes,
             most_groups=config.sample_groups,
             dtype=self._dtype,
+            mesh=self._mesh,
             ends_with=self._decoder.holds_any,
         )
         self.base_model = BaseModel(
@@ -138,8 +143,8 @@ class JaxBackend:
             self._params if isinstance(model.weights, Adapter) else model.weights,
             None if adapter is None else Lora(adapter, jnp.float32(model.lora.scale)),
             jnp.int32(NAMES.index(asked.loss_fn)),
-            tokens,
-            inputs,
+            place_rows(self._mesh, tokens),
+            {name: place_rows(self._mesh, value) for name, value in inputs.items()},
             {name: jnp.float32(asked.settings.get(name, 0.0)) for name in SETTINGS},
             has_gradient=not asked.is_forward_only,
             remat=self._config.gradient_checkpointing,
@@ -187,7 +192,7 @@ class JaxBackend:
         lora = LoraConfig(**json.loads((folder / MODEL).read_text(encoding="utf-8"))["lora"])
         if lora.rank:
             return lora, load_adapter(folder, lora, self._shape)
-        return lora, load_params(folder, self._shape, self._dtype)
+        return lora, load_params(folder, self._shape, self._dtype, self._place)
 
     def _read_moments(self, folder: Path, lora: LoraConfig) -> Moments:
         if not (folder / OPTIMIZER).is_file():
@@ -208,7 +213,11 @@ class JaxBackend:
         return named_tensors(tree, self._shape)
 
     def _tree(self, tensors: Mapping[str, np.ndarray], lora: LoraConfig) -> Adapter | Params:
-        return adapter_of(tensors, lora, self._shape) if lora.rank else params_of(tensors, self._shape, self._dtype)
+        return (
+            adapter_of(tensors, lora, self._shape)
+            if lora.rank
+            else params_of(tensors, self._shape, self._dtype, self._place)
+        )
 
     # -- sampling
 

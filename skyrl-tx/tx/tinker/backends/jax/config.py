@@ -27,6 +27,10 @@ class JaxConfig(BaseModel):
     """Of the base model and of what is computed; adapters are float32."""
     gradient_checkpointing: bool = False
     """Compute layers twice in training, and keep less of them."""
+    fully_sharded_data_parallel_size: int = Field(1, ge=1)
+    """Devices among which weights, and rows in training, are divided."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices among which heads and hidden units are divided."""
     sample_lanes: int = Field(16, ge=1)
     """Samples in one batch, whose size is fixed."""
     sample_groups: int = Field(8, ge=1)

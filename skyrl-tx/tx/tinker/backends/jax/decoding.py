@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tx.models.attention import attend_to_pages
 from tx.models.config import ModelConfig
 from tx.models.decoder import Attend, Params, hidden_states, logits_of
 from tx.models.lora import Rows
+from tx.models.sharding import place_heads
 
 MOST_STEPS = 16  # tokens of a lane in one call
 BLOCK = 128  # of probabilities that are added up first
@@ -55,12 +57,12 @@ class Chosen(NamedTuple):
     top_logprobs: jax.Array  # (MOST_STEPS, S, k)
 
 
-def new_cache(config: ModelConfig, n_pages: int, page_size: int, dtype: jnp.dtype) -> Cache:
+def new_cache(config: ModelConfig, n_pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh) -> Cache:
     """An empty one."""
     before = (config.n_layers, n_pages + 1, config.n_kv_heads)
     return Cache(
-        jnp.zeros((*before, config.head_size, page_size), dtype),
-        jnp.zeros((*before, page_size, config.head_size), dtype),
+        place_heads(mesh, jnp.zeros((*before, config.head_size, page_size), dtype)),
+        place_heads(mesh, jnp.zeros((*before, page_size, config.head_size), dtype)),
     )
 
 

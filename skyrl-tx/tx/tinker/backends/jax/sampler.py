@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from tx.models.config import ModelConfig
 from tx.models.lora import rows_of
@@ -36,6 +37,7 @@ class Sampler:
         n_lanes: int,
         most_groups: int,
         dtype: Any,
+        mesh: Mesh,
         ends_with: Callable[[Sequence[int], Sequence[str]], bool],
     ) -> None:
         """`n_tokens`: of the cache. `ends_with`: whether tokens, decoded, hold one of some strings."""
@@ -45,7 +47,7 @@ class Sampler:
         self._pages = Pages(n_pages, PAGE_SIZE)
         # A sample needs a page more than it has tokens for: its prompt's last one, if others will copy that.
         self._table_size = self._pages.n_for(min(config.max_positions, (n_pages - 1) * PAGE_SIZE))
-        self._cache = decoding.new_cache(config, n_pages, PAGE_SIZE, dtype)
+        self._cache = decoding.new_cache(config, n_pages, PAGE_SIZE, dtype, mesh)
         self._waiting: deque[Request] = deque()
         self._copies: list[tuple[int, int]] = []  # of pages, from and to
         self._groups: list[Group] = []
