@@ -28,7 +28,7 @@ ONE = RUNS + "/{run_id}/checkpoints/{checkpoint_id:path}"
 
 @router.get(RUNS)
 async def get_training_runs(
-    call: Caller, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+    call: Caller, limit: Limit = 20, offset: Offset = 0, project_id: wire.Text | None = None
 ) -> Response:
     """The one used last first."""
 

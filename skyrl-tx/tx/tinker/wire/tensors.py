@@ -125,12 +125,14 @@ def chunk_tokens(chunk: Mapping[str, Any], name: str) -> list[int]:
     """The tokens of a chunk in JSON, whose `type` older clients leave out.
 
     Raises:
-        UserError: it is an image or of another kind, or a token is no int32.
+        UserError: it is an image or of another kind, it has no tokens, or one is no int32.
     """
-    kind = chunk.get("type") or ("encoded_text" if "tokens" in chunk else "image")
+    tokens: list[int] | None = chunk.get("tokens")
+    kind = chunk.get("type") or ("image" if tokens is None else "encoded_text")
     if kind != "encoded_text":
         raise UserError(f"{name} holds a chunk of kind {kind}; this server knows encoded_text only, so send tokens")
-    tokens: list[int] = chunk["tokens"]
+    if tokens is None:
+        raise UserError(f"{name} holds a chunk without tokens; give a list of them, which may be empty")
     if tokens and not (INT32_RANGE[0] <= min(tokens) and max(tokens) <= INT32_RANGE[1]):
         raise UserError(f"{name} holds {max(tokens, key=abs)}, which is no token")
     return tokens

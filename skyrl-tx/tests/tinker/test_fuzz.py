@@ -1,0 +1,304 @@
+"""Nothing that is posted breaks the server, as a process of its own: no reply is its mistake, nothing hangs, nothing
+grows, and what is another user's stays as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import http.client
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import Engine as Database
+from sqlmodel import select
+from tx_fuzz import Post, Surface, fuzzed, posts
+from tx_process import ServerProcess, process
+from tx_server import BASE_MODEL, config_for
+
+from tx.tinker.database import open_database, reading, writing
+from tx.tinker.db_models import (
+    Checkpoint,
+    CheckpointKind,
+    Kind,
+    Model,
+    ModelStatus,
+    Request,
+    RequestStatus,
+    SamplingSession,
+    Session,
+)
+
+logger = logging.getLogger(__name__)
+
+KEYS = "tml-alice,tml-bob"
+MOST_SECONDS = 10
+MIB = 1 << 20
+MOST_GROWTH = 24 * MIB
+"""Of the process, for what Python and SQLite keep for themselves."""
+LIMITS = ("--max-body-bytes", "2000000", "--hold-sec", "0.05", "--max-models", "100000")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server, what the one who attacks it has there, and what somebody else has."""
+
+    server: ServerProcess
+    surface: Surface
+    valid: dict[str, Any]  # good bodies, by path
+    names: list[str]  # of what there is, of both
+    expendable: list[str]  # of what may be ended
+    database: Database
+
+
+def ask(server: ServerProcess, user: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    reply = httpx.post(f"{server.url}/api/v1/{path}", json=body, headers={"X-API-Key": f"tml-{user}"})
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def settle(server: ServerProcess, user: str) -> dict[str, str]:
+    """A session with a model, a sampler and a request."""
+    session_id = ask(server, user, "create_session", {"tags": []})["session_id"]
+    model = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
+    request_id = ask(server, user, "create_model", model)["request_id"]
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+    sampler_id = ask(server, user, "create_sampling_session", sampler)["sampling_session_id"]
+    told = {"session": session_id, "model": f"{session_id}:train:0", "request": request_id, "sampler": sampler_id}
+    return {**told, "path": f"tinker://{told['model']}/weights/there"}
+
+
+def add_checkpoint(server: ServerProcess, database: Database, owned: dict[str, str]) -> Path:
+    folder = server.folder / owned["model"].replace(":", "_") / "weights" / "there"
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(b"weights")
+    told = {"kind": CheckpointKind.TRAINING, "name": "there", "base_model": BASE_MODEL, "lora": {"rank": 4}}
+    with writing(database) as db:
+        db.add(Checkpoint(model_id=owned["model"], size_bytes=7, **told))
+        db.get_one(Model, owned["model"]).status = ModelStatus.READY
+    return folder
+
+
+def valid_bodies(mine: dict[str, str]) -> dict[str, Any]:
+    datum = {
+        "model_input": {"chunks": [{"tokens": [1, 2, 3]}]},
+        "loss_fn_inputs": {"target_tokens": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}},
+    }
+    sampling = {"max_tokens": 1, "seed": 1, "stop": [2], "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+    session, model = {"session_id": mine["session"]}, {"model_id": mine["model"]}
+    bodies = {
+        "create_session": {"tags": ["a"], "user_metadata": {"a": {"b": [1]}}, "display_name": "x"},
+        "session_heartbeat": session,
+        "sessions/search": {"session_id": mine["session"], "statuses": [{"type": "active"}], "limit": 5},
+        "create_model": {**session, "model_seq_id": 1, "base_model": BASE_MODEL, "lora_config": {"rank": 4, "seed": 1}},
+        "get_info": model,
+        "optim_step": {**model, "seq_id": 7, "adam_params": {"learning_rate": 0.1, "beta1": 0.9, "eps": 1e-9}},
+        "forward_backward": {**model, "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}},
+        "save_weights": {**model, "path": "new", "ttl_seconds": 3600, "user_metadata": {"a": "b"}},
+        "save_weights_for_sampler": {**model, "sampling_session_seq_id": 3},
+        "load_weights": {**session, "model_seq_id": 2, "path": mine["path"], "optimizer": True},
+        "create_sampling_session": {**session, "sampling_session_seq_id": 1, "base_model": BASE_MODEL},
+        "asample": {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": sampling,
+            "sampling_session_id": mine["sampler"],
+            "seq_id": 1,
+            "num_samples": 2,
+            "prompt_logprobs": True,
+            "topk_prompt_logprobs": 2,
+        },
+        "retrieve_future": {"request_id": mine["request"], "allow_metadata_only": True},
+        "cancel_future": {"request_id": mine["request"]},
+        "weights_info": {"tinker_path": mine["path"]},
+        "copy_weights": {"source_path": mine["path"], "destination_project_id": "p", "ttl_seconds": 3600},
+    }
+    return {f"/api/v1/{path}": body for path, body in bodies.items()}
+
+
+def rows_of(database: Database, owned: dict[str, str]) -> str:
+    """All that a user has in the database, as text."""
+    with reading(database) as db:
+        owner = db.get_one(Session, owned["session"]).owner
+        found = [
+            *db.exec(select(Session).where(Session.owner == owner)),
+            *db.exec(select(Model).where(Model.session_id == owned["session"])),
+            *db.exec(select(SamplingSession).where(SamplingSession.session_id == owned["session"])),
+            *db.exec(select(Request).where(Request.owner == owner)),
+            *db.exec(select(Checkpoint).where(Checkpoint.model_id == owned["model"])),
+        ]
+        return "\n".join(sorted(row.model_dump_json() for row in found))
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    with process(tmp_path / "state", "--no-engine", *LIMITS, "--session-timeout-sec=-1", TX_API_KEYS=KEYS) as server:
+        database = open_database(config_for(server.folder).database_url)
+        alice, bob = settle(server, "alice"), settle(server, "bob")
+        folder = add_checkpoint(server, database, bob)
+        add_checkpoint(server, database, alice)
+        told = httpx.get(f"{server.url}/openapi.json").json()
+        before = rows_of(database, bob)
+        assert before.count("\n") == 4
+        names = [*alice.values(), *bob.values()]
+        expendable = [*settle(server, "alice").values(), *bob.values()]
+        yield Target(server, Surface.of(told), valid_bodies(alice), names, expendable, database)
+        assert rows_of(database, bob) == before
+        assert (folder / "file").read_bytes() == b"weights"
+        database.dispose()
+
+
+def send(server: ServerProcess, post: Post, *, sent: float = 1.0) -> tuple[int, bytes]:
+    """The status and the body of a reply; 0 where the request was broken off after a part of it."""
+    head = [f"{post.method.upper()} ".encode() + post.path.encode("utf-8", "surrogatepass") + b" HTTP/1.1", b"Host: x"]
+    headers = {"X-API-Key": "tml-alice", "Content-Length": str(len(post.body)), "Connection": "close", **post.headers}
+    head += [f"{name}: {value}".encode() for name, value in headers.items()]
+    whole = b"\r\n".join([*head, b"", b""]) + post.body
+    with socket.create_connection(("127.0.0.1", server.port), timeout=MOST_SECONDS) as connection:
+        try:
+            connection.sendall(whole[: int(len(whole) * sent)])
+        except (BrokenPipeError, ConnectionResetError):  # it was refused before it was read
+            return 0, b""
+        if sent < 1:
+            return 0, b""
+        reply = http.client.HTTPResponse(connection, method=post.method.upper())
+        reply.begin()
+        return reply.status, reply.read()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a process has."""
+
+    memory: int
+    n_files: int
+    n_threads: int
+
+
+def size_of(server: ServerProcess) -> Size:
+    time.sleep(0.3)  # connections are closed
+    child = psutil.Process(server.child.pid)
+    return Size(child.memory_info().rss, child.num_fds(), child.num_threads())
+
+
+def fuzz(target: Target, n_examples: int) -> Counter[int]:
+    """Send so many requests; how often which status came."""
+    seen: Counter[int] = Counter()
+
+    @fuzzed(n_examples)
+    @given(
+        post=posts(target.surface, target.valid, target.names, target.expendable),
+        sent=st.sampled_from([1.0] * 30 + [0.5, 0.9, 0.99]),
+    )
+    def run(post: Post, sent: float) -> None:
+        started = time.monotonic()
+        try:
+            status, body = send(target.server, post, sent=sent)
+        except ConnectionResetError:
+            status, body = 0, b"it was refused before it was read"
+        seconds = time.monotonic() - started
+        seen[status] += 1
+        assert seconds < MOST_SECONDS, post
+        assert status < 500, (post, body)
+        assert status != 409, post
+        assert status < 400 or body, post
+
+    run()
+    return seen
+
+
+def test_nothing_that_is_posted_breaks_the_server(target: Target) -> None:
+    fuzz(target, 150)
+    before = size_of(target.server)
+    started = time.monotonic()
+    seen = fuzz(target, 300)
+    after = size_of(target.server)
+    seconds = time.monotonic() - started
+    gc.collect()
+    assert {200, 400, 404, 422} <= set(seen)
+    assert after.n_threads <= before.n_threads + 6  # of pools that were not full yet
+    assert after.n_files <= before.n_files + 8  # connections of the database's pool
+    assert after.memory <= before.memory + MOST_GROWTH, (before, after)
+    assert target.server.child.poll() is None
+    assert "Traceback" not in target.server.log
+    logger.info("%d requests in %.0f s: %s; %s, then %s", sum(seen.values()), seconds, dict(seen), before, after)
+    _end(target)
+
+
+def _end(target: Target) -> None:
+    """What was accepted is got rid of when its session ends."""
+    alice = target.valid["/api/v1/session_heartbeat"]["session_id"]
+    ask(target.server, "alice", f"sessions/{alice}/finish", {"reason": {"type": "success"}})
+    lasting = (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.UNLOAD_MODEL)
+    with reading(target.database) as db:
+        left = db.exec(
+            select(Request).where(Request.session_id == alice, Request.status == RequestStatus.PENDING)
+        ).all()
+        last_save = max((one.request_id or 0 for one in left if one.kind in lasting[:3]), default=0)
+        assert all(one.kind in lasting or (one.request_id or 0) < last_save for one in left)
+        assert all(
+            model.status is ModelStatus.UNLOADING for model in db.exec(select(Model)) if model.session_id == alice
+        )
+
+
+RAW = [
+    b"\r\n\r\n",
+    b"\0" * 1000,
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET http://elsewhere/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+    b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n{}",
+    b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n{}",
+    b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 5000,
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\nSec-WebSocket-Key: x\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+]
+
+
+@pytest.mark.parametrize("sent", RAW, ids=range(len(RAW)))
+def test_what_is_no_http(shared: ServerProcess, sent: bytes) -> None:
+    reply = b""
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=MOST_SECONDS) as connection:
+        try:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 16):
+                reply += part
+        except OSError as error:
+            assert error.errno in (errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE)  # refused before it was read
+    assert not reply.startswith(b"HTTP/1.1 5"), reply
+    assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with process(tmp_path_factory.mktemp("raw") / "state", "--no-engine", *LIMITS) as server:
+        yield server
+
+
+def test_connections_that_say_nothing(shared: ServerProcess) -> None:
+    before = psutil.Process(shared.child.pid).num_fds()
+    idle = [socket.create_connection(("127.0.0.1", shared.port)) for _ in range(200)]
+    for connection in idle[::2]:
+        connection.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    started = time.monotonic()
+    assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
+    assert time.monotonic() - started < MOST_SECONDS
+    for connection in idle:
+        connection.close()
+    deadline = time.monotonic() + MOST_SECONDS
+    while psutil.Process(shared.child.pid).num_fds() > before + 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert psutil.Process(shared.child.pid).num_fds() <= before + 5

@@ -1,0 +1,340 @@
+"""Requests that nobody would write: anything that a schema allows, valid ones with a mistake, and bytes.
+
+The plain tests send a few hundred. TX_FUZZ_EXAMPLES=10000 sends as many, and others in every run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zstandard
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from tx.tinker.wire import tinker_pb2 as pb
+
+EXAMPLES = int(os.environ.get("TX_FUZZ_EXAMPLES", "0"))
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+
+
+def fuzzed(n_examples: int) -> Callable[[Any], Any]:
+    """The settings of a test that sends so many requests unless told otherwise."""
+    return settings(
+        max_examples=EXAMPLES or n_examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=not EXAMPLES,
+        database=None,
+    )
+
+
+@dataclass(frozen=True)
+class Post:
+    """A request as it goes over the wire."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+# -- values
+
+HUGE = [2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**12, 10**400]
+FLOATS = [float("nan"), float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 1e-50, -0.0]
+DEEP = "\x00deep\x00"  # what stands for deep JSON until it is written
+WORDS = ["", "\0", "a\0b", "\ud800", "\U0010ffff", "‮", "../../etc/passwd", "%2e%2e%2f", "x" * 5000, "null", DEEP]
+PATHS = [
+    "tinker://a:train:0/weights/x",
+    "tinker://../weights/..",
+    "tinker:///weights/x",
+    "tinker://a:train:99999999999/weights/x",
+    "/etc/passwd",
+    "file:///etc/passwd",
+]
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 5),
+    st.integers(),
+    st.sampled_from(HUGE),
+    st.floats(),
+    st.sampled_from(FLOATS),
+    st.text(max_size=5),
+    st.sampled_from(WORDS + PATHS),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+def shaped_like(schema: dict[str, Any], known: dict[str, Any], names: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    """Roughly what a schema says, and sometimes anything else; `names` are of things that there are."""
+    if "$ref" in schema:
+        return shaped_like(known[schema["$ref"].rsplit("/", 1)[-1]], known, names)
+    if "anyOf" in schema:
+        return st.one_of(*(shaped_like(one, known, names) for one in schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum", [schema.get("const")]))
+    plain = _plain(schema, known, names)
+    return st.one_of(plain, plain, plain, plain, plain, VALUES)
+
+
+def _plain(schema: dict[str, Any], known: dict[str, Any], names: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    kind = schema.get("type")
+    if kind == "array":
+        return st.lists(shaped_like(schema.get("items", {}), known, names), max_size=3)
+    if kind == "object" and "properties" in schema:
+        required = set(schema.get("required", ()))
+        fields = {name: shaped_like(one, known, names) for name, one in schema["properties"].items()}
+        return st.fixed_dictionaries(
+            {name: one for name, one in fields.items() if name in required},
+            optional={name: one for name, one in fields.items() if name not in required},
+        )
+    return {
+        "string": names | st.text(max_size=4) | st.sampled_from(WORDS + PATHS),
+        "integer": st.integers(-1, 5) | st.integers() | st.sampled_from(HUGE),
+        "number": st.floats() | st.floats(0, 1) | st.sampled_from(FLOATS),
+        "boolean": st.booleans(),
+        "null": st.none(),
+    }.get(kind or "", VALUES)
+
+
+def rarely(draw: st.DrawFn, n: int) -> bool:
+    """Once in so many cases, and not in the simplest one."""
+    return draw(st.integers(0, n - 1)) == n // 2
+
+
+# -- JSON
+
+
+def written(value: Any, depth: int) -> bytes:
+    """As JSON, with what JSON does not have: NaN, half characters, and lists within lists within lists."""
+    return json.dumps(value).replace(json.dumps(DEEP), "[" * depth + "]" * depth).encode()
+
+
+@st.composite
+def mutated(draw: st.DrawFn, value: Any, names: Sequence[str]) -> Any:
+    """A valid value with something else somewhere, which mostly is of the same kind."""
+    if isinstance(value, dict) and value and not rarely(draw, 30):
+        key = draw(st.sampled_from(sorted(value)))
+        if rarely(draw, 10):
+            return {name: one for name, one in value.items() if name != key}
+        return {**value, key: draw(mutated(value[key], names))}
+    if isinstance(value, list) and value and not rarely(draw, 8):
+        place = draw(st.integers(0, len(value) - 1))
+        return [*value[:place], draw(mutated(value[place], names)), *value[place + 1 :]]
+    if rarely(draw, 5):
+        return draw(VALUES)
+    return draw(_of_kind(value, names))
+
+
+def _of_kind(value: Any, names: Sequence[str]) -> st.SearchStrategy[Any]:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return st.booleans()
+    if isinstance(value, int):
+        return st.integers(-2, 70) | st.integers(0, 2**31 - 1) | st.sampled_from(HUGE)
+    if isinstance(value, float):
+        return st.floats(0, 1) | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(FLOATS)
+    if isinstance(value, str):
+        return st.sampled_from(names) | st.sampled_from(WORDS + PATHS) | st.text(max_size=20)
+    if isinstance(value, list):
+        return st.sampled_from([[], value * 2, value * 1000])
+    return st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
+
+
+@st.composite
+def broken(draw: st.DrawFn, body: bytes) -> bytes:
+    """Bytes of which some are others, or which break off."""
+    if not body or draw(st.booleans()):
+        return body[: draw(st.integers(0, len(body)))]
+    place = draw(st.integers(0, len(body) - 1))
+    more = draw(
+        st.sampled_from([b"", b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\0", b'"', b"}", b"1e999999", b"9" * 5000])
+    )
+    return body[:place] + more + body[place + draw(st.integers(0, 3)) :]
+
+
+# -- protobuf
+
+
+def valid_pass(model_id: str) -> pb.ForwardBackwardRequest:
+    """What a client sends to train on."""
+    message = pb.ForwardBackwardRequest(model_id=model_id, loss_fn="cross_entropy")
+    for n_tokens in (3, 5):
+        tokens = np.arange(n_tokens)
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
+        target, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
+        target.dense, target.dtype = tokens.astype("<i8").tobytes(), pb.DTYPE_INT64
+        weights.dense, weights.dtype = np.ones(n_tokens, "<f4").tobytes(), pb.DTYPE_FLOAT32
+        for tensor in (target, weights):
+            tensor.shape.append(n_tokens)
+    return message
+
+
+@st.composite
+def wrong_tensor(draw: st.DrawFn, tensor: pb.Tensor) -> None:
+    """Change a tensor."""
+    what = draw(st.sampled_from(["dense", "sparse", "dtype", "shape", "nothing"]))
+    numbers = draw(st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**62, -(2**63)]), max_size=4))
+    if what == "dense":
+        kind = draw(st.sampled_from(["<f4", "<i8", "<i4"]))
+        values = draw(st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e38, *FLOATS]), max_size=5))
+        with np.errstate(all="ignore"):
+            tensor.dense = np.array(values, "<f8").astype(kind).tobytes() + draw(st.binary(max_size=3))
+    elif what == "sparse":
+        packed = np.array(numbers, "<i8").tobytes()
+        tensor.sparse_csr.values, tensor.sparse_csr.crow_indices = draw(st.binary(max_size=16)), packed
+        tensor.sparse_csr.col_indices = draw(st.sampled_from([packed, b"", b"\0" * 8]))
+    elif what == "dtype":
+        tensor.dtype = draw(st.sampled_from([0, 1, 2, 3, 4, 99]))
+    elif what == "shape":
+        del tensor.shape[:]
+        tensor.shape.extend(numbers)
+
+
+@st.composite
+def passes(draw: st.DrawFn, model_ids: Sequence[str]) -> bytes:
+    """Messages near valid ones."""
+    message = valid_pass(draw(st.sampled_from(model_ids)))
+    message.seq_id = draw(st.sampled_from([0, 1, 2, -1, 2**31 - 1]))
+    message.forward_only = draw(st.booleans())
+    message.loss_fn = draw(st.sampled_from(["cross_entropy", "ppo", "cispo", "dro", "gspo", "importance_sampling", ""]))
+    for name in draw(st.lists(st.sampled_from(["clip_low_threshold", "beta", "\0", "x" * 999]), max_size=2)):
+        message.loss_fn_config[name] = draw(st.floats())
+    datum = message.data[draw(st.integers(0, 1))]
+    for name in draw(
+        st.lists(st.sampled_from(["target_tokens", "weights", "logprobs", "advantages", "x"]), max_size=2)
+    ):
+        draw(wrong_tensor(datum.loss_fn_inputs[name]))
+    tokens = draw(st.lists(st.sampled_from([0, 1, 63, 64, 10**6, -1, 2**31 - 1, -(2**31)]), max_size=5))
+    if draw(st.booleans()):
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes() + draw(st.binary(max_size=2))
+    if rarely(draw, 10):
+        datum.model_input.add().image.data = b"no picture"
+    body = message.SerializeToString()
+    return draw(broken(body)) if rarely(draw, 4) else body
+
+
+# -- encodings
+
+BOMB = zstandard.ZstdCompressor(level=1).compress(bytes(64 << 20))
+ENDLESS = b"\x28\xb5\x2f\xfd\x00\xf8" + b"\x02\xff\xff\xff" * 100  # claims a window of terabytes, and runs of zeros
+
+
+@st.composite
+def encoded(draw: st.DrawFn, body: bytes) -> tuple[bytes, dict[str, str]]:
+    """Compressed, more or less, or said to be."""
+    packed = zstandard.ZstdCompressor(level=1).compress(body)
+    what = draw(st.sampled_from([packed, packed[:-3], packed + packed, packed + b"x", BOMB, ENDLESS, body]))
+    name = draw(st.sampled_from(["zstd", "zstd", "zstd", "ZSTD", "gzip", "identity", "zstd, zstd", ""]))
+    return what, {"Content-Encoding": name}
+
+
+# -- whole requests
+
+SEGMENTS = [
+    "..",
+    "../../../../etc/passwd",
+    "weights/../../x",
+    "weights/x",
+    "sampler_weights/..%2f..%2fx",
+    "%2e%2e",
+    "%00",
+    "%ff%fe",
+    "%ed%a0%80",
+    "a" * 8000,
+    "-1",
+    "९",
+    "a:train:0",
+    "*",
+]
+QUERIES = [
+    "",
+    "?limit=-1",
+    "?limit=99999999999999999999&offset=1",
+    "?offset=nan",
+    "?project_id=%00",
+    "?limit=%ff",
+    "?&&==",
+]
+
+
+@st.composite
+def addressed(draw: st.DrawFn, path: str, names: Sequence[str]) -> str:
+    """A path with something in the place of its parameters."""
+
+    def segment(_: object) -> str:
+        told = draw(st.sampled_from([*SEGMENTS, *names]))
+        return told if draw(st.booleans()) else urllib.parse.quote(told, safe="%")
+
+    return re.sub(r"\{[^}]*\}", segment, path) + draw(st.sampled_from(QUERIES))
+
+
+@dataclass(frozen=True)
+class Surface:
+    """All that a server can be asked, by its own description."""
+
+    schemas: dict[str, Any]
+    bodies: dict[tuple[str, str], dict[str, Any]]  # by method and path
+    paths: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Surface:
+        """From `openapi.json`."""
+        known = dict(told["components"]["schemas"])
+        bodies = {}
+        paths = []
+        for path, methods in told["paths"].items():
+            for method, one in methods.items():
+                paths.append((method, path))
+                schema = one.get("requestBody", {}).get("content", {}).get(JSON, {}).get("schema")
+                if schema is not None:
+                    bodies[method, path] = schema
+                    known |= schema.get("$defs", {})
+        return cls(known, bodies, sorted(paths))
+
+
+@st.composite
+def posts(
+    draw: st.DrawFn, surface: Surface, valid: dict[str, Any], names: Sequence[str], expendable: Sequence[str]
+) -> Post:
+    """Any request: `valid` has a good body for some paths, `names` are of what there is; the others may be ended."""
+    kind = draw(st.sampled_from(["schema", *["mutated"] * 6, "pass", "pass", "address", "broken"]))
+    headers = {"Content-Type": JSON}
+    if kind == "address":
+        method, path = draw(st.sampled_from(surface.paths))
+        body = draw(st.sampled_from([b"", b"{}"]))
+        return Post(method, draw(addressed(path, expendable)), body, headers)
+    if kind == "pass":
+        method, path = "post", "/api/v1/" + draw(st.sampled_from(["forward_backward", "forward"]))
+        body, headers = draw(passes([name for name in names if ":train:" in name])), {"Content-Type": PROTOBUF}
+    elif kind == "schema":
+        method, path = draw(st.sampled_from(sorted(surface.bodies)))
+        value = draw(shaped_like(surface.bodies[method, path], surface.schemas, st.sampled_from(expendable)))
+        body = written(value, draw(st.sampled_from([10, 200, 1000, 100_000])))
+    else:
+        path = draw(st.sampled_from(sorted(valid)))
+        method = "post"
+        value = draw(mutated(valid[path], names)) if kind == "mutated" else valid[path]
+        body = written(value, draw(st.sampled_from([10, 200, 1000, 100_000])))
+        body = draw(broken(body)) if kind == "broken" else body
+    if rarely(draw, 20):
+        headers["Content-Type"] = draw(
+            st.sampled_from(["", "text/plain", PROTOBUF, JSON + "; charset=utf-16", "a/b;;=,"])
+        )
+    if rarely(draw, 20):
+        body, more = draw(encoded(body))
+        headers |= more
+    return Post(method, draw(addressed(path, expendable)) if "{" in path else path, body, headers)
