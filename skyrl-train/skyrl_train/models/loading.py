@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.logprobs import lm_head_logits
@@ -102,6 +105,27 @@ def prepare(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     n_params = sum(parameter.numel() for parameter in model.parameters())
     logger.info("Loaded %s: %s parameters, %s on %s", path, f"{n_params:,}", dtype, device)
+
+
+@contextmanager
+def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Let layers recompute their activations, if gradient checkpointing is on.
+
+    Transformers checkpoints a layer only while it is in training mode; everything inside it stays in evaluation
+    mode, so that dropout never makes the trained log-probs differ from the engine's.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 @torch.no_grad()

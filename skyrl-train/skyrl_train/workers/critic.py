@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.algorithms.losses import value_loss
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.models.loading import autocast
+from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.value_head import response_values
 from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.scoring import micro_batch_rows
@@ -53,7 +53,7 @@ class CriticWorker(TrainedModel):
         for rows in micro_batch_rows(batch, self._cfg, self._cfg.micro_train_batch_size_per_gpu):
             part = batch.select(rows).to(self.model.device)
             of_loss, of_metrics = (weights[rows].to(self.model.device) for weights in (by_sequence, by_token))
-            with self.checkpointed_layers():
+            with checkpointed_layers(self.model):
                 values = self._values(part)
                 assert part.values is not None, "the trainer scores before it updates"
                 assert part.returns is not None, "the trainer computes returns before it updates"

@@ -9,6 +9,7 @@ from skyrl_train.algorithms.contract import check_policy_loss
 from skyrl_train.algorithms.off_policy import rollout_gap_metrics
 from skyrl_train.algorithms.registry import PolicyLoss, reads_whole_batch
 from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.models.loading import checkpointed_layers
 from skyrl_train.models.logprobs import TokenScores
 from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.objective import (
@@ -70,7 +71,7 @@ class PolicyWorker(TrainedModel):
         old_logprobs = torch.zeros_like(batch.loss_mask)  # (B, R)
         for rows in parts:
             part, part_weights = batch.select(rows).to(device), weights.select(rows).to(device)
-            with self.checkpointed_layers():
+            with checkpointed_layers(self.model):
                 scores = micro_batch_scores(self.model, part, self._cfg)  # (b, R)
                 terms = regularisation_terms(scores, part, part_weights, algorithm)
                 if logprob_gradient is None:

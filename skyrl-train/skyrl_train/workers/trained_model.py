@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.config.policy import OptimizerConfig
 from skyrl_train.errors import CheckpointError
@@ -67,26 +64,6 @@ class TrainedModel:
             logger.warning("The gradient norm of the %s is %s: this update is skipped", self.role, grad_norm.item())
         self._optimizer.zero_grad(set_to_none=True)
         return {f"{self.role}/{name}": value for name, value in metrics.items()}
-
-    @contextmanager
-    def checkpointed_layers(self) -> Iterator[None]:
-        """Let layers recompute their activations, if gradient checkpointing is on.
-
-        Transformers checkpoints a layer only while it is in training mode; everything inside it stays in evaluation
-        mode, so that dropout never makes the trained log-probs differ from the engine's.
-        """
-        layers = [
-            module
-            for module in self.model.modules()
-            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
-        ]
-        for layer in layers:
-            layer.training = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.training = False
 
     def checkpoint_bytes(self) -> int:
         """About how large `save` makes a folder: the weights and two moments of the same size."""

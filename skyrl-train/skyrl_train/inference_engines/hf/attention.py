@@ -68,14 +68,14 @@ class PackedCache:
 
     is_compileable = False
 
-    def __init__(self, memory: KVMemory, rows: Sequence[Row], device: torch.device) -> None:
-        """`rows` are in the order of their regions."""
+    def __init__(self, memory: KVMemory, rows: Sequence[Row], device: torch.device, *, is_alone: bool = False) -> None:
+        """`rows` are in the order of their regions. For `is_alone`, see `hidden_states`."""
         self._memory = memory
         spans = [(row.sequence.n_cached, row.n_new) for row in rows]
         self.position_ids = torch.cat([torch.arange(n, n + n_new) for n, n_new in spans]).to(device)  # (N,)
         starts = torch.tensor([row.start for row in rows]).repeat_interleave(torch.tensor([n for _, n in spans]))
         self._target = self.position_ids + starts.to(device)  # (N,) places in the pool
-        self._runs = list(_runs(rows, self.position_ids))
+        self._runs = list(_runs(rows, self.position_ids, is_alone))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -95,7 +95,7 @@ class PackedCache:
         return 0
 
 
-def _runs(rows: Sequence[Row], position_ids: torch.Tensor) -> Iterator[Run]:
+def _runs(rows: Sequence[Row], position_ids: torch.Tensor, is_alone: bool) -> Iterator[Run]:
     """Join rows as long as they are neighbours and alike."""
     n_tokens = 0
     first = 0
@@ -104,7 +104,7 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor) -> Iterator[Run]:
         assert region is not None
         n_new = rows[first].n_new
         end = first + 1
-        while end < len(rows) and _continues(rows[first], rows[end], end - first):
+        while end < len(rows) and _continues(rows[first], rows[end], end - first, is_alone):
             end += 1
         lengths = [row.sequence.n_cached + n_new for row in rows[first:end]]
         tokens = slice(n_tokens, n_tokens + n_new * (end - first))
@@ -120,7 +120,7 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor) -> Iterator[Run]:
         n_tokens, first = tokens.stop, end
 
 
-def _continues(first: Row, row: Row, distance: int) -> bool:
+def _continues(first: Row, row: Row, distance: int, is_alone: bool) -> bool:
     region, other = first.sequence.region, row.sequence.region
     assert region is not None
     assert other is not None
@@ -128,6 +128,7 @@ def _continues(first: Row, row: Row, distance: int) -> bool:
         row.n_new == first.n_new
         and other.capacity == region.capacity
         and other.start == region.start + distance * region.capacity
+        and (not is_alone or row.sequence.n_cached == first.sequence.n_cached)
     )
 
 
@@ -196,9 +197,15 @@ def _attend(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=3)
 
 
-def hidden_states(model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row]) -> torch.Tensor:
-    """The last hidden states (N, H) of the new tokens of `rows`, whose keys and values are stored on the way."""
-    cache = PackedCache(memory, rows, model.device)
+def hidden_states(
+    model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row], *, is_alone: bool = False
+) -> torch.Tensor:
+    """The last hidden states (N, H) of the new tokens of `rows`, whose keys and values are stored on the way.
+
+    With `is_alone`, only sequences of one length are joined, and none is padded to the length of another: among
+    whatever others, as long as N is the same, a sequence gets the same states to the last bit.
+    """
+    cache = PackedCache(memory, rows, model.device, is_alone=is_alone)
     new_ids = [row.sequence.token_ids[row.sequence.n_cached :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
     with packed_attention_of(model):
