@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
         (["--port", "x"], "--port='x'"),
         (["--hold-sec", "60"], "--hold-sec='60'"),
         (["--backend-config", "{"], "Expecting property name"),
-        (["--backend", "torch"], "--backend='torch'"),
+        (["--backend", "tpu"], "--backend='tpu'"),
         (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),
         (["--unknown", "1"], "--unknown"),
         (["--api-keys", "tml-x"], "--api-keys"),
@@ -77,6 +78,16 @@ def test_mistakes_end_with_words(arguments: list[str], words: str, capsys: pytes
         parse(*arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--backend", "torch").backend == "torch"
+    monkeypatch.setitem(sys.modules, "skyrl_train", None)
+    with pytest.raises(SystemExit):
+        parse("--backend", "torch")
+    told = capsys.readouterr().err
+    assert "--backend='torch': Value error, skyrl_train is not installed; pip install 'skyrl-tx[torch]'" in told
+    assert parse().backend == "jax"
 
 
 def test_every_field_is_explained_and_no_secret_is_a_flag() -> None:

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM
+from tx_backend_contract import (
+    LORA,
+    STEP,
+    BackendContract,
+    assert_same,
+    datum,
+    learn,
+    losses,
+    request,
+    run,
+    sample,
+    some_data,
+)
+from tx_tiny_models import SHAPE, VOCABULARY
+
+from tx.models.config import LoraConfig
+from tx.tinker.backends.factory import new_backend
+from tx.tinker.backends.torch import sampler, training
+from tx.tinker.backends.torch.backend import TorchBackend
+from tx.tinker.backends.torch.config import TorchConfig
+from tx.tinker.types import AdamParams, Datum, Pass, SampleRequest, SamplingParams, UserError
+
+CONFIG = TorchConfig(sample_lanes=64, sample_groups=3, cache_gib=0.005)
+WHOLE = LoraConfig(rank=0)
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 8},
+    "gpt_neox": {"tie_word_embeddings": False},
+    "mixtral": {"num_local_experts": 4},
+    "phi3": {"head_dim": 8, "pad_token_id": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> TorchBackend:
+    """One for all tests of a kind of model."""
+    return TorchBackend(folder, "org/tiny", CONFIG)
+
+
+@pytest.fixture
+def backend(loaded: TorchBackend) -> Iterator[TorchBackend]:
+    """Without models; the test leaves nothing in the cache."""
+    for model_id in list(loaded.models()):
+        loaded.delete_model(model_id)
+    before = loaded.counts()
+    yield loaded
+    assert loaded.counts() == before
+
+
+class TestContract(BackendContract):
+    def test_all_of_a_model_is_trained(self, backend: TorchBackend, tmp_path: Path) -> None:
+        base = losses(backend, new(backend, "adapter", LORA), some_data())
+        model = new(backend, "m", WHOLE)
+        assert_same(losses(backend, model, some_data()), base)
+        first, *_, last = [learn(backend, model, some_data()) for _ in range(4)]
+        assert last < 0.95 * first
+        assert_same(losses(backend, "adapter", some_data()), base)
+        backend.save_model(model, tmp_path)
+        backend.load_model("resumed", tmp_path, with_optimizer=True)
+        ask = SampleRequest(datum(30).tokens.tolist(), SamplingParams(max_tokens=5, seed=2), wants_prompt_logprobs=True)
+        frozen = [backend.weights_of(model), backend.load_weights(tmp_path)]
+        before = sample(backend, *((ask, weights) for weights in frozen))
+        for name in (model, "resumed"):
+            learn(backend, name, some_data(1))
+        assert_same(losses(backend, model, some_data()), losses(backend, "resumed", some_data()))
+        for found in (*before, *sample(backend, *((ask, weights) for weights in frozen))):
+            assert found.samples == before[0].samples
+            np.testing.assert_array_equal(found.prompt_logprobs, before[0].prompt_logprobs)
+
+
+def new(backend: TorchBackend, model_id: str, lora: LoraConfig = LORA) -> str:
+    backend.create_model(model_id, lora)
+    return model_id
+
+
+def test_memory_settings_change_no_result(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = SampleRequest(datum(70).tokens.tolist(), SamplingParams(max_tokens=1), wants_prompt_logprobs=True)
+
+    def results(one: TorchBackend) -> tuple[list[np.ndarray], np.ndarray | None]:
+        learn(one, new(one, "m"), some_data())
+        return losses(one, "m", some_data()), sample(one, (ask, one.weights_of("m")))[0].prompt_logprobs
+
+    trained, sampled = results(backend)
+    thrifty = TorchConfig(micro_batch_tokens=64, gradient_checkpointing=True, sample_lanes=2, cache_gib=0.001)
+    for module in (training, sampler):
+        monkeypatch.setattr(module, "CHUNK_LOGITS", 7 * VOCABULARY)
+    monkeypatch.setattr(sampler, "READ_AT_ONCE", 16)
+    other_trained, other_sampled = results(TorchBackend(backend.base_model.folder, "org/tiny", thrifty))
+    for one, other in zip(trained, other_trained, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    np.testing.assert_allclose(sampled, other_sampled, atol=2e-5)
+
+
+def test_what_counts_nothing_may_be_anything(backend: TorchBackend) -> None:
+    model, one = new(backend, "m"), datum(20)
+    odd = {name: value.copy() for name, value in one.inputs.items()}
+    odd["target_tokens"][3:5], odd["weights"][3:5] = (-100, 10**6), 0
+    (found,) = run(backend, Pass(model, [Datum(one.tokens, odd)], "cross_entropy"))
+    assert backend.optim_step(model, AdamParams(eps=0.0))["skyrl.ai/grad_norm"] > 0
+    np.testing.assert_array_equal(found.token_losses[0][3:5], 0.0)
+    assert np.isfinite(losses(backend, model, [one])[0]).all()
+
+
+def test_an_adapter_says_what_peft_needs(backend: TorchBackend, tmp_path: Path) -> None:
+    backend.save_weights(new(backend, "m", LoraConfig(rank=4, train_mlp=False)), tmp_path)
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert told["target_modules"][:4] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (4, 32.0, "org/tiny")
+    assert "rank_pattern" not in told
+
+
+def test_a_folder_that_does_not_fit(backend: TorchBackend, tmp_path: Path) -> None:
+    backend.save_weights(new(backend, "m", LoraConfig(rank=4)), tmp_path)
+    settings = json.loads((tmp_path / "training.json").read_text())
+    settings["lora"]["rank"] = 8
+    (tmp_path / "training.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"lora_A\.weight has the shape \(4, 32\), and not \(8, 32\)"):
+        backend.load_weights(tmp_path)
+
+
+def test_a_stop_string_ends_a_sample(models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models / "qwen3", tmp_path / "qwen3")
+    backend = TorchBackend(folder, "org/tiny", TorchConfig(cache_gib=0.001))
+    base = backend.base_weights()
+    with pytest.raises(UserError, match="stop strings need the model's tokenizer"):
+        backend.sample(request(stop_strings=("x",)), base, lambda _: None)
+    tokenizer = Tokenizer(WordLevel({f"<{token}>": token for token in range(VOCABULARY)}, unk_token="<0>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (free,) = sample(backend, (request(max_tokens=12), base))
+    tokens = list(free.samples[0].tokens)
+    ending = f"{tokens[4]}><{tokens[5]}"  # of two tokens
+    (stopped,) = sample(backend, (request(max_tokens=12, stop_strings=("nothing", ending)), base))
+    assert (list(stopped.samples[0].tokens), stopped.samples[0].is_stopped) == (tokens[:6], True)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name: str, tmp_path: Path) -> None:
+    """With fused projections, other names, sliding windows or experts, what is sampled from is what has learned."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **{**SHAPE, "vocab_size": VOCABULARY, "bos_token_id": 1, **OTHERS[name]})
+    ).save_pretrained(tmp_path)
+    backend = TorchBackend(tmp_path, name, CONFIG)
+    new(backend, "m")
+    first, *_, last = [learn(backend, "m", some_data()) for _ in range(4)]
+    assert last < 0.98 * first
+    tokens = datum(100).tokens
+    ask = SampleRequest(tokens.tolist(), SamplingParams(max_tokens=9, seed=1), n_samples=3, wants_prompt_logprobs=True)
+    weights = backend.weights_of("m")
+    found, _ = sample(backend, (ask, weights), (request(n=2, max_tokens=9), weights))
+    targets = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(99, np.float32)})
+    np.testing.assert_allclose(found.prompt_logprobs[1:], losses(backend, "m", [targets])[0], atol=1e-5)
+    assert found.samples == sample(backend, (ask, weights))[0].samples
+
+
+def test_the_head_alone(models: Path, tmp_path: Path) -> None:
+    head = LoraConfig(rank=4, train_attn=False, train_mlp=False)
+    tied, untied = (TorchBackend(models / name, "org/tiny", CONFIG) for name in ("qwen3", "llama"))
+    with pytest.raises(UserError, match="has nothing that train_unembed could train"):  # its head is its embeddings
+        tied.create_model("m", head)
+    untied.save_weights(new(untied, "m", head), tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["lm_head"]
+
+
+def test_others_of_like_length_change_nothing(backend: TorchBackend) -> None:
+    """They lie side by side in the cache, and could be computed as one."""
+    base = backend.base_weights()
+    asked = [(request(datum(70 + 5 * i).tokens.tolist(), n=2, max_tokens=12, seed=i), base) for i in range(8)]
+    together = sample(backend, *asked)
+    for one, result in zip(asked, together, strict=True):
+        assert sample(backend, one)[0].samples == result.samples
+
+
+def test_it_is_made_by_its_name(models: Path) -> None:
+    settings = {"dtype": "bfloat16", "cache_gib": 0.001}
+    backend = new_backend("torch", str(models / "llama"), settings)
+    assert isinstance(backend, TorchBackend)
+    assert (backend.base_model.max_context, backend.base_model.eos_ids) == (1024, (2,))
+    backend.create_model("m", LORA)
+    first, *_, last = [learn(backend, "m", some_data(), STEP) for _ in range(4)]
+    assert last < 0.95 * first
+    (found,) = sample(backend, (request(max_tokens=9), backend.weights_of("m")))
+    assert len(found.samples[0].tokens) == 9

@@ -1,0 +1,194 @@
+"""The backend on PyTorch: any Hugging Face model that the embedded engine of `skyrl_train` can run."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.hf.support import check_supported
+from skyrl_train.inference_engines.stopping import all_eos_ids
+from skyrl_train.models.loading import default_device, load_model
+from skyrl_train.models.memory import cache_bytes_per_token
+from tx.models.config import LoraConfig
+from tx.tinker.backends.base import BaseModel, Done
+from tx.tinker.backends.torch import folders
+from tx.tinker.backends.torch.adam import Moments, adam_step, moments_of, new_optimizer
+from tx.tinker.backends.torch.config import TorchConfig
+from tx.tinker.backends.torch.experts import plug_in
+from tx.tinker.backends.torch.sampler import Sampler
+from tx.tinker.backends.torch.training import Gradients, add, micro_batch, micro_batches
+from tx.tinker.backends.torch.weights import Weights, new_weights
+from tx.tinker.losses import completed
+from tx.tinker.tokens import Decoder
+from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest, UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """A model under training, whose tensors change in place."""
+
+    lora: LoraConfig
+    weights: Weights
+    optimizer: torch.optim.AdamW
+    gradients: Gradients | None = None
+
+
+class TorchBackend:
+    """See `Backend`."""
+
+    def __init__(self, folder: Path, name: str, config: TorchConfig) -> None:
+        self._config = config
+        self._base = Weights(_load(folder, config))
+        self._models: dict[str, Model] = {}
+        self._decoder = Decoder(folder)
+        model = self._base.model
+        self._sampler = Sampler(
+            n_tokens=config.cache_tokens(cache_bytes_per_token(model)),
+            n_lanes=config.sample_lanes,
+            most_groups=config.sample_groups,
+            ends_with=self._decoder.holds_any,
+        )
+        shape, generation = model.config.get_text_config(), model.generation_config
+        eos_ids = all_eos_ids(shape.eos_token_id if generation is None else generation.eos_token_id, None)
+        self.base_model = BaseModel(
+            name=name,
+            folder=folder,
+            vocab_size=int(shape.vocab_size),
+            max_context=min(int(shape.max_position_embeddings), self._sampler.longest),
+            eos_ids=tuple(sorted(eos_ids)),
+            can_train_all=True,
+        )
+
+    # -- models
+
+    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        self._check_new(model_id)
+        seed = lora.seed if lora.seed is not None else secrets.randbits(31)
+        self._add(model_id, lora, new_weights(self._base.model, lora, seed))
+
+    def delete_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def models(self) -> Mapping[str, LoraConfig]:
+        return {model_id: model.lora for model_id, model in self._models.items()}
+
+    def _add(self, model_id: str, lora: LoraConfig, weights: Weights, moments: Moments | None = None) -> None:
+        self._models[model_id] = Model(lora, weights, new_optimizer(weights.trained, moments))
+
+    def _check_new(self, model_id: str) -> None:
+        if model_id in self._models:
+            raise UserError(f"there is a model {model_id} already")
+
+    def _model(self, model_id: str) -> Model:
+        if model_id not in self._models:
+            raise UserError(f"there is no model {model_id}; it was unloaded, or never created")
+        return self._models[model_id]
+
+    # -- training
+
+    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
+        model = self._model(asked.model_id)
+        whole = completed(asked)
+        logprobs: list[np.ndarray] = [np.empty(0)] * len(whole.data)
+        token_losses = list(logprobs)
+        total: Gradients | None = None
+        for number, places in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
+            if number:
+                yield None
+            lp, losses, gradients = micro_batch(whole, [whole.data[place] for place in places], model.weights)
+            total = gradients if total is None or gradients is None else add(total, gradients)
+            for row, place in enumerate(places):
+                n = len(whole.data[place].tokens)
+                logprobs[place], token_losses[place] = lp[row, :n], losses[row, :n]
+        if total is not None:
+            model.gradients = total if model.gradients is None else add(model.gradients, total)
+        loss = float(sum(np.sum(one, dtype=np.float64) for one in token_losses))
+        yield PassResult(loss, logprobs, token_losses)
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        model = self._model(model_id)
+        gradients = model.gradients
+        if gradients is None:
+            logger.warning("optim_step of %s without any gradient", model_id)
+            gradients = [torch.zeros_like(one) for one in model.weights.trained]
+        norm = adam_step(model.optimizer, gradients, params)
+        model.gradients = None
+        return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate}
+
+    # -- folders
+
+    def save_model(self, model_id: str, folder: Path) -> None:
+        self.save_weights(model_id, folder)
+        model = self._model(model_id)
+        folders.save_moments(folder, model.weights, moments_of(model.optimizer))
+
+    def save_weights(self, model_id: str, folder: Path) -> None:
+        model = self._model(model_id)
+        folders.save_weights(folder, model.weights, model.lora, self.base_model.name)
+
+    def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        self._check_new(model_id)
+        lora, weights = folders.load_weights(folder, self._base.model)
+        self._add(model_id, lora, weights, folders.load_moments(folder, weights) if with_optimizer else None)
+
+    # -- sampling
+
+    def weights_of(self, model_id: str) -> Weights:
+        return self._model(model_id).weights.frozen()
+
+    def load_weights(self, folder: Path) -> Weights:
+        _, weights = folders.load_weights(folder, self._base.model)
+        return weights
+
+    def base_weights(self) -> Weights:
+        return self._base
+
+    def sample(self, asked: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
+        if asked.params.stop_strings and not self._decoder.is_there:
+            raise UserError(
+                f"stop strings need the model's tokenizer, and {self.base_model.folder} has none; give tokens"
+            )
+        return self._sampler.add(asked, weights, done)
+
+    def step(self) -> bool:
+        if self._sampler.is_idle:
+            return False
+        self._sampler.step()
+        return True
+
+    def counts(self) -> Mapping[str, int]:
+        return {
+            "samples running": self._sampler.n_running,
+            "sample requests waiting": self._sampler.n_waiting,
+            "free tokens of the cache": self._sampler.n_free,
+        }
+
+
+def _load(folder: Path, config: TorchConfig) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    device = default_device() if config.device is None else torch.device(config.device)
+    model = load_model(
+        str(folder),
+        dtype=getattr(torch, config.dtype),
+        device=device,
+        gradient_checkpointing=config.gradient_checkpointing,
+        key="base_model",
+    )
+    model.requires_grad_(False)
+    plug_in(model)
+    try:
+        check_supported(model, bf16=False)
+    except EngineError as error:
+        raise ValueError(f"base_model={folder} cannot be sampled from with this backend: {error}") from error
+    return model

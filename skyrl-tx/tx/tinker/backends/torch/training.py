@@ -1,0 +1,110 @@
+"""Forward and backward passes.
+
+A pass is computed by itself, in micro-batches that follow from its own data: so a model learns to the last bit the same
+alone and beside others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from skyrl_train.dataset.batch import micro_batches as rows_within
+from skyrl_train.models.loading import checkpointed_layers
+from skyrl_train.models.logprobs import CHUNK_LOGITS, hidden_states, lm_head_logits
+from tx.tinker.backends.torch.weights import Weights
+from tx.tinker.losses import token_losses
+from tx.tinker.types import Datum, Pass
+
+XP = SimpleNamespace(
+    exp=torch.exp,
+    minimum=torch.minimum,
+    clip=torch.clamp,
+    where=torch.where,
+    sum=torch.sum,
+    stop_gradient=torch.Tensor.detach,
+)
+
+Gradients = list[torch.Tensor]
+
+
+def add(total: Gradients, gradients: Gradients) -> Gradients:
+    """The sum, in the place of the first."""
+    for one, other in zip(total, gradients, strict=True):
+        one += other
+    return total
+
+
+def micro_batches(data: Sequence[Datum], n_tokens: int) -> list[list[int]]:
+    """Data of like length, with equally many targets."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, datum in enumerate(data):
+        alike.setdefault(datum.inputs["target_tokens"].shape[1:], []).append(i)
+    return [
+        [some[row] for row in rows]
+        for some in alike.values()
+        for rows in rows_within([len(data[i].tokens) for i in some], n_tokens)
+    ]
+
+
+def micro_batch(
+    asked: Pass, data: Sequence[Datum], weights: Weights
+) -> tuple[np.ndarray, np.ndarray, Gradients | None]:
+    """Log-probs and losses of targets (B, L, …), and the gradients."""
+    tokens, mask, inputs = _padded(data, weights.model.device)
+    given = {name: one for name, one in inputs.items() if name != "target_tokens"}
+    with torch.set_grad_enabled(not asked.is_forward_only), weights.applied(), checkpointed_layers(weights.model):
+        lp = target_logprobs(weights.model, tokens, mask, inputs["target_tokens"])
+        losses = token_losses(asked.loss_fn, XP, lp, given, asked.settings)
+        gradients = None
+        if not asked.is_forward_only:
+            gradients = list(torch.autograd.grad(losses.sum(), weights.trained, materialize_grads=True))
+    return lp.detach().cpu().numpy(), losses.detach().cpu().numpy(), gradients
+
+
+def _padded(
+    data: Sequence[Datum], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Tokens and mask (B, L), and inputs (B, L, …); what is not there is 0, and so is its weight."""
+    length = max(len(datum.tokens) for datum in data)
+
+    def padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
+        out = np.zeros((len(rows), length, *rows[0].shape[1:]), rows[0].dtype)
+        for row, values in enumerate(rows):
+            out[row, : len(values)] = values
+        return torch.from_numpy(out).to(device)
+
+    tokens = padded([datum.tokens for datum in data]).long()
+    mask = padded([np.ones(len(datum.tokens), bool) for datum in data])
+    return tokens, mask, {name: padded([datum.inputs[name] for datum in data]) for name in data[0].inputs}
+
+
+def target_logprobs(
+    model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Log-probs of targets (B, L) or (B, L, K) after the tokens (B, L) up to theirs; 0 beyond the mask.
+
+    A target that is no token counts nothing, and may be any number.
+    """
+
+    def score(hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        logits = lm_head_logits(model, hidden)  # (n, V)
+        within = chosen.clamp(0, logits.shape[-1] - 1)
+        return logits.gather(-1, within) - logits.logsumexp(dim=-1, keepdim=True)
+
+    hidden = hidden_states(model, tokens, mask)[mask]  # (N, D)
+    wide = targets[mask].long().reshape(len(hidden), -1)  # (N, K)
+    chunk = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])
+    if len(hidden) <= chunk:
+        found = score(hidden, wide)
+    else:
+        parts = zip(hidden.split(chunk), wide.split(chunk), strict=True)
+        found = torch.cat([checkpoint(score, *part, use_reentrant=False) for part in parts])
+    out = found.new_zeros(targets.shape)
+    out[mask] = found.reshape(-1, *targets.shape[2:])
+    return out
