@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tx.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 MOST_CACHE_TOKENS = 1 << 17
 
@@ -16,6 +20,22 @@ MOST_CACHE_TOKENS = 1 << 17
 def user_cache() -> Path:
     """The user's folder for what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl-tx" / "programs"
+
+
+NEEDLESS = frozenset(
+    {
+        "enforce_eager",
+        "expert_parallel_size",
+        "loss_chunk_size",
+        "max_lora_adapters",
+        "max_lora_rank",
+        "mhc_expansion_rate",
+        "sample_max_num_sequences",
+        "shard_attention_heads",
+        "train_micro_batch_size",
+    }
+)
+"""What SkyRL's backend is told, and this one finds by itself."""
 
 
 class JaxConfig(BaseModel):
@@ -39,6 +59,15 @@ class JaxConfig(BaseModel):
     """Memory for keys and values of samples."""
     compile_cache: Path | None = Field(default_factory=user_cache)
     """Where compiled programs are kept for the next start; none for null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_needless(cls, told: Any) -> Any:
+        if not isinstance(told, Mapping):
+            return told
+        for name in sorted(NEEDLESS & told.keys()):
+            logger.info("backend_config: %s=%r is not needed here", name, told[name])
+        return {name: value for name, value in told.items() if name not in NEEDLESS}
 
     def cache_tokens(self, model: ModelConfig, itemsize: int) -> int:
         """How many tokens fit in there."""
