@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -44,6 +44,7 @@ from tx.tinker.wire import requests as wire
 from tx.tinker.wire import responses as answers
 from tx.tinker.wire.sample_job import SampleJob
 
+T = TypeVar("T")
 BASE_MODEL = "org/tiny"
 CHILD_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 """Of processes that import what the test imports."""
@@ -94,10 +95,10 @@ class Running:
         """The real one."""
         return tinker.ServiceClient(base_url=self.url, api_key="tml-test", **options)  # pragma: allowlist secret
 
-    def change(self, change: Callable[[Session], None]) -> None:
+    def change(self, change: Callable[[Session], T]) -> T:
         """Of the database."""
         with writing(self.service.database) as db:
-            change(db)
+            return change(db)
 
     def rows(self, kind: Kind) -> list[Request]:
         """All requests of a kind, in their order."""

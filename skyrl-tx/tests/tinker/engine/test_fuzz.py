@@ -1,0 +1,238 @@
+"""Whatever the server accepts does the engine no harm: all is done or refused, and beside it somebody else's model
+learns what it learns alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker import types
+from tx_engine import CONTEXT, VOCABULARY, serving_with_engine
+from tx_fuzz import EXAMPLES, FLOATS, PROTOBUF, fuzzed, rarely
+from tx_server import BASE_MODEL, Running
+
+from tx.tinker.store import still_pending
+from tx.tinker.wire import tinker_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MOST_SECONDS = 60
+NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 1e-8, 1e-40, 1e30, 1e38, *FLOATS]) | st.floats(0, 1)
+TOKENS = st.integers(0, VOCABULARY - 1)
+ODD_TOKENS = st.sampled_from([-1, VOCABULARY, 2**31 - 1, -(2**31)])
+LENGTHS = st.sampled_from([1, 2, 31, 32, CONTEXT + 1, *([100, CONTEXT - 1, CONTEXT] if EXAMPLES else [])])
+"""Without those that need programs of their own, which take a second each to be compiled."""
+
+
+@dataclass
+class Attack:
+    """What one user does, as fast as the server takes it."""
+
+    http: httpx.Client
+    session_id: str
+    sampler_id: str
+    models: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    promises: list[str] = field(default_factory=list)
+    seen: Counter[int] = field(default_factory=Counter)
+
+    def post(self, path: str, body: Any, **headers: str) -> dict[str, Any]:
+        """What is told; none of it is the server's mistake."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        reply = self.http.post(path, content=content, headers={"Content-Type": "application/json", **headers})
+        self.seen[reply.status_code] += 1
+        assert reply.status_code < 500, (path, body, reply.text)
+        told = dict(reply.json())
+        if reply.status_code == 200 and "request_id" in told:
+            self.promises.append(told["request_id"])
+        return told
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    tokens = [draw(TOKENS)] * draw(LENGTHS)
+    return [*tokens[:-1], draw(ODD_TOKENS)] if rarely(draw, 6) else tokens
+
+
+@st.composite
+def samples(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
+    params = {
+        "max_tokens": draw(st.sampled_from([None, 1, 2, 9, CONTEXT, 10**12])),
+        "temperature": draw(NUMBERS),
+        "top_k": draw(st.sampled_from([-1, 0, 1, 2, VOCABULARY, 2**31 - 1])),
+        "top_p": draw(st.sampled_from([1e-300, 1e-9, 0.5, 1.0])),
+        "seed": draw(st.sampled_from([None, 0, -1, 2**63, 2**64 - 1])),
+        "stop": draw(st.none() | st.lists(TOKENS, max_size=17) | st.lists(st.text(max_size=3), max_size=3)),
+    }
+    weights = draw(
+        st.sampled_from([{"base_model": BASE_MODEL}, {"sampling_session_id": attack.sampler_id}])
+        | st.sampled_from([{"model_path": path} for path in [*attack.paths, "tinker://a:train:0/weights/x"]])
+    )
+    n_samples = draw(st.sampled_from([1, 1, 1, 2, 40, 10**9]))
+    asked = {"prompt": {"chunks": [{"tokens": draw(prompts())}]}, "sampling_params": params, "num_samples": n_samples}
+    wants = {
+        name: draw(st.sampled_from([0, 0, 1, 32, 33])) for name in ("topk_prompt_logprobs", "topk_sample_logprobs")
+    }
+    return "asample", {**asked, **weights, **wants, "prompt_logprobs": draw(st.booleans())}
+
+
+@st.composite
+def tensors(draw: st.DrawFn, tensor: pb.Tensor, n: int) -> None:
+    values = draw(st.lists(NUMBERS, min_size=1, max_size=3))
+    with np.errstate(all="ignore"):
+        tensor.dense = np.resize(np.array(values), n).astype("<f4").tobytes()
+    tensor.dtype = pb.DTYPE_FLOAT32
+
+
+@st.composite
+def passes(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
+    message = pb.ForwardBackwardRequest(model_id=draw(st.sampled_from(attack.models)), forward_only=draw(st.booleans()))
+    message.loss_fn = draw(st.sampled_from(["cross_entropy", "ppo", "cispo", "dro", "gspo", "importance_sampling"]))
+    for name in draw(st.lists(st.sampled_from(["clip_low_threshold", "clip_high_threshold", "beta"]), max_size=1)):
+        message.loss_fn_config[name] = draw(NUMBERS)
+    for _ in range(draw(st.sampled_from([1, 1, 3]))):
+        datum, tokens = message.data.add(), draw(prompts())
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+        datum.loss_fn_inputs["target_tokens"].dense = np.array(draw(prompts()), "<i8").tobytes()
+        datum.loss_fn_inputs["target_tokens"].dtype = pb.DTYPE_INT64
+        if not rarely(draw, 5):  # as many targets as tokens
+            datum.loss_fn_inputs["target_tokens"].dense = np.array(tokens, "<i8").tobytes()
+        names = {"cross_entropy": [], "gspo": ["logprobs", "advantages", "sequence_ratio_mask"]}
+        needed = names.get(message.loss_fn, ["logprobs", "advantages"])
+        for name in [*needed, *(["weights"] if draw(st.booleans()) else [])]:
+            draw(tensors(datum.loss_fn_inputs[name], len(tokens)))
+    return "forward_backward", message.SerializeToString()
+
+
+@st.composite
+def steps(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
+    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    params = {name: draw(NUMBERS) for name in names if rarely(draw, 4)}
+    return "optim_step", {"model_id": draw(st.sampled_from(attack.models)), "adam_params": params}
+
+
+@st.composite
+def others(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
+    model_id, number = draw(st.sampled_from(attack.models)), draw(st.integers(0, 30))
+    path = draw(st.sampled_from([*attack.paths, "tinker://a:train:0/weights/x"]))
+    lora = {
+        "rank": draw(st.sampled_from([8, 257, 10**9, *([0, 1, 256] if EXAMPLES else [])])),
+        "seed": draw(st.sampled_from([None, -1, 2**64 - 1])),
+    }
+    session = {"session_id": attack.session_id, "model_seq_id": number}
+    snapshot = {"session_id": attack.session_id, "sampling_session_seq_id": number}
+    return draw(
+        st.sampled_from(
+            [
+                ("create_model", {**session, "base_model": BASE_MODEL, "lora_config": lora}),
+                ("load_weights", {**session, "path": path, "optimizer": draw(st.booleans())}),
+                ("load_weights", {"model_id": model_id, "path": path, "optimizer": True}),
+                ("save_weights", {"model_id": model_id, "path": f"n{number}", "overwrite": draw(st.booleans())}),
+                ("save_weights_for_sampler", {"model_id": model_id, "path": f"n{number}"}),
+                ("save_weights_for_sampler", {"model_id": model_id, "sampling_session_seq_id": number}),
+                ("save_weights_external", {"model_id": model_id, "path": f"n{number}"}),
+                ("create_sampling_session", {**snapshot, "model_path": path}),
+                ("cancel_future", {"request_id": str(draw(st.integers(1, EXAMPLES or 200)))}),
+                ("unload_model", {"model_id": draw(st.sampled_from(attack.models[1:] or ["none"]))}),
+            ]
+        )
+    )
+
+
+def attack_on(running: Running) -> Attack:
+    attack = Attack(running.client(), "", "")
+    attack.session_id = attack.post("create_session", {"tags": []})["session_id"]
+    session = {"session_id": attack.session_id}
+    sampler = attack.post(
+        "create_sampling_session", {**session, "sampling_session_seq_id": 99, "base_model": BASE_MODEL}
+    )
+    attack.sampler_id = sampler["sampling_session_id"]
+    for number in (100, 101):
+        asked = {**session, "model_seq_id": number, "base_model": BASE_MODEL, "lora_config": {"rank": 8}}
+        attack.post("create_model", asked)
+        attack.models.append(f"{attack.session_id}:train:{number}")
+    attack.post("save_weights", {"model_id": attack.models[0], "path": "first"})
+    attack.post("save_weights_for_sampler", {"model_id": attack.models[0], "path": "first"})
+    attack.paths += [f"tinker://{attack.models[0]}/{kind}/first" for kind in ("weights", "sampler_weights")]
+    return attack
+
+
+DATA = [
+    types.Datum(
+        model_input=types.ModelInput.from_ints([seed, *range(1, 9)]),
+        loss_fn_inputs={"target_tokens": np.arange(9), "weights": np.ones(9, np.float32)},
+    )
+    for seed in range(3)
+]
+
+
+def learn(training: tinker.TrainingClient) -> float:
+    """A step of somebody who does nothing wrong; the loss before it."""
+    loss = training.forward_backward(DATA, "cross_entropy").result(timeout=MOST_SECONDS).metrics["loss:sum"]
+    training.optim_step(types.AdamParams(learning_rate=1e-2)).result(timeout=MOST_SECONDS)
+    return loss
+
+
+def new_model(running: Running) -> tinker.TrainingClient:
+    return running.sdk().create_lora_training_client(BASE_MODEL, rank=8, seed=7).result()
+
+
+@pytest.fixture
+def running(tmp_path: Path, tiny_model: Path) -> Iterator[Running]:
+    with serving_with_engine(tmp_path / "state", tiny_model, hold_sec=0.2) as served:
+        yield served
+
+
+def wait_until_done(running: Running) -> None:
+    deadline = time.monotonic() + MOST_SECONDS
+    while running.change(still_pending):
+        assert time.monotonic() < deadline, "the engine is stuck"
+        time.sleep(0.02)
+
+
+def test_nothing_that_is_accepted_breaks_the_engine(running: Running) -> None:
+    training = new_model(running)
+    alone = [learn(training) for _ in range(6)]
+    attack = attack_on(running)
+    wait_until_done(running)
+    victim, beside, n_requests = new_model(running), [], 0
+
+    @fuzzed(120)
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        nonlocal n_requests
+        kinds = st.sampled_from([samples, samples, passes, passes, steps, others])
+        path, body = data.draw(data.draw(kinds)(attack))
+        attack.post(path, body, **({"Content-Type": PROTOBUF} if isinstance(body, bytes) else {}))
+        n_requests += 1
+        if n_requests % 50 == 0:
+            if len(beside) < len(alone):
+                beside.append(learn(victim))
+            wait_until_done(running)
+
+    run()
+    wait_until_done(running)
+    assert attack.seen[200] > n_requests / 4
+    assert beside == alone[: len(beside)]
+    assert len(beside) >= 3
+    results = [attack.post("retrieve_future", {"request_id": one}) for one in attack.promises]
+    errors = Counter(one.get("category", "none") for one in results)
+    logger.info("%d requests: %s, results with errors: %s", n_requests, dict(attack.seen), dict(errors))
+    assert errors["none"] > len(results) / 2
+    assert not [one for one in results if one.get("category") not in (None, "user")]
+    assert math.isfinite(learn(victim))
+    attack.http.close()
