@@ -147,7 +147,7 @@ def others(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
                 ("save_weights_external", {"model_id": model_id, "path": f"n{number}"}),
                 ("create_sampling_session", {**snapshot, "model_path": path}),
                 ("cancel_future", {"request_id": str(draw(st.integers(1, EXAMPLES or 200)))}),
-                ("unload_model", {"model_id": draw(st.sampled_from(attack.models[1:] or ["none"]))}),
+                ("unload_model", {"model_id": f"{attack.session_id}:train:{number}"}),
             ]
         )
     )
@@ -226,7 +226,7 @@ def test_nothing_that_is_accepted_breaks_the_engine(running: Running) -> None:
 
     run()
     wait_until_done(running)
-    assert attack.seen[200] > n_requests / 4
+    assert attack.seen[200] > n_requests / 5
     assert beside == alone[: len(beside)]
     assert len(beside) >= 3
     results = [attack.post("retrieve_future", {"request_id": one}) for one in attack.promises]

@@ -12,10 +12,12 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Engine as Database
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
+from sqlmodel.sql.expression import SelectOfScalar
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
@@ -71,7 +73,7 @@ class RestorePoints:
     def restore(self) -> None:
         """Bring back every model that was there. One that cannot be brought back is lost, and none of the others."""
         with reading(self._database) as session:
-            models = session.exec(select(Model).where(col(Model.status).in_(THERE))).all()
+            models = session.exec(select(Model).where(col(Model.status).in_(THERE), _is_made().exists())).all()
         for model in models:
             started = time.monotonic()
             try:
@@ -135,3 +137,12 @@ class RestorePoints:
 
     def _of_model(self, model_id: str) -> Path:
         return self._config.checkpoints_base / "restore" / model_id.replace(":", "_")
+
+
+def _is_made() -> SelectOfScalar[Any]:
+    """The request that made a model: one that is still to be done will make it."""
+    return select(Request.request_id).where(
+        Request.model_id == Model.model_id,
+        Request.status == RequestStatus.DONE,
+        col(Request.kind).in_((Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)),
+    )
