@@ -96,6 +96,14 @@ async def test_it_gives_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "no such model" in capfd.readouterr().err
 
 
+async def test_it_does_not_give_up_while_something_is_done(tmp_path: Path) -> None:
+    """Requests that engines die of are given up one by one; those that wait behind them are not."""
+    supervisor = supervise(BELL + "bell.ring()\nraise SystemExit('by test')", tmp_path)
+    async with running(supervisor):
+        await until(lambda: supervisor.n_starts > supervision.MOST_FAST_DEATHS + 1)
+    assert supervisor.failure is None
+
+
 async def test_a_child_that_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "GRACE_SEC", 0.3)
     ready = tmp_path / "ready"

@@ -43,6 +43,7 @@ class Supervisor:
         self._first_pause_sec = first_pause_sec
         self._bell: Doorbell | None = None
         self._last_lines: deque[str] = deque(maxlen=N_LAST_LINES)
+        self._has_rung = False
         self.n_starts = 0
         self.failure: str | None = None
         """Why there will be no engine any more."""
@@ -58,12 +59,13 @@ class Supervisor:
             self._bell.ring()
 
     async def run(self) -> None:
-        """Keep an engine alive, until cancelled or too many have died at once."""
+        """Keep an engine alive, until cancelled or too many have died at once and done nothing before."""
         n_fast = 0
         while n_fast < MOST_FAST_DEATHS:
             started = time.monotonic()
             reason = await self._run_once()
-            n_fast = 1 if time.monotonic() - started > LONG_LIFE_SEC else n_fast + 1
+            was_useful = self._has_rung or time.monotonic() - started > LONG_LIFE_SEC
+            n_fast = 1 if was_useful else n_fast + 1
             logger.error("the engine has died: %s", reason)
             if n_fast < MOST_FAST_DEATHS:
                 pause = min(LONGEST_PAUSE_SEC, self._first_pause_sec * 2 ** (n_fast - 1))
@@ -79,8 +81,8 @@ class Supervisor:
         with ours:
             with theirs:
                 process = await self._start(theirs)
-            self._bell = ours
-            ours.listen(self._on_ring)
+            self._bell, self._has_rung = ours, False
+            ours.listen(self._note_ring)
             try:
                 await self._relay(process)
                 code = await process.wait()
@@ -89,6 +91,11 @@ class Supervisor:
                 ours.stop_listening()
                 await _end(process)
         return _in_words(code, self._last_lines[-1] if self._last_lines else "nothing")
+
+    def _note_ring(self) -> None:
+        """There are results, or the engine has ended."""
+        self._has_rung |= self._bell is not None and not self._bell.is_hung_up
+        self._on_ring()
 
     async def _start(self, theirs: Doorbell) -> asyncio.subprocess.Process:
         self.n_starts += 1
