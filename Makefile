@@ -17,6 +17,9 @@ DIFFERENTIAL := .venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 OPENENV := .venv-openenv
 OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
+TINKER := .venv-tinker
+TINKER_REQUIREMENTS := skyrl-tx/tests/sdk/requirements
+TINKER_VERSIONS := $(basename $(notdir $(wildcard $(TINKER_REQUIREMENTS)/[0-9]*.txt)))
 VERIFIERS := .venv-verifiers
 VERIFIERS_REQUIREMENTS := skyrl-gym/tests/verifiers_v0/requirements.txt
 VLLM := .venv-vllm
@@ -59,6 +62,10 @@ bench-rollout: .venv/.runtime ## tokens per second against transformers.generate
 bench-loop: .venv/.runtime ## what the agent loop costs; writes benchmarks/rollout/loop.md
 	@$(BENCH)/rollout/loop.py $(ARGS)
 
+.PHONY: bench-tx
+bench-tx: .venv/.dev ## the Tinker server against peft and transformers; writes benchmarks/tx/throughput.md
+	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/throughput.py $(ARGS)
+
 .PHONY: test
 test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
@@ -72,14 +79,19 @@ test-differential: $(DIFFERENTIAL)/.ready ## compare algorithms with TRL, verl a
 test-openenv: .venv/.dev $(OPENENV)/.ready ## play on servers of the package openenv, which has an environment of its own
 	@$(BIN)/python -m pytest -q skyrl-gym/tests/openenv_server $(ARGS)
 
+.PHONY: test-tinker
+test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with each of four versions of the SDK tinker
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/sdk $(ARGS)
+
 .PHONY: test-verifiers
 test-verifiers: $(VERIFIERS)/.ready ## play environments of verifiers' first generation, in an environment of its own
 	@$(VERIFIERS)/bin/python -m pytest -q skyrl-gym/tests/verifiers_v0 $(ARGS)
 
 .PHONY: test-vllm
-test-vllm: $(VLLM)/.ready ## run the vLLM engine on the CPU build of vLLM, in an environment of its own
+test-vllm: .venv/.dev $(VLLM)/.ready ## run the vLLM engine on the CPU build of vLLM, in an environment of its own
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
 	  $(VLLM)/bin/python -m pytest -q skyrl-train/tests/vllm $(ARGS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/vllm_server $(ARGS)
 
 # --- for a change --------------------------------------------------------------------------------------------
 
@@ -134,7 +146,8 @@ lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject f
 
 # --- set-up --------------------------------------------------------------------------------------------------
 
-.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python:
+.venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
+$(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …"; exit 1; }
 	@echo "setup: creating $(@:/bin/python=)"
@@ -170,6 +183,16 @@ $(OPENENV)/.ready: $(OPENENV_REQUIREMENTS) | $(OPENENV)/bin/python
 	@$(OPENENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(OPENENV_REQUIREMENTS)
 	@touch $@
 
+# Clients of our server, with nothing of ours. All is at the versions of the lock but the SDK, of which each has its own.
+$(TINKER)/0.38.0/.ready: ALONE := $(TINKER_REQUIREMENTS)/cookbook.txt
+$(TINKER)/0.38.0/.ready: $(TINKER_REQUIREMENTS)/cookbook.txt
+$(TINKER)/%/.ready: $(TINKER_REQUIREMENTS)/%.txt constraints.txt | $(TINKER)/%/bin/python
+	@echo "setup: installing $< into $(TINKER)/$*"
+	@grep -v '^tinker==' constraints.txt > $(TINKER)/$*/constraints.txt
+	@$(TINKER)/$*/bin/python -m pip install -qq --disable-pip-version-check -c $(TINKER)/$*/constraints.txt -r $<
+	@$(if $(ALONE),$(TINKER)/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(ALONE))
+	@touch $@
+
 $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERIFIERS)/bin/python
 	@echo "setup: installing $(VERIFIERS_REQUIREMENTS) into $(VERIFIERS)"
 	@$(VERIFIERS)/bin/python -m pip install -qq --disable-pip-version-check -r $(VERIFIERS_REQUIREMENTS) -e skyrl-gym
@@ -177,6 +200,6 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; outputs/ stays
-	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(VERIFIERS) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(TINKER) $(VERIFIERS) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

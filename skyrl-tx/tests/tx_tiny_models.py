@@ -22,7 +22,6 @@ SHAPE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 1024,
     "eos_token_id": 2,
 }
@@ -55,10 +54,10 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(family: str, vocab_size: int = VOCABULARY) -> PreTrainedModel:
+def new_model(family: str, vocab_size: int = VOCABULARY, head_dim: int = 16) -> PreTrainedModel:
     """A random model; its norms are no ones, and its weights large enough for logits to differ."""
     torch.manual_seed(0)
-    shape = {**SHAPE, "vocab_size": vocab_size}
+    shape = {**SHAPE, "vocab_size": vocab_size, "head_dim": head_dim}
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
     elif family == "llama":

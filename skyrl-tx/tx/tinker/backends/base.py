@@ -29,8 +29,27 @@ Weights = Any
 """Frozen weights to sample from, of a kind that only the backend knows: whatever is trained later, they stay so."""
 
 
-class Backend(Protocol):
-    """One process has one. It is called from one thread; what raises `UserError` has changed nothing."""
+class Sampler(Protocol):
+    """Who samples. It is called from one thread."""
+
+    def weights_of(self, model_id: str) -> Weights:
+        """A model's weights as they are now."""
+
+    def load_weights(self, folder: Path) -> Weights:
+        """What `save_weights` or `save_model` wrote."""
+
+    def base_weights(self) -> Weights:
+        """The base model's."""
+
+    def sample(self, asked: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
+        """Take a request, whose result `done` gets during some later `step`; returns what cancels it."""
+
+    def step(self) -> bool:
+        """Do a little of the sampling; whether there was any."""
+
+
+class Backend(Sampler, Protocol):
+    """Who trains, and samples, too. One process has one, called from one thread; `UserError` has changed nothing."""
 
     @property
     def base_model(self) -> BaseModel:
@@ -66,18 +85,3 @@ class Backend(Protocol):
 
     def save_weights(self, model_id: str, folder: Path) -> None:
         """Write the weights alone, in a format that others read, too."""
-
-    def weights_of(self, model_id: str) -> Weights:
-        """A model's weights as they are now."""
-
-    def load_weights(self, folder: Path) -> Weights:
-        """What `save_weights` or `save_model` wrote."""
-
-    def base_weights(self) -> Weights:
-        """The base model's."""
-
-    def sample(self, asked: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
-        """Take a request, whose result `done` gets during some later `step`; returns what cancels it."""
-
-    def step(self) -> bool:
-        """Do a little of the sampling; whether there was any."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import Engine as Database
 
 from tx.tinker.backends.base import Backend
+from tx.tinker.backends.vllm import VllmSampler
 from tx.tinker.config import TxConfig
 from tx.tinker.database import writing
 from tx.tinker.db_models import Kind, Request, now
@@ -38,11 +39,13 @@ class Engine:
         self._doorbell = doorbell
         self._queue = Queue(database)
         self._points = RestorePoints(config, database, backend)
-        self._samplers = Samplers(config, backend)
+        self._vllm = _vllm_for(config, backend)
+        sampler = self._vllm or backend
+        self._samplers = Samplers(config, backend, sampler)
         self._handlers = Handlers(config, database, backend, self._points, self._samplers)
         self._state = describe(backend)
         self._passes = Passes(backend, self._state, lambda model_id: self._stepped.pop(model_id, None))
-        self._sampling = Sampling(backend, self._samplers, self._state)
+        self._sampling = Sampling(sampler, self._samplers, self._state)
         self._outcomes: list[Outcome] = []
         self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step, and when
         self._counts: Counter[str] = Counter()  # requests, by kind
@@ -66,6 +69,8 @@ class Engine:
             self._look_after()
             is_called = self._doorbell.wait(0.0 if has_worked else IDLE_SECONDS) or not has_worked
         self._queue.put_back()
+        if self._vllm is not None:
+            self._vllm.close()
 
     def work(self) -> bool:
         """A turn for each kind of work; whether there was any."""
@@ -173,3 +178,12 @@ class Engine:
         self._state.status = status_of(self._backend, self._passes, self._sampling, self._counts)
         with writing(self._database) as session:
             session.merge(self._state)
+
+
+def _vllm_for(config: TxConfig, backend: Backend) -> VllmSampler | None:
+    if config.external_inference_url is None:
+        return None
+    folder = config.external_inference_lora_base or config.checkpoints_base / "external"
+    return VllmSampler(
+        backend, config.external_inference_url, config.external_inference_api_key.get_secret_value(), folder
+    )

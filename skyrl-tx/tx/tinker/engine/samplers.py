@@ -6,7 +6,7 @@ from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 
-from tx.tinker.backends.base import Backend, Weights
+from tx.tinker.backends.base import Backend, Sampler, Weights
 from tx.tinker.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.types import UserError
@@ -18,16 +18,17 @@ MOST_IN_MEMORY = 64
 class Samplers:
     """Frozen weights."""
 
-    def __init__(self, config: TxConfig, backend: Backend) -> None:
+    def __init__(self, config: TxConfig, backend: Backend, sampler: Sampler) -> None:
         self._config = config
         self._backend = backend
+        self._sampler = sampler
         self._in_memory: OrderedDict[Path, tuple[int, Weights]] = OrderedDict()
 
     def keep(self, sampling_session_id: str, model_id: str) -> None:
         """A model's weights as they are now are those of a sampling session from now on."""
         folder = snapshot_folder(self._config, sampling_session_id)
         write_folder(folder, partial(self._backend.save_weights, model_id))
-        self._remember(folder, self._backend.weights_of(model_id))
+        self._remember(folder, self._sampler.weights_of(model_id))
 
     def find(self, told: SampleWeights) -> Weights:
         """The weights that a client means.
@@ -40,7 +41,7 @@ class Samplers:
         elif told.model_path is not None:
             folder = checkpoint_folder(self._config, told.model_path)
         else:
-            return self._backend.base_weights()
+            return self._sampler.base_weights()
         if not folder.is_dir():
             raise UserError(f"there are no weights {told.model_path or told.snapshot}; they were deleted")
         stamp = folder.stat().st_mtime_ns  # a checkpoint may have been overwritten
@@ -48,7 +49,7 @@ class Samplers:
         if known is not None and known[0] == stamp:
             self._in_memory.move_to_end(folder)
             return known[1]
-        weights = self._backend.load_weights(folder)
+        weights = self._sampler.load_weights(folder)
         self._remember(folder, weights)
         return weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tx.tinker.backends.base import Backend
+from tx.tinker.backends.base import Sampler
 from tx.tinker.db_models import EngineState, Request
 from tx.tinker.engine.passes import failed
 from tx.tinker.engine.queue import Outcome
@@ -18,10 +18,10 @@ MOST_AT_ONCE = 256
 
 
 class Sampling:
-    """Those that the backend knows of."""
+    """Those that the sampler knows of."""
 
-    def __init__(self, backend: Backend, samplers: Samplers, limits: EngineState) -> None:
-        self._backend = backend
+    def __init__(self, sampler: Sampler, samplers: Samplers, limits: EngineState) -> None:
+        self._sampler = sampler
         self._samplers = samplers
         self._limits = limits
         self._cancels: dict[int, Callable[[], None]] = {}  # what cancels each
@@ -38,7 +38,7 @@ class Sampling:
         return MOST_AT_ONCE - len(self._cancels)
 
     def begin(self, request: Request) -> None:
-        """Hand it to the backend."""
+        """Hand it to the sampler."""
         assert request.request_id is not None
         try:
             self._begin(request.request_id, SampleJob.model_validate_json(request.payload))
@@ -47,14 +47,13 @@ class Sampling:
 
     def _begin(self, request_id: int, job: SampleJob) -> None:
         check_job(job, self._limits)  # again: the server may not have known the model's limits
-        base = self._backend.base_model
 
         def done(result: SampleResult | Exception) -> None:
             del self._cancels[request_id]
             self._outcomes.append(self._outcome(request_id, result))
 
-        asked = job.request(eos_ids=base.eos_ids, max_context=base.max_context)
-        self._cancels[request_id] = self._backend.sample(asked, self._samplers.find(job.weights), done)
+        asked = job.request(eos_ids=self._limits.eos_ids, max_context=self._limits.max_context)
+        self._cancels[request_id] = self._sampler.sample(asked, self._samplers.find(job.weights), done)
 
     def _outcome(self, request_id: int, result: SampleResult | Exception) -> Outcome:
         if isinstance(result, Exception):
@@ -71,7 +70,7 @@ class Sampling:
 
     def step(self) -> bool:
         """Choose a few tokens of every sample; whether there was any."""
-        return self._backend.step()
+        return self._sampler.step()
 
     def take_outcomes(self) -> list[Outcome]:
         """Those since the last time."""

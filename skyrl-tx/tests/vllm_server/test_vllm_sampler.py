@@ -1,0 +1,191 @@
+"""Run by `make test-vllm`: a real vLLM server, which has an environment of its own, samples what JAX trains here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tx_backend_contract import STEP, learn, sample, some_data
+from tx_process import process
+from tx_tiny_models import new_model
+
+from tx.models.config import LoraConfig
+from tx.tinker.backends.jax.backend import JaxBackend
+from tx.tinker.backends.jax.config import JaxConfig
+from tx.tinker.backends.vllm import VllmSampler
+from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, TinkerError, UserError
+
+PYTHON = Path(__file__).parents[3] / ".venv-vllm/bin/python"
+LORA = LoraConfig(rank=8, seed=3, train_unembed=False)
+PROMPT = [5, 6, 7, 8, 9, 10]
+START_SEC = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads are not smaller than vLLM's attention on a CPU takes them."""
+    folder = tmp_path_factory.mktemp("model")
+    new_model("llama", head_dim=32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += ["--skip-tokenizer-init", "--dtype", "float32"]
+    command += ["--enable-lora", "--max-lora-rank", "8", "--max-model-len", "256", "--enforce-eager"]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}", server, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SEC
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            if httpx.get(f"{url}/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-5000:])
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> JaxBackend:
+    backend = JaxBackend(folder, "org/tiny", JaxConfig(cache_gib=0.005))
+    backend.create_model("m", LORA)
+    for seed in range(3):
+        learn(backend, "m", some_data(seed), STEP)
+    return backend
+
+
+@pytest.fixture
+def sampler(backend: JaxBackend, url: str, tmp_path: Path) -> Iterator[VllmSampler]:
+    sampler = VllmSampler(backend, f"{url}/v1", "EMPTY", tmp_path / "adapters")
+    yield sampler
+    sampler.close()
+
+
+def scored() -> SampleRequest:
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    return SampleRequest(PROMPT, params, wants_prompt_logprobs=True, n_top_prompt=3, n_top_sampled=3)
+
+
+def assert_alike(one: SampleResult, other: SampleResult) -> None:
+    for a, b in zip(one.samples, other.samples, strict=True):
+        assert list(a.tokens) == list(b.tokens)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-3)
+        assert a.top is not None
+        assert b.top is not None
+        np.testing.assert_array_equal(a.top.tokens, b.top.tokens)
+    assert one.prompt_logprobs is not None
+    np.testing.assert_allclose(one.prompt_logprobs, other.prompt_logprobs, atol=1e-3)
+    assert one.top_prompt is not None
+    assert other.top_prompt is not None
+    np.testing.assert_array_equal(one.top_prompt.tokens, other.top_prompt.tokens)
+
+
+def test_it_samples_what_is_sampled_here(backend: JaxBackend, sampler: VllmSampler) -> None:
+    for elsewhere, here in (
+        (sampler.base_weights(), backend.base_weights()),
+        (sampler.weights_of("m"), backend.weights_of("m")),
+    ):
+        (theirs,) = sample(sampler, (scored(), elsewhere))
+        (ours,) = sample(backend, (scored(), here))
+        assert_alike(theirs, ours)
+
+
+def test_weights_are_frozen_and_read_from_folders(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    backend.save_weights("m", tmp_path / "saved")
+    frozen = [sampler.weights_of("m"), sampler.load_weights(tmp_path / "saved")]
+    before = [sample(sampler, (scored(), weights))[0] for weights in frozen]
+    learn(backend, "m", some_data(9), STEP)
+    after = [sample(sampler, (scored(), weights))[0] for weights in (*frozen, sampler.weights_of("m"))]
+    assert_alike(before[0], before[1])
+    assert_alike(before[0], after[0])
+    with pytest.raises(AssertionError):
+        assert_alike(before[0], after[2])
+
+
+def test_what_ends_a_sample_and_seeds(sampler: VllmSampler) -> None:
+    params = SamplingParams(max_tokens=12, seed=4)
+    one, again = sample(sampler, *[(SampleRequest(PROMPT, params, n_samples=4), None)] * 2)
+    assert [list(x.tokens) for x in one.samples] == [list(x.tokens) for x in again.samples]
+    assert len({tuple(x.tokens) for x in one.samples}) == 4
+    assert {x.is_stopped for x in one.samples} == {False}
+    fifth = one.samples[0].tokens[4]
+    params = SamplingParams(max_tokens=12, seed=4, stop_tokens=(fifth,))
+    (stopped,) = sample(sampler, (SampleRequest(PROMPT, params, n_samples=4), None))
+    tokens = list(one.samples[0].tokens)
+    assert list(stopped.samples[0].tokens) == tokens[: tokens.index(fifth) + 1]
+    assert stopped.samples[0].is_stopped
+
+
+def test_a_server_that_has_forgotten_adapters_gets_them_again(sampler: VllmSampler, url: str) -> None:
+    weights = sampler.weights_of("m")
+    (before,) = sample(sampler, (scored(), weights))
+    httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": weights.name}).raise_for_status()
+    (after,) = sample(sampler, (scored(), weights))
+    assert_alike(before, after)
+
+
+def test_adapters_that_nobody_has_go(sampler: VllmSampler, url: str) -> None:
+    weights = sampler.weights_of("m")
+    sample(sampler, (scored(), weights))
+    name, folder = weights.name, weights.folder
+    assert name in httpx.get(f"{url}/v1/models").text
+    del weights
+    deadline = time.monotonic() + 20
+    while (folder.exists() or name in httpx.get(f"{url}/v1/models").text) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()
+    assert name not in httpx.get(f"{url}/v1/models").text
+
+
+def test_the_server_samples_there(folder: Path, url: str, tmp_path: Path) -> None:
+    with process(tmp_path / "state", "--base-model", str(folder), "--external-inference-url", url) as server:
+        trainer = server.sdk().create_lora_training_client(str(folder), rank=8, train_unembed=False).result()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        params = tinker.SamplingParams(max_tokens=5, temperature=0.0)
+        found = sampler.sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
+        assert len(found.sequences[0].tokens) == 5
+        (adapter,) = (tmp_path / "state" / "external").iterdir()
+        assert adapter.name in httpx.get(f"{url}/v1/models").text
+
+
+def test_what_cannot_be_done(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
+    backend.create_model("whole", LoraConfig(rank=0))
+    with pytest.raises(UserError, match="parameters are all trained"):
+        sampler.weights_of("whole")
+    nobody = VllmSampler(backend, "http://127.0.0.1:9", "EMPTY", tmp_path)
+    with pytest.raises(TinkerError, match=r"the external server at http://127\.0\.0\.1:9 fails"):
+        sample(nobody, (scored(), nobody.weights_of("m")))
+    nobody.close()
+
+
+def test_a_rank_above_the_servers_limit(backend: JaxBackend, sampler: VllmSampler) -> None:
+    """The last test: vLLM 0.32 ends with that."""
+    backend.create_model("large", LoraConfig(rank=64, train_unembed=False))
+    with pytest.raises(TinkerError, match=r"answers 500 .*LoRA rank 64 is greater.*; is it started with --enable-lora"):
+        sample(sampler, (scored(), sampler.weights_of("large")))
