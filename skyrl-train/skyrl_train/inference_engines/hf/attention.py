@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.hf.kv_memory import KVMemory
+from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # elements of a mask: 80 MiB while attention makes numbers of them
+MOST_COPIED = 512  # tokens of a sequence whose keys are copied to be attended to beside those of others
 
 
 @dataclass(slots=True)
@@ -34,10 +35,14 @@ class Run:
     length: int  # tokens of the longest sequence after the pass, L
     is_causal: bool  # nothing is stored yet, so that queries and keys are the same tokens
     is_even: bool  # every query sees all keys
+    places: torch.Tensor | None = None  # (n · L,) of its keys, where they are copied
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def view(self, pool: torch.Tensor) -> torch.Tensor:
-        """What the run has stored (n, heads, L, d), in place."""
+        """What the run has stored (n, heads, L, d), in place or copied from its `places`."""
+        if self.places is not None:
+            copied = pool.index_select(0, self.places)
+            return copied.view(len(self.positions), self.length, *pool.shape[1:]).transpose(1, 2)
         of_token, of_head, of_value = pool.stride()
         shape = (len(self.positions), pool.shape[1], self.length, pool.shape[2])
         return pool.as_strided(shape, (self.capacity * of_token, of_head, of_token, of_value), self.start * of_token)
@@ -75,7 +80,7 @@ class PackedCache:
         self.position_ids = torch.cat([torch.arange(n, n + n_new) for n, n_new in spans]).to(device)  # (N,)
         starts = torch.tensor([row.start for row in rows]).repeat_interleave(torch.tensor([n for _, n in spans]))
         self._target = self.position_ids + starts.to(device)  # (N,) places in the pool
-        self._runs = list(_runs(rows, self.position_ids, is_alone))
+        self._runs = list(_runs(rows, self.position_ids, memory.size if is_alone else None))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -95,32 +100,37 @@ class PackedCache:
         return 0
 
 
-def _runs(rows: Sequence[Row], position_ids: torch.Tensor, is_alone: bool) -> Iterator[Run]:
-    """Join rows as long as they are neighbours and alike."""
-    n_tokens = 0
-    first = 0
+def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> Iterator[Run]:
+    """Join rows as long as they are neighbours and alike; with the `size` of the memory, see `_alone`."""
+    joins = _continues if size is None else _is_as_long
+    first, n_tokens = 0, 0
     while first < len(rows):
-        region = rows[first].sequence.region
-        assert region is not None
-        n_new = rows[first].n_new
         end = first + 1
-        while end < len(rows) and _continues(rows[first], rows[end], end - first, is_alone):
+        while end < len(rows) and joins(rows[first], rows[end], end - first):
             end += 1
-        lengths = [row.sequence.n_cached + n_new for row in rows[first:end]]
-        tokens = slice(n_tokens, n_tokens + n_new * (end - first))
-        yield Run(
-            tokens=tokens,
-            start=region.start,
-            capacity=region.capacity,
-            positions=position_ids[tokens].view(end - first, n_new),
-            length=max(lengths),
-            is_causal=max(lengths) == n_new,
-            is_even=n_new == 1 and min(lengths) == max(lengths),
-        )
-        n_tokens, first = tokens.stop, end
+        some = rows[first:end]
+        tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in some))
+        run = _run(some, tokens, position_ids[tokens].view(len(some), -1))
+        yield run if size is None else _alone(run, some, size)
+        first, n_tokens = end, tokens.stop
 
 
-def _continues(first: Row, row: Row, distance: int, is_alone: bool) -> bool:
+def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor) -> Run:
+    region, n_new = rows[0].sequence.region, rows[0].n_new
+    assert region is not None
+    lengths = [row.sequence.n_cached + n_new for row in rows]
+    return Run(
+        tokens=tokens,
+        start=region.start,
+        capacity=region.capacity,
+        positions=positions,
+        length=max(lengths),
+        is_causal=max(lengths) == n_new,
+        is_even=n_new == 1 and min(lengths) == max(lengths),
+    )
+
+
+def _continues(first: Row, row: Row, distance: int) -> bool:
     region, other = first.sequence.region, row.sequence.region
     assert region is not None
     assert other is not None
@@ -128,8 +138,36 @@ def _continues(first: Row, row: Row, distance: int, is_alone: bool) -> bool:
         row.n_new == first.n_new
         and other.capacity == region.capacity
         and other.start == region.start + distance * region.capacity
-        and (not is_alone or row.sequence.n_cached == first.sequence.n_cached)
     )
+
+
+def _is_as_long(first: Row, row: Row, distance: int) -> bool:
+    length = padded_length(first)
+    return 0 < length == padded_length(row) and (length <= MOST_COPIED or _continues(first, row, distance))
+
+
+def padded_length(row: Row) -> int:
+    """How many keys a sequence that reads one token attends to if it `is_alone`; 0 of one that reads more."""
+    if row.n_new > 1:
+        return 0
+    n_units = -(-(row.sequence.n_cached + 1) // UNIT)
+    most = MOST_COPIED // UNIT
+    return UNIT * (1 << (n_units - 1).bit_length() if n_units <= most else -(-n_units // most) * most)
+
+
+def _alone(run: Run, rows: Sequence[Row], size: int) -> Run:
+    """The same run, padded: it has its keys in place where they are evenly spaced, and else copies them."""
+    length = padded_length(rows[0])
+    if length == 0:
+        return run
+    run = replace(run, length=length, is_causal=False, is_even=False)
+    starts = [row.start for row in rows]
+    spaces = {second - first for first, second in pairwise(starts)}
+    if len(spaces) <= 1 and starts[-1] + length <= size:
+        return replace(run, capacity=max(spaces, default=0))
+    offsets = torch.arange(length, device=run.positions.device)
+    places = run.positions.new_tensor(starts)[:, None] + offsets  # the last ones may be beyond the memory
+    return replace(run, places=places.clamp(max=size - 1).flatten())
 
 
 def packed_attention(
@@ -202,8 +240,9 @@ def hidden_states(
 ) -> torch.Tensor:
     """The last hidden states (N, H) of the new tokens of `rows`, whose keys and values are stored on the way.
 
-    With `is_alone`, only sequences of one length are joined, and none is padded to the length of another: among
-    whatever others, as long as N is the same, a sequence gets the same states to the last bit.
+    With `is_alone`, a sequence is not padded to the length of another, but to one that follows from its own: among
+    whatever others, as long as N is the same, it gets the same states to the last bit. Rows are in the order of
+    `padded_length` and of their regions then, so that they can be joined.
     """
     cache = PackedCache(memory, rows, model.device, is_alone=is_alone)
     new_ids = [row.sequence.token_ids[row.sequence.n_cached :][: row.n_new] for row in rows]

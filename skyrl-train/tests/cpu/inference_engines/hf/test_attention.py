@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.hf.attention import hidden_states
+from skyrl_train.inference_engines.hf import attention
+from skyrl_train.inference_engines.hf.attention import hidden_states, padded_length
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 
 NOBODY_WAITS = None
+CAPACITY = 3 * UNIT
 
 
-def sequence_of(length: int, place: int, capacity: int = 2 * UNIT) -> CachedSequence:
+def sequence_of(length: int, place: int) -> CachedSequence:
     """In a region beside those of the places before."""
     generator = torch.Generator().manual_seed(length)
     token_ids = torch.randint(3, 61, (length,), generator=generator).tolist()
     request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
-    sequence = CachedSequence(request, NOBODY_WAITS, 0, capacity, token_ids)
-    sequence.region = Region(place * capacity, capacity, token_ids, session_id=None)
+    sequence = CachedSequence(request, NOBODY_WAITS, 0, CAPACITY, token_ids)
+    sequence.region = Region(place * CAPACITY, CAPACITY, token_ids, session_id=None)
     return sequence
 
 
 @torch.inference_mode()
-def last_states(model: PreTrainedModel, lengths: list[int], *, is_alone: bool) -> torch.Tensor:
-    """The states (n, H) after sequences whose last tokens are read in one pass, and the others before it."""
-    memory = KVMemory(len(lengths) * 2 * UNIT)
-    sequences = [sequence_of(length, place) for place, length in enumerate(lengths)]
-    for sequence in sequences:
-        hidden_states(model, memory, [Row(sequence, len(sequence.token_ids) - 1)])
-        sequence.region.n_cached = len(sequence.token_ids) - 1
-    return hidden_states(model, memory, [Row(sequence, 1) for sequence in sequences], is_alone=is_alone)
+def last_states(model: PreTrainedModel, lengths: list[int], *, is_alone: bool) -> dict[int, torch.Tensor]:
+    """The states after sequences, by their place, whose last tokens are read in one pass, and the others before it."""
+    memory = KVMemory(len(lengths) * CAPACITY)
+    rows = []
+    for place, length in enumerate(lengths):
+        sequence = sequence_of(length, place)
+        hidden_states(model, memory, [Row(sequence, length - 1)])
+        sequence.region.n_cached = length - 1
+        rows.append(Row(sequence, 1))
+    rows.sort(key=lambda row: (padded_length(row), row.start))
+    states = hidden_states(model, memory, rows, is_alone=is_alone)
+    return {row.start // CAPACITY: state for row, state in zip(rows, states, strict=True)}
 
 
-def test_lengths_of_others_change_no_bit_of_a_sequence_that_is_alone(tiny_model: PreTrainedModel) -> None:
-    for length in (5, 17, 40):
-        apart, beside = ([length, 7, 7, 7], [length, 100, length, 61])
-        one, other = (last_states(tiny_model, lengths, is_alone=True) for lengths in (apart, beside))
-        torch.testing.assert_close(one[0], other[0], rtol=0, atol=0)
-        torch.testing.assert_close(other[2], other[0], rtol=0, atol=0)
-        joined = last_states(tiny_model, beside, is_alone=False)
-        torch.testing.assert_close(joined, other)
+@pytest.mark.parametrize("most_copied", [UNIT, 512])
+def test_lengths_of_others_change_no_bit_of_a_sequence_that_is_alone(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, most_copied: int
+) -> None:
+    monkeypatch.setattr(attention, "MOST_COPIED", most_copied)
+    for length in (5, 40, 61, 100, 150):
+        apart = last_states(tiny_model, [length, 7, 7, 7], is_alone=True)
+        for beside in ([length, 90, length, 59], [length] * 4, [7, length, 130, 150]):
+            states = last_states(tiny_model, beside, is_alone=True)
+            expected = last_states(tiny_model, beside, is_alone=False)
+            for place, other in enumerate(beside):
+                torch.testing.assert_close(states[place], expected[place])
+                if other == length:
+                    torch.testing.assert_close(states[place], apart[0], rtol=0, atol=0)
+
+
+def test_padded_lengths() -> None:
+    lengths = (1, 64, 65, 128, 129, 257, 512, 513, 1024, 1025)
+    rows = [Row(sequence_of(length, 0), 1) for length in lengths]
+    for row in rows:
+        row.sequence.region.n_cached = len(row.sequence.token_ids) - 1
+    assert [padded_length(row) for row in rows] == [64, 64, 128, 128, 256, 512, 512, 1024, 1024, 1536]
+    assert padded_length(Row(sequence_of(9, 0), 2)) == 0

@@ -61,6 +61,9 @@ class Regions(RuleBasedStateMachine):
         token_ids = [start] * n_tokens + [9] * tail
         for _ in range(n_at_once):
             placed = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
+            if placed is Refusal.FULL and not self.busy:
+                self.table.clear()  # as the scheduler does: what idles is in the way
+                placed = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
             if isinstance(placed, Region):
                 assert placed.n_cached < len(token_ids)
                 self.busy.append(placed)
