@@ -55,7 +55,7 @@ class TorchBackend:
         model = self._base.model
         self._sampler = Sampler(
             n_tokens=config.cache_tokens(cache_bytes_per_token(model)),
-            n_lanes=config.sample_lanes,
+            n_lanes=config.sample_lanes or (16 if model.device.type == "cpu" else 64),
             most_groups=config.sample_groups,
             ends_with=self._decoder.holds_any,
         )

@@ -22,8 +22,8 @@ class TorchConfig(BaseModel):
     """Compute layers twice in training, and keep less of them."""
     micro_batch_tokens: int = Field(2048, ge=1)
     """Tokens of a micro-batch, with padding; a longer sequence is one by itself."""
-    sample_lanes: int = Field(16, ge=1)
-    """Samples in one batch, whose size is fixed."""
+    sample_lanes: int | None = Field(None, ge=1)
+    """Samples in one batch, whose size is fixed; without it, 16 on a CPU and 64 on a GPU."""
     sample_groups: int = Field(8, ge=1)
     """Batches of samples at most; more samples wait."""
     cache_gib: float = Field(2.0, gt=0)

@@ -1,8 +1,8 @@
 """Continuous batching: samples join and leave the running batch between tokens.
 
 Lanes that sample from the same weights are a group, which reads one token of each in one pass of fixed size; prompts
-are read by themselves. Attention looks at each lane alone. So a lane's tokens do not depend on the others: not on how
-many there are, nor on their lengths.
+are read by themselves. Attention pads each lane to a length that follows from its own. So a lane's tokens do not
+depend on the others: not on how many there are, nor on their lengths.
 
 The passes and their cache are those of the embedded engine of `skyrl_train`; it is not used as a whole since its
 batches change size, and since it knows neither adapters nor log-probs of prompts.
@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, SamplingParams
-from skyrl_train.inference_engines.hf.attention import hidden_states
+from skyrl_train.inference_engines.hf.attention import hidden_states, padded_length
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy, Extents, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
@@ -236,7 +236,7 @@ class Sampler:
     def _choose(self, group: _Group) -> None:
         """A token in every lane of a group."""
         model = group.weights.model
-        lanes = sorted(group.lanes, key=lambda lane: lane.row.start)
+        lanes = sorted(group.lanes, key=lambda lane: (padded_length(lane.row), lane.row.start))
         with group.weights.applied():
             states = hidden_states(model, self._memory, [lane.row for lane in lanes], is_alone=True)  # (S, H)
             choices = choose_tokens(lm_head_logits(model, states), [lane.draw for lane in lanes])
