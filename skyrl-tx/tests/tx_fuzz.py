@@ -315,6 +315,11 @@ def posts(
     headers = {"Content-Type": JSON}
     if kind == "address":
         method, path = draw(st.sampled_from(surface.paths))
+        method = (
+            draw(st.sampled_from(["get", "head", "put", "delete", "options", "trace", "brew"]))
+            if rarely(draw, 3)
+            else method
+        )
         body = draw(st.sampled_from([b"", b"{}"]))
         return Post(method, draw(addressed(path, expendable)), body, headers)
     if kind == "pass":

@@ -14,18 +14,27 @@ from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, parse_path
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import Checkpoint, Model, ModelStatus, SessionStatus
 from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.refusal import refuse
+from tx.tinker.refusal import not_found, refuse
 from tx.tinker.wire.requests import CopyWeightsRequest
 
 
 def copy_files(config: TxConfig, source: str, target: str) -> None:
-    """The files of a checkpoint under another path, sharing what they hold where the file system can."""
+    """The files of a checkpoint under another path, sharing what they hold where the file system can.
+
+    Raises:
+        Refusal: they were deleted meanwhile.
+    """
     there = checkpoint_folder(config, source)
 
     def write(folder: Path) -> None:
         shutil.copytree(there, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
 
-    write_folder(checkpoint_folder(config, target), write)
+    try:
+        write_folder(checkpoint_folder(config, target), write)
+    except (FileNotFoundError, shutil.Error):
+        if there.is_dir():
+            raise
+        not_found(f"the files of {source} are gone")
 
 
 def _link_or_copy(source: str, target: str) -> str:

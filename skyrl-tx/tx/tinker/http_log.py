@@ -14,6 +14,8 @@ from tx.tinker.metrics import Metrics
 logger = logging.getLogger("tx.tinker.http")
 
 NOTED = ("session", "model", "request")
+METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
+"""Of which there are numbers: clients may make up others without end."""
 
 
 class RequestLog:
@@ -44,11 +46,17 @@ class RequestLog:
 
     def _note(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
         endpoint = getattr(scope.get("route"), "path", "other")  # never the path itself, of which there is no end
-        self._metrics.http_requests.labels(endpoint, scope["method"], status).inc()
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self._metrics.http_requests.labels(endpoint, method, status).inc()
         self._metrics.http_seconds.labels(endpoint).observe(seconds)
         notes = scope["tx.notes"]
-        told = " ".join(f"{name}={notes[name]}" for name in NOTED if name in notes)
+        told = " ".join(f"{name}={_in_a_line(notes[name])}" for name in NOTED if name in notes)
         is_noise = status < 400 and endpoint.endswith(("heartbeat", "healthz", "telemetry"))
         level = logging.DEBUG if is_noise else logging.INFO
-        path = scope["path"][:200].encode("unicode_escape").decode()  # no line breaks of a client's
-        logger.log(level, "%s %s %d %.1f ms %s", scope["method"], path, status, seconds * 1000, told)
+        path = _in_a_line(scope["path"])
+        logger.log(level, "%s %s %d %.1f ms %s", method, path, status, seconds * 1000, told)
+
+
+def _in_a_line(told: str) -> str:
+    """A client's words, which can neither end a line of the log nor fill it."""
+    return told[:200].encode("unicode_escape").decode()

@@ -1,0 +1,142 @@
+"""What an engine finds again: a model is the same to the last bit, whatever it has been through."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tx_engine import Desk, new_backend
+
+from tx.tinker.db_models import Model, ModelStatus, RequestStatus
+from tx.tinker.engine import loop, restore
+from tx.tinker.submission import load_weights, save_weights, unload_model
+from tx.tinker.wire import requests as wire
+
+
+def die_and_come_back(desk: Desk, tiny_model: Path) -> None:
+    """As after `kill -9`: nothing is written any more, and another engine begins."""
+    desk.start(new_backend(tiny_model))
+    desk.engine._points.restore()
+
+
+def learn(desk: Desk, model: str, *tokens: int) -> None:
+    desk.train(model, [1, 2, *tokens])
+    desk.step(model)
+
+
+def write_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "QUIET_SECONDS", 0.0)
+        desk.engine._write_points()
+    return desk.change(lambda db: db.get_one(Model, "s:train:0").restored_until)
+
+
+def told(desk: Desk, model: str) -> float:
+    """Something that depends on every weight and, by a step, on the optimizer."""
+    desk.train(model, [3, 4, 5])
+    desk.step(model)
+    asked = desk.train(model, [7, 8, 9], is_forward_only=True)
+    desk.work()
+    return desk.loss(asked)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_model_is_the_same(desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, is_written: bool) -> None:
+    session = desk.session()
+    model, twin = desk.model(session, 0), desk.model(session, 1)
+    for name in (model, twin):
+        learn(desk, name, 5)
+    desk.work()
+    if is_written:
+        assert write_point(desk, monkeypatch) > 0
+    for name in (model, twin):
+        learn(desk, name, 6)
+        desk.train(name, [9, 9])  # gradients that no step has used
+    desk.work()
+    expected = told(desk, twin)
+    die_and_come_back(desk, tiny_model)
+    assert told(desk, model) == expected
+
+
+def test_what_was_not_done_is_not_done_again(desk: Desk, tiny_model: Path) -> None:
+    session = desk.session()
+    model, twin = desk.model(session, 0), desk.model(session, 1)
+    for name in (model, twin):
+        learn(desk, name, 5)
+    failed = desk.train(model, [6, 6])
+    desk.work()
+
+    def undo(db: object) -> None:
+        db.get_one(type(desk.row(failed)), failed).status = RequestStatus.FAILED  # type: ignore[attr-defined]
+
+    desk.change(undo)
+    die_and_come_back(desk, tiny_model)
+    assert told(desk, model) == told(desk, twin)
+
+
+def test_loaded_models(desk: Desk, tiny_model: Path) -> None:
+    """The checkpoint may be gone."""
+    session = desk.session()
+    model = desk.model(session)
+    learn(desk, model, 5)
+    desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="x")))
+    desk.work()
+    for number in (1, 2):
+        asked = wire.LoadWeightsRequest(
+            path=f"tinker://{model}/weights/x", optimizer=True, session_id=session, model_seq_id=number
+        )
+        desk.submit(lambda to, asked=asked: load_weights(to, asked))  # type: ignore[misc]
+    desk.work()
+    shutil.rmtree(desk.config.checkpoints_base / "s_train_0")
+    expected = told(desk, "s:train:1")
+    die_and_come_back(desk, tiny_model)
+    assert told(desk, "s:train:2") == expected
+
+
+def test_models_that_are_gone_stay_so(desk: Desk, tiny_model: Path) -> None:
+    session = desk.session()
+    models = [desk.model(session, number) for number in range(2)]
+    desk.work()
+    desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=models[0])))
+    desk.work()
+    die_and_come_back(desk, tiny_model)
+    assert list(desk.backend.models()) == models[1:]
+
+
+def test_a_model_that_cannot_come_back_is_lost_alone(
+    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = desk.session()
+    lost, other = desk.model(session, 0), desk.model(session, 1)
+    learn(desk, lost, 5)
+    desk.work()
+    write_point(desk, monkeypatch)
+    shutil.rmtree(desk.config.checkpoints_base / "restore")
+    die_and_come_back(desk, tiny_model)
+    assert list(desk.backend.models()) == [other]
+    assert desk.change(lambda db: db.get_one(Model, lost).status) is ModelStatus.FAILED
+    assert "model s:train:0 cannot be brought back" in caplog.text
+    assert told(desk, other) > 0
+
+
+def test_points_are_replaced_and_deleted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = desk.model(desk.session())
+    folder = desk.config.checkpoints_base / "restore" / "s_train_0"
+    for _ in range(2):
+        learn(desk, model, 5)
+        desk.work()
+        last = write_point(desk, monkeypatch)
+        assert [path.name for path in folder.iterdir()] == [str(last)]
+    desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
+    desk.work()
+    assert not folder.exists()
+
+
+def test_points_are_written_on_the_way(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "SECONDS_BETWEEN", -1.0)
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    last_step = desk.step(model)
+    desk.work()
+    assert desk.change(lambda db: db.get_one(Model, model).restored_until) == last_step

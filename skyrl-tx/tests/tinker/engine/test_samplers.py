@@ -1,0 +1,85 @@
+"""Weights to sample from are frozen, read when they are needed, and forgotten when they are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tx_engine import Desk
+
+from tx.tinker.checkpoint_files import checkpoint_folder, delete_folder, snapshot_folder
+from tx.tinker.engine import samplers as module
+from tx.tinker.submission import save_weights
+from tx.tinker.types import UserError
+from tx.tinker.wire import requests as wire
+from tx.tinker.wire.sample_job import SampleWeights
+
+
+@pytest.fixture
+def model(desk: Desk) -> str:
+    name = desk.model(desk.session())
+    desk.work()
+    return name
+
+
+@pytest.fixture
+def read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that the backend has read so far."""
+    folders: list[Path] = []
+    load: Callable[[Path], Any] = desk.backend.load_weights
+    monkeypatch.setattr(desk.backend, "load_weights", lambda folder: folders.append(folder) or load(folder))
+    return folders
+
+
+def save(desk: Desk, model: str, name: str = "x") -> SampleWeights:
+    asked = wire.SaveWeightsRequest(model_id=model, path=name, overwrite=True)
+    desk.submit(lambda to: save_weights(to, asked))
+    desk.work()
+    return SampleWeights(base_model="m", model_path=f"tinker://{model}/weights/{name}")
+
+
+def test_weights_are_read_once(desk: Desk, model: str, read: list[Path]) -> None:
+    weights = save(desk, model)
+    found = [desk.engine._samplers.find(weights) for _ in range(3)]
+    assert found[0] is found[1] is found[2]
+    assert len(read) == 1
+
+
+def test_a_checkpoint_that_was_overwritten_is_read_anew(desk: Desk, model: str, read: list[Path]) -> None:
+    first = desk.engine._samplers.find(save(desk, model))
+    assert desk.engine._samplers.find(save(desk, model)) is not first
+    assert len(read) == 2
+
+
+def test_snapshots_need_not_be_read(desk: Desk, model: str, read: list[Path]) -> None:
+    desk.engine._samplers.keep("s:sample:0", model)
+    desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
+    assert read == []
+
+
+def test_the_base_model_is_not_in_a_folder(desk: Desk, read: list[Path]) -> None:
+    assert desk.engine._samplers.find(SampleWeights(base_model="m")) is not None
+    assert read == []
+
+
+def test_those_used_last_stay(desk: Desk, model: str, read: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_IN_MEMORY", 2)
+    a, b, c = (save(desk, model, name) for name in "abc")
+    for weights in (a, b, a, c, a, b):
+        desk.engine._samplers.find(weights)
+    assert [folder.name for folder in read] == ["a", "b", "c", "b"]
+
+
+def test_what_is_gone_is_forgotten(desk: Desk, model: str) -> None:
+    samplers = desk.engine._samplers
+    samplers.keep("s:sample:0", model)
+    saved = save(desk, model)
+    samplers.find(saved)
+    delete_folder(snapshot_folder(desk.config, "s:sample:0"))
+    desk.engine._state_at = 0.0
+    desk.engine._look_after()
+    assert list(samplers._in_memory) == [checkpoint_folder(desk.config, str(saved.model_path))]
+    with pytest.raises(UserError, match="there are no weights s:sample:0; they were deleted"):
+        samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import io
+import stat
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tx.tinker.downloads import KEY_SIZE, Download, files_of, sign, signing_key, tar_parts, verify
+from tx.tinker.refusal import Refusal
+
+KEY = b"k" * KEY_SIZE
+LATER = int(time.time()) + 1000
+
+
+@given(st.text(), st.text())
+def test_an_address_says_what_it_allows(path: str, file: str) -> None:
+    asked = Download(path, file, LATER)
+    assert verify(sign(asked, KEY), KEY) == asked
+
+
+@given(st.data())
+def test_another_address_is_refused(data: st.DataObject) -> None:
+    token = sign(Download("tinker://a:train:0/weights/x", "file", LATER), KEY)
+    place = data.draw(st.integers(0, len(token) - 1))
+    other = data.draw(st.sampled_from("abcXYZ019._-%é\0").filter(lambda one: one != token[place]))
+    with pytest.raises(Refusal, match="is not signed by this server") as refused:
+        verify(token[:place] + other + token[place + 1 :], KEY)
+    assert refused.value.status == 403
+
+
+@pytest.mark.parametrize("token", ["", ".", "a.b", "a" * 10_000])
+def test_what_is_no_address(token: str) -> None:
+    with pytest.raises(Refusal, match="is not signed"):
+        verify(token, KEY)
+
+
+def test_addresses_of_others_and_of_long_ago() -> None:
+    with pytest.raises(Refusal, match="is not signed"):
+        verify(sign(Download("p", "f", LATER), b"other"), KEY)
+    with pytest.raises(Refusal, match="the time of this address is over"):
+        verify(sign(Download("p", "f", int(time.time()) - 1), KEY), KEY)
+
+
+def test_a_key_is_made_once(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with ThreadPoolExecutor(16) as pool:
+        keys = set(pool.map(lambda _: signing_key(folder), range(16)))
+    assert keys == {signing_key(folder)}
+    assert len(keys.pop()) == KEY_SIZE
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert signing_key(tmp_path / "other") != signing_key(folder)
+
+
+def test_a_tar_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    told = {"empty": b"", "block": bytes(512), "deep/large": bytes(range(256)) * 9000}
+    for name, content in told.items():
+        (tmp_path / name).write_bytes(content)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(tar_parts(tmp_path)))) as tar:
+        found = {one.name: tar.extractfile(one).read() for one in tar}  # type: ignore[union-attr]
+    assert found == told
+    assert [file.relative_to(tmp_path).as_posix() for file in files_of(tmp_path)] == sorted(told)
+    assert max(len(part) for part in tar_parts(tmp_path)) <= 1 << 20
