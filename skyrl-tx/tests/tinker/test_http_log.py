@@ -52,7 +52,7 @@ async def test_numbers_are_by_endpoint(client: httpx.AsyncClient, metrics: Metri
     await client.request("BREW", "/things/a")
     (family,) = [
         one
-        for one in text_string_to_metric_families(metrics.to_text({}, 0, {}, is_engine_up=False).decode())
+        for one in text_string_to_metric_families(metrics.to_text({}, 0, 0, {}, is_engine_up=False).decode())
         if one.name == "tx_http_requests"
     ]
     found = {tuple(one.labels.values()): one.value for one in family.samples if one.name.endswith("_total")}

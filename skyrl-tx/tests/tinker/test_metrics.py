@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def done(request_id: int, **fields: Any) -> Request:
 
 def numbers(metrics: Metrics, **told: Any) -> dict[tuple[str, ...], float]:
     """By name and labels, as Prometheus reads them."""
-    asked = {"pending": {}, "n_waiting": 0, "counts": {}, "is_engine_up": True, **told}
+    asked = {"pending": {}, "n_waiting": 0, "n_models": 0, "counts": {}, "is_engine_up": True, **told}
     families = text_string_to_metric_families(metrics.to_text(**asked).decode())
     return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
 
@@ -56,11 +57,13 @@ def test_what_was_counted_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_there_now() -> None:
     metrics = Metrics()
-    found = numbers(metrics, pending={Kind.SAMPLE: 5}, n_waiting=2, counts={"sampling": 3, "models": ["m"]})
+    found = numbers(metrics, pending={Kind.SAMPLE: 5}, n_waiting=2, n_models=4, counts={"sampling": 3, "models": ["m"]})
     assert found["tx_requests_pending", "sample"] == 5
     assert found["tx_requests_pending", "optim_step"] == 0
     assert (found["tx_polls_held",], found["tx_engine_up",]) == (2, 1)
     assert found["tx_engine", "sampling"] == 3
+    assert found["tx_models",] == 4
+    assert found["tx_build_info", version("skyrl-tx")] == 1
     assert ("tx_engine", "models") not in found
     assert numbers(metrics, is_engine_up=False)["tx_engine_up",] == 0
     assert numbers(metrics)["tx_requests_pending", "sample"] == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 from tx.tinker.db_models import Kind, Request, RequestStatus
 from tx.tinker.wire import tinker_pb2 as pb
@@ -46,6 +47,8 @@ class Metrics:
         )
         self.pending = Gauge("tx_requests_pending", "Requests that wait.", ["kind"], registry=self.registry)
         self.waiting = Gauge("tx_polls_held", "Polls of clients that are held.", registry=self.registry)
+        self.models = Gauge("tx_models", "Models under training.", registry=self.registry)
+        Info("tx_build", "What is running.", registry=self.registry).info({"version": version("skyrl-tx")})
         self.engine_up = Gauge("tx_engine_up", "Whether the engine has told of itself lately.", registry=self.registry)
         self.engine = Gauge("tx_engine", "What the engine counts.", ["of"], registry=self.registry)
         self._seen: OrderedDict[int, None] = OrderedDict()
@@ -65,9 +68,16 @@ class Metrics:
             self.tokens.labels("sampled").inc(_n_sampled(request.result or b""))
 
     def to_text(
-        self, pending: Mapping[Kind, int], n_waiting: int, counts: Mapping[str, object], *, is_engine_up: bool
+        self,
+        pending: Mapping[Kind, int],
+        n_waiting: int,
+        n_models: int,
+        counts: Mapping[str, object],
+        *,
+        is_engine_up: bool,
     ) -> bytes:
         """In the format of Prometheus. `counts`: as of `EngineState.status`, of which the numbers are told."""
+        self.models.set(n_models)
         for kind in Kind:
             self.pending.labels(kind).set(pending.get(kind, 0))
         self.waiting.set(n_waiting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
+from sqlalchemy.exc import SQLAlchemyError
 from sqlmodel import Session
 
 from tx.tinker import store
@@ -25,6 +27,9 @@ from tx.tinker.metrics import Metrics
 from tx.tinker.promises import BACKUP_SEC, Promises
 from tx.tinker.submission import Submission
 from tx.tinker.supervisor import Supervisor
+from tx.tinker.throughput import SECONDS_BETWEEN, Throughput
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 N_READERS = 4
@@ -37,6 +42,7 @@ class Service:
     def __init__(self, config: TxConfig, supervisor: Supervisor | None = None) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.throughput = Throughput()
         self.url_key = signing_key(config.checkpoints_base)
         self.started_at = now()
         self.database = open_database(config.database_url)
@@ -51,7 +57,7 @@ class Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """With the tasks that belong to it; at the end all of them are over, and the database is closed."""
-        tasks = [asyncio.create_task(self.promises.watch(self._poll_sec))]
+        tasks = [asyncio.create_task(one) for one in (self.promises.watch(self._poll_sec), self._note_throughput())]
         if self.supervisor is not None:
             tasks.append(asyncio.create_task(self.supervisor.run()))
         try:
@@ -67,6 +73,16 @@ class Service:
         self._readers.shutdown()
         self._writer.shutdown()
         self.database.dispose()
+
+    async def _note_throughput(self) -> None:
+        while True:
+            try:
+                state = await self.read(store.engine_state)
+            except SQLAlchemyError:
+                logger.exception("the database could not be asked what the engine counts; trying again")
+            else:
+                self.throughput.note({} if state is None else state.status)
+            await asyncio.sleep(SECONDS_BETWEEN)
 
     def _poll_sec(self) -> float:
         return BACKUP_SEC if self.supervisor is not None and self.supervisor.is_running else POLL_SEC

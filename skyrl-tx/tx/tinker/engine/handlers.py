@@ -159,7 +159,8 @@ class Handlers:
         with reading(self._database) as session:
             is_there = session.get(Checkpoint, (path.model_id, path.kind, path.name)) is not None
         if is_there and not overwrite:
-            raise UserError(f"there is a checkpoint {path} already; choose another name, or overwrite it")
+            fix = ", or overwrite it" if path.kind is CheckpointKind.TRAINING else ""
+            raise UserError(f"there is a checkpoint {path} already; choose another name{fix}")
         write_folder(folder, partial(save, path.model_id))
         return sum(file.stat().st_size for file in folder.iterdir())
 

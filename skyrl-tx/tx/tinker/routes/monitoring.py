@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from datetime import timedelta
+from functools import lru_cache, partial
+from importlib.metadata import version
 from pathlib import Path
 
 from fastapi import APIRouter, Response
@@ -15,27 +17,46 @@ from tx.tinker import store
 from tx.tinker.db_models import EngineState, Kind, now
 from tx.tinker.service import Caller, is_alive
 from tx.tinker.status import look, pending_by_kind
+from tx.tinker.throughput import polyline
 
 router = APIRouter()
 
 TEMPLATE = Path(__file__).with_name("status.html.j2")
+VERSION = version("skyrl-tx")
+
+
+def in_words(time: timedelta) -> str:
+    """How long something took, in its two largest units, e.g. `2 h 5 min`."""
+    left = max(0, int(time.total_seconds()))
+    parts: list[str] = []
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        n, left = divmod(left, size)
+        if n or (name == "s" and not parts):
+            parts.append(f"{n} {name}")
+    return " ".join(parts[:2])
 
 
 @lru_cache
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["in_words"] = in_words
+    environment.filters["polyline"] = polyline
     return environment.from_string(TEMPLATE.read_text("utf-8"))
 
 
 @router.get("/")
 async def status_page(call: Caller) -> Response:
-    """What the server does; it looks again by itself."""
+    """What the server does; it looks again by itself. Where there are keys, each user sees their own things only."""
     service = call.service
-    seen = await service.read(look)
+    owner = call.owner if service.config.api_keys else None
+    seen = await service.read(partial(look, owner=owner))
     page = _template().render(
         config=service.config,
+        version=VERSION,
         status=seen,
-        is_engine_up=is_alive(seen.engine),
+        seconds_seen=timedelta(seconds=service.throughput.seconds),
+        rates={name: service.throughput.rates(name) for name in ("tokens_trained", "tokens_sampled")},
+        is_engine_up=is_alive(seen.engine) and (service.supervisor is None or service.supervisor.is_running),
         failure=service.failure,
         n_starts=0 if service.supervisor is None else service.supervisor.n_starts,
         n_waiting=service.promises.n_waiting,
@@ -49,11 +70,12 @@ async def status_page(call: Caller) -> Response:
 async def metrics(call: Caller) -> Response:
     """For Prometheus."""
 
-    def ask(db: Session) -> tuple[dict[Kind, int], EngineState | None]:
-        return pending_by_kind(db), store.engine_state(db)
+    def ask(db: Session) -> tuple[dict[Kind, int], int, EngineState | None]:
+        return pending_by_kind(db), store.n_models(db), store.engine_state(db)
 
     service = call.service
-    pending, state = await service.read(ask)
+    pending, n_models, state = await service.read(ask)
     counts = {} if state is None else state.status
-    text = service.metrics.to_text(pending, service.promises.n_waiting, counts, is_engine_up=is_alive(state))
+    n_waiting = service.promises.n_waiting
+    text = service.metrics.to_text(pending, n_waiting, n_models, counts, is_engine_up=is_alive(state))
     return Response(text, media_type=CONTENT_TYPE_LATEST)

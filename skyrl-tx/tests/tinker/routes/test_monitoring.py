@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from html.parser import HTMLParser
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import SecretStr
+from tx_server import BASE_MODEL, Running, serving
+
+from tx.tinker.db_models import EngineState, now
+from tx.tinker.routes.monitoring import in_words
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    with serving(tmp_path / "state") as running:
+        yield running
+
+
+class Words(HTMLParser):
+    """What a page says, and that all its elements are closed."""
+
+    EMPTY = frozenset({"meta", "link", "polyline"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+def words_of(url: str, **headers: str) -> str:
+    reply = httpx.get(url, headers=headers)
+    assert reply.status_code == 200
+    page = Words()
+    page.feed(reply.text)
+    page.close()
+    assert page.open == []
+    return re.sub(r"\s+", " ", " ".join(page.words))
+
+
+def create_model(server: Running, **headers: str) -> str:
+    with server.client(**headers) as http:
+        session_id = http.post("create_session", json={"tags": [], "display_name": "my run"}).json()["session_id"]
+        asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
+        promise = http.post("create_model", json=asked).json()
+        while "model_id" not in http.post("retrieve_future", json=promise).json():
+            pass
+    return f"{session_id}:train:0"
+
+
+def test_a_page_of_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path / "state", engine=False) as server:
+        words = words_of(server.url)
+    assert "Engine not up" in words
+    assert "0 / 64 models under training" in words
+    assert "Recent errors none" in words
+
+
+def test_a_page_of_something(server: Running) -> None:
+    model = create_model(server)
+    server.fails_with = ("out of memory", "server")
+    with server.client() as http:
+        promise = http.post("optim_step", json={"model_id": model, "adam_params": {}}).json()
+        while "error" not in http.post("retrieve_future", json=promise).json():
+            pass
+    server.change(lambda db: setattr(db.get_one(EngineState, 1), "status", {"tokens_trained": 1234567, "models": []}))
+    words = words_of(server.url)
+    assert "Engine up for" in words
+    assert f"skyrl-tx {version('skyrl-tx')}, server up for" in words
+    assert "1 / 64 models under training 1 sessions 0 requests waiting" in words
+    assert f"{model} ready 4" in words
+    assert "my run" in words
+    assert re.search(r"create_model 0 1 \d\.\d\d s", words)
+    assert re.search(rf"optim_step {model} server out of memory", words)
+    assert "tokens trained 1,234,567" in words
+
+
+def test_users_see_their_own(tmp_path: Path) -> None:
+    keys = tuple(map(SecretStr, ("tml-alice", "tml-bob")))
+    with serving(tmp_path / "state", api_keys=keys) as server:
+        alice, bob = ({"X-API-Key": key.get_secret_value()} for key in keys)
+        of_alice, of_bob = create_model(server, **alice), create_model(server, **bob)
+        for headers, own, other in ((alice, of_alice, of_bob), (bob, of_bob, of_alice)):
+            words = words_of(server.url, **headers)
+            assert own in words
+            assert other.partition(":")[0] not in words
+            assert "2 / 64 models under training" in words
+
+
+def test_an_engine_that_is_silent_is_not_up(server: Running) -> None:
+    server.change(lambda db: setattr(db.get_one(EngineState, 1), "last_seen_at", now() - timedelta(minutes=1)))
+    assert "Engine not up" in words_of(server.url)
+    assert "tx_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
+
+
+def test_what_prometheus_reads(server: Running) -> None:
+    create_model(server)
+    reply = httpx.get(f"{server.url}/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    families = {one.name: one for one in text_string_to_metric_families(reply.text)}
+    assert {"tx_http_requests", "tx_requests_finished", "tx_models", "tx_engine_up", "tx_build_info"} <= set(families)
+    assert all(one.documentation and one.name.startswith("tx_") for one in families.values())
+    assert [one.value for one in families["tx_models"].samples] == [1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-5, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (90061, "1 d 1 h"), (86400, "1 d")],
+)
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert in_words(timedelta(seconds=seconds)) == words
