@@ -13,108 +13,23 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.attention import hidden_states, padded_length
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy, Extents, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
-from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
+from skyrl_train.inference_engines.sampling import Choice, choose_tokens
 from skyrl_train.models.logprobs import CHUNK_LOGITS, lm_head_logits
+from tx.tinker.backends.torch.groups import Group, Lane, Request, idle_sequence, top_of
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import Sample, SampleRequest, SampleResult, TopLogprobs
 
 READ_AT_ONCE = 1024  # tokens of a prompt
 STEPS_AT_ONCE = 8  # tokens of a lane
-FAR = 0x9E3779B97F4A7C15  # between the seeds of two requests: those of their samples are neighbours
-NOBODY: Any = None  # waits in an event loop for what is sampled here
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request on its way."""
-
-    ask: SampleRequest
-    weights: Weights
-    done: Callable[[SampleResult], None]
-    seed: int
-    samples: list[Sample | None]
-    n_begun: int = 0
-    source: Region | None = None  # holds the prompt while there are samples to begin
-    spare: list[Region] = field(default_factory=list)  # of samples that are done, for others of the request
-    prompt_logprobs: np.ndarray | None = None
-    top_prompt: TopLogprobs | None = None
-    is_cancelled: bool = False
-
-    @property
-    def n_read(self) -> int:
-        """Tokens of the prompt that are read before any is chosen: all but the last."""
-        return len(self.ask.prompt) - 1
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sample takes of the cache: the last one is not read."""
-        return -(-(len(self.ask.prompt) + self.ask.params.max_tokens - 1) // UNIT) * UNIT
-
-    def sequence(self, number: int, region: Region) -> CachedSequence:
-        """The sample of a number, of which nothing is chosen yet."""
-        params, prompt = self.ask.params, list(self.ask.prompt)
-        temperature = max(params.temperature, MIN_TEMPERATURE) if params.temperature > 0 else 0.0
-        how = SamplingParams(
-            max_new_tokens=params.max_tokens,
-            temperature=temperature,
-            top_k=params.top_k if params.top_k > 0 else -1,
-            top_p=params.top_p,
-            n_top_logprobs=self.ask.n_top_sampled,
-        )
-        request = EngineRequest(prompt, how, self.seed * FAR + number)
-        sequence = CachedSequence(request, NOBODY, number, len(prompt) + params.max_tokens, prompt.copy())
-        sequence.region = Region(region.start, region.capacity, sequence.token_ids, None, self.n_read)
-        return sequence
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """A sample on its way, or nothing: then it reads a token that nobody needs."""
-
-    idle: CachedSequence
-    sequence: CachedSequence
-    request: _Request | None = None
-
-    @property
-    def row(self) -> Row:
-        """Its part of a pass."""
-        return Row(self.sequence, 1)
-
-    @property
-    def draw(self) -> Draw:
-        """How its next token is chosen."""
-        sequence = self.sequence
-        return Draw(sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, frozenset())
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Lanes that are one batch."""
-
-    weights: Weights
-    lanes: list[_Lane]
-
-    @property
-    def free(self) -> _Lane | None:
-        """A lane that is not in use."""
-        return next((lane for lane in self.lanes if lane.request is None), None)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether any lane is."""
-        return any(lane.request is not None for lane in self.lanes)
 
 
 class Sampler:
@@ -136,11 +51,11 @@ class Sampler:
         self._extents.allocate(n_idle)
         self.n_free = self.longest
         """Tokens of the cache that nobody uses."""
-        self._idle = [_idle(Region(place * UNIT, UNIT, [0], None)) for place in range(n_lanes)]
+        self._idle = [idle_sequence(Region(place * UNIT, UNIT, [0], None)) for place in range(n_lanes)]
         self._most_groups = most_groups
         self._ends_with = ends_with
-        self._waiting: deque[_Request] = deque()
-        self._groups: list[_Group] = []
+        self._waiting: deque[Request] = deque()
+        self._groups: list[Group] = []
 
     @property
     def is_idle(self) -> bool:
@@ -160,7 +75,7 @@ class Sampler:
     def add(self, ask: SampleRequest, weights: Weights, done: Callable[[SampleResult], None]) -> Callable[[], None]:
         """Take a request, which the caller has checked; `done` gets its result. Returns what cancels it."""
         seed = ask.params.seed if ask.params.seed is not None else secrets.randbits(62)
-        request = _Request(ask, weights, done, seed, [None] * ask.n_samples)
+        request = Request(ask, weights, done, seed, [None] * ask.n_samples)
         self._waiting.append(request)
         return lambda: setattr(request, "is_cancelled", True)
 
@@ -180,13 +95,13 @@ class Sampler:
 
     # -- beginning
 
-    def _begin(self, request: _Request) -> bool:
+    def _begin(self, request: Request) -> bool:
         """Let the next sample of a request begin; False where there is no room."""
         group = next((one for one in self._groups if one.weights is request.weights and one.free is not None), None)
         if group is None:
             if len(self._groups) == self._most_groups:
                 return False
-            group = _Group(request.weights, [_Lane(idle, idle) for idle in self._idle])
+            group = Group(request.weights, [Lane(idle, idle) for idle in self._idle])
         region = request.spare.pop() if request.spare else self._new_region(request)
         if region is None:
             return False
@@ -200,7 +115,7 @@ class Sampler:
             self._free_spare(request)
         return True
 
-    def _new_region(self, request: _Request) -> Region | None:
+    def _new_region(self, request: Request) -> Region | None:
         """Room for a sample, where the prompt but for its last token is stored; None where there is none."""
         start = self._extents.allocate(request.capacity)
         if start is None:
@@ -214,7 +129,7 @@ class Sampler:
             self._memory.copy([Copy(request.source.start, start, request.n_read)])
         return region
 
-    def _read(self, request: _Request, region: Region) -> None:
+    def _read(self, request: Request, region: Region) -> None:
         ask, model = request.ask, request.weights.model
         sequence = request.sequence(0, region)
         assert sequence.region is not None
@@ -233,7 +148,7 @@ class Sampler:
 
     # -- choosing
 
-    def _choose(self, group: _Group) -> None:
+    def _choose(self, group: Group) -> None:
         """A token in every lane of a group."""
         model = group.weights.model
         lanes = sorted(group.lanes, key=lambda lane: (padded_length(lane.row), lane.row.start))
@@ -244,7 +159,7 @@ class Sampler:
             if lane.request is not None:
                 self._take(lane, lane.request, choice)
 
-    def _take(self, lane: _Lane, request: _Request, choice: Choice) -> None:
+    def _take(self, lane: Lane, request: Request, choice: Choice) -> None:
         sequence, params = lane.sequence, request.ask.params
         assert sequence.region is not None
         sequence.region.n_cached += 1
@@ -257,7 +172,7 @@ class Sampler:
             lane.sequence, lane.request = lane.idle, None
             self._end(sequence, request, is_stopped)
 
-    def _end(self, sequence: CachedSequence, request: _Request, is_stopped: bool) -> None:
+    def _end(self, sequence: CachedSequence, request: Request, is_stopped: bool) -> None:
         region = sequence.region
         assert region is not None
         if request.n_begun < request.ask.n_samples and not request.is_cancelled:
@@ -265,7 +180,7 @@ class Sampler:
         else:
             self._free(region)
         tokens = sequence.token_ids[sequence.n_prompt :]
-        request.samples[sequence.index] = Sample(tokens, sequence.logprobs, is_stopped, _top(sequence))
+        request.samples[sequence.index] = Sample(tokens, sequence.logprobs, is_stopped, top_of(sequence))
         samples = [sample for sample in request.samples if sample is not None]
         if len(samples) == len(request.samples) and not request.is_cancelled:
             request.done(SampleResult(samples, request.prompt_logprobs, request.top_prompt))
@@ -275,7 +190,7 @@ class Sampler:
             self._waiting.remove(request)
             self._free_spare(request)
 
-    def _free_spare(self, request: _Request) -> None:
+    def _free_spare(self, request: Request) -> None:
         for region in request.spare:
             self._free(region)
         request.spare = []
@@ -283,13 +198,6 @@ class Sampler:
     def _free(self, region: Region) -> None:
         self._extents.free(region.start, region.capacity)
         self.n_free += region.capacity
-
-
-def _idle(region: Region) -> CachedSequence:
-    request = EngineRequest([0], SamplingParams(max_new_tokens=1), seed=0)
-    sequence = CachedSequence(request, NOBODY, 0, 1, [0])
-    sequence.region = region
-    return sequence
 
 
 def _told(
@@ -304,7 +212,7 @@ def _told(
         yield tuple(one.cpu().numpy() for one in (of_chosen, best.indices.int(), best.values))
 
 
-def _note_prompt(request: _Request, found: Sequence[tuple[np.ndarray, ...]]) -> None:
+def _note_prompt(request: Request, found: Sequence[tuple[np.ndarray, ...]]) -> None:
     n_prompt, k = len(request.ask.prompt), request.ask.n_top_prompt
     logprobs = np.full(n_prompt, np.nan, np.float32)
     top_tokens, top = np.zeros((n_prompt, k), np.int32), np.full((n_prompt, k), np.nan, np.float32)
@@ -312,10 +220,3 @@ def _note_prompt(request: _Request, found: Sequence[tuple[np.ndarray, ...]]) -> 
         logprobs[1:], top_tokens[1:], top[1:] = (np.concatenate(one) for one in zip(*found, strict=True))
     request.prompt_logprobs = logprobs if request.ask.wants_prompt_logprobs else None
     request.top_prompt = TopLogprobs(top_tokens, top) if k else None
-
-
-def _top(sequence: CachedSequence) -> TopLogprobs | None:
-    if not sequence.top_logprobs:
-        return None
-    tokens = np.array([list(one) for one in sequence.top_logprobs], np.int32)
-    return TopLogprobs(tokens, np.array([list(one.values()) for one in sequence.top_logprobs], np.float32))
