@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tx.tinker.checkpoint_files import checked_name, checkpoint_folder, delete_checkpoint_files, parse_path
+from tx.tinker.checkpoint_files import (
+    checked_name,
+    checkpoint_folder,
+    delete_checkpoint_files,
+    parse_path,
+    snapshot_folder,
+    write_folder,
+)
 from tx.tinker.config import TxConfig
 from tx.tinker.types import UserError
 
@@ -68,3 +75,29 @@ def test_deleting(tmp_path: Path) -> None:
     delete_checkpoint_files(config, path)
     assert list(folder.parent.iterdir()) == []
     delete_checkpoint_files(config, path)
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "there"
+    write_folder(folder, lambda new: (new / "file").write_text("first"))
+    assert files(folder) == {"file": "first"}
+
+    def fail(new: Path) -> None:
+        (new / "file").write_text("second")
+        raise OSError("by test")
+
+    with pytest.raises(OSError, match="by test"):
+        write_folder(folder, fail)
+    assert files(folder) == {"file": "first"}
+    write_folder(folder, lambda new: (new / "other").write_text("third"))
+    assert files(folder) == {"other": "third"}
+    assert [path.name for path in folder.parent.iterdir()] == ["there"]
+
+
+def test_snapshots_are_by_session() -> None:
+    config = TxConfig(base_model="m", checkpoints_base=Path("/base"))
+    assert snapshot_folder(config, "a-b:sample:7") == Path("/base/snapshots/a-b/7")

@@ -171,6 +171,9 @@ async def test_snapshots_of_sessions_that_have_ended(service: Service) -> None:
     base = service.config.checkpoints_base
     for name in ("active", "silent", "unknown"):
         snapshot_folder(service.config, f"{name}:sample:3").mkdir(parents=True)
+    unused = snapshot_folder(service.config, "active:sample:4")
+    unused.mkdir()
+    os.utime(unused, (0, 0))
     await Cleaner(service).clean()
     assert [path.relative_to(base).as_posix() for path in base.glob("snapshots/*/*")] == ["snapshots/active/3"]
 

@@ -142,6 +142,13 @@ def delete_leftovers(base: Path) -> None:
     """Delete what a process has not finished writing or deleting when it was killed."""
     for pattern in ("*", "*/*", "*/*/*"):
         for folder in base.glob(pattern):
-            is_left = folder.name.startswith((UNFINISHED, DELETED))
-            if is_left and time.time() - folder.stat().st_mtime > SECONDS_UNTOUCHED:
+            if folder.name.startswith((UNFINISHED, DELETED)) and seconds_untouched(folder) > SECONDS_UNTOUCHED:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def seconds_untouched(folder: Path) -> float:
+    """How long ago it was written to; 0 for one that is gone."""
+    try:
+        return time.time() - folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

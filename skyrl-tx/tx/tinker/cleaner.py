@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 from sqlmodel import Session
@@ -17,6 +18,7 @@ from tx.tinker.checkpoint_files import (
     delete_checkpoint_files,
     delete_folder,
     delete_leftovers,
+    seconds_untouched,
     snapshots_folder,
 )
 from tx.tinker.db_models import SessionStatus
@@ -66,12 +68,21 @@ class Cleaner:
         await self._service.write(partial(retention.forget_results, retention=config.retention_sec))
 
     async def _delete_snapshots(self) -> None:
-        """Of sessions that have ended; an engine may have written one in the same moment."""
-        base = self._service.config.checkpoints_base / SNAPSHOTS
+        """Of sessions that have ended, since an engine may have written one in the same moment; and unused ones."""
+        config = self._service.config
+        base = config.checkpoints_base / SNAPSHOTS
+        await self._service.compute(partial(_delete_unused, base, config.retention_sec))
         there = await self._service.compute(lambda: [folder.name for folder in base.glob("[!.]*")])
         for session_id in await self._service.read(partial(retention.ended_of, session_ids=there)):
-            await self._service.compute(partial(delete_folder, snapshots_folder(self._service.config, session_id)))
+            await self._service.compute(partial(delete_folder, snapshots_folder(config, session_id)))
             logger.info("the snapshots of session %s are deleted: it has ended", session_id)
+
+
+def _delete_unused(base: Path, seconds: float) -> None:
+    for folder in base.glob("[!.]*/[!.]*"):
+        if seconds_untouched(folder) > seconds:  # who samples touches it
+            delete_folder(folder)
+            logger.info("snapshot %s is deleted: it was not used for %g s", folder, seconds)
 
 
 def _end_stale(db: Session, timeout: float) -> list[str]:

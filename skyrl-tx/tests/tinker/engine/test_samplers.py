@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,8 +67,10 @@ def test_the_base_model_is_not_in_a_folder(desk: Desk, read: list[Path]) -> None
 
 
 def test_those_used_last_stay(desk: Desk, model: str, read: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_IN_MEMORY", 2)
     a, b, c = (save(desk, model, name) for name in "abc")
+    folder = checkpoint_folder(desk.config, str(a.model_path))
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    monkeypatch.setattr(module, "MOST_BYTES", size * 5 // 2)
     for weights in (a, b, a, c, a, b):
         desk.engine._samplers.find(weights)
     assert [folder.name for folder in read] == ["a", "b", "c", "b"]
@@ -81,5 +85,20 @@ def test_what_is_gone_is_forgotten(desk: Desk, model: str) -> None:
     desk.engine._state_at = 0.0
     desk.engine._look_after()
     assert list(samplers._in_memory) == [checkpoint_folder(desk.config, str(saved.model_path))]
-    with pytest.raises(UserError, match="there are no weights s:sample:0; they were deleted"):
+    with pytest.raises(UserError, match="there are no weights s:sample:0; those without a name are deleted"):
         samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
+
+
+def test_large_weights_are_not_kept_beside_others(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1)
+    for number in range(3):
+        desk.engine._samplers.keep(f"s:sample:{number}", model)
+    assert list(desk.engine._samplers._in_memory) == [snapshot_folder(desk.config, "s:sample:2")]
+
+
+def test_snapshots_that_are_used_stay(desk: Desk, model: str) -> None:
+    desk.engine._samplers.keep("s:sample:0", model)
+    folder = snapshot_folder(desk.config, "s:sample:0")
+    os.utime(folder, (0, 0))
+    desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
+    assert time.time() - folder.stat().st_mtime < 60
