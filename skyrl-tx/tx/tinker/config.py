@@ -117,7 +117,7 @@ class TxConfig(BaseModel):
     """Whether clients are to compress what they send to train on: worth it where the network is slower than zstd."""
 
     retention_sec: Annotated[float, Gt(0)] = 24 * 3600
-    """For how long a result can be asked for again, and a sampler without a name may be unused, before it is deleted."""
+    """For how long a result can be asked for again, and a sampler without a name may be unused; then it is deleted."""
 
     url_lifetime_sec: Annotated[float, Gt(0)] = 3600
     """For how long a download address of external weights is good."""
