@@ -219,7 +219,7 @@ def test_nothing_that_is_accepted_breaks_the_engine(running: Running) -> None:
         path, body = data.draw(data.draw(kinds)(attack))
         attack.post(path, body, **({"Content-Type": PROTOBUF} if isinstance(body, bytes) else {}))
         n_requests += 1
-        if n_requests % 50 == 0:
+        if n_requests % 30 == 0:
             if len(beside) < len(alone):
                 beside.append(learn(victim))
             wait_until_done(running)
