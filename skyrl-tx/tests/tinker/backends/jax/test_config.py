@@ -12,14 +12,14 @@ from tx.tinker.backends.jax.config import MOST_CACHE_TOKENS, JaxConfig
 
 def test_keys_of_other_servers_are_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    config = JaxConfig(**{"max_lora_adapters": 4, "gradient_checkpointing": True})
+    config = JaxConfig.model_validate({"max_lora_adapters": 4, "gradient_checkpointing": True})
     assert config.gradient_checkpointing
     assert caplog.messages == ["backend_config: max_lora_adapters=4 is not needed here"]
 
 
 def test_keys_that_nobody_knows_are_refused() -> None:
     with pytest.raises(ValidationError, match="sample_lane"):
-        JaxConfig(**{"sample_lane": 4})
+        JaxConfig.model_validate({"sample_lane": 4})
 
 
 def test_the_cache_takes_as_much_memory_as_it_may() -> None:
