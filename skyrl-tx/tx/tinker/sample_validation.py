@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tx.tinker.db_models import EngineState
+from tx.tinker.losses import LOSSES
 from tx.tinker.tokens import LOOKED_AT
 from tx.tinker.types import MOST_STOP_TOKENS, MOST_TOP, UserError
 from tx.tinker.validation import check_tokens
@@ -53,7 +54,10 @@ def check_job(job: SampleJob, state: EngineState) -> None:
 
 def _refuse_unsupported(asked: SampleRequest) -> None:
     """What a client would take for granted is never left out without a word."""
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info"):
+    if asked.record_stability_info:
+        known = ", ".join(name for name in LOSSES if name != "cross_entropy")
+        raise UserError(f"record_stability_info is for loss_fn='stable_reinforce', which is not supported; use {known}")
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
         value = getattr(asked, name)
         if value is not None and value is not False and value != 0:
             raise UserError(f"{name} is not supported by this server; leave it out")

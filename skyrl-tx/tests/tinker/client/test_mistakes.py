@@ -88,3 +88,9 @@ def test_mistakes_in_sampling_are_raised_at_once(name: str, service: tinker.Serv
     with pytest.raises(tinker.BadRequestError, match=words):
         sampler.sample(prompt, 1, types.SamplingParams(**{"max_tokens": 1, **params}), **options).result()
     assert time.monotonic() - started < 2
+
+
+def test_samples_for_a_loss_that_is_not_there_are_refused(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=BASE_MODEL, record_stability_info=True).result()
+    with pytest.raises(tinker.BadRequestError, match="'stable_reinforce', which is not supported; use importance_"):
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result()

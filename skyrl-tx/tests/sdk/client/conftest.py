@@ -1,0 +1,86 @@
+"""What the tests of a client share. They run where there is an SDK, and nothing of ours; see `make test-tinker`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from differences import KEY, client_of, close, new_rest_client
+from tinker import types
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs, and what Hugging Face says of its model: data, and the log-probs of their targets."""
+
+    url: str
+    base_model: str
+    context: int
+    is_compressing: bool
+    data: list[types.Datum]
+    logprobs: list[np.ndarray]
+
+    @property
+    def loss(self) -> float:
+        """Cross-entropy."""
+        weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in self.data]
+        return -float(sum((w * lp).sum() for w, lp in zip(weights, self.logprobs, strict=True)))
+
+
+def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datum:
+    """With what a loss needs."""
+    arrays = {name: np.asarray(value, np.float32) for name, value in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": np.asarray(targets), **arrays},
+    )
+
+
+@pytest.fixture(scope="session")
+def server() -> Server:
+    """The one that we are told of."""
+    told = json.loads(Path(os.environ["TX_SDK_SERVER"]).read_text())
+    return Server(
+        url=told["url"],
+        base_model=told["base_model"],
+        context=told["context"],
+        is_compressing=told["is_compressing"],
+        data=[datum_of(one["tokens"], one["targets"], weights=one["weights"]) for one in told["data"]],
+        logprobs=[np.asarray(one["logprobs"]) for one in told["data"]],
+    )
+
+
+@pytest.fixture(scope="session")
+def service(server: Server) -> Iterator[tinker.ServiceClient]:
+    client = tinker.ServiceClient(base_url=server.url, api_key=KEY, user_metadata={"from": "matrix"})
+    yield client
+    close(client)
+
+
+@pytest.fixture
+def new_training(server: Server, service: tinker.ServiceClient) -> Callable[[], tinker.TrainingClient]:
+    """Makes adapters that are all the same at first."""
+    return lambda: client_of(service.create_lora_training_client(server.base_model, rank=4, seed=3))
+
+
+@pytest.fixture
+def training(new_training: Callable[[], tinker.TrainingClient]) -> tinker.TrainingClient:
+    return new_training()
+
+
+@pytest.fixture
+def rest(server: Server, service: tinker.ServiceClient) -> Any:
+    return new_rest_client(server.url, service)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """What each test shows, in words, is told with its outcome."""
+    for item in items:
+        item.user_properties.append(("behaviour", item.function.__doc__.strip().rstrip(".")))

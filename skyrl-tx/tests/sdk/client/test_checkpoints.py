@@ -1,0 +1,106 @@
+"""Weights that are saved, loaded, and trained on."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import tinker
+from conftest import Server
+from differences import RestClient, client_of, needs, takes
+from passes import distance, logprobs_of, step
+from tinker import types
+
+NewTraining = Callable[[], tinker.TrainingClient]
+
+
+def test_resuming(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    """With its optimizer, a run goes on from a checkpoint as if it had never stopped."""
+    for _ in range(2):
+        step(training, [server.data])
+    path = training.save_state("two").result().path
+    saved = logprobs_of(training, server.data)
+    step(training, [server.data])
+    expected = logprobs_of(training, server.data)
+    whole = client_of(service.create_training_client_from_state_with_optimizer(path))
+    assert distance(logprobs_of(whole, server.data), saved) == 0
+    step(whole, [server.data])
+    assert distance(logprobs_of(whole, server.data), expected) == 0
+
+
+def test_weights_alone(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    """Without its optimizer, it goes on with the same weights and a new optimizer."""
+    for _ in range(2):
+        step(training, [server.data])
+    path = training.save_state("two").result().path
+    saved = logprobs_of(training, server.data)
+    step(training, [server.data])
+    weights = client_of(service.create_training_client_from_state(path))
+    assert distance(logprobs_of(weights, server.data), saved) == 0
+    step(weights, [server.data])
+    assert distance(logprobs_of(weights, server.data), logprobs_of(training, server.data)) > 1e-3
+
+
+def test_loading_into_a_new_model(server: Server, training: tinker.TrainingClient, new_training: NewTraining) -> None:
+    """`load_state` and `load_state_with_optimizer` fill a model that was just created."""
+    step(training, [server.data])
+    path = training.save_state("one").result().path
+    step(training, [server.data])
+    found = []
+    for name in ("load_state", "load_state_with_optimizer"):
+        fresh = new_training()
+        getattr(fresh, name)(path).result()
+        step(fresh, [server.data])
+        found.append(distance(logprobs_of(fresh, server.data), logprobs_of(training, server.data)))
+    assert found[0] > 1e-3
+    assert found[1] == 0
+
+
+def test_names(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    """A checkpoint to train on and one to sample from may have the same name, and paths say which is which."""
+    paths = [training.save_state("0001").result().path, training.save_weights_for_sampler("0001").result().path]
+    assert paths == [f"tinker://{training.model_id}/{kind}/0001" for kind in ("weights", "sampler_weights")]
+    assert [types.ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type for path in paths] == [
+        "training",
+        "sampler",
+    ]
+
+
+@takes(tinker.TrainingClient.save_state, "overwrite")
+def test_overwriting(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    """A checkpoint is overwritten where that is asked for."""
+    before = training.save_state("latest").result().path
+    step(training, [server.data])
+    assert training.save_state("latest", overwrite=True).result().path == before
+    again = client_of(service.create_training_client_from_state(before))
+    assert distance(logprobs_of(again, server.data), logprobs_of(training, server.data)) == 0
+
+
+@takes(tinker.TrainingClient.save_state, "user_metadata")
+def test_notes(training: tinker.TrainingClient, rest: Any) -> None:
+    """What a user notes of a checkpoint is listed with it."""
+    training.save_state("noted", user_metadata={"loss": "0.5"}).result()
+    (checkpoint,) = rest.list_checkpoints(training.model_id).result().checkpoints
+    assert checkpoint.user_metadata == {"loss": "0.5"}
+
+
+@needs(RestClient, "get_checkpoint_archive_url_from_tinker_path")
+def test_archives(training: tinker.TrainingClient, rest: Any) -> None:
+    """A checkpoint is downloaded as an archive."""
+    path = training.save_weights_for_sampler("packed").result().path
+    url = rest.get_checkpoint_archive_url_from_tinker_path(path).result().url
+    with urllib.request.urlopen(url, timeout=30) as reply, tarfile.open(fileobj=io.BytesIO(reply.read())) as archive:
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(archive.getnames())
+
+
+@needs(RestClient, "get_external_weights_urls")
+def test_external_weights(training: tinker.TrainingClient, rest: Any) -> None:
+    """Weights for other programs are downloaded file by file."""
+    path = training.save_weights_external("outside").result().path
+    urls = rest.get_external_weights_urls(path).result().urls
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
+    with urllib.request.urlopen(urls["adapter_config.json"], timeout=30) as reply:
+        assert b'"r": 4' in reply.read()

@@ -1,0 +1,56 @@
+"""The real SDKs against real servers; see `make test-tinker`, which makes an environment for each SDK."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from sdk.models import reference, save
+from sdk.servers import serving
+from tx_tiny_models import SHAPE
+
+collect_ignore = ["client"]  # what runs in the environments of the SDKs
+
+FLAGS = {"qwen3": (), "llama": ("--compress-passes",)}
+"""Kinds of models, and the flags of their servers."""
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each kind of model."""
+    base = tmp_path_factory.mktemp("models")
+    for family in FLAGS:
+        save(family, base / "tiny" / family)
+    return {family: base / "tiny" / family for family in FLAGS}
+
+
+@pytest.fixture(scope="session")
+def urls(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server for each of them."""
+    state = tmp_path_factory.mktemp("state")
+    with ExitStack() as stack:
+        yield {
+            family: stack.enter_context(serving(folder, state / family, "--max-models=1000", *FLAGS[family]))
+            for family, folder in model_folders.items()
+        }
+
+
+@pytest.fixture(scope="session")
+def told(
+    model_folders: dict[str, Path], urls: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """A file for each of them, of what the tests in `client` are told."""
+    files = {family: tmp_path_factory.mktemp("told") / "server.json" for family in FLAGS}
+    for family, folder in model_folders.items():
+        server = {
+            "url": urls[family],
+            "base_model": str(folder),
+            "context": SHAPE["max_position_embeddings"],
+            "is_compressing": "--compress-passes" in FLAGS[family],
+            "data": reference(folder),
+        }
+        files[family].write_text(json.dumps(server))
+    return files

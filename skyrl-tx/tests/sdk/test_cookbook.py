@@ -1,0 +1,133 @@
+"""Recipes of the cookbook as they are, from its package, with the newest SDK."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sdk.environments import NEWEST, environment, python
+from sdk.processes import processes_with
+
+N_ROWS, N_STEPS = 16, 30
+N_AHEAD = 2
+"""Steps that the recipe has sent when it saves, and takes again from there: the one it saves for, and one ahead."""
+RECIPE_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shortest conversations that come with the cookbook."""
+    packages = Path(python(NEWEST)).parents[1] / "lib"
+    (bundled,) = packages.glob("python*/site-packages/tinker_cookbook/example_data/conversations.jsonl")
+    lines = sorted(bundled.read_text("utf-8").splitlines(), key=len)[:N_ROWS]
+    path = tmp_path_factory.mktemp("rows") / "conversations.jsonl"
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+    return path
+
+
+@contextmanager
+def recipe(name: str, url: str, home: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A recipe that runs; killed if it still does at the end."""
+    command = [python(NEWEST), "-m", f"tinker_cookbook.recipes.{name}"]
+    command += [f"{key}={value}" for key, value in settings.items()]
+    with (home / "recipe.log").open("a") as log:
+        process = subprocess.Popen(
+            command, env=environment(home, TINKER_BASE_URL=url), cwd=home, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+    assert not processes_with(str(home))
+
+
+def finish(process: subprocess.Popen[bytes], home: Path) -> None:
+    """Wait for it, and expect that nothing went wrong."""
+    assert process.wait(RECIPE_SECONDS) == 0, (home / "recipe.log").read_text()[-5000:]
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON, but for one that is not complete."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def test_supervised_learning_is_killed_and_goes_on(
+    urls: dict[str, str], model_folders: dict[str, Path], rows: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "model_name": model_folders["qwen3"],
+        "renderer_name": "qwen3_disable_thinking",
+        "dataset": rows,
+        "batch_size": N_ROWS,
+        "num_epochs": N_STEPS,
+        "lora_rank": 8,
+        "learning_rate": 0.01,
+        "lr_schedule": "constant",
+        "max_length": 512,
+        "save_every": 10,
+        "eval_every": 0,
+        "log_path": tmp_path / "run",
+    }
+    log = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + RECIPE_SECONDS
+    with recipe("chat_sl.train", urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="raise") as process:
+        while len(logged(log)) < 13:
+            assert process.poll() is None, (tmp_path / "recipe.log").read_text()[-5000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    before = losses(log)
+    saved = logged(tmp_path / "run" / "checkpoints.jsonl")[-1]["epoch"]  # of one step each
+    assert 0 < saved < len(before) - N_AHEAD
+    with recipe("chat_sl.train", urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="resume") as process:
+        finish(process, tmp_path)
+    words = (tmp_path / "recipe.log").read_text()
+    assert "Resumed training from tinker://" in words
+    after = losses(log)
+    assert len(after) == N_STEPS
+    assert after[:saved] == before[:saved]
+    n_seen = saved + N_AHEAD
+    np.testing.assert_allclose(after[saved : saved + len(before) - n_seen], before[n_seen:], atol=1e-4)
+    assert after[-1] < 0.6 * after[0]
+
+
+def losses(log: Path) -> list[float]:
+    """Of the steps, from the first on; the recipe forgets steps that it takes again."""
+    steps = [one for one in logged(log) if "train_mean_nll" in one]
+    assert [one["step"] for one in steps] == list(range(len(steps)))
+    return [one["train_mean_nll"] for one in steps]
+
+
+def test_reinforcement_learning(urls: dict[str, str], model_folders: dict[str, Path], tmp_path: Path) -> None:
+    """A model learns to end its answers, for which the recipe of sums has a reward of its own."""
+    settings = {
+        "model_name": model_folders["llama"],
+        "renderer_name": "qwen3_disable_thinking",
+        "env": "arithmetic",
+        "loss_fn": "importance_sampling",
+        "group_size": 16,
+        "groups_per_batch": 4,
+        "max_tokens": 16,
+        "max_steps": 8,
+        "lora_rank": 8,
+        "learning_rate": 0.01,
+        "save_every": 0,
+        "eval_every": 0,
+        "log_path": tmp_path / "run",
+    }
+    with recipe("math_rl.train", urls["llama"], tmp_path, **settings) as process:
+        finish(process, tmp_path)
+    steps = [one for one in logged(tmp_path / "run" / "metrics.jsonl") if "env/all/format" in one]
+    assert len(steps) == 8
+    assert steps[0]["env/all/format"] < 0.2
+    assert steps[-1]["env/all/format"] > 0.6
+    assert steps[-1]["env/all/reward/total"] > steps[0]["env/all/reward/total"] + 0.05
+    assert max(abs(one["optim/kl_sample_train_v1"]) for one in steps) < 1e-3

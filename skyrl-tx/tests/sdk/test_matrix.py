@@ -1,0 +1,109 @@
+"""Each SDK runs the tests in `client`, in its own environment; what they show is a table, `compatibility.md`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from sdk.environments import HERE, VERSIONS, environment, python
+from sdk.processes import processes_with
+
+TABLE = HERE / "compatibility.md"
+SECONDS = 240
+MARKS = {"passed": "✓", "pytest.skip": "no such call", "pytest.xfail": "fails in the SDK"}
+
+
+Found = Mapping[str, set[str]]
+
+
+class Run(NamedTuple):
+    """What the tests found with one SDK: outcomes by behaviour, and facts of the wire by their names."""
+
+    outcomes: Found
+    facts: Found
+
+
+Runs = Callable[[str], Run]
+
+
+@pytest.fixture(scope="module")
+def runs(told: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs the tests with an SDK, once, against the servers of all kinds of models at the same time."""
+
+    @cache
+    def run(version: str) -> Run:
+        folders = [tmp_path_factory.mktemp(f"{version}-{family}") for family in told]
+        with ThreadPoolExecutor() as pool:
+            results = list(pool.map(partial(_run, version), told.values(), folders))
+        assert not processes_with(python(version))
+        return Run(*(_merged(found) for found in zip(*results, strict=True)))
+
+    return run
+
+
+def _run(version: str, told: Path, folder: Path) -> Run:
+    command = [python(version), "-B", "-m", "pytest", "-q", f"--junitxml={folder}/results.xml", HERE / "client"]
+    variables = environment(folder, TX_SDK_SERVER=str(told))
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=SECONDS)
+    # Some SDKs abort now and then when their process ends; pytest has told all by then.
+    assert done.returncode in (0, -signal.SIGABRT), done.stdout[-20_000:] + done.stderr[-5_000:]
+    found = _read(folder / "results.xml")
+    assert set().union(*found.outcomes.values()) <= MARKS.keys(), done.stdout[-20_000:]
+    return found
+
+
+def _read(results: Path) -> Run:
+    outcomes, facts = defaultdict(set), defaultdict(set)
+    for case in ET.parse(results).iter("testcase"):
+        told = {one.attrib["name"]: one.attrib["value"] for one in case.iter("property")}
+        outcome = case.find("*[@message]")
+        outcomes[told.pop("behaviour")].add("passed" if outcome is None else _kind(outcome))
+        for name, value in told.items():
+            facts[name].add(value)
+    return Run(outcomes, facts)
+
+
+def _merged(found: Iterable[Found]) -> Found:
+    merged = defaultdict(set)
+    for name, values in chain.from_iterable(one.items() for one in found):
+        merged[name] |= values
+    return merged
+
+
+def _kind(outcome: ET.Element) -> str:
+    return outcome.attrib["type"] if outcome.tag == "skipped" else outcome.tag
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_sdk(version: str, runs: Runs) -> None:
+    assert {"passed"} in runs(version).outcomes.values()
+
+
+def test_the_table_is_what_was_found(runs: Runs, tmp_path: Path) -> None:
+    found = tmp_path / TABLE.name
+    found.write_text(_table({version: runs(version) for version in VERSIONS}), encoding="utf-8")
+    assert found.read_text("utf-8") == TABLE.read_text("utf-8"), f"cp {found} {TABLE}, if that is what it should be"
+
+
+def _table(by_version: Mapping[str, Run]) -> str:
+    found = list(by_version.values())
+    rows = [["", *by_version]]
+    rows += [[name, *(_only(run.facts[name]) for run in found)] for name in found[0].facts]
+    rows += [[name, *(MARKS[_only(run.outcomes[name])] for run in found)] for name in found[0].outcomes]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
+
+
+def _only(values: set[str]) -> str:
+    """What is the same for all kinds of models."""
+    (value,) = values
+    return value
