@@ -25,6 +25,10 @@ def test_every_loss_is_there_with_its_defaults() -> None:
         assert [float(one) for one in re.findall(r"` ([\d.]+)", row)] == list(loss.settings.values())
 
 
+def test_the_table_of_clients_is_the_one_that_was_measured() -> None:
+    assert (Path(__file__).parent / "sdk" / "compatibility.md").read_text("utf-8") in PAGE
+
+
 def test_the_ten_lines_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = new_tokenizer()
     new_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
