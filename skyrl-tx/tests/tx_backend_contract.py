@@ -329,6 +329,16 @@ class BackendContract:
         (limited,) = sample(backend, (many, backend.base_weights()))
         assert {one.tokens[0] for one in limited.samples} == set(top.tokens[0, :3].tolist())
 
+    def test_top_p_is_a_part_of_what_top_k_leaves(self, backend: Backend) -> None:
+        base = backend.base_weights()
+        ask = SampleRequest([5, 6, 7], SamplingParams(max_tokens=1, seed=0), n_top_sampled=2)
+        (found,) = sample(backend, (ask, base))
+        assert found.samples[0].top is not None
+        first, second = np.exp(found.samples[0].top.logprobs[0])
+        top_p = (first + first / (first + second)) / 2  # the first is less than that of all, and more of the two
+        (limited,) = sample(backend, (request(n=60, max_tokens=1, top_k=2, top_p=float(top_p)), base))
+        assert {one.tokens[0] for one in limited.samples} == {int(found.samples[0].top.tokens[0, 0])}
+
     def test_samples_are_distributed_as_they_say(self, backend: Backend) -> None:
         n = 2000
         ask = SampleRequest([5, 6, 7], SamplingParams(max_tokens=1, seed=0, temperature=0.5), n_samples=n)

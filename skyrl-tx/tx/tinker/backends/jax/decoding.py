@@ -197,13 +197,16 @@ def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _least(logprobs: jax.Array, lanes: Lanes) -> jax.Array:
-    """The log-prob (S,) below which nothing may be chosen. It takes a sort, where any lane asks for it."""
+    """The log-prob (S,) below which nothing may be chosen. It takes a sort, where any lane asks for it.
+
+    `top_p` is a part of what `top_k` leaves, as in vLLM.
+    """
 
     def least(_: None) -> jax.Array:
         falling = -jnp.sort(-logprobs, axis=-1)  # (S, V)
-        before = jnp.cumsum(jnp.exp(falling), axis=-1) - jnp.exp(falling)
-        ranks = jnp.arange(falling.shape[-1])
-        is_in = (ranks < lanes.top_k[:, None]) & (before < lanes.top_p[:, None])
+        odds = jnp.where(jnp.arange(falling.shape[-1]) < lanes.top_k[:, None], jnp.exp(falling), 0.0)
+        before = jnp.cumsum(odds, axis=-1) - odds
+        is_in = (odds > 0) & (before < lanes.top_p[:, None] * odds.sum(axis=-1, keepdims=True))
         lowest = jnp.min(jnp.where(is_in.at[:, 0].set(True), falling, jnp.inf), axis=-1)
         return jnp.where((lanes.top_k >= falling.shape[-1]) & (lanes.top_p >= 1), -jnp.inf, lowest)
 
