@@ -187,8 +187,8 @@ def learn(training: tinker.TrainingClient) -> float:
     return loss
 
 
-def new_model(running: Running) -> tinker.TrainingClient:
-    return running.sdk().create_lora_training_client(BASE_MODEL, rank=8, seed=7).result()
+def new_model(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    return client.create_lora_training_client(BASE_MODEL, rank=8, seed=7).result()
 
 
 @pytest.fixture
@@ -205,11 +205,12 @@ def wait_until_done(running: Running) -> None:
 
 
 def test_nothing_that_is_accepted_breaks_the_engine(running: Running) -> None:
-    training = new_model(running)
+    client = running.sdk()
+    training = new_model(client)
     alone = [learn(training) for _ in range(6)]
     attack = attack_on(running)
     wait_until_done(running)
-    victim, beside, n_requests = new_model(running), [], 0
+    victim, beside, n_requests = new_model(client), [], 0
 
     @fuzzed(120)
     @given(data=st.data())
@@ -236,3 +237,4 @@ def test_nothing_that_is_accepted_breaks_the_engine(running: Running) -> None:
     assert not [one for one in results if one.get("category") not in (None, "user")]
     assert math.isfinite(learn(victim))
     attack.http.close()
+    client.close(status="success")
