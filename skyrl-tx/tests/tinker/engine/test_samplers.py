@@ -89,6 +89,13 @@ def test_what_is_gone_is_forgotten(desk: Desk, model: str) -> None:
         samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
 
 
+def test_so_many_stay(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_IN_MEMORY", 2)
+    for number in range(4):
+        desk.engine._samplers.keep(f"s:sample:{number}", model)
+    assert [folder.name for folder in desk.engine._samplers._in_memory] == ["2", "3"]
+
+
 def test_large_weights_are_not_kept_beside_others(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1)
     for number in range(3):

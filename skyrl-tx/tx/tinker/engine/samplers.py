@@ -15,8 +15,8 @@ from tx.tinker.config import TxConfig
 from tx.tinker.types import UserError
 from tx.tinker.wire.sample_job import SampleWeights
 
-MOST_BYTES = 4 << 30
-"""Of the weights in memory, as they are on the disk."""
+MOST_IN_MEMORY, MOST_BYTES = 64, 4 << 30
+"""Weights, and their size, as they are on the disk."""
 SECONDS_BETWEEN_TOUCHES = 60.0
 
 
@@ -90,6 +90,6 @@ class Samplers:
         self._in_memory[folder] = _Known(stamp, n_bytes, weights)
         self._in_memory.move_to_end(folder)
         total = sum(known.n_bytes for known in self._in_memory.values())
-        while total > MOST_BYTES and len(self._in_memory) > 1:
+        while len(self._in_memory) > 1 and (total > MOST_BYTES or len(self._in_memory) > MOST_IN_MEMORY):
             _, forgotten = self._in_memory.popitem(last=False)
             total -= forgotten.n_bytes
