@@ -33,7 +33,7 @@ def datum(sequence: types.SampledSequence, advantage: float) -> types.Datum:
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
 def test_reward_rises(training: tinker.TrainingClient, loss: str) -> None:
     """Mean reward rises from a half to more than four fifths in ten steps."""
-    adam = types.AdamParams(learning_rate=0.03)
+    adam = types.AdamParams(learning_rate=0.02)
     means = []
     for number in range(N_STEPS):
         sampler = client_of(training.save_weights_and_get_sampling_client())
