@@ -15,7 +15,7 @@ from tx.tinker.downloads import KEY_SIZE, Download, files_of, sign, signing_key,
 from tx.tinker.refusal import Refusal
 
 KEY = b"k" * KEY_SIZE
-LATER = int(time.time()) + 1000
+LATER = int(time.time()) + 10**6
 
 
 @given(st.text(), st.text())

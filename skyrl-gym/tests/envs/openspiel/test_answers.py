@@ -238,9 +238,9 @@ def test_the_part_that_was_read_is_told() -> None:
 def test_a_megabyte_is_read_at_once(reply: str) -> None:
     legal = legal_moves(load_game("amazons").new_initial_state(), 0)
     for moves in (HEX, legal):
-        begun = time.perf_counter()
+        begun = time.process_time()
         parse_answer(reply, moves)
-        assert time.perf_counter() - begun < 0.5
+        assert time.process_time() - begun < 2  # far above its cost, far below that of any square
 
 
 def backgammon_with_two_ways() -> LegalMoves:

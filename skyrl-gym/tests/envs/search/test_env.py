@@ -84,11 +84,11 @@ def test_a_reply_that_says_nothing_gets_an_empty_answer(asked: list[dict[str, An
     ],
 )
 def test_the_last_answer_counts(asked: list[dict[str, Any]], reply: str, reward: float) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     output = new_env().step(reply)
     assert (output["reward"], output["done"]) == (reward, True)
     assert asked == []
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_search_engine_that_fails_is_not_the_models_fault(asked: list[dict[str, Any]]) -> None:
