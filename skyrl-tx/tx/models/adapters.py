@@ -1,43 +1,29 @@
-"""Adapters from and to folders in the layout of peft, which vLLM and Hugging Face read too."""
+"""Adapters from and to folders in the layout of peft."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from tx.models import peft
 from tx.models.checkpoints import MLP, layer_names
 from tx.models.config import LoraConfig, ModelConfig
 from tx.models.lora import HEAD, Adapter, Factors, covered, padded_rank, rank_of, shapes
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", **MLP, HEAD: "lm_head"}
 
 
 def save_adapter(folder: Path, adapter: Adapter, lora: LoraConfig, config: ModelConfig, base_model: str) -> None:
     """Write an adapter into a folder."""
-    told = {
-        "base_model_name_or_path": base_model,
-        "bias": "none",
-        "inference_mode": True,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "target_modules": [MODULES[name] for name in covered(lora, config)],
-        "task_type": "CAUSAL_LM",
-    }
-    if config.moe is not None and (rank := rank_of("gate", lora, config)) != lora.rank:
-        told["rank_pattern"] = {rf".*\.experts\..*{theirs}": rank for theirs in MLP.values()}
-        told["alpha_pattern"] = {rf".*\.experts\..*{theirs}": lora.scale * rank for theirs in MLP.values()}
-    (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    save_file(dict(named_factors(adapter, lora, config)), folder / WEIGHTS, metadata={"format": "pt"})
+    modules = [MODULES[name] for name in covered(lora, config)]
+    has_experts = config.moe is not None and lora.train_mlp
+    expert_ranks = {theirs: rank_of(name, lora, config) for name, theirs in MLP.items()} if has_experts else {}
+    peft.write_config(folder, lora, base_model, modules, expert_ranks)
+    save_file(dict(named_factors(adapter, lora, config)), folder / peft.WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapter(folder: Path, lora: LoraConfig, config: ModelConfig) -> Adapter:
@@ -46,7 +32,7 @@ def load_adapter(folder: Path, lora: LoraConfig, config: ModelConfig) -> Adapter
     Raises:
         ValueError: a tensor is missing, or has another shape than `lora` and the model ask for.
     """
-    return adapter_of(load_file(folder / WEIGHTS), lora, config)
+    return adapter_of(load_file(folder / peft.WEIGHTS), lora, config)
 
 
 def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -55,8 +41,9 @@ def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> It
         factors = adapter.head if block is None else adapter.blocks[block][name]
         assert factors is not None
         rank = rank_of(name, lora, config)
-        yield f"{path}.lora_A.weight", np.ascontiguousarray(np.asarray(factors.a)[where][..., :rank].T)
-        yield f"{path}.lora_B.weight", np.ascontiguousarray(np.asarray(factors.b)[where][:rank].T)
+        name_of_a, name_of_b = peft.factor_names(path)
+        yield name_of_a, np.ascontiguousarray(np.asarray(factors.a)[where][..., :rank].T)
+        yield name_of_b, np.ascontiguousarray(np.asarray(factors.b)[where][:rank].T)
 
 
 def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: ModelConfig) -> Adapter:
@@ -65,8 +52,9 @@ def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: Mode
     for name, path, block, where in _places(lora, config):
         a, b = arrays.setdefault((block, name), _zeros(name, block, lora, config))
         rank = rank_of(name, lora, config)
-        a[where][..., :rank] = _tensor(tensors, f"{path}.lora_A.weight", (rank, a.shape[-2])).T
-        b[where][:rank] = _tensor(tensors, f"{path}.lora_B.weight", (b.shape[-1], rank)).T
+        name_of_a, name_of_b = peft.factor_names(path)
+        a[where][..., :rank] = peft.checked(tensors, name_of_a, (rank, a.shape[-2])).T
+        b[where][:rank] = peft.checked(tensors, name_of_b, (b.shape[-1], rank)).T
     factors = {place: Factors(jnp.asarray(a), jnp.asarray(b)) for place, (a, b) in arrays.items()}
     names = [name for name in covered(lora, config) if name != HEAD]
     blocks = tuple({name: factors[block, name] for name in names} for block in range(len(config.blocks)))
@@ -74,7 +62,7 @@ def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: Mode
 
 
 def _places(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
-    """Each matrix with an adapter: its name, its path in peft, its block, and where in the block's array it lies."""
+    """Each matrix with an adapter: its name, its path in the model, its block, and its place in the block's array."""
     theirs = layer_names(config)
     names = covered(lora, config)
     layer = 0
@@ -83,7 +71,7 @@ def _places(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, i
             for name in names:
                 if name == HEAD:
                     continue
-                path = f"{PREFIX}model.layers.{layer}.{theirs[name].removesuffix('.weight')}"
+                path = f"model.layers.{layer}.{theirs[name].removesuffix('.weight')}"
                 if "{expert}" not in path:
                     yield name, path, block, (i,)
                     continue
@@ -92,7 +80,7 @@ def _places(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, i
                     yield name, path.format(expert=expert), block, (i, expert)
             layer += 1
     if HEAD in names:
-        yield HEAD, f"{PREFIX}lm_head", None, ()
+        yield HEAD, "lm_head", None, ()
 
 
 def _zeros(name: str, block: int | None, lora: LoraConfig, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -100,11 +88,3 @@ def _zeros(name: str, block: int | None, lora: LoraConfig, config: ModelConfig) 
     layers = [] if block is None else [config.blocks[block]]
     padded = padded_rank(name, lora, config)
     return tuple(np.zeros((*layers, *experts, *size), np.float32) for size in ((n_in, padded), (padded, n_out)))  # type: ignore[return-value]
-
-
-def _tensor(tensors: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> Any:
-    if name not in tensors:
-        raise ValueError(f"the adapter has no tensor {name}")
-    if tensors[name].shape != shape:
-        raise ValueError(f"{name} has the shape {tensors[name].shape}, and not {shape}")
-    return tensors[name]

@@ -94,6 +94,10 @@ class LoraConfig:
         """Of the product."""
         return self.alpha / self.rank
 
+    def expert_rank(self, n_experts: int) -> int:
+        """An expert gets its share of the rank, at least 1: together they have what one MLP would have."""
+        return max(1, self.rank // n_experts)
+
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a folder.

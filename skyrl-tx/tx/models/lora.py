@@ -72,10 +72,8 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def rank_of(name: str, lora: LoraConfig, config: ModelConfig) -> int:
-    """An expert gets its share of the rank, at least 1: together they have what one MLP would have."""
-    if config.moe is not None and name in MLP:
-        return max(1, lora.rank // config.moe.n_experts)
-    return lora.rank
+    """Of the factors of a matrix, without padding."""
+    return lora.rank if config.moe is None or name not in MLP else lora.expert_rank(config.moe.n_experts)
 
 
 def new_adapter(lora: LoraConfig, config: ModelConfig, seed: int) -> Adapter:

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tx.tinker.types import UserError
+
 LOOKED_AT = 64
 """Of the last tokens; a stop string is not longer than these."""
 
@@ -17,10 +19,14 @@ class Decoder:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "tokenizer.json"
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the folder has one."""
-        return self._file.is_file()
+    def check(self, strings: Sequence[str]) -> None:
+        """Whether samples can be stopped at some strings.
+
+        Raises:
+            UserError: there is no tokenizer.
+        """
+        if strings and not self._file.is_file():
+            raise UserError(f"stop strings need the model's tokenizer, and {self._file} is not there; give tokens")
 
     def holds_any(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
         """Whether the end of what tokens say holds one of some strings."""

@@ -23,13 +23,13 @@ from typing import Any
 import httpx
 import numpy as np
 
+from tx.models import peft
 from tx.tinker.backends.base import Backend, Done
 from tx.tinker.checkpoint_files import write_folder
 from tx.tinker.types import Sample, SampleRequest, SampleResult, TinkerError, TopLogprobs, UserError
 
 logger = logging.getLogger(__name__)
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 PREFIX = "tx-"
 MOST_AT_ONCE = 64
 CONNECT_SEC, WAIT_SEC = 10.0, 0.005
@@ -80,7 +80,7 @@ class VllmSampler:
 
     def load_weights(self, folder: Path) -> VllmWeights:
         def copy(to: Path) -> None:
-            for name in FILES:
+            for name in (peft.CONFIG, peft.WEIGHTS):
                 if (folder / name).is_file():
                     shutil.copyfile(folder / name, to / name)
 
@@ -93,7 +93,7 @@ class VllmSampler:
         name = f"{PREFIX}{secrets.token_hex(8)}"
         folder = self._folder / name
         write_folder(folder, write)
-        if not (folder / FILES[0]).is_file():
+        if not (folder / peft.CONFIG).is_file():
             shutil.rmtree(folder)
             raise UserError("a model whose parameters are all trained cannot be sampled by the external server")
         weights = VllmWeights(name, folder)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,19 +21,28 @@ from tx.models.decoder import Params
 from tx.models.lora import Adapter, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight
 from tx.tinker.backends.base import BaseModel, Done
+from tx.tinker.backends.folder import (
+    OPTIMIZER,
+    WHOLE_MODEL,
+    load_settings,
+    moments_of,
+    named_moments,
+    optimizer_file,
+    save_settings,
+)
+from tx.tinker.backends.gathering import Gathering
 from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.groups import SamplerWeights
 from tx.tinker.backends.jax.programs import keep_programs, programs
 from tx.tinker.backends.jax.sampler import Sampler
 from tx.tinker.backends.jax.training import NAMES, SETTINGS, Lora, Shape, add, micro_batch, micro_batches, padded
+from tx.tinker.backends.models import Models
 from tx.tinker.losses import completed
 from tx.tinker.tokens import Decoder
-from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest, UserError
+from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
 
 logger = logging.getLogger(__name__)
-
-MODEL, OPTIMIZER = "training.json", "optimizer.safetensors"
 
 
 @dataclass(slots=True)
@@ -61,7 +69,7 @@ class JaxBackend:
         self._mesh = mesh_of(config.fully_sharded_data_parallel_size, config.tensor_parallel_size)
         self._place = partial(place_weight, self._mesh)
         self._params = load_params(folder, self._shape, self._dtype, self._place)
-        self._models: dict[str, Model] = {}
+        self._models: Models[Model] = Models()
         self._decoder = Decoder(folder)
         self._sampler = Sampler(
             self._shape,
@@ -84,9 +92,10 @@ class JaxBackend:
     # -- models
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        self._models.check_new(model_id)
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
         weights = self._params if lora.rank == 0 else new_adapter(lora, self._shape, seed)
-        self._add(model_id, Model(lora, weights, new_moments(weights)))
+        self._models[model_id] = Model(lora, weights, new_moments(weights))
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -102,36 +111,18 @@ class JaxBackend:
             "free pages of the cache": self._sampler.n_free_pages,
         }
 
-    def _add(self, model_id: str, model: Model) -> None:
-        if model_id in self._models:
-            raise UserError(f"there is a model {model_id} already")
-        self._models[model_id] = model
-
-    def _model(self, model_id: str) -> Model:
-        if model_id not in self._models:
-            raise UserError(f"there is no model {model_id}; it was unloaded, or never created")
-        return self._models[model_id]
-
     # -- training
 
     def compute(self, asked: Pass) -> Iterator[PassResult | None]:
-        model = self._model(asked.model_id)
+        model = self._models[asked.model_id]
         whole = completed(asked)
-        logprobs: list[np.ndarray] = [np.empty(0)] * len(whole.data)
-        token_losses = list(logprobs)
-        total: Adapter | Params | None = None
+        gathering = Gathering(whole.data, add)
         for number, (shape, places) in enumerate(micro_batches(whole.data)):
             if number:
                 yield None
-            lp, losses, gradients = self._micro_batch(model, whole, shape, places)
-            total = gradients if total is None or gradients is None else add(total, gradients)
-            for row, place in enumerate(places):
-                n = len(whole.data[place].tokens)
-                logprobs[place], token_losses[place] = lp[row, :n], losses[row, :n]
-        if total is not None:
-            model.gradients = total if model.gradients is None else add(model.gradients, total)
-        loss = float(sum(np.sum(one, dtype=np.float64) for one in token_losses))
-        yield PassResult(loss, logprobs, token_losses)
+            gathering.put(places, *self._micro_batch(model, whole, shape, places))
+        model.gradients = gathering.added_to(model.gradients)
+        yield gathering.result
 
     def _micro_batch(
         self, model: Model, asked: Pass, shape: Shape, places: Sequence[int]
@@ -152,7 +143,7 @@ class JaxBackend:
         return np.asarray(lp), np.asarray(losses), gradients
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        model = self._model(model_id)
+        model = self._models[model_id]
         gradients = model.gradients
         if gradients is None:
             logger.warning("optim_step of %s without any gradient", model_id)
@@ -164,48 +155,35 @@ class JaxBackend:
     # -- folders
 
     def save_model(self, model_id: str, folder: Path) -> None:
-        model = self._model(model_id)
+        model = self._models[model_id]
         self.save_weights(model_id, folder)
-        tensors = {
-            f"{name}.{path}": tensor
-            for name, moments in (("first", model.moments.first), ("second", model.moments.second))
-            for path, tensor in self._named(model.lora, moments)
-        }
-        save_file(tensors | {"n_steps": np.asarray(model.moments.n_steps)}, folder / OPTIMIZER)
+        first, second = (dict(self._named(model.lora, one)) for one in (model.moments.first, model.moments.second))
+        save_file(named_moments(first, second, np.asarray(model.moments.n_steps)), folder / OPTIMIZER)
 
     def save_weights(self, model_id: str, folder: Path) -> None:
-        model = self._model(model_id)
+        model = self._models[model_id]
         if isinstance(model.weights, Adapter):
             save_adapter(folder, model.weights, model.lora, self._shape, self.base_model.name)
         else:
-            save_file(
-                dict(self._named(model.lora, model.weights)), folder / "model.safetensors", metadata={"format": "pt"}
-            )
-        (folder / MODEL).write_text(json.dumps({"lora": asdict(model.lora)}), encoding="utf-8")
+            named = dict(self._named(model.lora, model.weights))
+            save_file(named, folder / WHOLE_MODEL, metadata={"format": "pt"})
+        save_settings(folder, model.lora)
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        self._models.check_new(model_id)
         lora, weights = self._read(folder)
         moments = self._read_moments(folder, lora) if with_optimizer else new_moments(weights)
-        self._add(model_id, Model(lora, weights, moments))
+        self._models[model_id] = Model(lora, weights, moments)
 
     def _read(self, folder: Path) -> tuple[LoraConfig, Adapter | Params]:
-        lora = LoraConfig(**json.loads((folder / MODEL).read_text(encoding="utf-8"))["lora"])
+        lora = load_settings(folder)
         if lora.rank:
             return lora, load_adapter(folder, lora, self._shape)
         return lora, load_params(folder, self._shape, self._dtype, self._place)
 
     def _read_moments(self, folder: Path, lora: LoraConfig) -> Moments:
-        if not (folder / OPTIMIZER).is_file():
-            raise UserError("the checkpoint has no state of an optimizer; load it without")
-        tensors = load_file(folder / OPTIMIZER)
-        first, second = (
-            self._tree(
-                {path.removeprefix(f"{name}."): one for path, one in tensors.items() if path.startswith(f"{name}.")},
-                lora,
-            )
-            for name in ("first", "second")
-        )
-        return Moments(first, second, jnp.asarray(tensors["n_steps"]))
+        first, second, n_steps = moments_of(load_file(optimizer_file(folder)))
+        return Moments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps))
 
     def _named(self, lora: LoraConfig, tree: Adapter | Params) -> Iterator[tuple[str, np.ndarray]]:
         if isinstance(tree, Adapter):
@@ -222,7 +200,7 @@ class JaxBackend:
     # -- sampling
 
     def weights_of(self, model_id: str) -> SamplerWeights:
-        model = self._model(model_id)
+        model = self._models[model_id]
         return self._frozen(model.lora, model.weights)
 
     def load_weights(self, folder: Path) -> SamplerWeights:
@@ -237,10 +215,7 @@ class JaxBackend:
         return SamplerWeights(weights)
 
     def sample(self, asked: SampleRequest, weights: SamplerWeights, done: Done) -> Callable[[], None]:
-        if asked.params.stop_strings and not self._decoder.is_there:
-            raise UserError(
-                f"stop strings need the model's tokenizer, and {self.base_model.folder} has none; give tokens"
-            )
+        self._decoder.check(asked.params.stop_strings)
         return self._sampler.add(asked, weights, done)
 
     def step(self) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -20,6 +19,8 @@ from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.models.memory import cache_bytes_per_token
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import BaseModel, Done
+from tx.tinker.backends.gathering import Gathering
+from tx.tinker.backends.models import Models
 from tx.tinker.backends.torch import folders
 from tx.tinker.backends.torch.adam import Moments, adam_step, moments_of, new_optimizer
 from tx.tinker.backends.torch.config import TorchConfig
@@ -29,7 +30,7 @@ from tx.tinker.backends.torch.training import Gradients, add, micro_batch, micro
 from tx.tinker.backends.torch.weights import Weights, new_weights
 from tx.tinker.losses import completed
 from tx.tinker.tokens import Decoder
-from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest, UserError
+from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class TorchBackend:
     def __init__(self, folder: Path, name: str, config: TorchConfig) -> None:
         self._config = config
         self._base = Weights(_load(folder, config))
-        self._models: dict[str, Model] = {}
+        self._models: Models[Model] = Models()
         self._decoder = Decoder(folder)
         model = self._base.model
         self._sampler = Sampler(
@@ -73,7 +74,7 @@ class TorchBackend:
     # -- models
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
-        self._check_new(model_id)
+        self._models.check_new(model_id)
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
         self._add(model_id, lora, new_weights(self._base.model, lora, seed))
 
@@ -86,38 +87,21 @@ class TorchBackend:
     def _add(self, model_id: str, lora: LoraConfig, weights: Weights, moments: Moments | None = None) -> None:
         self._models[model_id] = Model(lora, weights, new_optimizer(weights.trained, moments))
 
-    def _check_new(self, model_id: str) -> None:
-        if model_id in self._models:
-            raise UserError(f"there is a model {model_id} already")
-
-    def _model(self, model_id: str) -> Model:
-        if model_id not in self._models:
-            raise UserError(f"there is no model {model_id}; it was unloaded, or never created")
-        return self._models[model_id]
-
     # -- training
 
     def compute(self, asked: Pass) -> Iterator[PassResult | None]:
-        model = self._model(asked.model_id)
+        model = self._models[asked.model_id]
         whole = completed(asked)
-        logprobs: list[np.ndarray] = [np.empty(0)] * len(whole.data)
-        token_losses = list(logprobs)
-        total: Gradients | None = None
+        gathering = Gathering(whole.data, add)
         for number, places in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
             if number:
                 yield None
-            lp, losses, gradients = micro_batch(whole, [whole.data[place] for place in places], model.weights)
-            total = gradients if total is None or gradients is None else add(total, gradients)
-            for row, place in enumerate(places):
-                n = len(whole.data[place].tokens)
-                logprobs[place], token_losses[place] = lp[row, :n], losses[row, :n]
-        if total is not None:
-            model.gradients = total if model.gradients is None else add(model.gradients, total)
-        loss = float(sum(np.sum(one, dtype=np.float64) for one in token_losses))
-        yield PassResult(loss, logprobs, token_losses)
+            gathering.put(places, *micro_batch(whole, [whole.data[place] for place in places], model.weights))
+        model.gradients = gathering.added_to(model.gradients)
+        yield gathering.result
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        model = self._model(model_id)
+        model = self._models[model_id]
         gradients = model.gradients
         if gradients is None:
             logger.warning("optim_step of %s without any gradient", model_id)
@@ -130,22 +114,22 @@ class TorchBackend:
 
     def save_model(self, model_id: str, folder: Path) -> None:
         self.save_weights(model_id, folder)
-        model = self._model(model_id)
+        model = self._models[model_id]
         folders.save_moments(folder, model.weights, moments_of(model.optimizer))
 
     def save_weights(self, model_id: str, folder: Path) -> None:
-        model = self._model(model_id)
+        model = self._models[model_id]
         folders.save_weights(folder, model.weights, model.lora, self.base_model.name)
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        self._check_new(model_id)
+        self._models.check_new(model_id)
         lora, weights = folders.load_weights(folder, self._base.model)
         self._add(model_id, lora, weights, folders.load_moments(folder, weights) if with_optimizer else None)
 
     # -- sampling
 
     def weights_of(self, model_id: str) -> Weights:
-        return self._model(model_id).weights.frozen()
+        return self._models[model_id].weights.frozen()
 
     def load_weights(self, folder: Path) -> Weights:
         _, weights = folders.load_weights(folder, self._base.model)
@@ -155,10 +139,7 @@ class TorchBackend:
         return self._base
 
     def sample(self, asked: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
-        if asked.params.stop_strings and not self._decoder.is_there:
-            raise UserError(
-                f"stop strings need the model's tokenizer, and {self.base_model.folder} has none; give tokens"
-            )
+        self._decoder.check(asked.params.stop_strings)
         return self._sampler.add(asked, weights, done)
 
     def step(self) -> bool:

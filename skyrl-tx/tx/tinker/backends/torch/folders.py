@@ -7,36 +7,38 @@ optimizer's tensors have the names of the weights, after `first.` and `second.`.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from tx.models import peft
 from tx.models.config import LoraConfig
+from tx.tinker.backends.folder import (
+    OPTIMIZER,
+    WHOLE_MODEL,
+    load_settings,
+    moments_of,
+    named_moments,
+    optimizer_file,
+    save_settings,
+)
 from tx.tinker.backends.torch.adam import Moments
 from tx.tinker.backends.torch.experts import Factors
 from tx.tinker.backends.torch.weights import Weights, covered, new_weights
-from tx.tinker.types import UserError
-
-SETTINGS, OPTIMIZER, MODEL = "training.json", "optimizer.safetensors", "model.safetensors"
-CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 
 
 def save_weights(folder: Path, weights: Weights, lora: LoraConfig, base_model: str) -> None:
     """Write weights and settings into a folder."""
     if weights.adapter is not None:
-        told = _peft_config(weights, lora, base_model)
-        (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    file = MODEL if weights.adapter is None else ADAPTER
-    save_file(_named(weights, weights.trained), folder / file, metadata={"format": "pt"})
-    (folder / SETTINGS).write_text(json.dumps({"lora": asdict(lora)}), encoding="utf-8")
+        chosen = covered(weights.model, lora)
+        expert_ranks = {place.name: place.rank(lora) for place in chosen if place.n_experts}
+        peft.write_config(folder, lora, base_model, list(dict.fromkeys(place.name for place in chosen)), expert_ranks)
+    save_file(_named(weights, weights.trained), folder / _file(lora), metadata={"format": "pt"})
+    save_settings(folder, lora)
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weights]:
@@ -45,9 +47,9 @@ def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weig
     Raises:
         ValueError: a tensor is missing, or has another shape than `model` asks for.
     """
-    lora = LoraConfig(**json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["lora"])
+    lora = load_settings(folder)
     weights = new_weights(model, lora, seed=0)
-    values = _values(weights, load_file(folder / (ADAPTER if lora.rank else MODEL)))
+    values = _values(weights, load_file(folder / _file(lora)))
     with torch.no_grad():
         for tensor, value in zip(weights.trained, values, strict=True):
             tensor.copy_(value)
@@ -56,12 +58,9 @@ def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weig
 
 def save_moments(folder: Path, weights: Weights, moments: Moments) -> None:
     """Write the state of an optimizer into a folder."""
-    tensors = {
-        f"{name}.{path}": tensor
-        for name, values in (("first", moments.first), ("second", moments.second))
-        for path, tensor in _named(weights, values).items()
-    }
-    save_file(tensors | {"n_steps": torch.tensor(moments.n_steps, dtype=torch.int32)}, folder / OPTIMIZER)
+    first, second = (_named(weights, values) for values in (moments.first, moments.second))
+    n_steps = torch.tensor(moments.n_steps, dtype=torch.int32)
+    save_file(named_moments(first, second, n_steps), folder / OPTIMIZER)
 
 
 def load_moments(folder: Path, weights: Weights) -> Moments:
@@ -70,14 +69,12 @@ def load_moments(folder: Path, weights: Weights) -> Moments:
     Raises:
         UserError: there is none.
     """
-    if not (folder / OPTIMIZER).is_file():
-        raise UserError("the checkpoint has no state of an optimizer; load it without")
-    tensors = load_file(folder / OPTIMIZER)
-    first, second = (
-        _values(weights, {path.removeprefix(name): one for path, one in tensors.items() if path.startswith(name)})
-        for name in ("first.", "second.")
-    )
-    return Moments(first, second, int(tensors["n_steps"]))
+    first, second, n_steps = moments_of(load_file(optimizer_file(folder)))
+    return Moments(_values(weights, first), _values(weights, second), int(n_steps))
+
+
+def _file(lora: LoraConfig) -> str:
+    return peft.WEIGHTS if lora.rank else WHOLE_MODEL
 
 
 def _named(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,9 +91,9 @@ def _named_factors(
     adapter: Mapping[str, Factors], values: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for path, a, b in zip(adapter, values[::2], values[1::2], strict=True):
-        for kind, value in (("lora_A", a), ("lora_B", b)):
+        for which, value in enumerate((a, b)):
             for name, part in _parts(path, value):
-                yield f"{PREFIX}{name}.{kind}.weight", part
+                yield peft.factor_names(name)[which], part
 
 
 def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -113,11 +110,7 @@ def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch
         return _model_values(weights.model, tensors)
     values = [torch.zeros_like(one, device="cpu") for one in weights.trained]
     for name, part in _named_factors(weights.adapter, values):
-        if name not in tensors:
-            raise ValueError(f"the adapter has no tensor {name}")
-        if tensors[name].shape != part.shape:
-            raise ValueError(f"{name} has the shape {tuple(tensors[name].shape)}, and not {tuple(part.shape)}")
-        part.copy_(tensors[name])
+        part.copy_(peft.checked(tensors, name, tuple(part.shape)))
     return values
 
 
@@ -129,23 +122,3 @@ def _model_values(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -
     if missing := sorted(report["missing_keys"]):  # type: ignore[has-type]
         raise ValueError(f"the checkpoint has no tensor {missing[0]}")
     return list(loaded.parameters())  # type: ignore[has-type]
-
-
-def _peft_config(weights: Weights, lora: LoraConfig, base_model: str) -> dict[str, Any]:
-    chosen = covered(weights.model, lora)
-    ranks = {place.path.rpartition(".")[2]: place.rank(lora) for place in chosen if place.n_experts}
-    told: dict[str, Any] = {
-        "base_model_name_or_path": base_model,
-        "bias": "none",
-        "inference_mode": True,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "target_modules": list(dict.fromkeys(place.path.rpartition(".")[2] for place in chosen)),
-        "task_type": "CAUSAL_LM",
-    }
-    if any(rank != lora.rank for rank in ranks.values()):
-        told["rank_pattern"] = {rf".*\.experts\..*{name}": rank for name, rank in ranks.items()}
-        told["alpha_pattern"] = {rf".*\.experts\..*{name}": lora.scale * rank for name, rank in ranks.items()}
-    return told

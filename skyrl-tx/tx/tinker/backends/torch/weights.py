@@ -35,9 +35,14 @@ class Place:
     n_out: int
     n_experts: int = 0
 
+    @property
+    def name(self) -> str:
+        """Of the matrix in its layer."""
+        return self.path.rpartition(".")[2]
+
     def rank(self, lora: LoraConfig) -> int:
-        """An expert gets its share, at least 1: together they have what one MLP would have."""
-        return max(1, lora.rank // self.n_experts) if self.n_experts else lora.rank
+        """Of the factors."""
+        return lora.expert_rank(self.n_experts) if self.n_experts else lora.rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
