@@ -117,7 +117,7 @@ class JaxBackend:
         model = self._models[asked.model_id]
         whole = completed(asked)
         gathering = Gathering(whole.data, add)
-        for number, (shape, places) in enumerate(micro_batches(whole.data)):
+        for number, (shape, places) in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
             if number:
                 yield None
             gathering.put(places, *self._micro_batch(model, whole, shape, places))

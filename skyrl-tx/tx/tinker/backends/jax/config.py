@@ -47,6 +47,8 @@ class JaxConfig(BaseModel):
     """Of the base model and of what is computed; adapters are float32."""
     gradient_checkpointing: bool = False
     """Compute layers twice in training, and keep less of them."""
+    micro_batch_tokens: int = Field(2048, ge=1)
+    """Tokens of a micro-batch, with padding; a longer sequence is one by itself. Accelerators want more."""
     fully_sharded_data_parallel_size: int = Field(1, ge=1)
     """Devices among which weights, and rows in training, are divided."""
     tensor_parallel_size: int = Field(1, ge=1)

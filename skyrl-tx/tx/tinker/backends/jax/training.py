@@ -22,9 +22,6 @@ from tx.models.lora import Adapter, Rows, rows_of
 from tx.tinker.losses import LOSSES, token_losses
 from tx.tinker.types import Datum
 
-MICRO_BATCH_TOKENS = 2048
-ROWS = (16, 4, 1)
-"""How many data a micro-batch may have: few sizes, because each is compiled."""
 SHORTEST = 32
 LOGITS_AT_ONCE = 1 << 24
 """Logits of a micro-batch that are computed at once; more are computed in chunks, twice, and never kept."""
@@ -66,8 +63,8 @@ def bucket(length: int) -> int:
     return size
 
 
-def micro_batches(data: Sequence[Datum]) -> Iterator[tuple[Shape, list[int]]]:
-    """Shapes, and which of the data go there: those of like length together, in their order."""
+def micro_batches(data: Sequence[Datum], n_tokens: int) -> Iterator[tuple[Shape, list[int]]]:
+    """Shapes of `n_tokens` at most, and which of the data go there: those of like length together, in their order."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, datum in enumerate(data):
         targets = datum.inputs["target_tokens"]
@@ -76,15 +73,20 @@ def micro_batches(data: Sequence[Datum]) -> Iterator[tuple[Shape, list[int]]]:
     for (length, n_targets), numbers in sorted(alike.items()):
         start = 0
         while start < len(numbers):
-            n_rows = rows_for(len(numbers) - start, length)
+            n_rows = rows_for(len(numbers) - start, n_tokens // length)
             yield Shape(n_rows, length, n_targets), numbers[start : start + n_rows]
             start += n_rows
 
 
-def rows_for(n_data: int, length: int) -> int:
-    """How many rows the next micro-batch has: as many as fit, but less than half of them empty."""
-    fitting = [n for n in ROWS if n * length <= MICRO_BATCH_TOKENS or n == 1]
-    return next(n for n in fitting if 2 * n_data > n)
+def rows_for(n_data: int, most: int) -> int:
+    """How many rows the next micro-batch has: 1, 4, 16, …, few sizes, as each is compiled.
+
+    As many as there may be, but less than half of them empty; a sequence that is too long by itself is one.
+    """
+    n_rows = 1
+    while 4 * n_rows <= most and 2 * n_data > 4 * n_rows:
+        n_rows *= 4
+    return n_rows
 
 
 def padded(data: Sequence[Datum], shape: Shape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
