@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,15 +17,8 @@ import tinker
 from tx_postgresql import url_for
 from tx_server import BASE_MODEL, CHILD_ENVIRONMENT
 
-SECONDS = 60
-"""For what takes a few."""
-
-
-def free_port() -> int:
-    """A port that was free just now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+SECONDS = 120
+"""For what takes a few on a machine that does nothing else."""
 
 
 class ServerProcess:
@@ -32,9 +26,10 @@ class ServerProcess:
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = 0  # any, when it starts for the first time
         told = () if "--base-model" in arguments else ("--base-model", BASE_MODEL)
-        self._command = ("--checkpoints-base", str(folder), "--port", str(self.port), *told, *arguments)
+        self._command = (sys.executable, "-m", "tx.run.main", "serve", "--checkpoints-base", str(folder))
+        self._arguments = (*told, *arguments)
         self._environment = {**CHILD_ENVIRONMENT, "TX_DATABASE_URL": url_for(folder), **environment}
         self._log = folder.with_suffix(".log")
         self.start()
@@ -52,20 +47,22 @@ class ServerProcess:
     def start(self) -> None:
         """Again."""
         with self._log.open("a") as log:
-            command = (sys.executable, "-m", "tx.tinker.api", *self._command)
+            n_said = len(self.log)
+            command = (*self._command, f"--port={self.port}", *self._arguments)
             self.child = subprocess.Popen(command, env=self._environment, stderr=log, stdin=subprocess.DEVNULL)
-        self._wait()
-
-    def _wait(self) -> None:
         deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline and self.child.poll() is None:
-            try:
-                httpx.get(f"{self.url}/api/v1/healthz")
-            except httpx.TransportError:
-                time.sleep(0.05)
-            else:
-                return
-        raise AssertionError(f"the server did not start: {self.log[-3000:]}")
+        while not (told := re.search(r"serving \S+ at http://127\.0\.0\.1:(\d+),", self.log[n_said:])):
+            if time.monotonic() > deadline or self.child.poll() is not None:
+                raise AssertionError(f"the server did not start: {self.log[-3000:]}")
+            time.sleep(0.05)
+        self.port = int(told[1])
+
+    def wait_for_engine(self) -> None:
+        """Until the server knows of its model what the engine alone can tell."""
+        deadline = time.monotonic() + SECONDS
+        while "max_context_length" not in httpx.get(f"{self.url}/api/v1/get_server_capabilities").text:
+            assert time.monotonic() < deadline, self.log[-3000:]
+            time.sleep(0.1)
 
     @property
     def engine(self) -> psutil.Process:
@@ -79,19 +76,28 @@ class ServerProcess:
 
     def kill(self) -> None:
         """As a machine's memory keeper does it; its engine ends by itself."""
+        self._end(signal.SIGKILL)
+
+    def end(self) -> None:
+        """As its user does it; its engine ends with it."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
         engines = psutil.Process(self.child.pid).children()
-        self.child.kill()
-        self.child.wait()
+        self.child.send_signal(number)
+        assert self.child.wait(SECONDS) == -number, self.log[-3000:]
         _, alive = psutil.wait_procs(engines, SECONDS)
         assert not alive
 
 
 @contextmanager
 def process(folder: Path, *arguments: str, **environment: str) -> Iterator[ServerProcess]:
-    """A server, which is killed in the end."""
+    """A server, which ends in the end."""
     server = ServerProcess(folder, arguments, environment)
     try:
         yield server
+        if server.child.poll() is None:
+            server.end()
     finally:
         if server.child.poll() is None:
             server.kill()

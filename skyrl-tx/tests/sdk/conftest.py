@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from sdk.environments import ENVIRONMENTS
 from sdk.models import reference, save
-from sdk.servers import serving
+from tx_process import process
 from tx_tiny_models import SHAPE
 
 collect_ignore = ["client"]  # what runs in the environments of the SDKs
@@ -31,11 +32,17 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def urls(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A server for each of them."""
     state = tmp_path_factory.mktemp("state")
+    variables = {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(ENVIRONMENTS / "cache")}  # not the tests' own
     with ExitStack() as stack:
-        yield {
-            family: stack.enter_context(serving(folder, state / family, "--max-models=1000", *FLAGS[family]))
+        servers = {
+            family: stack.enter_context(
+                process(state / family, "--base-model", str(folder), "--max-models=1000", *FLAGS[family], **variables)
+            )
             for family, folder in model_folders.items()
         }
+        for server in servers.values():
+            server.wait_for_engine()
+        yield {family: server.url for family, server in servers.items()}
 
 
 @pytest.fixture(scope="session")
