@@ -38,6 +38,7 @@ from tx.tinker.db_models import (
 )
 from tx.tinker.service import Service
 from tx.tinker.store import expiry
+from tx.tinker.supervisor import Supervisor
 from tx.tinker.types import Datum, PassResult, Sample, SampleResult
 from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
@@ -113,10 +114,12 @@ def config_for(folder: Path, **settings: Any) -> TxConfig:
 
 
 @contextmanager
-def serving(folder: Path, *, engine: bool = True, **settings: Any) -> Iterator[Running]:
+def serving(
+    folder: Path, *, engine: bool = True, supervisor: Supervisor | None = None, **settings: Any
+) -> Iterator[Running]:
     """A server with its state in a folder."""
     config = config_for(folder, **settings)
-    service = Service(config)
+    service = Service(config, supervisor)
     server = uvicorn.Server(uvicorn.Config(create_app(config, service), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

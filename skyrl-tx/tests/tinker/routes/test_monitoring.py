@@ -57,7 +57,7 @@ def words_of(url: str, **headers: str) -> str:
 
 def create_model(server: Running, **headers: str) -> str:
     with server.client(**headers) as http:
-        session_id = http.post("create_session", json={"tags": [], "display_name": "my run"}).json()["session_id"]
+        session_id = http.post("create_session", json={"tags": [], "display_name": "<my run>"}).json()["session_id"]
         asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
         promise = http.post("create_model", json=asked).json()
         while "model_id" not in http.post("retrieve_future", json=promise).json():
@@ -75,7 +75,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
 
 def test_a_page_of_something(server: Running) -> None:
     model = create_model(server)
-    server.fails_with = ("out of memory", "server")
+    server.fails_with = ("<b>out of memory</b>", "server")
     with server.client() as http:
         promise = http.post("optim_step", json={"model_id": model, "adam_params": {}}).json()
         while "error" not in http.post("retrieve_future", json=promise).json():
@@ -86,9 +86,9 @@ def test_a_page_of_something(server: Running) -> None:
     assert f"skyrl-tx {version('skyrl-tx')}, server up for" in words
     assert "1 / 64 models under training 1 sessions 0 requests waiting" in words
     assert f"{model} ready 4" in words
-    assert "my run" in words
+    assert "<my run>" in words
     assert re.search(r"create_model 0 1 \d\.\d\d s", words)
-    assert re.search(rf"optim_step {model} server out of memory", words)
+    assert re.search(rf"optim_step {model} server <b>out of memory</b>", words)
     assert "tokens trained 1,234,567" in words
 
 
@@ -112,12 +112,16 @@ def test_an_engine_that_is_silent_is_not_up(server: Running) -> None:
 
 def test_what_prometheus_reads(server: Running) -> None:
     create_model(server)
+    with server.client() as http:
+        http.get("training_runs/nobody:train:0")
     reply = httpx.get(f"{server.url}/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=")
     families = {one.name: one for one in text_string_to_metric_families(reply.text)}
     assert {"tx_http_requests", "tx_requests_finished", "tx_models", "tx_engine_up", "tx_build_info"} <= set(families)
     assert all(one.documentation and one.name.startswith("tx_") for one in families.values())
     assert [one.value for one in families["tx_models"].samples] == [1]
+    assert re.search(r'endpoint="[^"]*/training_runs/\{run_id\}",method="GET",status="404"', reply.text)
+    assert "nobody" not in reply.text
 
 
 @pytest.mark.parametrize(
