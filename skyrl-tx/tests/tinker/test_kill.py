@@ -1,37 +1,114 @@
-"""A client's loop while the engine, or the server, is killed and started again: it ends as if nothing had been."""
+"""The engine, or the server, is killed while it does what a client asked, and started again: it ends as if nothing had
+been.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
-import psutil
 import pytest
+import tinker
+from sqlmodel import select
 from tinker import types
 from tx_engine import VOCABULARY
 from tx_process import SECONDS, ServerProcess, process
-from tx_server import BASE_MODEL
+from tx_server import BASE_MODEL, config_for
 
+from tx.tinker.database import open_database, reading
+from tx.tinker.db_models import Kind, Request, RequestStatus
+
+T = TypeVar("T")
+Found = tuple[list[float], list[list[int]]]
 N_STEPS = 6
+MOST_TRIES = 20
 STEP = types.AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
+PROMPT = types.ModelInput.from_ints([1, 2, 3])
+
+on_jax = pytest.mark.parametrize("server", ["jax"], indirect=True)
+on_both = pytest.mark.parametrize("server", ["jax", "torch"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[ServerProcess]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[ServerProcess]:
     state = tmp_path_factory.mktemp("kill") / "state"
-    named = ("--base-model", str(tiny_model), "--served-model-name", BASE_MODEL)
+    named = ("--base-model", str(tiny_model), "--served-model-name", BASE_MODEL, f"--backend={request.param}")
     with process(state, *named, '--backend-config={"cache_gib": 0.001}', "--hold-sec=2") as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: ServerProcess) -> tuple[list[float], list[list[int]]]:
+def undisturbed(server: ServerProcess) -> Found:
     """What comes of the loop when nobody is killed."""
-    return loop(server, lambda step: None)
+    return loop(server, lambda ask: ask())
+
+
+@pytest.fixture
+def training(server: ServerProcess) -> Iterator[tinker.TrainingClient]:
+    client = server.sdk()
+    yield client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result(timeout=SECONDS)
+    client.close(status="success").result()
+
+
+class Killer:
+    """Kills, once, when a request of a kind has begun and is not done yet."""
+
+    def __init__(self, server: ServerProcess, kind: Kind, kill: Callable[[ServerProcess], None]) -> None:
+        self._server = server
+        self._kind = kind
+        self._kill = kill
+        self.has_killed = False
+
+    def __call__(self, ask: Callable[[], T]) -> T:
+        """What comes of it; if the engine was too fast, it was not killed."""
+        if self.has_killed:
+            return ask()
+        database = open_database(config_for(self._server.folder).database_url)
+        begun = (Request.kind == self._kind, Request.status == RequestStatus.PENDING, Request.n_tries > 0)
+
+        def is_at_work() -> bool:
+            with reading(database) as db:
+                return db.exec(select(Request.request_id).where(*begun)).first() is not None
+
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask)
+            while not asked.done() and not self.has_killed:
+                self.has_killed = is_at_work() and strike(self._server, is_at_work, self._kill)
+            database.dispose()
+            return asked.result(SECONDS)
+
+
+def strike(server: ServerProcess, is_the_moment: Callable[[], bool], kill: Callable[[ServerProcess], None]) -> bool:
+    """Stop the engine, and kill unless the moment has passed."""
+    engine = server.engine
+    engine.suspend()
+    if is_the_moment():
+        kill(server)
+        return True
+    engine.resume()
+    return False
+
+
+def kill_engine(server: ServerProcess) -> None:
+    engine = server.engine
+    engine.kill()
+    engine.wait(SECONDS)
+
+
+def kill_server(server: ServerProcess) -> None:
+    """And start it again; its engine ends by itself."""
+    engine = server.engine
+    server.child.kill()
+    server.child.wait()
+    engine.resume()
+    engine.wait(SECONDS)
+    server.start()
 
 
 def data(seed: int) -> list[types.Datum]:
@@ -48,59 +125,100 @@ def data(seed: int) -> list[types.Datum]:
     ]
 
 
-def loop(server: ServerProcess, disturb: Callable[[int], None]) -> tuple[list[float], list[list[int]]]:
-    """Losses of each step, and samples in the end. What is asked for is not waited for before `disturb`."""
+def step(training: tinker.TrainingClient, number: int) -> list[float]:
+    """Two passes and a step, all sent before any is waited for; the losses."""
+    passes = [training.forward_backward(data(2 * number + i), "cross_entropy") for i in range(2)]
+    stepped = training.optim_step(STEP)
+    losses = [one.result(timeout=SECONDS).metrics["loss:sum"] for one in passes]
+    stepped.result(timeout=SECONDS)
+    return losses
+
+
+def loss(training: tinker.TrainingClient) -> float:
+    return training.forward(data(0), "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
+
+
+def drawn(sampler: tinker.SamplingClient, n_samples: int, max_tokens: int) -> list[list[int]]:
+    params = types.SamplingParams(max_tokens=max_tokens, seed=5, stop=[])
+    found = sampler.sample(PROMPT, n_samples, params).result(timeout=SECONDS)
+    return [list(one.tokens) for one in found.sequences]
+
+
+def loop(server: ServerProcess, disturbed: Callable[[Callable[[], list[float]]], list[float]]) -> Found:
+    """Losses of each step, and samples in the end."""
     client = server.sdk()
-    training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result()
+    training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result(timeout=SECONDS)
     losses = []
-    for step in range(N_STEPS):
-        passes = [training.forward_backward(data(2 * step + i), "cross_entropy") for i in range(2)]
-        stepped = training.optim_step(STEP)
-        disturb(step)
-        losses += [one.result(timeout=SECONDS).metrics["loss:sum"] for one in passes]
-        stepped.result(timeout=SECONDS)
+    for number in range(N_STEPS):
+        losses += disturbed(lambda number=number: step(training, number))  # type: ignore[misc]
     sampler = training.save_weights_and_get_sampling_client().result(timeout=SECONDS)
-    params = types.SamplingParams(max_tokens=8, seed=5)
-    found = sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 2, params).result(timeout=SECONDS)
-    client.close(status="success")
-    return losses, [list(one.tokens) for one in found.sequences]
+    samples = drawn(sampler, 2, 8)
+    client.close(status="success").result()
+    return losses, samples
 
 
-def test_the_engine_is_killed(server: ServerProcess, undisturbed: tuple[list[float], list[list[int]]]) -> None:
-    killed = []
-
-    def disturb(step: int) -> None:
-        if step == 3:
-            killed.append(server.engine.pid)
-            os.kill(killed[0], signal.SIGKILL)
-
-    assert loop(server, disturb) == undisturbed
-    assert server.engine.pid not in killed
+@on_both
+def test_the_engine_is_killed_while_it_trains(server: ServerProcess, undisturbed: Found) -> None:
+    before = server.engine.pid
+    killer = Killer(server, Kind.FORWARD_BACKWARD, kill_engine)
+    assert loop(server, killer) == undisturbed
+    assert killer.has_killed
+    assert server.engine.pid != before
     assert "the engine has died: signal 9" in server.log
 
 
-def test_the_server_is_killed(server: ServerProcess, undisturbed: tuple[list[float], list[list[int]]]) -> None:
-    engines: list[psutil.Process] = []
-    start = threading.Timer(0.5, server.start)
-
-    def disturb(step: int) -> None:
-        if step == 3:
-            engines.append(server.engine)
-            server.kill()
-            start.start()
-
-    assert loop(server, disturb) == undisturbed
-    start.join()
-    assert not engines[0].is_running()
+@on_jax
+def test_the_server_is_killed_while_its_engine_trains(server: ServerProcess, undisturbed: Found) -> None:
+    before = server.engine
+    killer = Killer(server, Kind.OPTIM_STEP, kill_server)
+    assert loop(server, killer) == undisturbed
+    assert killer.has_killed
+    assert not before.is_running()
 
 
-def test_a_step_is_done_once(server: ServerProcess) -> None:
+@on_jax
+def test_the_engine_is_killed_while_it_samples(server: ServerProcess, training: tinker.TrainingClient) -> None:
+    step(training, 0)
+    sampler = training.save_weights_and_get_sampling_client().result(timeout=SECONDS)
+    expected = drawn(sampler, 32, 100)
+    killer = Killer(server, Kind.SAMPLE, kill_engine)
+    assert killer(lambda: drawn(sampler, 32, 100)) == expected
+    assert killer.has_killed
+
+
+@on_jax
+def test_the_engine_is_killed_while_it_saves(server: ServerProcess, training: tinker.TrainingClient) -> None:
+    step(training, 0)
+    killer = Killer(server, Kind.SAVE_WEIGHTS, kill_engine)
+    paths = []
+    while not killer.has_killed:
+        assert len(paths) < MOST_TRIES
+        name = str(len(paths))
+        paths.append(killer(lambda name=name: training.save_state(name).result(timeout=SECONDS).path))  # type: ignore[misc]
     client = server.sdk()
-    training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result()
-    training.forward_backward(data(0), "cross_entropy").result(timeout=SECONDS)
-    training.optim_step(STEP).result(timeout=SECONDS)
-    before = training.forward(data(0), "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
-    os.kill(server.engine.pid, signal.SIGKILL)
-    after = [training.forward(data(0), "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"] for _ in range(2)]
-    assert after == [before, before]
-    client.close(status="success")
+    saved = client.create_training_client_from_state_with_optimizer(paths[-1]).result(timeout=SECONDS)
+    assert [step(saved, 1), loss(saved)] == [step(training, 1), loss(training)]
+    client.close(status="success").result()
+
+
+@on_jax
+def test_the_engine_is_killed_while_it_writes_a_restore_point(
+    server: ServerProcess, training: tinker.TrainingClient
+) -> None:
+    folder = server.folder / "restore" / training.model_id.replace(":", "_")
+
+    def is_written() -> bool:
+        return any(folder.glob(".unfinished-*"))
+
+    deadline = time.monotonic() + SECONDS
+    has_killed = False
+    for number in range(MOST_TRIES):
+        step(training, number)
+        before, points = loss(training), {one.name for one in folder.glob("[0-9]*")}
+        while not has_killed and points == {one.name for one in folder.glob("[0-9]*")}:
+            assert time.monotonic() < deadline
+            has_killed = is_written() and strike(server, is_written, kill_engine)
+        if has_killed:
+            break
+    assert has_killed
+    assert [loss(training) for _ in range(2)] == [before, before]
