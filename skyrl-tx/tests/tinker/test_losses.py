@@ -102,3 +102,57 @@ def test_what_counts_nothing_may_be_anything(name: str) -> None:
 def test_weights_may_be_negative() -> None:
     losses = token_losses("cross_entropy", XP, jnp.array([-2.0, -3.0]), {"weights": np.array([-1.5, 1e6])}, {})
     np.testing.assert_allclose(losses, [-3.0, 3e6])
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize(
+    ("name", "logprobs", "advantages", "expected", "gradient"),
+    [  # lp is -1 and -2 everywhere, and the mask of gspo 1; by hand
+        *((name, [-1e4, -2.0], [0.0, 3.0], [0.0, -3.0], [0.0, -3.0]) for name in ("importance_sampling", "ppo")),
+        ("cispo", [-1e4, -2.0], [0.0, 3.0], [0.0, 6.0], [0.0, -3.0]),
+        ("dro", [-1.5, -2.4], [0.0, 3.0], [0.025 * 0.25, 6.0 + 0.025 * 0.16], [0.025, -3.0 + 0.05 * 0.4]),
+        ("dro", [0.0, -2.4], [0.0, 3.0], [0.0, 6.0 + 0.025 * 0.16], [0.0, -3.0 + 0.05 * 0.4]),
+        ("gspo", [0.0, -1.7], [0.0, 2.0], [0.0, -2 * np.exp(-0.65)], [0.0, -2 * np.exp(-0.65)]),
+        ("gspo", [-1e4, -2.0], [0.0, 2.0], [0.0, -2.4], [0.0, 0.0]),
+    ],
+)
+def test_without_advantage(
+    name: str,
+    framework: str,
+    logprobs: list[float],
+    advantages: list[float],
+    expected: list[float],
+    gradient: list[float],
+) -> None:
+    """A token does not count, but for its distance in dro, where it was sampled, and for the mean in gspo."""
+    found = values_and_gradients(framework, name, [-1.0, -2.0], logprobs, advantages)
+    np.testing.assert_allclose(found, [expected, gradient], rtol=1e-5)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+def test_a_ratio_beyond_all_bounds_is_clipped(name: str, framework: str) -> None:
+    """Neither one that is infinite, nor one that is 0, makes a gradient anything but finite."""
+    high, low = (4.0, 0.0) if name == "cispo" else (1.2, 0.8)
+    for gap, bound, advantage in ((1e4, high, 2.0), (-1e4, low, -2.0)):
+        value, gradient = values_and_gradients(framework, name, [-1.0], [-1.0 - gap], [advantage])
+        np.testing.assert_allclose(value, -bound * advantage * (-1.0 if name == "cispo" else 1.0), rtol=1e-6)
+        np.testing.assert_allclose(gradient, -bound * advantage if name == "cispo" else 0.0, rtol=1e-6)
+
+
+def values_and_gradients(
+    framework: str, name: str, lp: list[float], logprobs: list[float], advantages: list[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each token, in float32."""
+    ones = [1.0] * len(lp)
+    given = {"logprobs": logprobs, "advantages": advantages, "weights": ones, "sequence_ratio_mask": ones}
+    arrays = {key: np.array(value, np.float32) for key, value in given.items()}
+    settings, now = LOSSES[name].settings, np.array(lp, np.float32)
+    if framework == "jax":
+        found, pull = jax.vjp(lambda lp: token_losses(name, XP, lp, arrays, settings), jnp.asarray(now))
+        return np.asarray(found), np.asarray(pull(jnp.ones_like(found))[0])
+    tensors = {key: torch.from_numpy(value) for key, value in arrays.items()}
+    leaf = torch.from_numpy(now).requires_grad_()
+    losses = token_losses(name, TORCH, leaf, tensors, settings)
+    losses.sum().backward()
+    return losses.detach().numpy(), leaf.grad.numpy()

@@ -30,9 +30,7 @@ NAMES = tuple(LOSSES)
 INPUTS = sorted({name for loss in LOSSES.values() for name in (*loss.needs, *loss.optional)})
 SETTINGS = sorted({name for loss in LOSSES.values() for name in loss.settings})
 
-XP = SimpleNamespace(
-    exp=jnp.exp, minimum=jnp.minimum, clip=jnp.clip, where=jnp.where, sum=jnp.sum, stop_gradient=jax.lax.stop_gradient
-)
+XP = SimpleNamespace(exp=jnp.exp, clip=jnp.clip, where=jnp.where, sum=jnp.sum, stop_gradient=jax.lax.stop_gradient)
 
 
 class Lora(NamedTuple):

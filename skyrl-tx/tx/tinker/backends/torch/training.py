@@ -23,7 +23,6 @@ from tx.tinker.types import Datum, Pass
 
 XP = SimpleNamespace(
     exp=torch.exp,
-    minimum=torch.minimum,
     clip=torch.clamp,
     where=torch.where,
     sum=torch.sum,
