@@ -54,7 +54,6 @@ VOCABULARY = 100
 CONTEXT = 64
 STATE = {
     "base_model": BASE_MODEL,
-    "tokenizer_id": "org/tokenizer",
     "vocab_size": VOCABULARY,
     "max_context": CONTEXT,
     "eos_ids": [2],

@@ -104,12 +104,20 @@ def test_files(tmp_path: Path) -> None:
     assert [read_rows(tmp_path / name) for name in ("a.jsonl", "a.json", "a.parquet")] == [rows] * 3
 
 
+def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b\u0085c"}\r\n{"text": "d"}\n', encoding="utf-8", newline="")
+    assert read_rows(tmp_path / "a.jsonl") == [{"text": "a\u2028b\u0085c"}, {"text": "d"}]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"line 2: Expecting value"),
         ("a.jsonl", "\n", "has no rows"),
         ("a.json", '{"text": "a"}', r"is no list of rows"),
+        ("a.json", '[{"text": "a"},', r"a.json is no .json: Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n"words"', "row 2 is 'words'; a row has 'messages'"),
+        ("a.parquet", "words", r"a.parquet is no .parquet: "),
     ],
 )
 def test_files_that_are_wrong(tmp_path: Path, name: str, text: str, message: str) -> None:

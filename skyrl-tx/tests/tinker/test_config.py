@@ -52,7 +52,12 @@ def test_secrets_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
 
 def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
     config = parse(
-        *("--backend-config", '{"a": [1, "x y"]}', "--checkpoints-base", str(tmp_path / "with space")),
+        *(
+            "--backend-config",
+            '{"compile_cache": "/x y", "sample_lanes": 4}',
+            "--checkpoints-base",
+            str(tmp_path / "with space"),
+        ),
         *("--session-timeout-sec", "-1", "--external-inference-url", "http://x", "--compress-passes"),
     )
     again = parse_config(arguments_of(config), program="engine", environment=environment_of(config))
@@ -67,7 +72,9 @@ def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
         (["--port", "x"], "--port='x'"),
         (["--hold-sec", "60"], "--hold-sec='60'"),
         (["--backend-config", "{"], "Expecting property name"),
+        (["--backend-config", '{"dtyp": 1}'], "dtyp=1: Extra inputs are not permitted; jax knows dtype, gradient_"),
         (["--backend", "tpu"], "--backend='tpu'"),
+        (["--api-keys-file", "/dev/null"], "/dev/null has no key"),
         (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),
         (["--unknown", "1"], "--unknown"),
         (["--api-keys", "tml-x"], "--api-keys"),
@@ -80,13 +87,19 @@ def test_mistakes_end_with_words(arguments: list[str], words: str, capsys: pytes
     assert words in capsys.readouterr().err
 
 
+def test_keys_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(TX_API_KEYS=" ,")
+    assert "TX_API_KEYS has no key, and without any, everybody may use the server" in capsys.readouterr().err
+
+
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("--backend", "torch").backend == "torch"
     monkeypatch.setitem(sys.modules, "skyrl_train", None)
     with pytest.raises(SystemExit):
         parse("--backend", "torch")
     told = capsys.readouterr().err
-    assert "--backend='torch': Value error, skyrl_train is not installed; pip install 'skyrl-tx[torch]'" in told
+    assert "skyrl_train is not installed; pip install ./skyrl-gym ./skyrl-train './skyrl-tx[torch]'" in told
     assert parse().backend == "jax"
 
 

@@ -19,13 +19,19 @@ def read_rows(file: Path) -> list[Mapping[str, Any]]:
     """The rows of a `.jsonl`, `.json` or `.parquet` file.
 
     Raises:
-        UserError: it is not there, holds none, or a line is no JSON object; the message says where.
+        UserError: it is not there, is of another kind, holds no row, or one is no object; the message says where.
     """
     if not file.is_file():
         raise UserError(f"--dataset {file}: there is no such file")
-    rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+    try:
+        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+    except ValueError as error:
+        raise UserError(f"--dataset {file} is no {file.suffix or '.jsonl'}: {error}") from error
     if not rows:
         raise UserError(f"--dataset {file} has no rows")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise UserError(f"--dataset {file}, row {number} is {str(row)[:100]!r}; a row has {KINDS}")
     return rows
 
 
@@ -44,13 +50,13 @@ def _json_rows(file: Path) -> list[Mapping[str, Any]]:
             raise UserError(f"--dataset {file} is no list of rows; have a row on each line, and name it .jsonl")
         return told
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # texts in it may hold other ends of lines
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise UserError(f"--dataset {file}, line {number}: {error}") from error
+            raise ValueError(f"line {number}: {error}") from error
     return rows
 
 

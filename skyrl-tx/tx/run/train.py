@@ -16,15 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Self
 
 import numpy as np
 from annotated_types import Ge, Gt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tx.flags import JsonObject, add_flag, problems_of
 from tx.models.config import LoraConfig
 from tx.run.examples import Examples, read_rows
-from tx.tinker.backends.factory import BackendName, new_backend
+from tx.tinker.backends.factory import BackendName, new_backend, settings_of
 from tx.tinker.checkpoint_files import delete_folder, write_folder
 from tx.tinker.types import AdamParams, Datum, Pass, PassResult, UserError
 
@@ -34,13 +35,6 @@ MODEL_ID = "model"
 SETTINGS, METRICS, CHECKPOINTS, ADAPTER = "settings.json", "metrics.jsonl", "checkpoints", "adapter"
 MAY_CHANGE = frozenset({"max_steps", "save_steps", "output_dir"})
 """Settings that a run may go on with otherwise."""
-
-
-def _parsed_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
-
-
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed_json)]
 
 
 class TrainConfig(BaseModel):
@@ -93,6 +87,11 @@ class TrainConfig(BaseModel):
     backend_config: JsonObject = Field(default_factory=dict)
     """The backend's own settings, as JSON."""
 
+    @model_validator(mode="after")
+    def _fits_backend(self) -> Self:
+        settings_of(self.backend, self.backend_config)
+        return self
+
 
 def main(arguments: Sequence[str]) -> None:
     """Train to the end, or until told to end."""
@@ -107,29 +106,17 @@ def main(arguments: Sequence[str]) -> None:
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """The settings of a command line; ends the process with a message if they are wrong."""
     parser = argparse.ArgumentParser(prog="tx train", allow_abbrev=False, description="Fine-tune an adapter on a file.")
-    for name, field in TrainConfig.model_fields.items():
-        default = "" if field.is_required() else f" (default: {field.get_default(call_default_factory=True)})"
-        flags = [_flag(name), *(["--model"] if name == "base_model" else [])]
-        parser.add_argument(
-            *flags,
-            dest=name,
-            required=field.is_required(),
-            default=argparse.SUPPRESS,
-            help=f"{field.description}{default}".replace("%", "%%"),
-        )
+    for name in TrainConfig.model_fields:
+        add_flag(parser, TrainConfig, name, *(["--model"] if name == "base_model" else []))
     told = vars(parser.parse_args(arguments))
     try:
         config = TrainConfig(**told)
         AdamParams(learning_rate=config.learning_rate, **config.optimizer_args)
     except ValidationError as error:
-        parser.error("; ".join(f"{_flag(str(one['loc'][0]))}={one['input']!r}: {one['msg']}" for one in error.errors()))
+        parser.error(problems_of(error))
     except (TypeError, json.JSONDecodeError) as error:
         parser.error(f"--optimizer-args: {error}; it may have weight_decay, grad_clip_norm, beta1, beta2 and eps")
     return config
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 class Run:
@@ -141,7 +128,10 @@ class Run:
         self._checkpoints = config.output_dir / CHECKPOINTS
         rows = read_rows(config.dataset)
         self._check_settings()
-        self._backend = new_backend(config.backend, config.base_model, config.backend_config)
+        try:
+            self._backend = new_backend(config.backend, config.base_model, config.backend_config)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--base-model {config.base_model} cannot be loaded: {error}") from error
         longest = min(config.max_length, self._backend.base_model.max_context - 1)
         examples = Examples(self._backend.base_model.folder, longest)
         self._data = [examples.of_row(number, row) for number, row in enumerate(rows, start=1)]

@@ -15,6 +15,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from tx.tinker.auth import KeyFirst
 from tx.tinker.cleaner import Cleaner
 from tx.tinker.config import TxConfig, parse_config
 from tx.tinker.http_body import BodyLimit
@@ -38,13 +39,14 @@ def create_app(config: TxConfig, service: Service | None = None) -> FastAPI:
         async with served.running(), Cleaner(served).running():
             yield
 
-    app = FastAPI(title="skyrl-tx", lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(title="skyrl-tx", lifespan=lifespan, redirect_slashes=False, root_path=config.root_path)
     app.state.service = served
     for module in (sessions, training, sampling, futures, runs, downloads):
         app.include_router(module.router, prefix=PREFIX)
     app.include_router(monitoring.router)
     add_error_replies(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body_bytes)
+    app.add_middleware(KeyFirst, config=config)
     app.add_middleware(RequestLog, metrics=served.metrics)
     return app
 

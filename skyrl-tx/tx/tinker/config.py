@@ -9,9 +9,8 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import (
@@ -21,12 +20,13 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
+from tx.flags import JsonObject, add_flag, flag, problems_of
+from tx.tinker.backends.factory import BackendName, settings_of
+
 DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
-TORCH_PACKAGES = ("skyrl_train", "torch", "transformers")  # of the extra
 SECRET_FIELDS = frozenset({"database_url", "api_keys", "external_inference_api_key"})
 
 
@@ -41,13 +41,12 @@ def _whole_path(value: object) -> object:
     return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
 
 
-def _parsed_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
-
-
 Text = Annotated[str, MinLen(1)]
 Folder = Annotated[Path, BeforeValidator(_whole_path)]
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed_json)]
+
+
+class NoKeysError(Exception):
+    """Keys are asked for, and there are none."""
 
 
 class TxConfig(BaseModel):
@@ -61,8 +60,8 @@ class TxConfig(BaseModel):
     served_model_name: Text | None = None
     """What clients call the base model; without it, what `base_model` says. They may say `base_model`, too."""
 
-    backend: Literal["jax", "torch"] = "jax"
-    """What computes; torch takes any Hugging Face model, and needs the extra skyrl-tx[torch]."""
+    backend: BackendName = "jax"
+    """What computes; torch takes more models of Hugging Face, and needs the extra skyrl-tx[torch]."""
 
     backend_config: JsonObject = Field(default_factory=dict)
     """The backend's own settings, as JSON, e.g. '{"dtype": "bfloat16"}'."""
@@ -77,6 +76,9 @@ class TxConfig(BaseModel):
     max_lora_rank: Annotated[int, Ge(1)] = 256
     """The largest rank of an adapter."""
 
+    train_all: bool = True
+    """Whether rank 0 is served, which trains all parameters: such a model takes four times the base model's memory."""
+
     max_models: Annotated[int, Ge(1)] = 64
     """Models under training at once; more are refused until one is unloaded or its session ends."""
 
@@ -85,6 +87,9 @@ class TxConfig(BaseModel):
 
     port: Annotated[int, Ge(0), Le(65535)] = 8000
     """The port to listen at; 0 takes a free one."""
+
+    root_path: str = ""
+    """What a proxy before the server takes off the path, e.g. /tinker: download addresses have it."""
 
     start_engine: bool = True
     """Whether the server starts an engine and looks after it; without, start `python -m tx.tinker.engine` yourself."""
@@ -131,13 +136,10 @@ class TxConfig(BaseModel):
     external_inference_lora_base: Folder | None = None
     """The folder where that server finds adapters."""
 
-    @field_validator("backend")
-    @classmethod
-    def _is_installed(cls, backend: str) -> str:
-        missing = [name for name in TORCH_PACKAGES if backend == "torch" and find_spec(name) is None]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} is not installed; pip install 'skyrl-tx[torch]'")
-        return backend
+    @model_validator(mode="after")
+    def _fits_backend(self) -> Self:
+        settings_of(self.backend, self.backend_config)
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -152,6 +154,13 @@ class TxConfig(BaseModel):
         """What clients call the base model."""
         return self.served_model_name or self.base_model
 
+    @property
+    def tokenizer(self) -> str | None:
+        """Where clients find it: the repository, or the folder, which is of use on this machine only."""
+        folder = Path(self.base_model).expanduser()
+        where = str(folder.absolute()) if folder.is_dir() else self.base_model
+        return None if ":" in where else where  # clients cut it there
+
 
 def parse_config(
     arguments: Sequence[str] | None = None, *, program: str, environment: Mapping[str, str] | None = None
@@ -163,46 +172,34 @@ def parse_config(
 
 def config_of(parser: argparse.ArgumentParser, parsed: argparse.Namespace, environment: Mapping[str, str]) -> TxConfig:
     """The settings of a command line that `argument_parser` has parsed, and that may have more."""
-    told = {name: getattr(parsed, name) for name in TxConfig.model_fields if getattr(parsed, name, None) is not None}
+    told = {name: getattr(parsed, name) for name in TxConfig.model_fields if hasattr(parsed, name)}
     try:
         return TxConfig(**_secrets(told, environment), **told)
     except ValidationError as error:
-        problems = "; ".join(f"{_flag(str(one['loc'][0]))}={one['input']!r}: {one['msg']}" for one in error.errors())
-        parser.error(problems)
-    except (OSError, json.JSONDecodeError) as error:
+        parser.error(problems_of(error))
+    except (OSError, json.JSONDecodeError, NoKeysError) as error:
         parser.error(str(error))
 
 
 def argument_parser(program: str) -> argparse.ArgumentParser:
     """A flag for each field that is not secret, and `--no-…` for what is switched on."""
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
-    for name, field in TxConfig.model_fields.items():
-        if name in SECRET_FIELDS - {"database_url"}:
-            continue
-        about = f"{field.description} (default: {_default(name)})".replace("%", "%%")
-        if field.annotation is bool:
-            flags = ("--engine", "--start-engine") if name == "start_engine" else (_flag(name),)
-            parser.add_argument(*flags, dest=name, action=argparse.BooleanOptionalAction, help=about, default=None)
-        else:
-            required = field.is_required()
-            parser.add_argument(_flag(name), dest=name, required=required, help=about, default=argparse.SUPPRESS)
+    for name in TxConfig.model_fields:
+        if name not in SECRET_FIELDS - {"database_url"}:
+            add_flag(parser, TxConfig, name, *(["--engine"] if name == "start_engine" else []))
     return parser
-
-
-def _default(name: str) -> object:
-    field = TxConfig.model_fields[name]
-    return "none" if field.is_required() else field.get_default(call_default_factory=True)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _secrets(told: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """The fields that the environment and the file of keys tell."""
     lines = Path(told["api_keys_file"]).expanduser().read_text("utf-8").splitlines() if "api_keys_file" in told else []
-    keys = [key.strip() for key in (*lines, *environment.get(API_KEYS, "").split(","))]
-    secrets: dict[str, Any] = {"api_keys": tuple(SecretStr(key) for key in keys if key)}
+    keys = [key.strip() for key in (*lines, *environment.get(API_KEYS, "").split(",")) if key.strip()]
+    if not keys and ("api_keys_file" in told or API_KEYS in environment):
+        where = told.get("api_keys_file", API_KEYS)
+        raise NoKeysError(
+            f"{where} has no key, and without any, everybody may use the server; give one, or leave it out"
+        )
+    secrets: dict[str, Any] = {"api_keys": tuple(SecretStr(key) for key in keys)}
     if environment.get(EXTERNAL_KEY):
         secrets["external_inference_api_key"] = SecretStr(environment[EXTERNAL_KEY])
     if environment.get(DATABASE_URL) and "database_url" not in told:
@@ -218,8 +215,8 @@ def arguments_of(config: TxConfig) -> list[str]:
 
 def _argument(name: str, value: object) -> str:
     if isinstance(value, bool):
-        return _flag(name if value else f"no_{name}")
-    return f"{_flag(name)}={json.dumps(value) if isinstance(value, dict) else value}"
+        return flag(name if value else f"no_{name}")
+    return f"{flag(name)}={json.dumps(value) if isinstance(value, dict) else value}"
 
 
 def environment_of(config: TxConfig) -> dict[str, str]:

@@ -182,7 +182,6 @@ class EngineState(SQLModel, table=True):
 
     id: int = Field(default=1, primary_key=True)
     base_model: str
-    tokenizer_id: str | None = None  # where clients find the tokenizer
     vocab_size: int
     max_context: int
     eos_ids: list[int] = Field(sa_column=Column(JSON, nullable=False))

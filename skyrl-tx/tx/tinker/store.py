@@ -191,6 +191,12 @@ def n_models(db: Session) -> int:
     return db.exec(select(func.count()).select_from(Model).where(col(Model.status).in_(LIVING))).one()
 
 
+def unload_request(db: Session, model_id: str) -> int | None:
+    """The number of the request to forget a model, if it was asked already."""
+    of_model = (col(Request.model_id) == model_id, col(Request.kind) == Kind.UNLOAD_MODEL)
+    return db.exec(select(Request.request_id).where(*of_model)).first()
+
+
 def queue_unload(db: Session, model: Model, owner: str) -> None:
     """Have the engine forget a model after what was asked of it before; once is enough."""
     if model.status not in LIVING:

@@ -184,9 +184,16 @@ def _training_checkpoint(to: Submission, path: str) -> Checkpoint:
 
 
 def _check_loaded(to: Submission, asked: wire.LoadWeightsRequest, checkpoint: Checkpoint) -> None:
+    check_no_token(asked.weights_access_token)
     _check_optimizer(asked.optimizer_config)
     if checkpoint.base_model != to.config.model_name:
         refuse(f"{asked.path} is of {checkpoint.base_model}, and this server has {to.config.model_name}")
+
+
+def check_no_token(weights_access_token: str | None) -> None:
+    """Refuse what would give access to others' checkpoints."""
+    if weights_access_token is not None:
+        refuse("weights_access_token is not supported by this server; publish the checkpoint, and leave it out")
 
 
 def forward_backward(to: Submission, asked: Pass, seq_id: int | None, payload: bytes) -> int:
@@ -232,6 +239,8 @@ def save_weights_for_sampler(to: Submission, asked: wire.SaveWeightsForSamplerRe
         return _save(to, kind, CheckpointKind.SAMPLER, whole, whole.path)
     if asked.path is not None:
         refuse("save_weights_for_sampler takes either path or sampling_session_seq_id, and not both")
+    if asked.ttl_seconds is not None or asked.user_metadata:
+        refuse("ttl_seconds and user_metadata are for a sampler with a name; give it one, or leave them out")
     model = store.find_model(to.db, asked.model_id, to.owner)
     snapshot = store.sampling_session_id_of(model.session_id, asked.sampling_session_seq_id)
     whole = asked.model_copy(update={"sampling_session_id": snapshot})
@@ -272,8 +281,10 @@ def _save(
 
 
 def unload_model(to: Submission, asked: wire.ModelRequest) -> int:
-    """Forget a model."""
+    """Forget a model. Again is the same request."""
     model = store.find_model(to.db, asked.model_id, to.owner)
+    if (earlier := store.unload_request(to.db, model.model_id)) is not None:
+        return earlier
 
     def check() -> None:
         store.active_model(to.db, asked.model_id, to.owner)

@@ -34,6 +34,8 @@ def check_lora(rank: int, *, trains_any: bool, config: TxConfig, state: EngineSt
         raise UserError(f"lora_config.rank={rank} is more than the server's limit of {config.max_lora_rank}")
     if rank == 0 and state is not None and not state.can_train_all:
         raise UserError("lora_config.rank=0 trains all weights, which this backend cannot; use 1 or more")
+    if rank == 0 and not config.train_all:
+        raise UserError("lora_config.rank=0 trains all weights, which this server does not serve; use 1 or more")
     if rank > 0 and not trains_any:
         raise UserError("train_attn, train_mlp and train_unembed are all false; nothing would be trained")
 

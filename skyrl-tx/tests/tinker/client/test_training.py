@@ -22,7 +22,7 @@ from tx.tinker.wire.requests import CreateModelRequest, OptimStepRequest
 def test_training_and_sampling(server: Running, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
     assert re.fullmatch(r"[0-9a-f-]{36}:train:0", training.model_id)
     info = training.get_info()
-    assert (info.model_data.model_name, info.model_data.tokenizer_id) == (BASE_MODEL, "org/tokenizer")
+    assert (info.model_data.model_name, info.model_data.tokenizer_id) == (BASE_MODEL, BASE_MODEL)
     assert (info.is_lora, info.lora_rank) == (True, 4)
     output = training.forward_backward([weighted(), weighted()], "cross_entropy").result()
     assert output.metrics == {"loss:sum": 12.0}

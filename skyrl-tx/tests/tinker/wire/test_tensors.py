@@ -5,7 +5,7 @@ import pytest
 
 from tx.tinker.types import UserError
 from tx.tinker.wire import tinker_pb2 as pb
-from tx.tinker.wire.tensors import chunk_tokens, dense_array, tensor_from_json
+from tx.tinker.wire.tensors import check_sparse, chunk_tokens, dense_array, tensor_from_json
 
 
 def packed(*values: int) -> bytes:
@@ -33,7 +33,6 @@ def test_rows_that_list_nothing_are_zeros() -> None:
         (pb.Tensor(dense=packed(1), dtype=pb.DTYPE_INT64, shape=[1, 1, 1]), r"must be \[n\] or \[n, k\]"),
         (pb.Tensor(dense=packed(1), dtype=pb.DTYPE_INT64, shape=[-1]), "must be"),
         (sparse(packed(1), packed(0, 1), packed(0), [1]), "sparse"),
-        (sparse(packed(1), packed(0, 1), packed(0), [1 << 40, 1 << 20]), "more than"),
         (sparse(packed(1), packed(0, 1, 1), packed(0), [1, 4]), "3 crow_indices, and 1 rows need 2"),
         (sparse(packed(1), packed(1, 1), packed(0), [1, 4]), "must go up"),
         (sparse(packed(1), packed(0, 5, 1), packed(0), [2, 4]), "must go up"),
@@ -58,6 +57,14 @@ def test_what_does_not_fit_is_refused_by_name(tensor: pb.Tensor, words: str) -> 
 def test_numbers_that_do_not_fit_in_json(told: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         tensor_from_json(told, "t")
+
+
+@pytest.mark.parametrize("shape", [[1, 1 << 23], [-1, 1 << 23], [1 << 40, 1 << 20]])
+def test_sparse_tensors_are_not_made_dense_if_all_together_are_large(shape: list[int]) -> None:
+    tensor = sparse(packed(1), packed(0, 1), packed(0), shape)
+    with pytest.raises(UserError, match="numbers are more than 16777216; send less at once"):
+        check_sparse([tensor, tensor, sparse(packed(1), packed(0, 1), packed(0), [1, 4])])
+    check_sparse([sparse(packed(1), packed(0, 1), packed(0), [1, 4]), pb.Tensor(dense=packed(1), shape=[1 << 40])])
 
 
 def test_sparse_json() -> None:

@@ -16,7 +16,6 @@ def describe(backend: Backend) -> EngineState:
     base = backend.base_model
     return EngineState(
         base_model=base.name,
-        tokenizer_id=str(base.folder),
         vocab_size=base.vocab_size,
         max_context=base.max_context,
         eos_ids=list(base.eos_ids),

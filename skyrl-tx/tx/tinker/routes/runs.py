@@ -16,6 +16,7 @@ from tx.tinker.replies import reply
 from tx.tinker.routes.older_clients import readable_kinds
 from tx.tinker.routes.paging import Limit, Offset
 from tx.tinker.service import Call, Caller
+from tx.tinker.submission import check_no_token
 from tx.tinker.wire import listings
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire import responses as answers
@@ -147,6 +148,7 @@ async def delete_checkpoint(call: Caller, run_id: str, checkpoint_id: str) -> Re
 @router.post("/copy_weights")
 async def copy_weights(call: Caller, asked: wire.CopyWeightsRequest) -> Response:
     """A checkpoint into a run of its own."""
+    check_no_token(asked.weights_access_token)
     target = target_path(asked, call.http.headers.get("x-idempotency-key"))
     if await call.read(lambda db, owner: check_copy(db, owner, asked, target)):
         await call.service.compute(partial(copy_files, call.service.config, asked.source_path, target))

@@ -154,11 +154,10 @@ async def get_info(call: Caller, asked: wire.ModelRequest) -> Response:
 
     def describe(db: Session, owner: str) -> answers.ModelInfo:
         model = store.find_model(db, asked.model_id, owner)
-        state = store.engine_state(db)
-        tokenizer_id = None if state is None else state.tokenizer_id
+        tokenizer = call.service.config.tokenizer
         return answers.ModelInfo(
             model_id=model.model_id,
-            model_data=answers.ModelData(model_name=model.base_model, tokenizer_id=tokenizer_id),
+            model_data=answers.ModelData(model_name=model.base_model, tokenizer_id=tokenizer),
             model_name=model.base_model,
             is_lora=model.rank > 0,
             lora_rank=model.rank or None,

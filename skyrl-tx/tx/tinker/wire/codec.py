@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from tx.tinker.types import Datum, Pass, PassResult, SampleResult, TopLogprobs, UserError
 from tx.tinker.wire import tinker_pb2 as pb
-from tx.tinker.wire.tensors import INT32_RANGE, chunk_tokens, dense_array, json_array, tensor_from_json
+from tx.tinker.wire.tensors import INT32_RANGE, check_sparse, chunk_tokens, dense_array, json_array, tensor_from_json
 
 __all__ = [
     "forward_backward_bytes",
@@ -76,8 +76,9 @@ def pass_of(message: pb.ForwardBackwardRequest) -> Pass:
     """The pass that a message asks for.
 
     Raises:
-        UserError: a chunk is no text, or a tensor does not fit what it says of itself.
+        UserError: a chunk is no text, or a tensor does not fit what it says of itself, or all are too large.
     """
+    check_sparse(tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
     return Pass(
         model_id=message.model_id,
         data=[_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)],

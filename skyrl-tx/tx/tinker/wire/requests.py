@@ -10,6 +10,9 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from tx.tinker.types import AdamParams
 
 LARGEST_INT32 = (1 << 31) - 1
+LARGEST_BETA = 0.9999999
+"""A larger one is 1 in float32."""
+DEEPEST = 64
 SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 24 * 3600
 
 
@@ -19,13 +22,37 @@ def _without_nul(value: str) -> str:
     return value
 
 
+def _storable(value: JsonValue) -> JsonValue:
+    """It can be written down and read again: no text that is none, and not deeper than parsers go."""
+    left = [(value, 1)]
+    while left:
+        one, depth = left.pop()
+        if depth > DEEPEST:
+            raise ValueError(f"must not be nested more than {DEEPEST} deep")
+        if isinstance(one, str):
+            _writable(_without_nul(one))
+        elif isinstance(one, dict):
+            left += [(part, depth + 1) for pair in one.items() for part in pair]
+        elif isinstance(one, list):
+            left += [(part, depth + 1) for part in one]
+    return value
+
+
+def _writable(value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds half of a surrogate pair, {value[error.start]!a}") from error
+
+
+Json = Annotated[JsonValue, AfterValidator(_storable)]
 Text = Annotated[str, Len(0, 4096), AfterValidator(_without_nul)]
 Id = Annotated[str, Len(1, 512), AfterValidator(_without_nul)]
 Number = Annotated[int, Ge(0), Le(LARGEST_INT32)]
 Token = Annotated[int, Ge(-LARGEST_INT32 - 1), Le(LARGEST_INT32)]
 Seed = Annotated[int, Ge(-(1 << 63)), Lt(1 << 64)]
 Ttl = Annotated[int, Ge(SHORTEST_TTL), Le(LONGEST_TTL)]
-Metadata = Annotated[dict[Text, JsonValue], Len(0, 256)]
+Metadata = Annotated[dict[Text, Json], Len(0, 256)]
 TextMetadata = Annotated[dict[Text, Text], Len(0, 256)]
 
 
@@ -104,6 +131,7 @@ class LoadWeightsRequest(Asked):
     base_model: Text | None = None
     optimizer_config: Optimizer | None = None
     user_metadata: Metadata | None = None
+    weights_access_token: Text | None = None
 
 
 class ModelRequest(Asked):
@@ -116,8 +144,8 @@ class Adam(Asked):
     """See `AdamParams`."""
 
     learning_rate: Annotated[float, Ge(0)] = 1e-4
-    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    beta1: Annotated[float, Ge(0), Le(LARGEST_BETA)] = 0.9
+    beta2: Annotated[float, Ge(0), Le(LARGEST_BETA)] = 0.95
     eps: Annotated[float, Ge(0)] = 1e-12
     weight_decay: Annotated[float, Ge(0)] = 0.0
     grad_clip_norm: Annotated[float, Ge(0)] = 0.0
@@ -216,7 +244,7 @@ class SampleRequest(Asked):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Number = 0
     topk_sample_logprobs: Number = 0
-    target_prompt_logprobs: JsonValue | None = None
+    target_prompt_logprobs: Json | None = None
     prompt_alt_tokens_k: Number = 0
     prompt_logprobs_last_n: Number | None = None
     record_stability_info: bool | None = None
@@ -292,6 +320,7 @@ class CopyWeightsRequest(Asked):
     model_seq_id: Number | None = None
     destination_project_id: Text | None = None
     ttl_seconds: Ttl | None = None
+    weights_access_token: Text | None = None
 
 
 class AssignProjectRequest(Asked):

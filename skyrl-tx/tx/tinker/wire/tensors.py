@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from tx.tinker.types import UserError
 from tx.tinker.wire import tinker_pb2 as pb
 
 INT32_RANGE = (-(1 << 31), (1 << 31) - 1)
-MOST_ELEMENTS = 1 << 26
-"""Of one tensor; a sparse one says in a few bytes how large it is."""
+MOST_ELEMENTS = 1 << 24
+"""Of all sparse tensors of a message: one says in a few bytes how large it is."""
 
 PACKED: Mapping[int, str] = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
 LISTED: Mapping[str, tuple[pb.DType, str]] = {
@@ -49,9 +49,18 @@ def _checked_shape(told: Sequence[int], name: str) -> tuple[int, ...]:
     shape = tuple(told)
     if len(shape) > 2 or any(size < 0 for size in shape):
         raise UserError(f"{name} has shape {list(shape)}, which must be [n] or [n, k]")
-    if math.prod(shape) > MOST_ELEMENTS:
-        raise UserError(f"{name} has shape {list(shape)}, more than {MOST_ELEMENTS} numbers; send less at once")
     return shape
+
+
+def check_sparse(tensors: Iterable[pb.Tensor]) -> None:
+    """Whether the sparse ones among the tensors of a message are small enough to be made dense.
+
+    Raises:
+        UserError: they are not.
+    """
+    n_elements = sum(abs(math.prod(one.shape)) for one in tensors if one.WhichOneof("layout") == "sparse_csr")
+    if n_elements > MOST_ELEMENTS:
+        raise UserError(f"sparse tensors of {n_elements} numbers are more than {MOST_ELEMENTS}; send less at once")
 
 
 def _unpacked(packed: bytes, dtype: str, name: str) -> np.ndarray:

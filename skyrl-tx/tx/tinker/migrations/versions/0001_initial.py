@@ -158,7 +158,6 @@ def _engine_state() -> None:
         "engine_state",
         sa.Column("id", sa.Integer(), primary_key=True, autoincrement=False),
         _text("base_model"),
-        _text("tokenizer_id", optional=True),
         _number("vocab_size"),
         _number("max_context"),
         _json("eos_ids"),
