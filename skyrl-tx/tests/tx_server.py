@@ -119,7 +119,9 @@ def serving(
     """A server with its state in a folder."""
     config = config_for(folder, **settings)
     service = Service(config, supervisor)
-    server = uvicorn.Server(uvicorn.Config(create_app(config, service), port=0, log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(config, service), port=0, root_path=config.root_path, log_level="warning")
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +12,8 @@ import tinker
 from pydantic import SecretStr
 from tinker import types
 from tx_server import BASE_MODEL, Running, serving
+
+from tx.tinker.auth import KeyFirst
 
 KEYS = ("tml-alice", "tml-bob")
 
@@ -98,3 +101,22 @@ def test_public_checkpoints_are_read_and_not_changed(server: Running, alices: tu
     with server.client(**{"X-API-Key": "tml-bob"}) as http:
         assert http.delete(url).status_code == 404
         assert http.post("weights_info", json={"tinker_path": path}).status_code == 200
+
+
+async def test_no_body_is_read_before_the_key(server: Running) -> None:
+    async def receive() -> Any:
+        raise AssertionError("a body was read")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"x-api-key", b"tml-eve")]}
+    await KeyFirst(app, server.config)(scope, receive, send)
+    assert sent[0]["status"] == 401
+    with pytest.raises(AssertionError, match="a body was read"):
+        await KeyFirst(app, server.config)({**scope, "headers": [(b"x-api-key", b"tml-bob")]}, receive, send)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
@@ -23,6 +24,7 @@ from tx.tinker.http_log import RequestLog
 from tx.tinker.replies import add_error_replies
 from tx.tinker.routes import downloads, futures, monitoring, runs, sampling, sessions, training
 from tx.tinker.service import Service
+from tx.tinker.state_lock import StateLock, StateTakenError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ def create_app(config: TxConfig, service: Service | None = None) -> FastAPI:
         async with served.running(), Cleaner(served).running():
             yield
 
-    app = FastAPI(title="skyrl-tx", lifespan=lifespan, redirect_slashes=False, root_path=config.root_path)
+    app = FastAPI(title="skyrl-tx", lifespan=lifespan, redirect_slashes=False)
     app.state.service = served
     for module in (sessions, training, sampling, futures, runs, downloads):
         app.include_router(module.router, prefix=PREFIX)
@@ -60,6 +62,7 @@ class Server(uvicorn.Server):
                 create_app(config, service),
                 host=config.host,
                 port=config.port,
+                root_path=config.root_path,
                 access_log=False,
                 log_level="warning",
                 timeout_graceful_shutdown=LAST_REPLIES_SEC,
@@ -90,7 +93,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m tx.ti
     config.checkpoints_base.mkdir(parents=True, exist_ok=True)
     if not config.api_keys and config.host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("no API keys: whoever reaches %s port %d may use this server", config.host, config.port)
-    Server(config, Service(config)).run()
+    with StateLock(config, "server") as lock:
+        if config.start_engine:
+            try:
+                lock.take()
+            except StateTakenError as error:
+                sys.exit(str(error))
+        Server(config, Service(config)).run()
 
 
 if __name__ == "__main__":
