@@ -12,6 +12,11 @@ from tx.tinker.config import parse_config
 from tx.tinker.database import open_database
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine.loop import Engine
+from tx.tinker.state_lock import StateLock, StateTakenError
+
+PATIENCE_SEC = 300.0
+"""For the engine of a server that was killed, which ends after the step that it is at."""
+LOOK_SEC = 0.2
 
 
 def main() -> None:
@@ -31,10 +36,19 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    with Doorbell.inherited(fd) as doorbell:
+    with Doorbell.inherited(fd) as doorbell, StateLock(config, "engine") as lock:
+
+        def is_over() -> bool:
+            doorbell.wait(LOOK_SEC)
+            return is_ending or doorbell.is_hung_up
+
+        try:
+            lock.wait(PATIENCE_SEC, is_over)
+        except StateTakenError as error:
+            sys.exit(str(error))
         database = open_database(config.database_url)
         backend = new_backend(config.backend, config.base_model, config.backend_config, config.model_name)
-        Engine(config, database, backend, doorbell).run(lambda: is_ending)
+        Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
         database.dispose()
 
 
