@@ -43,7 +43,10 @@ class Metrics:
             registry=self.registry,
         )
         self.tokens = Counter(
-            "tx_tokens", "Tokens trained on, of prompts, and sampled.", ["of"], registry=self.registry
+            "tx_tokens",
+            "Tokens of accepted passes and prompts, and of fetched samples.",
+            ["of"],
+            registry=self.registry,
         )
         self.pending = Gauge("tx_requests_pending", "Requests that wait.", ["kind"], registry=self.registry)
         self.waiting = Gauge("tx_polls_held", "Polls of clients that are held.", registry=self.registry)

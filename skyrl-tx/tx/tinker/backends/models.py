@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TypeVar
 
+from tx.models.config import LoraConfig
 from tx.tinker.types import UserError
 
 M = TypeVar("M")
@@ -23,3 +25,15 @@ class Models(dict[str, M]):
         """
         if model_id in self:
             raise UserError(f"there is a model {model_id} already")
+
+
+def check_covers_any(covered: Sized, lora: LoraConfig, model: str) -> None:
+    """Whether an adapter has anything to train in a model.
+
+    Raises:
+        UserError: it has nothing.
+    """
+    if not covered:
+        parts = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+        wanted = ", ".join(f"train_{part}" for part, is_chosen in parts.items() if is_chosen)
+        raise UserError(f"{model} has nothing that {wanted} could train; train more of it")

@@ -112,7 +112,7 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
         return submission.forward_backward(to, asked, message.seq_id or None, payload)
 
     answer = await _promise(call, Kind.FORWARD_BACKWARD, accept, asked.model_id)
-    call.service.metrics.tokens.labels("trained").inc(sum(len(datum.tokens) for datum in asked.data))
+    call.service.metrics.tokens.labels("passes").inc(sum(len(datum.tokens) for datum in asked.data))
     return answer
 
 

@@ -18,7 +18,7 @@ from tx.models.adapters import adapter_of, load_adapter, named_factors, save_ada
 from tx.models.checkpoints import load_params, named_tensors, params_of
 from tx.models.config import LoraConfig, ModelConfig, read_config
 from tx.models.decoder import Params
-from tx.models.lora import Adapter, new_adapter
+from tx.models.lora import Adapter, covered, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight
 from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.folder import (
@@ -37,7 +37,7 @@ from tx.tinker.backends.jax.groups import SamplerWeights
 from tx.tinker.backends.jax.programs import keep_programs, programs
 from tx.tinker.backends.jax.sampler import Sampler
 from tx.tinker.backends.jax.training import NAMES, SETTINGS, Lora, Shape, add, micro_batch, micro_batches, padded
-from tx.tinker.backends.models import Models
+from tx.tinker.backends.models import Models, check_covers_any
 from tx.tinker.losses import completed
 from tx.tinker.tokens import Decoder
 from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
@@ -93,6 +93,8 @@ class JaxBackend:
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
         self._models.check_new(model_id)
+        if lora.rank:
+            check_covers_any(covered(lora, self._shape), lora, f"this {self._shape.family} model")
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
         weights = self._params if lora.rank == 0 else new_adapter(lora, self._shape, seed)
         self._models[model_id] = Model(lora, weights, new_moments(weights))

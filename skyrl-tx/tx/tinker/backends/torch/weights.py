@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tx.models.config import LoraConfig
+from tx.tinker.backends.models import check_covers_any
 from tx.tinker.backends.torch.experts import MATRICES, Factors, plug_in
-from tx.tinker.types import UserError
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Linear layers of these names choose experts; adapters leave them as they are."""
@@ -114,9 +114,7 @@ def covered(model: PreTrainedModel, lora: LoraConfig) -> list[Place]:
     """
     is_chosen = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     chosen = [place for place in _places(model) if is_chosen[place.part]]
-    if not chosen:
-        wanted = ", ".join(f"train_{part}" for part in is_chosen if is_chosen[part])
-        raise UserError(f"a {type(model).__name__} has nothing that {wanted} could train; train more of it")
+    check_covers_any(chosen, lora, f"this {type(model).__name__}")
     return chosen
 
 

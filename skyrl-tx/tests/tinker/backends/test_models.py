@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tx.models.config import LoraConfig
+from tx.tinker.backends.jax.backend import JaxBackend
+from tx.tinker.backends.jax.config import JaxConfig
+from tx.tinker.backends.models import Models
+from tx.tinker.types import UserError
+
+
+def test_a_model_that_is_not_there() -> None:
+    models: Models[int] = Models(a=1)
+    assert models["a"] == 1
+    with pytest.raises(UserError, match="there is no model b; it was unloaded, or never created"):
+        models["b"]
+    with pytest.raises(UserError, match="there is a model a already"):
+        models.check_new("a")
+
+
+def test_an_adapter_with_nothing_to_train_is_refused(models: Path) -> None:
+    backend = JaxBackend(models / "qwen3", "tiny", JaxConfig())
+    head_alone = LoraConfig(rank=4, train_attn=False, train_mlp=False)
+    with pytest.raises(UserError, match="this qwen3 model has nothing that train_unembed could train"):
+        backend.create_model("a", head_alone)  # its head is its embeddings
+    assert not backend.models()
