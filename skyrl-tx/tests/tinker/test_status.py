@@ -54,7 +54,7 @@ def requests() -> Iterator[Request]:
 
 def seen(database: Database, owner: str | None = None) -> Status:
     with reading(database) as db:
-        return look(db, owner)
+        return look(db, "m", owner)
 
 
 def test_what_waits_and_what_was_done(database: Database) -> None:

@@ -52,6 +52,8 @@ def sample_request(to: Submission, asked: SampleRequest) -> Request:
         weights = SampleWeights(base_model=to.config.model_name, model_path=asked.model_path)
     if asked.base_model is not None:
         check_base_model(asked.base_model, to.config)
+    if weights.base_model != to.config.model_name:
+        refuse(f"{asked.sampling_session_id} is of {weights.base_model}, and this server has {to.config.model_name}")
     if weights.model_path is not None and store.earlier_request(to.db, request) is None:
         check_sampled_path(to, weights.model_path)
     request.payload = sample_job(asked, weights, to.engine_state).model_dump_json().encode()

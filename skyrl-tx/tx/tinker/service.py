@@ -77,12 +77,16 @@ class Service:
     async def _note_throughput(self) -> None:
         while True:
             try:
-                state = await self.read(store.engine_state)
+                state = await self.read(self.engine_state)
             except SQLAlchemyError:
                 logger.exception("the database could not be asked what the engine counts; trying again")
             else:
                 self.throughput.note({} if state is None else state.status)
             await asyncio.sleep(SECONDS_BETWEEN)
+
+    def engine_state(self, db: Session) -> EngineState | None:
+        """What the engine last said of the base model that is served."""
+        return store.engine_state(db, self.config.model_name)
 
     def _poll_sec(self) -> float:
         return BACKUP_SEC if self.supervisor is not None and self.supervisor.is_running else POLL_SEC

@@ -13,7 +13,7 @@ from sqlmodel import Session, col, select
 
 from tx.tinker.db_models import EngineState, Kind, Model, ModelStatus, Request, RequestStatus, SessionStatus, now
 from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.store import LIVING
+from tx.tinker.store import LIVING, engine_state, n_models
 
 MOST_ROWS = 50
 MOST_ERRORS = 20
@@ -49,7 +49,7 @@ def pending_by_kind(db: Session) -> dict[Kind, int]:
     return {Kind(kind): count for kind, count in db.exec(counted)}
 
 
-def look(db: Session, owner: str | None) -> Status:
+def look(db: Session, base_model: str, owner: str | None) -> Status:
     """Now. `owner`: whose models, sessions and errors; None: everybody's."""
     session_is_theirs = true() if owner is None else col(ClientSession.owner) == owner
     request_is_theirs = true() if owner is None else col(Request.owner) == owner
@@ -58,8 +58,8 @@ def look(db: Session, owner: str | None) -> Status:
         select(ClientSession).where(is_active, session_is_theirs).order_by(col(ClientSession.last_seen_at).desc())
     )
     return Status(
-        engine=db.get(EngineState, 1),
-        n_models=_count(db, Model, col(Model.status).in_(LIVING)),
+        engine=engine_state(db, base_model),
+        n_models=n_models(db, base_model),
         n_sessions=_count(db, ClientSession, is_active),
         by_kind=_work(db, col(Request.kind)),
         by_model=_work(db, col(Request.model_id)),

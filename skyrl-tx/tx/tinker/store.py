@@ -149,9 +149,10 @@ def _owns_checkpoint(db: Session, checkpoint: Checkpoint, owner: str) -> bool:
     return model is not None and owns(db, model, owner)
 
 
-def engine_state(db: Session) -> EngineState | None:
-    """What the engine last said; None before it was ever there."""
-    return db.get(EngineState, 1)
+def engine_state(db: Session, base_model: str) -> EngineState | None:
+    """What the engine last said; None before it was ever there with this base model."""
+    state = db.get(EngineState, 1)
+    return state if state is not None and state.base_model == base_model else None
 
 
 # -- accepting
@@ -186,9 +187,13 @@ def has_trained(db: Session, model_id: str) -> bool:
     return db.exec(others.limit(1)).first() is not None
 
 
-def n_models(db: Session) -> int:
-    """Those that take memory, or are going to."""
-    return db.exec(select(func.count()).select_from(Model).where(col(Model.status).in_(LIVING))).one()
+def n_models(db: Session, base_model: str, owner: str | None = None) -> int:
+    """Those of a base model that take memory while it is served, or are going to; of one user, or of all."""
+    living = (col(Model.status).in_(LIVING), col(Model.base_model) == base_model)
+    counted = select(func.count()).select_from(Model).where(*living)
+    if owner is not None:
+        counted = counted.join(ClientSession).where(ClientSession.owner == owner)
+    return db.exec(counted).one()
 
 
 def unload_request(db: Session, model_id: str) -> int | None:
@@ -277,6 +282,12 @@ def finished_request(db: Session, request_id: int) -> Request | None:
     if request.status is RequestStatus.DONE and request.result is None:
         raise Refusal(410, f"the result of request {request_id} was deleted, since it is too old")
     return request
+
+
+def other_base_model(db: Session, request: Request, base_model: str) -> str | None:
+    """The base model of a request's model, where it is not the one that is served."""
+    model = None if request.model_id is None else db.get(Model, request.model_id)
+    return None if model is None or model.base_model == base_model else model.base_model
 
 
 def still_pending(db: Session) -> set[int]:

@@ -46,7 +46,7 @@ class Submission:
     @property
     def engine_state(self) -> EngineState | None:
         """Of the base model."""
-        return store.engine_state(self.db)
+        return store.engine_state(self.db, self.config.model_name)
 
     def add(self, request: Request, check: Callable[[], None]) -> int:
         """The id of a request: of the earlier one if it is a repetition, and else of a new one that `check` admits."""
@@ -115,7 +115,7 @@ def _add_model(to: Submission, model: Model) -> None:
     store.active_session(to.db, model.session_id, to.owner)
     if to.db.get(Model, model.model_id) is not None:
         refuse(f"there is a model {model.model_id} already; count model_seq_id up for each new one")
-    n_models = store.n_models(to.db)
+    n_models = store.n_models(to.db, model.base_model)
     if n_models >= to.config.max_models:
         refuse(
             f"there are {n_models} models under training, which is the server's limit, --max-models; "
@@ -161,7 +161,7 @@ def _load_into(to: Submission, asked: wire.LoadWeightsRequest, model_id: str) ->
     request = _request(Kind.LOAD_WEIGHTS, model, asked.seq_id, _json(asked))
 
     def check() -> None:
-        store.active_model(to.db, model_id, to.owner)
+        _check_active(to, model_id)
         if store.has_trained(to.db, model_id):
             refuse(
                 f"LoadWeights is not permitted for model {model_id}, which has had other requests; "
@@ -204,7 +204,12 @@ def forward_backward(to: Submission, asked: Pass, seq_id: int | None, payload: b
 
 
 def _check_active(to: Submission, model_id: str) -> None:
-    store.active_model(to.db, model_id, to.owner)
+    model = store.active_model(to.db, model_id, to.owner)
+    if model.base_model != to.config.model_name:
+        refuse(
+            f"model {model_id} needs the base model {model.base_model}, and this server has {to.config.model_name}; "
+            "its models come back when it is served again"
+        )
 
 
 def optim_step(to: Submission, asked: wire.OptimStepRequest) -> int:
@@ -287,7 +292,7 @@ def unload_model(to: Submission, asked: wire.ModelRequest) -> int:
         return earlier
 
     def check() -> None:
-        store.active_model(to.db, asked.model_id, to.owner)
+        _check_active(to, asked.model_id)
         model.status = ModelStatus.UNLOADING  # so that there is room for another at once
 
     return to.add(_request(Kind.UNLOAD_MODEL, model, None, _json(asked)), check)
@@ -304,7 +309,7 @@ def _of_model(
     model = store.find_model(to.db, model_id, to.owner)
 
     def check() -> None:
-        store.active_model(to.db, model_id, to.owner)
+        _check_active(to, model_id)
         if also_check is not None:
             also_check()
 

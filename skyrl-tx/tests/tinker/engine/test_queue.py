@@ -25,7 +25,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def queue(database: Database) -> Queue:
-    return Queue(database)
+    return Queue(database, "m")
 
 
 def put(database: Database, kind: Kind = Kind.SAMPLE, **fields: Any) -> int:
@@ -152,7 +152,7 @@ def test_what_outlives_engines_is_not_blamed(database: Database, queue: Queue) -
     assert rows(database)[0].n_tries == 1
     queue.put_back()
     assert rows(database)[0].n_tries == 0
-    again = Queue(database)
+    again = Queue(database, "m")
     again.fetch()
     assert [one.request_id for one in again.next_samples(1)] == [request_id]
 
@@ -160,7 +160,7 @@ def test_what_outlives_engines_is_not_blamed(database: Database, queue: Queue) -
 def test_suspects_are_done_alone_and_then_given_up(database: Database) -> None:
     sample, step = put(database), put(database, Kind.OPTIM_STEP, model_id="a")
     for n_tries in range(3):
-        engine = Queue(database)
+        engine = Queue(database, "m")
         engine.fetch()
         suspect = engine.next_suspect(busy=())
         if n_tries < 2:
@@ -171,7 +171,7 @@ def test_suspects_are_done_alone_and_then_given_up(database: Database) -> None:
     assert engine.next_samples(9) == []
     assert given_up(suspect) is None
     engine.begin([suspect])
-    last = Queue(database)
+    last = Queue(database, "m")
     last.fetch()
     dead = last.next_suspect(busy=())
     assert dead is not None

@@ -6,8 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tx_engine import Desk, new_backend
+from tx_engine import SETTINGS, Desk, new_backend
 
+from tx.tinker import store
+from tx.tinker.backends.jax.backend import JaxBackend
+from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.db_models import Model, ModelStatus, RequestStatus
 from tx.tinker.engine import loop, restore
 from tx.tinker.submission import load_weights, save_weights, unload_model
@@ -102,6 +105,29 @@ def test_models_that_are_gone_stay_so(desk: Desk, tiny_model: Path) -> None:
     desk.work()
     die_and_come_back(desk, tiny_model)
     assert list(desk.backend.models()) == models[1:]
+
+
+def test_models_of_another_base_model_come_back_with_it(desk: Desk, tmp_path: Path, tiny_model: Path) -> None:
+    session = desk.session()
+    model, twin = desk.model(session, 0), desk.model(session, 1)
+    for name in (model, twin):
+        learn(desk, name, 5)
+    desk.work()
+    expected = told(desk, twin)
+    waiting, sample = desk.train(model, [3, 4, 5]), desk.sample()
+    other = Desk(tmp_path, JaxBackend(tiny_model, "org/other", JaxConfig(**SETTINGS)), base_model="org/other")
+    assert other.change(lambda db: store.engine_state(db, "org/other")) is None
+    other.engine.run(lambda: other.row(sample).status is not RequestStatus.PENDING)
+    assert dict(other.backend.models()) == {}
+    assert "the weights are of org/tiny, and this server has org/other" in (other.row(sample).error or "")
+    assert other.row(waiting).status is RequestStatus.PENDING
+    assert other.change(lambda db: [store.n_models(db, name) for name in ("org/tiny", "org/other")]) == [2, 0]
+    other.close()
+    die_and_come_back(desk, tiny_model)
+    desk.step(model)
+    asked = desk.train(model, [7, 8, 9], is_forward_only=True)
+    desk.work()
+    assert desk.loss(asked) == expected
 
 
 def test_a_model_that_cannot_come_back_is_lost_alone(

@@ -217,6 +217,18 @@ def test_an_engine_that_was_given_up(tmp_path: Path) -> None:
         client = running.sdk()
         sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
         params = types.SamplingParams(max_tokens=1)
+def test_a_model_of_another_base_model(http: httpx.Client, server: Running, model_id: str) -> None:
+    server.is_engine_paused = True
+    waiting = http.post("optim_step", json={"model_id": model_id, **STEP})
+    server.change(lambda db: setattr(db.get(Model, model_id), "base_model", "org/other"))
+    told = result_of(http, waiting)
+    assert (told["type"], told["queue_state"]) == ("try_again", "paused_capacity")
+    assert told["queue_state_reason"] == f"it waits until org/other is served again; this server has {BASE_MODEL}"
+    for path in ("optim_step", "unload_model"):
+        refused = http.post(path, json={"model_id": model_id, **STEP})
+        assert (refused.status_code, "needs the base model org/other" in refused.text) == (400, True)
+
+
         with pytest.raises(tinker.RequestFailedError, match=r"died 5 times .* no such model") as raised:
             sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(timeout=SECONDS)
         assert raised.value.category == "server"

@@ -37,7 +37,7 @@ class Engine:
         self._database = database
         self._backend = backend
         self._doorbell = doorbell
-        self._queue = Queue(database)
+        self._queue = Queue(database, backend.base_model.name)
         self._points = RestorePoints(config, database, backend)
         self._vllm = _vllm_for(config, backend)
         sampler = self._vllm or backend

@@ -18,7 +18,7 @@ from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
 from tx.tinker.database import reading, writing
-from tx.tinker.db_models import Kind, Request, RequestStatus, now
+from tx.tinker.db_models import Kind, Model, Request, RequestStatus, now
 from tx.tinker.types import TinkerError, UserError
 
 SECONDS_BETWEEN_LOOKS = 0.25  # at whether what has begun is cancelled
@@ -56,9 +56,13 @@ class Outcome:
 
 @dataclass(slots=True)
 class Queue:
-    """Requests from the database, until their outcomes are written there."""
+    """Requests from the database, until their outcomes are written there.
+
+    Those of models of another base model wait until that is served again.
+    """
 
     database: Database
+    base_model: str
     by_model: dict[str, deque[Waiting]] = field(default_factory=dict)
     samples: dict[str, deque[Waiting]] = field(default_factory=dict)  # by session, so that each has its turn
     suspects: deque[Waiting] = field(default_factory=deque)  # samples
@@ -69,8 +73,10 @@ class Queue:
     def fetch(self) -> int:
         """Take the requests that have come; how many. Numbers are given in the order in which they are seen."""
         columns = (Request.request_id, Request.kind, Request.model_id, Request.session_id, Request.n_tries)
+        is_of_another = (Model.model_id == Request.model_id, col(Model.base_model) != self.base_model)
+        which = (Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)
         with reading(self.database) as session:
-            come = select(*columns).where(Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)  # type: ignore[call-overload]
+            come = select(*columns).where(*which, ~select(Model.model_id).where(*is_of_another).exists())  # type: ignore[call-overload]
             new = [Waiting(*row) for row in session.exec(come.order_by(col(Request.request_id)))]
         for one in new:
             self._put(one)

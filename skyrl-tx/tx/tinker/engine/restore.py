@@ -71,9 +71,10 @@ class RestorePoints:
         self._written.pop(model_id, None)
 
     def restore(self) -> None:
-        """Bring back every model that was there. One that cannot be brought back is lost, and none of the others."""
+        """Bring back every model of the base model. One that cannot be brought back is lost, and none of the others."""
         with reading(self._database) as session:
-            models = session.exec(select(Model).where(col(Model.status).in_(THERE), _is_made().exists())).all()
+            served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(THERE))
+            models = session.exec(select(Model).where(*served, _is_made().exists())).all()
         for model in models:
             started = time.monotonic()
             try:

@@ -10,7 +10,7 @@ from tx.tinker.engine.passes import failed
 from tx.tinker.engine.queue import Outcome
 from tx.tinker.engine.samplers import Samplers
 from tx.tinker.sample_validation import check_job
-from tx.tinker.types import SampleResult
+from tx.tinker.types import SampleResult, UserError
 from tx.tinker.wire import codec
 from tx.tinker.wire.sample_job import SampleJob
 
@@ -46,6 +46,10 @@ class Sampling:
             self._outcomes.append(failed(request, error))
 
     def _begin(self, request_id: int, job: SampleJob) -> None:
+        if job.weights.base_model != self._limits.base_model:
+            raise UserError(
+                f"the weights are of {job.weights.base_model}, and this server has {self._limits.base_model}"
+            )
         check_job(job, self._limits)  # again: the server may not have known the model's limits
 
         def done(result: SampleResult | Exception) -> None:

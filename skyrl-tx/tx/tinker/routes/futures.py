@@ -34,7 +34,8 @@ async def retrieve_future(call: Caller, asked: wire.RetrieveFutureRequest) -> Re
     if request is None:
         request = await _wait(call.service, request_id, deadline)
     if request is None:
-        return reply(_not_yet(call, request_id))
+        other = await call.read(lambda db, _: store.other_base_model(db, found, call.service.config.model_name))
+        return reply(_not_yet(call.service, request_id, other))
     call.service.metrics.note_finished(request)
     return await _result(call, request)
 
@@ -51,14 +52,19 @@ async def _wait(service: Service, request_id: int, deadline: float) -> Request |
             return request
 
 
-def _not_yet(call: Call, request_id: int) -> answers.Answer:
-    if call.service.failure is not None:
-        return answers.Failure(error=call.service.failure, category="server")
-    supervisor = call.service.supervisor
-    if supervisor is not None and not supervisor.is_running:
-        reason = "the engine has died and is started again; nothing is lost"
-        return answers.TryAgain(request_id=str(request_id), queue_state="paused_capacity", queue_state_reason=reason)
+def _not_yet(service: Service, request_id: int, other_base_model: str | None) -> answers.Answer:
+    if service.failure is not None:
+        return answers.Failure(error=service.failure, category="server")
+    if other_base_model is not None:
+        served = service.config.model_name
+        return _paused(request_id, f"it waits until {other_base_model} is served again; this server has {served}")
+    if service.supervisor is not None and not service.supervisor.is_running:
+        return _paused(request_id, "the engine has died and is started again; nothing is lost")
     return answers.TryAgain(request_id=str(request_id))
+
+
+def _paused(request_id: int, reason: str) -> answers.Answer:
+    return answers.TryAgain(request_id=str(request_id), queue_state="paused_capacity", queue_state_reason=reason)
 
 
 async def _result(call: Call, request: Request) -> Response:

@@ -49,7 +49,7 @@ async def status_page(call: Caller) -> Response:
     """What the server does; it looks again by itself. Where there are keys, each user sees their own things only."""
     service = call.service
     owner = call.owner if service.config.api_keys else None
-    seen = await service.read(partial(look, owner=owner))
+    seen = await service.read(partial(look, base_model=service.config.model_name, owner=owner))
     page = _template().render(
         config=service.config,
         version=VERSION,
@@ -70,10 +70,11 @@ async def status_page(call: Caller) -> Response:
 async def metrics(call: Caller) -> Response:
     """For Prometheus."""
 
-    def ask(db: Session) -> tuple[dict[Kind, int], int, EngineState | None]:
-        return pending_by_kind(db), store.n_models(db), store.engine_state(db)
-
     service = call.service
+
+    def ask(db: Session) -> tuple[dict[Kind, int], int, EngineState | None]:
+        return pending_by_kind(db), store.n_models(db, service.config.model_name), service.engine_state(db)
+
     pending, n_models, state = await service.read(ask)
     counts = {} if state is None else state.status
     n_waiting = service.promises.n_waiting

@@ -51,7 +51,7 @@ async def telemetry(call: Caller, asked: wire.TelemetryRequest) -> Response:
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(call: Caller) -> Response:
     """What is served; how long a context is known once the engine is up."""
-    state = await call.read(lambda db, _: store.engine_state(db))
+    state = await call.service.read(call.service.engine_state)
     name = call.service.config.model_name
     model = answers.SupportedModel(model_name=name, max_context_length=None if state is None else state.max_context)
     return reply(answers.Capabilities(supported_models=[model]))

@@ -105,7 +105,7 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
         raise Refusal(415, f"Content-Type {kind[:50]!r} is not understood; send {PROTOBUF} or {JSON}")
     read: Callable[[bytes], ForwardBackwardMessage]
     read = codec.message_from_bytes if kind == PROTOBUF else partial(_from_json, is_forward_only)
-    state = await call.service.read(store.engine_state)
+    state = await call.service.read(call.service.engine_state)
     message, asked, payload = await call.service.compute(partial(_read_pass, read, body, is_forward_only, state))
 
     def accept(to: Submission) -> int:
