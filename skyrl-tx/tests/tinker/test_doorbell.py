@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import subprocess
 import sys
 import threading
@@ -21,6 +22,15 @@ def test_a_ring_wakes() -> None:
         assert theirs.wait(5)
         assert time.monotonic() - started < 1
         assert not theirs.wait(0)
+
+
+def test_large_file_descriptors() -> None:
+    """Which `select` does not take."""
+    ours, theirs = Doorbell.pair()
+    with ours, theirs, Doorbell.inherited(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)) as large:
+        assert not large.wait(0)
+        ours.ring()
+        assert large.wait(5)
 
 
 def test_many_rings_never_wait_and_are_one() -> None:

@@ -96,6 +96,17 @@ async def test_it_gives_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "no such model" in capfd.readouterr().err
 
 
+async def test_it_gives_up_what_cannot_be_started(tmp_path: Path) -> None:
+    heard = asyncio.Event()
+    config = TxConfig(base_model="org/m", checkpoints_base=tmp_path)
+    supervisor = Supervisor(config, heard.set, command=(str(tmp_path / "none"),), first_pause_sec=0.01)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert "died 5 times" in (supervisor.failure or "")
+    assert "FileNotFoundError" in (supervisor.failure or "")
+    assert heard.is_set()
+
+
 async def test_it_does_not_give_up_while_something_is_done(tmp_path: Path) -> None:
     """Requests that engines die of are given up one by one; those that wait behind them are not."""
     supervisor = supervise(BELL + "bell.ring()\nraise SystemExit('by test')", tmp_path)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy.exc import SQLAlchemyError
 from sqlmodel import Session
 
 from tx.tinker import retention, store
@@ -22,7 +21,7 @@ from tx.tinker.checkpoint_files import (
     snapshots_folder,
 )
 from tx.tinker.db_models import SessionStatus
-from tx.tinker.service import Service
+from tx.tinker.service import Service, for_ever
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class Cleaner:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Meanwhile."""
-        task = asyncio.create_task(self._run())
+        task = asyncio.create_task(for_ever(self._run))
         try:
             yield
         finally:
@@ -46,10 +45,7 @@ class Cleaner:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._service.config.session_cleanup_interval_sec)
-            try:
-                await self.clean()
-            except (SQLAlchemyError, OSError):
-                logger.exception("cleaning failed; trying again later")
+            await self.clean()
 
     async def clean(self) -> None:
         """Once."""

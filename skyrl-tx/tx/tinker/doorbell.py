@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import select
 import socket
 import time
@@ -38,11 +39,6 @@ class Doorbell:
         return cls(None if fd is None else socket.socket(fileno=fd))
 
     @property
-    def is_connected(self) -> bool:
-        """Whether there is a bell at all."""
-        return self._socket is not None
-
-    @property
     def is_hung_up(self) -> bool:
         """Whether the other process has ended, as far as `wait` has seen. An engine should end with its server."""
         return self._is_hung_up
@@ -64,8 +60,9 @@ class Doorbell:
         if self._socket is None or self._is_hung_up:
             time.sleep(min(timeout, POLL_SEC))
             return True
-        readable, _, _ = select.select([self._socket], [], [], timeout)
-        return bool(readable) and self._answer()
+        poll = select.poll()  # `select.select` refuses large numbers
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(math.ceil(timeout * 1000))) and self._answer()
 
     def _answer(self) -> bool:
         """Take the rings so far; whether there were any."""

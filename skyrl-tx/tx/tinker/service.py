@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
-from sqlalchemy.exc import SQLAlchemyError
 from sqlmodel import Session
 
 from tx.tinker import store
@@ -33,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 N_READERS = 4
+AGAIN_SEC = 1.0
 ENGINE_SILENT = timedelta(seconds=30)
 
 
@@ -57,7 +57,8 @@ class Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """With the tasks that belong to it; at the end all of them are over, and the database is closed."""
-        tasks = [asyncio.create_task(one) for one in (self.promises.watch(self._poll_sec), self._note_throughput())]
+        loops = (partial(self.promises.watch, self._poll_sec), self._note_throughput)
+        tasks = [asyncio.create_task(for_ever(one)) for one in loops]
         if self.supervisor is not None:
             tasks.append(asyncio.create_task(self.supervisor.run()))
         try:
@@ -76,12 +77,8 @@ class Service:
 
     async def _note_throughput(self) -> None:
         while True:
-            try:
-                state = await self.read(self.engine_state)
-            except SQLAlchemyError:
-                logger.exception("the database could not be asked what the engine counts; trying again")
-            else:
-                self.throughput.note({} if state is None else state.status)
+            state = await self.read(self.engine_state)
+            self.throughput.note({} if state is None else state.status)
             await asyncio.sleep(SECONDS_BETWEEN)
 
     def engine_state(self, db: Session) -> EngineState | None:
@@ -122,6 +119,16 @@ class Service:
     def failure(self) -> str | None:
         """Why nothing will be computed any more."""
         return None if self.supervisor is None else self.supervisor.failure
+
+
+async def for_ever(work: Callable[[], Awaitable[None]]) -> None:
+    """Something that the server does all the time. When it raises, that is logged, and it is begun again."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("a task of the server has failed; it is begun again in %g s", AGAIN_SEC)
+        await asyncio.sleep(AGAIN_SEC)
 
 
 def is_alive(state: EngineState | None) -> bool:

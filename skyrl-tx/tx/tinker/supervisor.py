@@ -62,8 +62,12 @@ class Supervisor:
         """Keep an engine alive, until cancelled or too many have died at once and done nothing before."""
         n_fast = 0
         while n_fast < MOST_FAST_DEATHS:
-            started = time.monotonic()
-            reason = await self._run_once()
+            started, self._has_rung = time.monotonic(), False
+            try:
+                reason = await self._run_once()
+            except Exception as error:  # no process or file descriptor is left, for one
+                logger.exception("the engine could not be looked after")
+                reason = f"it could not be looked after: {error!r}"
             was_useful = self._has_rung or time.monotonic() - started > LONG_LIFE_SEC
             n_fast = 1 if was_useful else n_fast + 1
             logger.error("the engine has died: %s", reason)
@@ -81,7 +85,7 @@ class Supervisor:
         with ours:
             with theirs:
                 process = await self._start(theirs)
-            self._bell, self._has_rung = ours, False
+            self._bell = ours
             ours.listen(self._note_ring)
             try:
                 await self._relay(process)
@@ -118,7 +122,8 @@ class Supervisor:
         assert process.stderr is not None
         while chunk := await process.stderr.read(1 << 16):
             text = chunk.decode("utf-8", "replace")
-            sys.stderr.write(text)
+            with contextlib.suppress(OSError):  # the log's disk may be full
+                sys.stderr.write(text)
             self._last_lines.extend(line[-500:] for line in text.splitlines() if line.strip())
 
 
