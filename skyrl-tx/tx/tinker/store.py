@@ -182,8 +182,12 @@ def _same_number(request: Request) -> list[ColumnElement[bool]]:
 
 
 def has_trained(db: Session, model_id: str) -> bool:
-    """Whether a model has had any request since it was created."""
-    others = select(Request.request_id).where(Request.model_id == model_id, col(Request.seq_id).is_distinct_from(0))
+    """Whether a model has had any request since it was created, but for weights that could not be loaded."""
+    others = select(Request.request_id).where(
+        Request.model_id == model_id,
+        col(Request.seq_id).is_distinct_from(0),
+        (col(Request.kind) != Kind.LOAD_WEIGHTS) | (col(Request.status) != RequestStatus.FAILED),
+    )
     return db.exec(others.limit(1)).first() is not None
 
 

@@ -171,7 +171,6 @@ def _load_into(to: Submission, asked: wire.LoadWeightsRequest, model_id: str) ->
         _check_loaded(to, asked, checkpoint)
         if checkpoint.lora["rank"] != model.rank:
             refuse(f"{asked.path} has rank {checkpoint.lora['rank']}, and model {model_id} has {model.rank}")
-        model.lora = checkpoint.lora
 
     return to.add(request, check)
 

@@ -157,6 +157,28 @@ def test_loading_into_a_model_that_was_just_made(desk: Desk, model: str) -> None
     assert told(desk, into) == told(desk, model)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_model_that_was_just_made_outlives_what_cannot_be_loaded(desk: Desk, model: str, is_there: bool) -> None:
+    save(desk, model)
+    desk.work()
+    path = f"tinker://{model}/weights/x"
+    folder = checkpoint_folder(desk.config, path)
+    into, twin = desk.model("s", 1), desk.model("s", 2)
+    for seq_id in (1, 2):
+        asked = wire.LoadWeightsRequest(path=path, optimizer=True, model_id=into, seq_id=seq_id)
+        loading = desk.submit(lambda to, asked=asked: submission.load_weights(to, asked))  # type: ignore[misc]
+        if is_there:
+            (folder / "training.json").write_text("{")
+        else:
+            folder.rename(folder.with_name("away"))
+        desk.work()
+        assert desk.row(loading).error is not None
+        if not is_there:
+            folder.with_name("away").rename(folder)
+    assert desk.change(lambda db: db.get_one(Model, into).status) is ModelStatus.READY
+    assert told(desk, into) == told(desk, twin)
+
+
 def test_a_model_that_is_not_loaded_whole_is_not_there(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(desk, model)
     desk.work()

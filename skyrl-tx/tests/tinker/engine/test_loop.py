@@ -11,7 +11,7 @@ import pytest
 from tx_engine import CONTEXT, Desk, new_backend
 
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.db_models import EngineState, Kind, Model, ModelStatus, RequestStatus
+from tx.tinker.db_models import EngineState, Kind, Model, ModelStatus, Request, RequestStatus
 from tx.tinker.engine import loop, queue
 from tx.tinker.store import cancel_sample, still_pending
 from tx.tinker.submission import save_weights
@@ -90,6 +90,33 @@ def test_what_a_full_disk_costs(desk: Desk, monkeypatch: pytest.MonkeyPatch, cap
     assert desk.row(step).status is RequestStatus.DONE
     assert "No space left" in (desk.row(save).error or "")
     assert not [path for path in desk.config.checkpoints_base.rglob("*") if path.name.startswith(".unfinished")]
+
+
+def test_a_row_of_cancelled_requests_is_gone_through_at_once(desk: Desk) -> None:
+    model = desk.model(desk.session())
+    desk.work()
+    ids = [desk.step(model) for _ in range(3)]
+    desk.engine._queue.fetch()
+    for one in ids:
+        desk.change(lambda db, one=one: setattr(db.get_one(Request, one), "status", RequestStatus.CANCELLED))
+    assert [desk.engine.work() for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_suspect_is_alone_until_it_has_ended(desk: Desk) -> None:
+    model = desk.model(desk.session())
+    desk.work()
+    suspect = desk.sample(max_tokens=50)
+    desk.change(lambda db: setattr(db.get_one(Request, suspect), "n_tries", queue.TRIES_TOGETHER))
+    others = [desk.sample(), desk.train(model)]
+    desk.engine._queue.fetch()
+    n_turns = 0
+    while desk.row(suspect).status is RequestStatus.PENDING:
+        desk.engine.work()
+        assert [desk.row(one).n_tries for one in others] == [0, 0]
+        n_turns += 1
+    assert n_turns > 1
+    desk.work()
+    assert all(desk.result(one) for one in others)
 
 
 # -- what the server may have accepted before it knew the model
@@ -231,6 +258,14 @@ def test_a_model_that_cannot_be_made(desk: Desk, monkeypatch: pytest.MonkeyPatch
     other = desk.model(session, 1)
     desk.work()
     assert list(desk.backend.models()) == [other]
+
+
+def test_a_model_that_engines_died_of_takes_no_place(desk: Desk) -> None:
+    model = desk.model(desk.session())
+    desk.change(lambda db: setattr(db.get_one(Request, 1), "n_tries", queue.MOST_TRIES))
+    desk.work()
+    assert "the engine has died 3 times" in (desk.row(1).error or "")
+    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.FAILED
 
 
 def test_turns(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:

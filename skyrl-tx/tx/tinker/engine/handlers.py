@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,9 @@ from tx.tinker.wire.requests import (
 from tx.tinker.wire.responses import ModelCreated, ModelUnloaded, SnapshotSaved, Stepped, WeightsLoaded, WeightsSaved
 
 logger = logging.getLogger(__name__)
+
+MAKING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
+"""Kinds of the first request of a model."""
 
 
 class Handlers:
@@ -64,10 +68,8 @@ class Handlers:
         except Exception as error:
             if not isinstance(error, UserError):
                 logger.exception("request %d (%s) failed", request.request_id, request.kind)
-            also = None
-            if request.kind in (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS):
-                self._backend.delete_model(request.model_id or "")
-                also = _set_status(request, ModelStatus.FAILED)
+            is_made = request.model_id in self._backend.models()
+            also = None if is_made or request.kind not in MAKING else _set_status(request, ModelStatus.FAILED)
             return Outcome(request.request_id, error=error, also=also)
 
     # -- models
@@ -76,7 +78,8 @@ class Handlers:
         asked = CreateModelRequest.model_validate_json(request.payload)
         with reading(self._database) as session:
             lora = LoraConfig(**session.get_one(Model, asked.model_id).lora)
-        self._backend.create_model(asked.model_id, lora)
+        with self._unless_it_fails(asked.model_id, None):
+            self._backend.create_model(asked.model_id, lora)
         return _done(request, ModelCreated(model_id=asked.model_id).to_bytes(), _made(request))
 
     def _load_weights(self, request: Request) -> Outcome:
@@ -87,14 +90,24 @@ class Handlers:
         folder = checkpoint_folder(self._config, asked.path)
         if not folder.is_dir():
             raise UserError(f"there is no checkpoint {asked.path}; it was deleted, or its time is over")
-        was_there = model_id in self._backend.models()
-        if was_there:  # made by the request before, and nothing else
+        before = self._backend.models().get(model_id)  # made by the request before, and nothing else
+        with self._unless_it_fails(model_id, before):
             self._backend.delete_model(model_id)
-        self._backend.load_model(model_id, folder, with_optimizer=asked.optimizer)
-        self._points.write(model_id, request.request_id)  # the checkpoint may be deleted
+            self._backend.load_model(model_id, folder, with_optimizer=asked.optimizer)
+            self._points.write(model_id, request.request_id)  # the checkpoint may be deleted
         lora = self._backend.models()[model_id]
-
         return _done(request, WeightsLoaded(model_id=model_id, path=asked.path).to_bytes(), _made(request, lora))
+
+    @contextmanager
+    def _unless_it_fails(self, model_id: str, before: LoraConfig | None) -> Iterator[None]:
+        """Make a model; if that fails, it is again as new as it was before, or not there."""
+        try:
+            yield
+        except BaseException:
+            self._backend.delete_model(model_id)
+            if before is not None:
+                self._backend.create_model(model_id, before)
+            raise
 
     def _optim_step(self, request: Request) -> Outcome:
         assert request.model_id is not None

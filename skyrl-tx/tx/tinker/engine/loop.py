@@ -48,6 +48,7 @@ class Engine:
         self._sampling = Sampling(sampler, self._samplers, self._state)
         self._outcomes: list[Outcome] = []
         self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step, and when
+        self._alone: int | None = None  # the suspect that began last: until it has ended, nothing else begins
         self._counts: Counter[str] = Counter()  # requests, by kind
         self._state_at = 0.0
 
@@ -92,19 +93,21 @@ class Engine:
 
     def _begin(self) -> bool:
         """Whatever is next of each model, and samples; or the one request that should have nothing beside it."""
+        if self._alone in self._queue.begun:
+            return False
         suspect = self._queue.next_suspect(self._passes.busy)
         if suspect is not None:
             return self._begin_alone(suspect)
-        requests = self._queue.begin(self._queue.heads(self._passes.busy))
-        samples = self._queue.begin(self._queue.next_samples(self._sampling.room))
-        for request in (*requests, *samples):
+        heads, samples = self._queue.heads(self._passes.busy), self._queue.next_samples(self._sampling.room)
+        for request in (*self._queue.begin(heads), *self._queue.begin(samples)):
             self._start(request)
-        return bool(requests or samples)
+        return bool(heads or samples)  # also of what was cancelled: there may be more
 
     def _begin_alone(self, suspect: Waiting) -> bool:
         if self._passes or self._sampling:
             return False  # when they are done
         requests = self._queue.begin([suspect])
+        self._alone = suspect.request_id
         outcome = given_up(suspect)
         for request in requests:
             if outcome is None:

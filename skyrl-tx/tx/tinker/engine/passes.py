@@ -63,14 +63,15 @@ class Passes:
         one = self._running.popleft()
         try:
             result = next(one.parts)
+            told = None if result is None else codec.forward_backward_bytes(result)
         except Exception as error:  # noqa: BLE001 (a mistake of the backend costs this pass, and not the engine)
             outcome = failed(one.request, error)
         else:
-            if result is None:
+            if result is None or told is None:
                 self._running.append(one)
                 return None
             self.n_tokens += sum(len(row) for row in result.logprobs)
-            outcome = Outcome(one.request.request_id or 0, codec.forward_backward_bytes(result), is_protobuf=True)
+            outcome = Outcome(one.request.request_id or 0, told, is_protobuf=True)
         self.busy.discard(one.request.model_id or "")
         return outcome
 

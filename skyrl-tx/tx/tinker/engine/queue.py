@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from sqlalchemy import Engine as Database
@@ -18,7 +19,7 @@ from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
 from tx.tinker.database import reading, writing
-from tx.tinker.db_models import Kind, Model, Request, RequestStatus, now
+from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus, now
 from tx.tinker.types import TinkerError, UserError
 
 SECONDS_BETWEEN_LOOKS = 0.25  # at whether what has begun is cancelled
@@ -180,7 +181,15 @@ def given_up(one: Waiting) -> Outcome | None:
     if one.n_tries < MOST_TRIES:
         return None
     words = f"the engine has died {one.n_tries} times while it did this request, the last time nothing beside it"
-    return Outcome(one.request_id, error=TinkerError(f"{words}; the server's log says of what"))
+    error = TinkerError(f"{words}; the server's log says of what")
+    return Outcome(one.request_id, error=error, also=partial(_never_made, model_id=one.model_id))
+
+
+def _never_made(session: Session, model_id: str | None) -> None:
+    """A model whose first request was given up takes no place any more."""
+    model = None if model_id is None else session.get(Model, model_id)
+    if model is not None and model.status is ModelStatus.PENDING:
+        model.status = ModelStatus.FAILED
 
 
 def _columns(one: Outcome) -> dict[str, object]:

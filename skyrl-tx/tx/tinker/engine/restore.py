@@ -62,7 +62,7 @@ class RestorePoints:
             session.add(model)
         for other in folder.parent.iterdir():
             if other != folder:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
         self._written[model_id] = time.monotonic()
 
     def delete(self, model_id: str) -> None:

@@ -41,11 +41,12 @@ class Sampling:
         """Hand it to the sampler."""
         assert request.request_id is not None
         try:
-            self._begin(request.request_id, SampleJob.model_validate_json(request.payload))
+            self._begin(request, request.request_id)
         except Exception as error:  # noqa: BLE001 (it is what came of the request)
             self._outcomes.append(failed(request, error))
 
-    def _begin(self, request_id: int, job: SampleJob) -> None:
+    def _begin(self, request: Request, request_id: int) -> None:
+        job = SampleJob.model_validate_json(request.payload)
         if job.weights.base_model != self._limits.base_model:
             raise UserError(
                 f"the weights are of {job.weights.base_model}, and this server has {self._limits.base_model}"
@@ -53,17 +54,21 @@ class Sampling:
         check_job(job, self._limits)  # again: the server may not have known the model's limits
 
         def done(result: SampleResult | Exception) -> None:
-            del self._cancels[request_id]
-            self._outcomes.append(self._outcome(request_id, result))
+            if self._cancels.pop(request_id, None) is not None:  # else it is not wanted any more
+                self._outcomes.append(self._outcome(request, result))
 
         asked = job.request(eos_ids=self._limits.eos_ids, max_context=self._limits.max_context)
         self._cancels[request_id] = self._sampler.sample(asked, self._samplers.find(job.weights), done)
 
-    def _outcome(self, request_id: int, result: SampleResult | Exception) -> Outcome:
+    def _outcome(self, request: Request, result: SampleResult | Exception) -> Outcome:
         if isinstance(result, Exception):
-            return Outcome(request_id, error=result)
+            return failed(request, result)
+        try:
+            told = codec.sample_bytes(result)
+        except Exception as error:  # noqa: BLE001 (a mistake of the sampler costs this request, and not the engine)
+            return failed(request, error)
         self.n_tokens += sum(len(one.tokens) for one in result.samples)
-        return Outcome(request_id, codec.sample_bytes(result), is_protobuf=True)
+        return Outcome(request.request_id or 0, told, is_protobuf=True)
 
     def cancel(self, request_id: int) -> bool:
         """Let go of a request; whether it was under way."""

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tx_engine import Desk, new_backend
+
+from tx.tinker.backends.base import Done
+from tx.tinker.backends.jax.backend import JaxBackend
+from tx.tinker.engine import queue
+from tx.tinker.store import cancel_sample
+from tx.tinker.types import Sample, SampleRequest, SampleResult
+
+
+class Careless(JaxBackend):
+    """Tells results that nobody wants any more, and, of token 13, what no message can hold."""
+
+    def sample(self, asked: SampleRequest, weights: Any, done: Done) -> Callable[[], None]:
+        def tell(result: SampleResult | Exception) -> None:
+            done(SampleResult([Sample(["?"], [0.0], is_stopped=False)]) if 13 in asked.prompt else result)  # type: ignore[list-item]
+
+        super().sample(asked, weights, tell)
+        return lambda: None
+
+
+@pytest.fixture
+def careless(tmp_path: Path, tiny_model: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path, new_backend(tiny_model, kind=Careless))
+    yield made
+    made.close()
+
+
+def test_a_result_that_comes_after_all(careless: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "SECONDS_BETWEEN_LOOKS", 0.0)
+    cancelled = careless.sample(max_tokens=100)
+    careless.engine._queue.fetch()
+    careless.engine.work()
+    careless.change(lambda db: cancel_sample(db, cancelled))
+    while careless.engine.work():
+        pass
+    assert careless.engine._queue.begun == set()
+    assert careless.row(cancelled).result is None
+
+
+def test_a_result_that_cannot_be_told(careless: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    wrong, right = careless.sample([13]), careless.sample()
+    careless.work()
+    assert careless.row(wrong).error_category == "server"
+    assert f"request {wrong} (sample) failed" in caplog.text
+    assert careless.result(right)
