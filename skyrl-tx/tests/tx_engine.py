@@ -136,14 +136,16 @@ class Desk:
         self.submit(lambda to: submission.create_model(to, asked))
         return f"{session_id}:train:{number}"
 
-    def train(self, model_id: str, tokens: Sequence[int] = (1, 2, 3), *, is_forward_only: bool = False) -> int:
-        """A pass over a few tokens, each of which predicts the next."""
+    def train(
+        self, model_id: str, tokens: Sequence[int] = (1, 2, 3), *, n_data: int = 1, is_forward_only: bool = False
+    ) -> int:
+        """A pass over a few tokens, each of which predicts the next; over the same again and again."""
         targets = {"data": list(tokens[1:]), "dtype": "int64"}
         datum = {
             "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
             "loss_fn_inputs": {"target_tokens": targets},
         }
-        told = {"data": [datum], "loss_fn": "cross_entropy"}
+        told = {"data": [datum] * n_data, "loss_fn": "cross_entropy"}
         message = codec.message_from_json(model_id, None, told, is_forward_only=is_forward_only)
         asked, payload = codec.pass_of(message), message.SerializeToString()
         return self.submit(lambda to: submission.forward_backward(to, asked, None, payload))
