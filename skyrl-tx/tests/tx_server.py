@@ -50,6 +50,8 @@ BASE_MODEL = "org/tiny"
 CHILD_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 """Of processes that import what the test imports."""
 
+SECONDS = 60
+"""For what takes less than one on a machine that does nothing else."""
 VOCABULARY = 100
 CONTEXT = 64
 STATE = {
@@ -100,10 +102,48 @@ class Running:
         with writing(self.service.database) as db:
             return change(db)
 
+    def model(self, **headers: str) -> str:
+        """A session and its model, which is made."""
+        with self.client(**headers) as http:
+            session_id = new_session(http)
+            return str(result_of(http, new_model(http, session_id))["model_id"])
+
     def rows(self, kind: Kind) -> list[Request]:
         """All requests of a kind, in their order."""
         with reading(self.service.database) as db:
             return list(db.exec(select(Request).where(Request.kind == kind).order_by(col(Request.request_id))))
+
+
+def new_session(http: httpx.Client) -> str:
+    """A session, over HTTP."""
+    return str(http.post("create_session", json={"tags": [], "display_name": "<my run>"}).json()["session_id"])
+
+
+def new_model(http: httpx.Client, session_id: str, number: int = 0, rank: int = 4) -> httpx.Response:
+    """What is said to one who asks for a model of a session."""
+    told = {"session_id": session_id, "model_seq_id": number, "base_model": BASE_MODEL, "lora_config": {"rank": rank}}
+    return http.post("create_model", json=told)
+
+
+def new_sampler(http: httpx.Client, session_id: str, number: int = 0) -> str:
+    """A sampling session of the base model."""
+    told = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": BASE_MODEL}
+    return str(http.post("create_sampling_session", json=told).json()["sampling_session_id"])
+
+
+def result_of(http: httpx.Client, accepted: httpx.Response, **headers: str) -> dict[str, Any]:
+    """What came, in one poll, of a request that was accepted."""
+    assert accepted.status_code == 200, accepted.text
+    asked = {"request_id": accepted.json()["request_id"], "allow_metadata_only": True}
+    return dict(http.post("retrieve_future", json=asked, headers=headers).json())
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what comes by itself."""
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def config_for(folder: Path, **settings: Any) -> TxConfig:

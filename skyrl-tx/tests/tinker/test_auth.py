@@ -51,9 +51,10 @@ def test_the_client_says_so(server: Running) -> None:
     eve = tinker.ServiceClient(base_url=server.url, api_key="tml-eve")
     with pytest.raises(tinker.AuthenticationError, match="none of this server's"):
         eve.create_sampling_client(base_model=BASE_MODEL)
+    eve.close(status="errored").result()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def alices(server: Running) -> Iterator[tuple[str, str]]:
     """A model and a checkpoint."""
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-alice")

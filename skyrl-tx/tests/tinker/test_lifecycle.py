@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,12 +13,11 @@ import pytest
 import tinker
 from tinker import types
 from tx_engine import engine_for, new_backend, serving_with_engine
-from tx_server import BASE_MODEL, Running, serving
+from tx_server import BASE_MODEL, Running, new_model, new_sampler, new_session, result_of, serving, until
 
 from tx.tinker.cleaner import Cleaner
 from tx.tinker.db_models import Kind, Model, RequestStatus, Session, now
 
-SECONDS = 30
 SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
 
 
@@ -30,13 +28,17 @@ def running(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         yield served
 
 
-def begin(http: httpx.Client) -> str:
-    return str(http.post("create_session", json={"tags": []}).json()["session_id"])
+@pytest.fixture
+def http(running: Running) -> Iterator[httpx.Client]:
+    """In the end, all sessions are finished, and there is room again."""
+    with running.client() as client:
+        yield client
+        for session_id in client.get("sessions").json()["sessions"]:
+            client.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
 
 
-def create(http: httpx.Client, session_id: str, number: int = 0) -> httpx.Response:
-    asked = {"session_id": session_id, "model_seq_id": number, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
-    return http.post("create_model", json=asked)
+def new_model_when_there_is_room(http: httpx.Client, session_id: str) -> None:
+    until(lambda: new_model(http, session_id).status_code == 200)
 
 
 def finish(http: httpx.Client, session_id: str) -> None:
@@ -44,58 +46,30 @@ def finish(http: httpx.Client, session_id: str) -> None:
     assert told.status_code == 200
 
 
-def result(http: httpx.Client, accepted: httpx.Response) -> dict[str, Any]:
-    assert accepted.status_code == 200, accepted.text
-    return dict(http.post("retrieve_future", json={"request_id": accepted.json()["request_id"]}).json())
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def unload(http: httpx.Client, session_id: str) -> None:
     assert http.post("unload_model", json={"model_id": f"{session_id}:train:0"}).status_code == 200
 
 
 @pytest.mark.parametrize("end", [finish, unload])
-def test_room_is_free_at_once(running: Running, end: Callable[[httpx.Client, str], None]) -> None:
-    with running.client() as http:
-        first, second = begin(http), begin(http)
-        until(lambda: create(http, first).status_code == 200)
-        refused = create(http, second)
-        assert refused.status_code == 400
-        assert "1 models under training, which is the server's limit, --max-models; unload one" in refused.text
-        end(http, first)
-        created = create(http, second)
-        assert result(http, created)["model_id"] == f"{second}:train:0"
-        finish(http, second)
+def test_room_is_free_at_once(running: Running, http: httpx.Client, end: Callable[[httpx.Client, str], None]) -> None:
+    first, second = new_session(http), new_session(http)
+    new_model_when_there_is_room(http, first)
+    refused = new_model(http, second)
+    assert refused.status_code == 400
+    words = "1 models under training, which is the server's limit, --max-models; unload one, end a session that has one"
+    assert words in refused.text
+    end(http, first)
+    assert result_of(http, new_model(http, second))["model_id"] == f"{second}:train:0"
 
 
-def test_room_is_free_when_a_client_is_gone(running: Running) -> None:
-    with running.client() as http:
-        gone = begin(http)
-        until(lambda: create(http, gone).status_code == 200)
-        other = begin(http)
-        assert create(http, other).status_code == 400
-        last_heard = now() - timedelta(seconds=running.config.session_timeout_sec)
-        running.change(lambda db: setattr(db.get_one(Session, gone), "last_seen_at", last_heard))
-        until(lambda: create(http, other).status_code == 200)
-        assert http.post("session_heartbeat", json={"session_id": gone}).status_code == 410
-        finish(http, other)
-
-
-def test_the_client_is_told_what_to_do(running: Running) -> None:
-    with running.client() as http:
-        holder = begin(http)
-        until(lambda: create(http, holder).status_code == 200)
-        client = running.sdk()
-        with pytest.raises(tinker.BadRequestError, match="unload one, end a session that has one, or try again"):
-            client.create_lora_training_client(BASE_MODEL, rank=4).result()
-        client.close(status="success")
-        finish(http, holder)
+def test_room_is_free_when_a_client_is_gone(running: Running, http: httpx.Client) -> None:
+    gone, other = new_session(http), new_session(http)
+    new_model_when_there_is_room(http, gone)
+    assert new_model(http, other).status_code == 400
+    last_heard = now() - timedelta(seconds=running.config.session_timeout_sec)
+    running.change(lambda db: setattr(db.get_one(Session, gone), "last_seen_at", last_heard))
+    new_model_when_there_is_room(http, other)
+    assert http.post("session_heartbeat", json={"session_id": gone}).status_code == 410
 
 
 def test_snapshots_go_with_their_session(running: Running) -> None:
@@ -110,75 +84,75 @@ def test_snapshots_go_with_their_session(running: Running) -> None:
     until(lambda: not folder.exists())
 
 
-def test_a_session_that_has_ended_takes_nothing_more(running: Running) -> None:
-    with running.client() as http:
-        session_id = begin(http)
-        model_id = f"{session_id}:train:0"
-        until(lambda: create(http, session_id).status_code == 200)
-        sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-        sampler_id = http.post("create_sampling_session", json=sampler).json()["sampling_session_id"]
-        finish(http, session_id)
-        sample = {**SAMPLE, "base_model": None, "sampling_session_id": sampler_id, "seq_id": 1}
-        late = {
-            "create_model": {"session_id": session_id, "model_seq_id": 1, "base_model": BASE_MODEL},
-            "optim_step": {"model_id": model_id, "adam_params": {}},
-            "save_weights": {"model_id": model_id, "path": "x"},
-            "unload_model": {"model_id": model_id},
-            "create_sampling_session": {**sampler, "sampling_session_seq_id": 1},
-            "asample": sample,
-        }
-        for path, body in late.items():
-            refused = http.post(path, json=body)
-            assert refused.status_code == 400, path
-            assert f"session {session_id} is finished; begin a new one" in refused.text
+def test_a_checkpoint_that_is_deleted_takes_its_files_with_it(running: Running, http: httpx.Client) -> None:
+    session_id = new_session(http)
+    new_model_when_there_is_room(http, session_id)
+    model_id = f"{session_id}:train:0"
+    saved = http.post("save_weights", json={"model_id": model_id, "path": "x"})
+    assert result_of(http, saved)["path"] == f"tinker://{model_id}/weights/x"
+    folder = running.config.checkpoints_base / f"{session_id}_train_0" / "weights" / "x"
+    assert any(folder.iterdir())
+    assert http.delete(f"training_runs/{model_id}/checkpoints/weights/x").is_success
+    assert not folder.exists()
+
+
+def test_a_session_that_has_ended_takes_nothing_more(http: httpx.Client) -> None:
+    session_id = new_session(http)
+    model_id = f"{session_id}:train:0"
+    new_model_when_there_is_room(http, session_id)
+    sampler_id = new_sampler(http, session_id)
+    finish(http, session_id)
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": BASE_MODEL}
+    late = {
+        "create_model": {"session_id": session_id, "model_seq_id": 1, "base_model": BASE_MODEL},
+        "optim_step": {"model_id": model_id, "adam_params": {}},
+        "save_weights": {"model_id": model_id, "path": "x"},
+        "create_sampling_session": sampler,
+        "asample": {**SAMPLE, "base_model": None, "sampling_session_id": sampler_id, "seq_id": 1},
+    }
+    for path, body in late.items():
+        refused = http.post(path, json=body)
+        assert refused.status_code == 400, path
+        assert f"session {session_id} is finished; begin a new one" in refused.text
 
 
 def test_what_was_to_be_saved_is_saved_and_nothing_else_is_done(tmp_path: Path, tiny_model: Path) -> None:
-    with serving(tmp_path / "state", engine=False) as running:
-        client = running.sdk()
-        with running.client() as http:
-            session_id = begin(http)
-            model_id = f"{session_id}:train:0"
-            create(http, session_id)
-            steps = [http.post("optim_step", json={"model_id": model_id, "adam_params": {}}) for _ in range(2)]
-            saved = http.post("save_weights", json={"model_id": model_id, "path": "last"})
-            snapshot = {"model_id": model_id, "sampling_session_seq_id": 5}
-            unwanted = [http.post("save_weights_for_sampler", json=snapshot)]
-            unwanted.append(http.post("optim_step", json={"model_id": model_id, "adam_params": {}}))
-            sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-            sampler_id = http.post("create_sampling_session", json=sampler).json()["sampling_session_id"]
-            unwanted.append(
-                http.post("asample", json={**SAMPLE, "base_model": None, "sampling_session_id": sampler_id})
-            )
-            finish(http, session_id)
-            for one in unwanted:
-                assert result(http, one) == {"error": "the request was cancelled", "category": "user"}
-            with engine_for(running, new_backend(tiny_model)):
-                assert result(http, saved)["path"] == f"tinker://{model_id}/weights/last"
-                assert all("metrics" in result(http, one) for one in steps)
-                until(lambda: running.change(lambda db: db.get_one(Model, model_id).status) == "unloaded")
-            assert (running.config.checkpoints_base / f"{session_id}_train_0" / "weights" / "last").is_dir()
-            assert running.rows(Kind.SAMPLE)[0].status is RequestStatus.CANCELLED
-        client.close(status="success")
-
-
-def test_what_nobody_waits_for_costs_no_time(running: Running) -> None:
-    """A client that gives up says so, and the one that is gone is missed."""
-    with running.client() as http:
-        session_id = begin(http)
-        sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-        sampler_id = http.post("create_sampling_session", json=sampler).json()["sampling_session_id"]
-        params = {"max_tokens": 120, "seed": 1, "stop": []}
-        long = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": params, "num_samples": 4096}
-        given_up = http.post("asample", json={**long, "base_model": BASE_MODEL})
-        gone = http.post("asample", json={**long, "sampling_session_id": sampler_id})
-        http.post("cancel_future", json={"request_id": given_up.json()["request_id"]})
+    with serving(tmp_path / "state", engine=False) as running, running.client() as http:
+        session_id = new_session(http)
+        model_id = f"{session_id}:train:0"
+        new_model(http, session_id)
+        steps = [http.post("optim_step", json={"model_id": model_id, "adam_params": {}}) for _ in range(2)]
+        saved = http.post("save_weights", json={"model_id": model_id, "path": "last"})
+        snapshot = {"model_id": model_id, "sampling_session_seq_id": 5}
+        unwanted = [http.post("save_weights_for_sampler", json=snapshot)]
+        unwanted.append(http.post("optim_step", json={"model_id": model_id, "adam_params": {}}))
+        sampled = {**SAMPLE, "base_model": None, "sampling_session_id": new_sampler(http, session_id)}
+        unwanted.append(http.post("asample", json=sampled))
         finish(http, session_id)
-        started = time.monotonic()
-        assert result(http, http.post("asample", json=SAMPLE))["sequences"]
-        assert time.monotonic() - started < 10
-        for one in (given_up, gone):
-            assert result(http, one)["error"] == "the request was cancelled"
+        for one in unwanted:
+            assert result_of(http, one) == {"error": "the request was cancelled", "category": "user"}
+        with engine_for(running, new_backend(tiny_model)):
+            assert result_of(http, saved)["path"] == f"tinker://{model_id}/weights/last"
+            assert all("metrics" in result_of(http, one) for one in steps)
+            until(lambda: running.change(lambda db: db.get_one(Model, model_id).status) == "unloaded")
+        assert (running.config.checkpoints_base / f"{session_id}_train_0" / "weights" / "last").is_dir()
+        assert running.rows(Kind.SAMPLE)[0].status is RequestStatus.CANCELLED
+
+
+def test_what_nobody_waits_for_costs_no_time(http: httpx.Client) -> None:
+    """A client that gives up says so, and the one that is gone is missed."""
+    session_id = new_session(http)
+    params = {"max_tokens": 120, "seed": 1, "stop": []}
+    long = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": params, "num_samples": 4096}
+    given_up = http.post("asample", json={**long, "base_model": BASE_MODEL})
+    gone = http.post("asample", json={**long, "sampling_session_id": new_sampler(http, session_id)})
+    http.post("cancel_future", json={"request_id": given_up.json()["request_id"]})
+    finish(http, session_id)
+    started = time.monotonic()
+    assert result_of(http, http.post("asample", json=SAMPLE))["sequences"]
+    assert time.monotonic() - started < 20
+    for one in (given_up, gone):
+        assert result_of(http, one)["error"] == "the request was cancelled"
 
 
 def test_addresses_outlast_the_server(tmp_path: Path) -> None:
@@ -196,8 +170,8 @@ def test_addresses_outlast_the_server(tmp_path: Path) -> None:
 
 async def test_a_model_whose_session_ends_while_it_is_made(tmp_path: Path, tiny_model: Path) -> None:
     with serving(tmp_path / "state", engine=False, session_timeout_sec=0) as running, running.client() as http:
-        session_id = begin(http)
-        create(http, session_id)
+        session_id = new_session(http)
+        new_model(http, session_id)
         await Cleaner(running.service).clean()
         with engine_for(running, new_backend(tiny_model)) as engine:
             until(lambda: running.change(lambda db: db.get_one(Model, f"{session_id}:train:0").status) == "unloaded")

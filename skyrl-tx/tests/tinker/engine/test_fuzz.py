@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tinker import types
 from tx_engine import CONTEXT, VOCABULARY, serving_with_engine
 from tx_fuzz import EXAMPLES, FLOATS, PROTOBUF, fuzzed, rarely
-from tx_server import BASE_MODEL, Running
+from tx_server import BASE_MODEL, Running, new_model, new_sampler, new_session
 
 from tx.tinker.store import still_pending
 from tx.tinker.wire import tinker_pb2 as pb
@@ -154,17 +154,12 @@ def others(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
 
 
 def attack_on(running: Running) -> Attack:
-    attack = Attack(running.client(), "", "")
-    attack.session_id = attack.post("create_session", {"tags": []})["session_id"]
-    session = {"session_id": attack.session_id}
-    sampler = attack.post(
-        "create_sampling_session", {**session, "sampling_session_seq_id": 99, "base_model": BASE_MODEL}
-    )
-    attack.sampler_id = sampler["sampling_session_id"]
+    http = running.client()
+    session_id = new_session(http)
+    attack = Attack(http, session_id, new_sampler(http, session_id, 99))
     for number in (100, 101):
-        asked = {**session, "model_seq_id": number, "base_model": BASE_MODEL, "lora_config": {"rank": 8}}
-        attack.post("create_model", asked)
-        attack.models.append(f"{attack.session_id}:train:{number}")
+        assert new_model(http, session_id, number, rank=8).status_code == 200
+        attack.models.append(f"{session_id}:train:{number}")
     attack.post("save_weights", {"model_id": attack.models[0], "path": "first"})
     attack.post("save_weights_for_sampler", {"model_id": attack.models[0], "path": "first"})
     attack.paths += [f"tinker://{attack.models[0]}/{kind}/first" for kind in ("weights", "sampler_weights")]
@@ -187,7 +182,7 @@ def learn(training: tinker.TrainingClient) -> float:
     return loss
 
 
-def new_model(client: tinker.ServiceClient) -> tinker.TrainingClient:
+def new_client(client: tinker.ServiceClient) -> tinker.TrainingClient:
     return client.create_lora_training_client(BASE_MODEL, rank=8, seed=7).result()
 
 
@@ -206,11 +201,11 @@ def wait_until_done(running: Running) -> None:
 
 def test_nothing_that_is_accepted_breaks_the_engine(running: Running) -> None:
     client = running.sdk()
-    training = new_model(client)
+    training = new_client(client)
     alone = [learn(training) for _ in range(6)]
     attack = attack_on(running)
     wait_until_done(running)
-    victim, beside, n_requests = new_model(client), [], 0
+    victim, beside, n_requests = new_client(client), [], 0
 
     @fuzzed(120)
     @given(data=st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,18 @@ import psutil
 import pytest
 import tinker
 from tinker import types
-from tx_server import BASE_MODEL, Running, config_for, serving
+from tx_server import (
+    BASE_MODEL,
+    SECONDS,
+    Running,
+    config_for,
+    new_model,
+    new_sampler,
+    new_session,
+    result_of,
+    serving,
+    until,
+)
 
 from tx.tinker.db_models import Kind, Model, Request
 from tx.tinker.supervisor import Supervisor
@@ -27,7 +38,6 @@ TENSOR = {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}
 DATUM = {"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": {"target_tokens": TENSOR}}
 STEP = {"adam_params": {"learning_rate": 0.1}}
 SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
-SECONDS = 60
 
 
 @pytest.fixture
@@ -44,29 +54,14 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def session_id(http: httpx.Client) -> str:
-    return str(http.post("create_session", json={"tags": [], "user_metadata": None}).json()["session_id"])
+    return new_session(http)
 
 
 @pytest.fixture
 def model_id(http: httpx.Client, session_id: str) -> str:
-    asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
-    created = http.post("create_model", json=asked)
-    assert http.post("create_model", json=asked).json() == created.json()
-    return str(result(http, created)["model_id"])
-
-
-def result(http: httpx.Client, accepted: httpx.Response, **headers: str) -> dict[str, Any]:
-    """In JSON, of what was promised."""
-    assert accepted.status_code == 200, accepted.text
-    asked = {"request_id": accepted.json()["request_id"], "allow_metadata_only": True}
-    return dict(http.post("retrieve_future", json=asked, headers=headers).json())
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    created = new_model(http, session_id)
+    assert new_model(http, session_id).json() == created.json()
+    return str(result_of(http, created)["model_id"])
 
 
 def packed(model_id: str, seq_id: int = 1, **fields: Any) -> bytes:
@@ -97,15 +92,13 @@ def test_another_request_of_the_same_number(http: httpx.Client, model_id: str, e
 
 
 def test_another_model_of_the_same_number(http: httpx.Client, session_id: str, model_id: str) -> None:
-    asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 8}}
-    assert http.post("create_model", json=asked).status_code == 400
+    assert new_model(http, session_id, rank=8).status_code == 400
 
 
 def test_a_sample_twice(http: httpx.Client, server: Running, session_id: str) -> None:
-    asked = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-    ids = [http.post("create_sampling_session", json=asked).json()["sampling_session_id"] for _ in range(2)]
+    ids = [new_sampler(http, session_id) for _ in range(2)]
     assert ids[0] == ids[1]
-    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "num_samples": 2}
+    sample = {**SAMPLE, "base_model": None, "num_samples": 2}
     promises = [http.post("asample", json={**sample, "sampling_session_id": ids[0], "seq_id": 7}) for _ in range(2)]
     assert promises[0].json() == promises[1].json()
     assert len(promises[0].json()["sample_sequence_ids"]) == 2
@@ -123,28 +116,29 @@ def test_without_a_number_each_request_is_its_own(http: httpx.Client, server: Ru
 
 def test_older_clients_write_and_read_json(http: httpx.Client, model_id: str) -> None:
     body = {"model_id": model_id, "seq_id": 1, "forward_backward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
-    told = result(http, http.post("forward_backward", json=body), Accept="application/json")
+    told = result_of(http, http.post("forward_backward", json=body), Accept="application/json")
     assert told["metrics"] == {"loss:sum": 6.0}
     assert told["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.0, -2.0, -3.0], "dtype": "float32", "shape": [3]}
 
 
 def test_forward_of_older_clients(http: httpx.Client, server: Running, model_id: str) -> None:
     body = {"model_id": model_id, "seq_id": 1, "forward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
-    assert result(http, http.post("forward", json=body))["loss_fn_outputs"]
+    assert result_of(http, http.post("forward", json=body))["loss_fn_outputs"]
     (row,) = server.rows(Kind.FORWARD_BACKWARD)
     assert codec.message_from_bytes(row.payload).forward_only
 
 
 def test_samples_in_json(http: httpx.Client) -> None:
-    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 2}, "base_model": BASE_MODEL}
-    told = result(http, http.post("asample", json={**body, "prompt_logprobs": True}))
+    prompt, params = {"chunks": [{"tokens": [1, 2]}]}, {"max_tokens": 2}
+    asked = {**SAMPLE, "prompt": prompt, "sampling_params": params, "prompt_logprobs": True}
+    told = result_of(http, http.post("asample", json=asked))
     assert told["sequences"] == [{"stop_reason": "length", "tokens": [0, 0], "logprobs": [-0.5, -0.5]}]
     assert told["prompt_logprobs"] == [None, -1.0]
 
 
 def test_unloading(http: httpx.Client, model_id: str) -> None:
     unloaded = http.post("unload_model", json={"model_id": model_id})
-    assert result(http, unloaded) == {"model_id": model_id, "type": "unload_model"}
+    assert result_of(http, unloaded) == {"model_id": model_id, "type": "unload_model"}
     late = http.post("optim_step", json={"model_id": model_id, **STEP})
     assert late.status_code == 400
     assert "was unloaded" in late.text
@@ -154,7 +148,7 @@ def test_polls_without_a_result(http: httpx.Client, server: Running, model_id: s
     server.is_engine_paused = True
     step = http.post("optim_step", json={"model_id": model_id, **STEP})
     started = time.monotonic()
-    told = result(http, step)
+    told = result_of(http, step)
     assert 0.4 < time.monotonic() - started < 20
     assert (told["type"], told["request_id"], told["queue_state"]) == (
         "try_again",
@@ -169,9 +163,9 @@ def test_many_wait_for_one_and_it_can_be_read_again(server: Running, model_id: s
         step = http.post("optim_step", json={"model_id": model_id, **STEP})
     threading.Timer(0.2, lambda: setattr(server, "is_engine_paused", False)).start()
     with ThreadPoolExecutor(10) as pool, server.client() as http:
-        found = list(pool.map(lambda _: result(http, step), range(10)))
+        found = list(pool.map(lambda _: result_of(http, step), range(10)))
         assert all(one == {"metrics": {"skyrl.ai/grad_norm": 1.0}} for one in found)
-        assert result(http, step) == found[0]
+        assert result_of(http, step) == found[0]
     assert server.service.promises.n_waiting == 0
 
 
@@ -182,7 +176,7 @@ def test_requests_that_never_were(http: httpx.Client) -> None:
 
 def test_old_results_are_gone(http: httpx.Client, server: Running, model_id: str) -> None:
     step = http.post("optim_step", json={"model_id": model_id, "seq_id": 1, **STEP})
-    assert result(http, step)["metrics"]
+    assert result_of(http, step)["metrics"]
 
     def forget(db: Any) -> None:
         db.get(Request, int(step.json()["request_id"])).result = None
@@ -202,11 +196,11 @@ def test_an_engine_that_is_started_again(tmp_path: Path) -> None:
     with serving(tmp_path, engine=False, supervisor=supervisor, hold_sec=0.05) as running, running.client() as http:
         accepted = http.post("asample", json=SAMPLE)
         until(lambda: supervisor.is_running)
-        assert "queue_state_reason" not in result(http, accepted)
+        assert "queue_state_reason" not in result_of(http, accepted)
         (engine,) = (one for one in psutil.Process().children() if "--doorbell-fd" in one.cmdline())
         engine.kill()
         until(lambda: not supervisor.is_running)
-        told = result(http, accepted)
+        told = result_of(http, accepted)
     assert (told["type"], told["queue_state"]) == ("try_again", "paused_capacity")
     assert told["queue_state_reason"] == "the engine has died and is started again; nothing is lost"
 
@@ -217,6 +211,12 @@ def test_an_engine_that_was_given_up(tmp_path: Path) -> None:
         client = running.sdk()
         sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
         params = types.SamplingParams(max_tokens=1)
+        with pytest.raises(tinker.RequestFailedError, match=r"died 5 times .* no such model") as raised:
+            sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(timeout=SECONDS)
+        assert raised.value.category == "server"
+        client.close(status="success").result()
+
+
 def test_a_model_of_another_base_model(http: httpx.Client, server: Running, model_id: str) -> None:
     server.is_engine_paused = True
     waiting = http.post("optim_step", json={"model_id": model_id, **STEP})
@@ -229,17 +229,11 @@ def test_a_model_of_another_base_model(http: httpx.Client, server: Running, mode
         assert (refused.status_code, "needs the base model org/other" in refused.text) == (400, True)
 
 
-        with pytest.raises(tinker.RequestFailedError, match=r"died 5 times .* no such model") as raised:
-            sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(timeout=SECONDS)
-        assert raised.value.category == "server"
-        client.close(status="success").result()
-
-
 def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:
     server.is_engine_paused = True
     sample = http.post("asample", json=SAMPLE)
     assert http.post("cancel_future", json={"request_id": sample.json()["request_id"]}).status_code == 200
-    assert result(http, sample) == {"error": "the request was cancelled", "category": "user"}
+    assert result_of(http, sample) == {"error": "the request was cancelled", "category": "user"}
     step = http.post("optim_step", json={"model_id": model_id, **STEP})
     refused = http.post("cancel_future", json={"request_id": step.json()["request_id"]})
     assert refused.status_code == 400
@@ -284,8 +278,7 @@ def test_sessions_end_once(http: httpx.Client, session_id: str) -> None:
 
 def test_models_that_could_not_be_made(http: httpx.Client, server: Running, session_id: str) -> None:
     server.fails_with = ("no memory left", "server")
-    asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL}
-    assert result(http, http.post("create_model", json=asked))["error"] == "no memory left"
+    assert result_of(http, new_model(http, session_id))["error"] == "no memory left"
     server.change(lambda db: setattr(db.get(Model, f"{session_id}:train:0"), "status", "failed"))
     late = http.post("optim_step", json={"model_id": f"{session_id}:train:0", **STEP})
     assert late.status_code == 400

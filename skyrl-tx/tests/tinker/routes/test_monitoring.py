@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
-from tx_server import BASE_MODEL, Running, serving
+from tx_server import Running, result_of, serving
 
 from tx.tinker.db_models import EngineState, now
 from tx.tinker.routes.monitoring import in_words
@@ -55,16 +55,6 @@ def words_of(url: str, **headers: str) -> str:
     return re.sub(r"\s+", " ", " ".join(page.words))
 
 
-def create_model(server: Running, **headers: str) -> str:
-    with server.client(**headers) as http:
-        session_id = http.post("create_session", json={"tags": [], "display_name": "<my run>"}).json()["session_id"]
-        asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
-        promise = http.post("create_model", json=asked).json()
-        while "model_id" not in http.post("retrieve_future", json=promise).json():
-            pass
-    return f"{session_id}:train:0"
-
-
 def test_a_page_of_nothing(tmp_path: Path) -> None:
     with serving(tmp_path / "state", engine=False) as server:
         words = words_of(server.url)
@@ -74,12 +64,10 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
 
 
 def test_a_page_of_something(server: Running) -> None:
-    model = create_model(server)
+    model = server.model()
     server.fails_with = ("<b>out of memory</b>", "server")
     with server.client() as http:
-        promise = http.post("optim_step", json={"model_id": model, "adam_params": {}}).json()
-        while "error" not in http.post("retrieve_future", json=promise).json():
-            pass
+        assert "error" in result_of(http, http.post("optim_step", json={"model_id": model, "adam_params": {}}))
     server.change(lambda db: setattr(db.get_one(EngineState, 1), "status", {"tokens_trained": 1234567, "models": []}))
     words = words_of(server.url)
     assert "Engine up for" in words
@@ -96,7 +84,7 @@ def test_users_see_their_own(tmp_path: Path) -> None:
     keys = tuple(map(SecretStr, ("tml-alice", "tml-bob")))
     with serving(tmp_path / "state", api_keys=keys) as server:
         alice, bob = ({"X-API-Key": key.get_secret_value()} for key in keys)
-        of_alice, of_bob = create_model(server, **alice), create_model(server, **bob)
+        of_alice, of_bob = server.model(**alice), server.model(**bob)
         for headers, own, other in ((alice, of_alice, of_bob), (bob, of_bob, of_alice)):
             words = words_of(server.url, **headers)
             assert own in words
@@ -111,7 +99,7 @@ def test_an_engine_that_is_silent_is_not_up(server: Running) -> None:
 
 
 def test_what_prometheus_reads(server: Running) -> None:
-    create_model(server)
+    server.model()
     with server.client() as http:
         http.get("training_runs/nobody:train:0")
     reply = httpx.get(f"{server.url}/metrics")
