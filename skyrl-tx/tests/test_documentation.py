@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tx_process import process
@@ -36,7 +37,9 @@ def test_the_ten_lines_train(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     with process(tmp_path / "state", "--base-model", str(tmp_path / "model")) as server:
         code = code.replace("http://127.0.0.1:8000", server.url).replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
-        exec(compile(code, "docs/tinker.md", "exec"), {})
+        written: dict[str, Any] = {}
+        exec(compile(code, "docs/tinker.md", "exec"), written)
+        written["service"].close(status="success").result()
     *steps, sampled = capsys.readouterr().out.splitlines()
     losses = [float(line.split()[1]) for line in steps]
     assert len(losses) == 20

@@ -33,13 +33,15 @@ def test_status_of_no_server() -> None:
 
 def test_status(tmp_path: Path) -> None:
     with serving(tmp_path) as running:
-        model = running.sdk().create_lora_training_client(BASE_MODEL, rank=4).result()
+        client = running.sdk()
+        model = client.create_lora_training_client(BASE_MODEL, rank=4).result()
         text, is_up = status.report(running.url)
         assert is_up
         assert text.splitlines()[:2] == [f"{running.url}: {BASE_MODEL}", "engine: up"]
         assert f"  {model.model_id}  {BASE_MODEL}  rank 4  last request 0 s ago" in text
         printed = tx("status", "--url", running.url)
         assert (printed.returncode, printed.stdout.splitlines()[:2]) == (0, text.splitlines()[:2])
+        client.close(status="success").result()
     with serving(tmp_path / "other", engine=False) as running:
         text, is_up = status.report(running.url)
         assert (is_up, "engine: not there" in text) == (False, True)

@@ -19,8 +19,8 @@ def test_a_ring_wakes() -> None:
         assert not theirs.wait(0)
         threading.Timer(0.05, ours.ring).start()
         started = time.monotonic()
-        assert theirs.wait(5)
-        assert time.monotonic() - started < 1
+        assert theirs.wait(60)
+        assert time.monotonic() - started < 20
         assert not theirs.wait(0)
 
 
@@ -39,7 +39,7 @@ def test_many_rings_never_wait_and_are_one() -> None:
         started = time.monotonic()
         for _ in range(100_000):
             ours.ring()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         while theirs.wait(0):
             pass
         ours.ring()
@@ -54,16 +54,16 @@ def test_who_is_gone_is_noticed_and_not_rung() -> None:
         assert theirs.is_hung_up
         theirs.ring()
         started = time.monotonic()
-        theirs.wait(5)
-        assert time.monotonic() - started < 1
+        theirs.wait(60)
+        assert time.monotonic() - started < 20
 
 
 def test_without_a_bell_it_is_looked_now_and_then() -> None:
     with Doorbell.inherited(None) as bell:
         bell.ring()
         started = time.monotonic()
-        assert bell.wait(5)
-        assert POLL_SEC <= time.monotonic() - started < 1
+        assert bell.wait(60)
+        assert POLL_SEC <= time.monotonic() - started < 20
         assert not bell.is_hung_up
         with pytest.raises(ValueError, match="no socket"):
             bell.fileno()
@@ -77,10 +77,10 @@ async def test_listening() -> None:
         for _ in range(3):
             heard.clear()
             ours.ring()
-            await asyncio.wait_for(heard.wait(), 5)
+            await asyncio.wait_for(heard.wait(), 20)
         heard.clear()
         ours.close()
-        await asyncio.wait_for(heard.wait(), 5)
+        await asyncio.wait_for(heard.wait(), 20)
         assert theirs.is_hung_up
         theirs.stop_listening()
 
