@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tinker
 from conftest import Server
 from differences import RestClient, client_of, needs, takes
@@ -42,6 +43,23 @@ def test_weights_alone(server: Server, service: tinker.ServiceClient, training: 
     assert distance(logprobs_of(weights, server.data), saved) == 0
     step(weights, [server.data])
     assert distance(logprobs_of(weights, server.data), logprobs_of(training, server.data)) > 1e-3
+
+
+def test_all_parameters(server: Server, service: tinker.ServiceClient) -> None:
+    """With rank 0, all parameters are trained, saved, resumed and sampled from."""
+    training = client_of(service.create_lora_training_client(server.base_model, rank=0))
+    step(training, [server.data])
+    path = training.save_state("one").result().path
+    step(training, [server.data])
+    expected = logprobs_of(training, server.data)
+    assert distance(expected, server.logprobs) > 0.1
+    resumed = client_of(service.create_training_client_from_state_with_optimizer(path))
+    step(resumed, [server.data])
+    assert distance(logprobs_of(resumed, server.data), expected) == 0
+    tokens = [*server.data[0].model_input.to_ints(), server.data[0].loss_fn_inputs["target_tokens"].tolist()[-1]]
+    sampler = client_of(resumed.save_weights_and_get_sampling_client())
+    told = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    assert distance([np.array(told[1:])], expected[:1]) < 1e-5
 
 
 def test_loading_into_a_new_model(server: Server, training: tinker.TrainingClient, new_training: NewTraining) -> None:

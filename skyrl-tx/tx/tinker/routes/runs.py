@@ -84,7 +84,8 @@ async def weights_info(call: Caller, asked: wire.WeightsInfoRequest) -> Response
         lora = (found := store.find_checkpoint(db, asked.tinker_path, owner)).lora
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
         rank = int(lora["rank"])
-        return answers.WeightsDescribed(base_model=found.base_model, is_lora=rank > 0, lora_rank=rank or None, **parts)
+        # A rank even where there is no adapter: with this one, older clients make the model that they load into.
+        return answers.WeightsDescribed(base_model=found.base_model, is_lora=rank > 0, lora_rank=rank, **parts)
 
     return reply(await call.read(ask))
 
