@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sdk.environments import ENVIRONMENTS
-from sdk.models import reference, save
+from sdk.environments import ENVIRONMENTS, tell
+from sdk.models import save
 from tx_process import process
-from tx_tiny_models import SHAPE
 
 collect_ignore = ["client"]  # what runs in the environments of the SDKs
 
@@ -50,14 +48,12 @@ def told(
     model_folders: dict[str, Path], urls: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """A file for each of them, of what the tests in `client` are told."""
-    files = {family: tmp_path_factory.mktemp("told") / "server.json" for family in FLAGS}
-    for family, folder in model_folders.items():
-        server = {
-            "url": urls[family],
-            "base_model": str(folder),
-            "context": SHAPE["max_position_embeddings"],
-            "is_compressing": "--compress-passes" in FLAGS[family],
-            "data": reference(folder),
-        }
-        files[family].write_text(json.dumps(server))
-    return files
+    return {
+        family: tell(
+            tmp_path_factory.mktemp("told") / "server.json",
+            folder,
+            urls[family],
+            is_compressing="--compress-passes" in FLAGS[family],
+        )
+        for family, folder in model_folders.items()
+    }

@@ -80,13 +80,11 @@ def test_supervised_learning_is_killed_and_goes_on(
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + RECIPE_SECONDS
     with recipe("chat_sl.train", urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="raise") as process:
-        while len(logged(log)) < 13:
+        while not 0 < last_saved(tmp_path / "run") < len(losses(log)) - N_AHEAD:
             assert process.poll() is None, (tmp_path / "recipe.log").read_text()[-5000:]
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    before = losses(log)
-    saved = logged(tmp_path / "run" / "checkpoints.jsonl")[-1]["epoch"]  # of one step each
-    assert 0 < saved < len(before) - N_AHEAD
+    before, saved = losses(log), last_saved(tmp_path / "run")
     with recipe("chat_sl.train", urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="resume") as process:
         finish(process, tmp_path)
     words = (tmp_path / "recipe.log").read_text()
@@ -97,6 +95,12 @@ def test_supervised_learning_is_killed_and_goes_on(
     n_seen = saved + N_AHEAD
     np.testing.assert_allclose(after[saved : saved + len(before) - n_seen], before[n_seen:], atol=1e-4)
     assert after[-1] < 0.6 * after[0]
+
+
+def last_saved(run: Path) -> int:
+    """The step for which the recipe has saved."""
+    saved = logged(run / "checkpoints.jsonl")
+    return int(saved[-1]["epoch"]) if saved else 0  # of one step each
 
 
 def losses(log: Path) -> list[float]:
@@ -127,7 +131,7 @@ def test_reinforcement_learning(urls: dict[str, str], model_folders: dict[str, P
         finish(process, tmp_path)
     steps = [one for one in logged(tmp_path / "run" / "metrics.jsonl") if "env/all/format" in one]
     assert len(steps) == 8
-    assert steps[0]["env/all/format"] < 0.2
-    assert steps[-1]["env/all/format"] > 0.6
-    assert steps[-1]["env/all/reward/total"] > steps[0]["env/all/reward/total"] + 0.05
+    ended, rewards = ([one[f"env/all/{name}"] for one in steps] for name in ("format", "reward/total"))
+    assert np.mean(ended[-2:]) > np.mean(ended[:2]) + 0.25, ended
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
     assert max(abs(one["optim/kl_sample_train_v1"]) for one in steps) < 1e-3

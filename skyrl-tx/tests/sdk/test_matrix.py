@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from sdk.environments import HERE, VERSIONS, environment, python
+from sdk.environments import HERE, SECONDS, VERSIONS, python, run_client
 from sdk.processes import processes_with
 
 TABLE = HERE / "compatibility.md"
-SECONDS = 240
 MARKS = {"passed": "✓", "pytest.skip": "no such call", "pytest.xfail": "fails in the SDK"}
 
 
@@ -51,13 +48,9 @@ def runs(told: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run
 
 
 def _run(version: str, told: Path, folder: Path) -> Run:
-    command = [python(version), "-B", "-m", "pytest", "-q", f"--junitxml={folder}/results.xml", HERE / "client"]
-    variables = environment(folder, TX_SDK_SERVER=str(told))
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=SECONDS)
-    # Some SDKs abort now and then when their process ends; pytest has told all by then.
-    assert done.returncode in (0, -signal.SIGABRT), done.stdout[-20_000:] + done.stderr[-5_000:]
+    said = run_client(python(version), told, folder)
     found = _read(folder / "results.xml")
-    assert set().union(*found.outcomes.values()) <= MARKS.keys(), done.stdout[-20_000:]
+    assert set().union(*found.outcomes.values()) <= MARKS.keys(), said[-20_000:]
     return found
 
 
@@ -83,11 +76,13 @@ def _kind(outcome: ET.Element) -> str:
     return outcome.attrib["type"] if outcome.tag == "skipped" else outcome.tag
 
 
+@pytest.mark.timeout(2 * SECONDS)  # with the servers
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_sdk(version: str, runs: Runs) -> None:
     assert {"passed"} in runs(version).outcomes.values()
 
 
+@pytest.mark.timeout(SECONDS * (1 + len(VERSIONS)))  # alone, it runs them all
 def test_the_table_is_what_was_found(runs: Runs, tmp_path: Path) -> None:
     found = tmp_path / TABLE.name
     found.write_text(_table({version: runs(version) for version in VERSIONS}), encoding="utf-8")

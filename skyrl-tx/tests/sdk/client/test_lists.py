@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import tinker
 from conftest import Server
-from differences import KEY, RestClient, client_of, needs
-from passes import logprobs_of
+from differences import KEY, RestClient, client_of, close, needs
+from passes import distance, logprobs_of, step
 
 
 def test_runs(server: Server, service: tinker.ServiceClient, rest: Any) -> None:
@@ -62,12 +62,16 @@ def test_projects(training: tinker.TrainingClient, rest: Any) -> None:
 @needs(tinker.ServiceClient, "copy_weights")
 def test_copies(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient, rest: Any) -> None:
     """A copy of weights outlives them."""
+    step(training, [server.data])
+    copied = logprobs_of(training, server.data)
     path = training.save_state("copied").result().path
     project = tinker.ServiceClient(base_url=server.url, api_key=KEY, project_id="archive")
     copy = project.copy_weights(path).result()
+    close(project)
     rest.delete_checkpoint_from_tinker_path(path).result()
     again = client_of(service.create_training_client_from_state(copy))
-    assert logprobs_of(again, server.data[:1])
+    assert distance(logprobs_of(again, server.data), copied) == 0
+    assert distance(copied, server.logprobs) > 0.1
 
 
 def test_capabilities(server: Server, service: tinker.ServiceClient) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
 from conftest import Server, datum_of
@@ -15,9 +17,30 @@ from tinker import types
 CE = "cross_entropy"
 SECONDS = 10
 """Less than the SDKs take when they try again."""
+PARAMS = {"max_tokens", "stop"}
 PROMPT = types.ModelInput.from_ints([5])
 
 Mistake = Callable[[Server, tinker.ServiceClient, tinker.TrainingClient], Any]
+
+
+def image() -> types.Datum:
+    """Nothing but an image."""
+    chunk = types.ImageChunk(data=b"x", format="png", expected_tokens=1)
+    inputs = {"target_tokens": np.array([1])}
+    return types.Datum(model_input=types.ModelInput(chunks=[chunk]), loss_fn_inputs=inputs)
+
+
+def asking(prompt: types.ModelInput = PROMPT, **told: Any) -> Mistake:
+    """A sample of the base model."""
+    params = types.SamplingParams(**{"max_tokens": 1, **{name: told.pop(name) for name in PARAMS & told.keys()}})
+
+    def ask(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> Any:
+        sampler = client_of(service.create_sampling_client(base_model=server.base_model))
+        return sampler.sample(prompt, 1, params, **told).result()
+
+    return ask
+
+
 MISTAKES: dict[str, tuple[str, Mistake]] = {
     "another model": (
         "'other/model' is not served here",
@@ -55,15 +78,59 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         "cannot name a checkpoint",
         lambda server, service, training: training.save_state("../../up").result(),
     ),
-    "too long a sample": (
-        "the most for this prompt is",
+    "no such setting": (
+        "'beta'",
+        lambda server, service, training: training.forward_backward(server.data, CE, {"beta": 1.0}).result(),
+    ),
+    "more than a loss takes": (
+        "'advantages'",
+        lambda server, service, training: training.forward([datum_of([5], [6], advantages=[1])], CE).result(),
+    ),
+    "no path": (
+        "is no path",
+        lambda server, service, training: client_of(service.create_sampling_client(model_path="tinker://x/y")),
+    ),
+    "no token to sample from": ("is empty", asking(types.ModelInput.from_ints([]))),
+    "no such token to sample from": ("holds token 99999", asking(types.ModelInput.from_ints([99999]))),
+    "too long a sample": ("the most for this prompt is", asking(max_tokens=100000)),
+    "too long a text to stop at": ("99 characters", asking(stop=["x" * 99])),
+    "too many of the likeliest": ("topk_prompt_logprobs=2000", asking(topk_prompt_logprobs=2000)),
+}
+"""With every SDK."""
+
+if hasattr(types, "DimuonParams"):  # older ones send no such thing, or say it in words of their own
+    MISTAKES |= {
+        "another optimizer": (
+            "'dimuon' is not supported",
+            lambda server, service, training: training.optim_step(types.DimuonParams(learning_rate=0.1)).result(),
+        ),
+        "no such loss": (
+            "loss_fn='mean'",
+            lambda server, service, training: training.forward_backward(server.data, "mean").result(),
+        ),
+        "a weight that is no number": (
+            "is nan",
+            lambda server, service, training: training.forward([datum_of([5], [6], weights=[np.nan])], CE).result(),
+        ),
+        "an image": (
+            "chunk of kind image",
+            lambda server, service, training: training.forward([image()], CE).result(),
+        ),
+    }
+if "prompt_logprobs_last_n" in inspect.signature(tinker.SamplingClient.sample).parameters:
+    MISTAKES["some log-probs of a prompt"] = (
+        "prompt_logprobs_last_n is not supported",
+        asking(include_prompt_logprobs=True, prompt_logprobs_last_n=1),
+    )
+if "record_stability_info" in inspect.signature(tinker.ServiceClient.create_sampling_client).parameters:
+    MISTAKES["samples for a loss that is not there"] = (
+        "'stable_reinforce', which is not supported; use importance_",
         lambda server, service, training: (
-            client_of(service.create_sampling_client(base_model=server.base_model))
-            .sample(PROMPT, 1, types.SamplingParams(max_tokens=100000))
+            client_of(service.create_sampling_client(base_model=server.base_model, record_stability_info=True))
+            .sample(PROMPT, 1, types.SamplingParams(max_tokens=1))
             .result()
         ),
-    ),
-}
+    )
 
 
 @pytest.mark.parametrize("name", MISTAKES)

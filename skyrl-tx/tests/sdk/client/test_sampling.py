@@ -41,7 +41,7 @@ def test_what_a_sampler_and_training_say(server: Server, training: tinker.Traini
         sampler = client_of(training.save_weights_and_get_sampling_client())
         told = sampler.compute_logprobs(whole(server.data[0])).result()
         assert told[0] is None
-        np.testing.assert_allclose(told[1:], logprobs_of(training, server.data[:1])[0], atol=1e-4)
+        np.testing.assert_allclose(told[1:], logprobs_of(training, server.data[:1])[0], atol=1e-5)
         step(training, [server.data])
 
 
@@ -90,7 +90,7 @@ def test_logprobs_of_samples(base: tinker.SamplingClient) -> None:
     for sequence in base.sample(PROMPT, 2, params).result().sequences:
         again = types.ModelInput.from_ints([*PROMPT.to_ints(), *sequence.tokens])
         told = base.compute_logprobs(again).result()
-        np.testing.assert_allclose(told[PROMPT.length :], sequence.logprobs, atol=1e-4)
+        np.testing.assert_allclose(told[PROMPT.length :], sequence.logprobs, atol=1e-5)
 
 
 def test_ends(base: tinker.SamplingClient) -> None:

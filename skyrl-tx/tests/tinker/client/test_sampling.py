@@ -1,8 +1,7 @@
-"""Sampling with the real client."""
+"""What becomes of what a user asks to sample."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import tinker
@@ -12,23 +11,6 @@ from tx_server import BASE_MODEL, Running
 
 from tx.tinker.db_models import Kind
 from tx.tinker.wire.sample_job import SampleJob
-
-
-def test_sampling_from_names(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    path = training.save_weights_for_sampler("sampled").result().path
-    params = types.SamplingParams(max_tokens=2)
-    for options in ({"model_path": path}, {"base_model": BASE_MODEL}):
-        sampler = service.create_sampling_client(**options).result()
-        assert sampler.sample(PROMPT, 1, params).result().sequences[0].tokens == [0, 0]
-        assert sampler.get_base_model() == BASE_MODEL
-
-
-def test_fifty_samples_at_once(service: tinker.ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
-    asked = [sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=2)) for _ in range(50)]
-    found = [one.result() for one in asked]
-    ids = list(itertools.chain.from_iterable([s.sequence_id for s in one.sequences] for one in found))
-    assert len(set(ids)) == 100
 
 
 def test_stops(server: Running, service: tinker.ServiceClient) -> None:
