@@ -1,25 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine as Database
-from tx_server import config_for
 
 from tx.tinker import admission as module
 from tx.tinker.admission import Admission
-from tx.tinker.database import open_database, writing
+from tx.tinker.database import writing
 from tx.tinker.db_models import Kind, Request, RequestStatus
 from tx.tinker.refusal import Refusal
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = open_database(config_for(tmp_path).database_url)
-    yield opened
-    opened.dispose()
 
 
 def accept(database: Database, admission: Admission, **fields: Any) -> int:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,23 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine as Database
 from sqlmodel import Session as Db
-from tx_server import config_for
 
 from tx.tinker import catalog
-from tx.tinker.database import open_database, reading, writing
+from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, Session, SessionStatus, now
 from tx.tinker.types import UserError
 from tx.tinker.wire.listings import SearchSessionsRequest
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ALL = tuple(CheckpointKind)
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = open_database(config_for(tmp_path).database_url)
-    yield opened
-    opened.dispose()
 
 
 @pytest.fixture

@@ -1,26 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine as Database
 from sqlmodel import col, select
-from tx_server import config_for
 
-from tx.tinker.database import open_database, reading, writing
+from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Request, RequestStatus, Session
 from tx.tinker.engine import queue as queues
 from tx.tinker.engine.queue import Outcome, Queue, given_up
 from tx.tinker.types import UserError
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = open_database(config_for(tmp_path).database_url)
-    yield opened
-    opened.dispose()
 
 
 @pytest.fixture
