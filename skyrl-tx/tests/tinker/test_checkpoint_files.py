@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tx_server import CHILD_ENVIRONMENT
 
 from tx.tinker.checkpoint_files import (
     checked_name,
     checkpoint_folder,
-    delete_checkpoint_files,
+    delete_folder,
+    give_name,
     parse_path,
+    put_back,
     snapshot_folder,
     write_folder,
 )
@@ -67,14 +72,12 @@ def test_paths_that_are_none(path: str) -> None:
 
 
 def test_deleting(tmp_path: Path) -> None:
-    config = TxConfig(base_model="m", checkpoints_base=tmp_path)
-    path = f"tinker://{MODEL}/weights/0001"
-    folder = checkpoint_folder(config, path)
+    folder = tmp_path / "there"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "file").write_text("x")
-    delete_checkpoint_files(config, path)
-    assert list(folder.parent.iterdir()) == []
-    delete_checkpoint_files(config, path)
+    delete_folder(folder)
+    assert list(tmp_path.iterdir()) == []
+    delete_folder(folder)
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -96,6 +99,46 @@ def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
     write_folder(folder, lambda new: (new / "other").write_text("third"))
     assert files(folder) == {"other": "third"}
     assert [path.name for path in folder.parent.iterdir()] == ["there"]
+
+
+def test_a_folder_stays_until_another_has_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    write_folder(folder, lambda new: (new / "file").write_text("first"))
+    with pytest.raises(FileNotFoundError):
+        give_name(tmp_path / "gone", folder)
+    assert files(folder) == {"file": "first"}
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f".replaced-{name}" / name).mkdir(parents=True)
+        (tmp_path / f".replaced-{name}" / name / "file").write_text("old")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("new")
+    put_back(tmp_path)
+    assert {path.name: files(path) for path in tmp_path.iterdir()} == {"a": {"file": "old"}, "b": {"file": "new"}}
+
+
+FILLING = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from safetensors.numpy import save_file
+from tx.tinker.checkpoint_files import write_folder
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_folder(Path(sys.argv[1]), lambda new: save_file({"a": np.zeros(100_000)}, new / "file"))
+except OSError as error:
+    assert "File too large" in str(error), error
+    sys.exit(7)
+"""
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FILLING, str(tmp_path / "there")]
+    assert subprocess.run(command, env=CHILD_ENVIRONMENT, check=False).returncode == 7
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_snapshots_are_by_session() -> None:

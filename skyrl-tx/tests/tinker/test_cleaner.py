@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from sqlmodel import select
 from tx_server import config_for
 
-from tx.tinker.checkpoint_files import checkpoint_folder, snapshot_folder
+from tx.tinker.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
 from tx.tinker.cleaner import Cleaner
 from tx.tinker.db_models import (
     Checkpoint,
@@ -25,6 +26,7 @@ from tx.tinker.db_models import (
 )
 from tx.tinker.service import Service
 
+T = TypeVar("T")
 OLD = timedelta(days=3)
 
 
@@ -81,6 +83,30 @@ async def test_checkpoints_whose_time_is_over(service: Service) -> None:
     left = await service.read(lambda db: sorted(one.name for one in db.exec(select(Checkpoint))))
     folder = service.config.checkpoints_base / "a_train_0" / "weights"
     assert left == sorted(one.name for one in folder.iterdir()) == ["always", "later"]
+
+
+async def test_a_name_that_is_free_again_is_taken_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}, "size_bytes": 1}
+    over = Checkpoint(model_id="a:train:0", name="x", expires_at=now() - OLD, **told)
+    folder = checkpoint_folder(service.config, over.path)
+    folder.mkdir(parents=True)
+    await service.write(lambda db: db.add(over))
+    write = service.write
+    key = (over.model_id, over.kind, over.name)
+    saved: list[str] = []
+
+    async def write_and_save(change: Callable[[object], T]) -> T:
+        """An engine saves as soon as the row is gone."""
+        written = await write(change)
+        if not saved and await service.read(lambda db: db.get(Checkpoint, key)) is None:
+            saved.append("new")
+            write_folder(folder, lambda unnamed: (unnamed / "new").touch())
+        return written
+
+    monkeypatch.setattr(service, "write", write_and_save)
+    await Cleaner(service).clean()
+    assert [file.name for file in folder.iterdir()] == saved == ["new"]
+    assert [one.name for one in folder.parent.iterdir()] == ["x"]
 
 
 async def test_what_an_engine_may_need_is_kept(service: Service) -> None:

@@ -10,7 +10,7 @@ from sqlmodel import select
 from tx_server import config_for
 
 from tx.tinker import copying
-from tx.tinker.checkpoint_files import checkpoint_folder, delete_checkpoint_files
+from tx.tinker.checkpoint_files import checkpoint_folder, delete_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.database import open_database, reading, writing
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, ModelStatus, Session, SessionStatus
@@ -57,7 +57,7 @@ def copy(config: TxConfig, database: Database, owner: str = "alice", key: str | 
 
 def test_a_copy_is_a_checkpoint_of_its_own(config: TxConfig, database: Database) -> None:
     target = copy(config, database, destination_project_id="p", ttl_seconds=7200)
-    delete_checkpoint_files(config, SOURCE)
+    delete_folder(checkpoint_folder(config, SOURCE))
     assert (checkpoint_folder(config, target) / "deep" / "file").read_bytes() == b"weights"
     with reading(database) as db:
         found = db.exec(select(Checkpoint).where(Checkpoint.model_id != "s:train:0")).one()
@@ -112,7 +112,7 @@ def test_a_model_that_is_there_is_not_overwritten(config: TxConfig, database: Da
 
 
 def test_files_that_are_gone(config: TxConfig, database: Database) -> None:
-    delete_checkpoint_files(config, SOURCE)
+    delete_folder(checkpoint_folder(config, SOURCE))
     with pytest.raises(Refusal, match=r"the files of .* are gone") as refused:
         copy(config, database, destination_project_id="p")
     assert refused.value.status == 404

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from safetensors import SafetensorError
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import CheckpointKind
@@ -21,8 +24,8 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}", re.ASCII)
 SECONDS_UNTOUCHED = 3600
 """After which nobody can still be writing there."""
 SNAPSHOTS = "snapshots"
-UNFINISHED, DELETED = ".unfinished-", ".deleted-"
-"""How folders begin that are not there yet, and those that are about to go."""
+UNFINISHED, REPLACED, DELETED = ".unfinished-", ".replaced-", ".deleted-"
+"""How folders begin that are not there yet, those that hold what others are to replace, and those about to go."""
 
 
 class TinkerPath(NamedTuple):
@@ -95,18 +98,56 @@ def snapshots_folder(config: TxConfig, session_id: str) -> Path:
 
 
 def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Have a folder filled, which is complete or absent whatever happens, and takes the place of an earlier one."""
+    """Have a folder filled. Whatever happens, it is complete or absent, and an earlier one is there until this one is.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    give_name(fill_folder(folder, write), folder)
+
+
+def fill_folder(folder: Path, write: Callable[[Path], object]) -> Path:
+    """The first half of that: one that is complete, and does not have its name yet."""
     unfinished = folder.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
     unfinished.mkdir(parents=True)
     try:
         write(unfinished)
         _sync(unfinished)
-        delete_folder(folder)
-        unfinished.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # what it raises when the disk is full
+            raise OSError(str(error)) from error
+        raise
+    return unfinished
+
+
+def give_name(complete: Path, folder: Path) -> None:
+    """The second half. `put_back` is to be called after a kill in between."""
+    aside = folder.with_name(f"{REPLACED}{secrets.token_hex(8)}")
+    aside.mkdir()
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside / folder.name)
+        complete.rename(folder)
+    except BaseException:
+        _put_back(aside)
+        shutil.rmtree(complete, ignore_errors=True)
         raise
     _sync_one(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_back(base: Path) -> None:
+    """Folders whose names a process was about to give to others, when it was killed, get them again."""
+    for aside in _hidden(base, REPLACED):
+        _put_back(aside)
+
+
+def _put_back(aside: Path) -> None:
+    for folder in aside.iterdir():
+        if not aside.with_name(folder.name).exists():
+            folder.rename(aside.with_name(folder.name))
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
@@ -125,25 +166,34 @@ def _sync_one(path: Path) -> None:
 
 def delete_folder(folder: Path) -> None:
     """Delete a folder, all at once for who looks at it; none is no error."""
+    delete_aside(set_aside(folder))
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Take the name from a folder, and no more: what `delete_aside` deletes; None without one."""
     aside = folder.with_name(f"{DELETED}{secrets.token_hex(8)}")
     try:
-        folder.rename(aside)
+        return folder.rename(aside)
     except FileNotFoundError:
-        return
-    shutil.rmtree(aside)
+        return None
 
 
-def delete_checkpoint_files(config: TxConfig, path: str) -> None:
-    """Delete the files of a checkpoint; none are no error."""
-    delete_folder(checkpoint_folder(config, path))
+def delete_aside(aside: Path | None) -> None:
+    """Delete what has no name any more."""
+    if aside is not None:
+        shutil.rmtree(aside)
 
 
 def delete_leftovers(base: Path) -> None:
     """Delete what a process has not finished writing or deleting when it was killed."""
-    for pattern in ("*", "*/*", "*/*/*"):
-        for folder in base.glob(pattern):
-            if folder.name.startswith((UNFINISHED, DELETED)) and seconds_untouched(folder) > SECONDS_UNTOUCHED:
-                shutil.rmtree(folder, ignore_errors=True)
+    for folder in _hidden(base, UNFINISHED, DELETED):
+        if seconds_untouched(folder) > SECONDS_UNTOUCHED:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hidden(base: Path, *prefixes: str) -> list[Path]:
+    found = (folder for pattern in ("*", "*/*", "*/*/*") for folder in base.glob(pattern))
+    return [folder for folder in found if folder.name.startswith(prefixes)]
 
 
 def seconds_untouched(folder: Path) -> float:

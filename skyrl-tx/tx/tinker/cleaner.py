@@ -14,12 +14,13 @@ from sqlmodel import Session
 from tx.tinker import retention, store
 from tx.tinker.checkpoint_files import (
     SNAPSHOTS,
-    delete_checkpoint_files,
+    delete_aside,
     delete_folder,
     delete_leftovers,
     seconds_untouched,
     snapshots_folder,
 )
+from tx.tinker.config import TxConfig
 from tx.tinker.db_models import SessionStatus
 from tx.tinker.service import Service, for_ever
 
@@ -57,8 +58,8 @@ class Cleaner:
             self._service.promises.ring()
         await self._delete_snapshots()
         await self._service.compute(partial(delete_leftovers, config.checkpoints_base))
-        for path in await self._service.write(_drop_expired):
-            await self._service.compute(partial(delete_checkpoint_files, config, path))
+        for path, aside in await self._service.write(partial(_drop_expired, config=config)):
+            await self._service.compute(partial(delete_aside, aside))
             logger.info("checkpoint %s is deleted: its time was over", path)
         await self._service.write(partial(retention.forget_requests, retention=config.retention_sec))
         await self._service.write(partial(retention.forget_results, retention=config.retention_sec))
@@ -88,8 +89,5 @@ def _end_stale(db: Session, timeout: float) -> list[str]:
     return [session.session_id for session in stale]
 
 
-def _drop_expired(db: Session) -> list[str]:
-    expired = retention.expired_checkpoints(db)
-    for checkpoint in expired:
-        db.delete(checkpoint)
-    return [checkpoint.path for checkpoint in expired]
+def _drop_expired(db: Session, config: TxConfig) -> list[tuple[str, Path | None]]:
+    return [(one.path, store.drop_checkpoint(db, one, config)) for one in retention.expired_checkpoints(db)]

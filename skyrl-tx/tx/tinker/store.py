@@ -6,12 +6,14 @@ import hashlib
 import json
 import re
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from sqlalchemy import ColumnElement, func, update
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
-from tx.tinker.checkpoint_files import parse_path
+from tx.tinker.checkpoint_files import checkpoint_folder, parse_path, set_aside
+from tx.tinker.config import TxConfig
 from tx.tinker.database import open_database, reading, writing
 from tx.tinker.db_models import (
     Checkpoint,
@@ -311,6 +313,13 @@ def cancel_sample(db: Session, request_id: int) -> None:
 
 
 # -- checkpoints
+
+
+def drop_checkpoint(db: Session, checkpoint: Checkpoint, config: TxConfig) -> Path | None:
+    """A checkpoint is not there any more, row and folder at once; what `delete_aside` is to delete."""
+    db.delete(checkpoint)
+    db.flush()
+    return set_aside(checkpoint_folder(config, checkpoint.path))
 
 
 def expiry(ttl_seconds: int | None) -> datetime | None:

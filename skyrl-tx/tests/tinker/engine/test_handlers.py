@@ -92,6 +92,23 @@ def test_a_name_is_taken_once(desk: Desk, model: str) -> None:
     assert (desk.row(samplers[0]).error, desk.row(samplers[1]).error_category) == (None, "user")
 
 
+def test_a_checkpoint_that_cannot_get_its_name_is_none(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if target.name == "x":
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        saved = save(desk, model)
+        desk.work()
+    assert error(desk, saved) == ("server", "OSError: [Errno 28] No space left on device")
+    assert desk.change(lambda db: db.get(Checkpoint, (model, "weights", "x"))) is None
+    assert not list(desk.config.checkpoints_base.glob("s_train_0/weights/*"))
+
+
 def test_snapshots_are_what_the_model_was(desk: Desk, model: str) -> None:
     kept = save_for_sampler(desk, model, sampling_session_seq_id=3)
     desk.work()

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +14,14 @@ from sqlmodel import Session
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
-from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, write_folder
+from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, fill_folder, give_name
 from tx.tinker.config import TxConfig
 from tx.tinker.database import reading
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession, now
+from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession
 from tx.tinker.engine.queue import Also, Outcome
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
+from tx.tinker.store import expiry
 from tx.tinker.types import UserError
 from tx.tinker.wire.requests import (
     CreateModelRequest,
@@ -127,16 +127,16 @@ class Handlers:
     def _save_weights(self, request: Request) -> Outcome:
         asked = SaveWeightsRequest.model_validate_json(request.payload)
         path = TinkerPath(asked.model_id, CheckpointKind.TRAINING, asked.path or str(request.request_id))
-        size = self._write(path, self._backend.save_model, overwrite=asked.overwrite)
-        also = self._record(path, size, asked.ttl_seconds, asked.user_metadata)
+        checkpoint = self._checkpoint(path, asked.ttl_seconds, asked.user_metadata)
+        also = self._write(checkpoint, self._backend.save_model, overwrite=asked.overwrite)
         return _done(request, WeightsSaved(path=str(path), type="save_weights").to_bytes(), also)
 
     def _save_for_sampler(self, request: Request) -> Outcome:
         asked = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
         if asked.path is not None:
             path = TinkerPath(asked.model_id, CheckpointKind.SAMPLER, asked.path)
-            size = self._write(path, self._backend.save_weights, overwrite=False)
-            also = self._record(path, size, asked.ttl_seconds, asked.user_metadata)
+            checkpoint = self._checkpoint(path, asked.ttl_seconds, asked.user_metadata)
+            also = self._write(checkpoint, self._backend.save_weights)
             return _done(request, WeightsSaved(path=str(path), type="save_weights_for_sampler").to_bytes(), also)
         return self._keep_snapshot(request, asked)
 
@@ -161,37 +161,42 @@ class Handlers:
     def _save_external(self, request: Request) -> Outcome:
         asked = SaveWeightsExternalRequest.model_validate_json(request.payload)
         path = TinkerPath(asked.model_id, CheckpointKind.EXTERNAL, asked.path)
-        size = self._write(path, self._backend.save_weights, overwrite=False)
-        also = self._record(path, size, asked.ttl_seconds, None)
-        answer = WeightsSaved(path=str(path), size_bytes=size, type="save_weights_external")
+        checkpoint = self._checkpoint(path, asked.ttl_seconds, None)
+        also = self._write(checkpoint, self._backend.save_weights)
+        answer = WeightsSaved(path=str(path), size_bytes=checkpoint.size_bytes, type="save_weights_external")
         return _done(request, answer.to_bytes(), also)
 
-    def _write(self, path: TinkerPath, save: Callable[[str, Path], None], *, overwrite: bool) -> int:
-        """Write a folder, which is complete or absent; its size in bytes."""
-        folder = checkpoint_folder(self._config, str(path))
+    def _write(self, new: Checkpoint, save: Callable[[str, Path], None], *, overwrite: bool = False) -> Also:
+        """Write the files of a checkpoint, and note their size; what gives it its row and its name, both or none."""
         with reading(self._database) as session:
-            is_there = session.get(Checkpoint, (path.model_id, path.kind, path.name)) is not None
+            is_there = session.get(Checkpoint, (new.model_id, new.kind, new.name)) is not None
         if is_there and not overwrite:
-            fix = ", or overwrite it" if path.kind is CheckpointKind.TRAINING else ""
-            raise UserError(f"there is a checkpoint {path} already; choose another name{fix}")
-        write_folder(folder, partial(save, path.model_id))
-        return sum(file.stat().st_size for file in folder.iterdir())
+            fix = ", or overwrite it" if new.kind is CheckpointKind.TRAINING else ""
+            raise UserError(f"there is a checkpoint {new.path} already; choose another name{fix}")
+        folder = checkpoint_folder(self._config, new.path)
+        complete = fill_folder(folder, partial(save, new.model_id))
+        new.size_bytes = sum(file.stat().st_size for file in complete.iterdir())
 
-    def _record(
-        self, path: TinkerPath, size: int, ttl_seconds: int | None, user_metadata: dict[str, str] | None
-    ) -> Also:
-        expires_at = None if ttl_seconds is None else now() + timedelta(seconds=ttl_seconds)
-        checkpoint = Checkpoint(
+        def also(session: Session) -> None:
+            session.merge(new)
+            session.flush()
+            give_name(complete, folder)
+
+        return also
+
+    def _checkpoint(
+        self, path: TinkerPath, ttl_seconds: int | None, user_metadata: dict[str, str] | None
+    ) -> Checkpoint:
+        return Checkpoint(
             model_id=path.model_id,
             kind=path.kind,
             name=path.name,
             base_model=self._backend.base_model.name,
             lora=asdict(self._backend.models()[path.model_id]),
-            size_bytes=size,
+            size_bytes=0,
             user_metadata=user_metadata,
-            expires_at=expires_at,
+            expires_at=expiry(ttl_seconds),
         )
-        return lambda session: session.merge(checkpoint)
 
 
 def _made(request: Request, lora: LoraConfig | None = None) -> Also:

@@ -11,12 +11,13 @@ from sqlalchemy import Engine as Database
 
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.vllm import VllmSampler
+from tx.tinker.checkpoint_files import put_back
 from tx.tinker.config import TxConfig
 from tx.tinker.database import writing
 from tx.tinker.db_models import Kind, Request, now
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine.handlers import Handlers
-from tx.tinker.engine.passes import Passes
+from tx.tinker.engine.passes import Passes, failed
 from tx.tinker.engine.queue import Outcome, Queue, Waiting, given_up
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
@@ -34,6 +35,7 @@ class Engine:
     """All of it. One thread."""
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend, doorbell: Doorbell) -> None:
+        self._config = config
         self._database = database
         self._backend = backend
         self._doorbell = doorbell
@@ -54,6 +56,7 @@ class Engine:
 
     def run(self, should_end: Callable[[], bool]) -> None:
         """Bring back what was there, and serve."""
+        put_back(self._config.checkpoints_base)
         self._points.restore()
         logger.info("the engine serves %s", self._backend.base_model.name)
         self.serve(should_end)
@@ -131,7 +134,11 @@ class Engine:
     def _finish_at_once(self, request: Request) -> None:
         """A request of a model that takes one turn. Its outcome is written before the model goes on."""
         outcome = self._handlers.handle(request)
-        self._finish([outcome])
+        try:
+            self._finish([outcome])
+        except OSError as error:  # a folder that could not get its name
+            outcome = failed(request, error)
+            self._finish([outcome])
         model_id = request.model_id
         if model_id is None or outcome.error is not None:
             return

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from fastapi import APIRouter, Response
 from sqlmodel import Session
 
 from tx.tinker import catalog, store
-from tx.tinker.checkpoint_files import SCHEME, delete_checkpoint_files, parse_path
+from tx.tinker.checkpoint_files import SCHEME, delete_aside, parse_path
 from tx.tinker.copying import check_copy, copy_files, record_copy, target_path
-from tx.tinker.db_models import Checkpoint
 from tx.tinker.refusal import refuse
 from tx.tinker.replies import reply
 from tx.tinker.routes.older_clients import readable_kinds
@@ -134,15 +134,13 @@ async def set_ttl(call: Caller, run_id: str, checkpoint_id: str, asked: wire.Set
 
 @router.delete(ONE)
 async def delete_checkpoint(call: Caller, run_id: str, checkpoint_id: str) -> Response:
-    """First the row, and then the files: what is listed is always there."""
+    """Another may have its name at once."""
     path = path_of(run_id, checkpoint_id)
 
-    def change(db: Session, owner: str) -> None:
-        checkpoint: Checkpoint = store.own_checkpoint(db, path, owner)
-        db.delete(checkpoint)
+    def change(db: Session, owner: str) -> Path | None:
+        return store.drop_checkpoint(db, store.own_checkpoint(db, path, owner), call.service.config)
 
-    await call.write(change)
-    await call.service.compute(partial(delete_checkpoint_files, call.service.config, path))
+    await call.service.compute(partial(delete_aside, await call.write(change)))
     return Response(status_code=204)
 
 
