@@ -19,7 +19,7 @@ from tx.models.checkpoints import load_params, named_tensors, params_of
 from tx.models.config import LoraConfig, ModelConfig, read_config
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, covered, new_adapter
-from tx.models.sharding import mesh_of, place_rows, place_weight
+from tx.models.sharding import mesh_of, place_rows, place_weight, place_whole
 from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.folder import (
     OPTIMIZER,
@@ -73,7 +73,7 @@ class JaxBackend:
         self._decoder = Decoder(folder)
         self._sampler = Sampler(
             self._shape,
-            n_tokens=config.cache_tokens(self._shape, self._dtype.itemsize),
+            n_tokens=config.cache_tokens(self._shape.cache_bytes(self._dtype.itemsize)),
             n_lanes=config.sample_lanes,
             most_groups=config.sample_groups,
             dtype=self._dtype,
@@ -97,7 +97,7 @@ class JaxBackend:
             check_covers_any(covered(lora, self._shape), lora, f"this {self._shape.family} model")
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
         weights = self._params if lora.rank == 0 else new_adapter(lora, self._shape, seed)
-        self._models[model_id] = Model(lora, weights, new_moments(weights))
+        self._models[model_id] = self._model(lora, weights, new_moments(weights))
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -149,7 +149,7 @@ class JaxBackend:
         gradients = model.gradients
         if gradients is None:
             logger.warning("optim_step of %s without any gradient", model_id)
-            gradients = jax.tree.map(jnp.zeros_like, model.weights)
+            gradients = jax.tree.map(lambda one: jnp.zeros_like(one, device=one.sharding), model.weights)
         model.weights, model.moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
         model.gradients = None
         return {"skyrl.ai/grad_norm": float(norm), "skyrl.ai/learning_rate": params.learning_rate}
@@ -175,7 +175,17 @@ class JaxBackend:
         self._models.check_new(model_id)
         lora, weights = self._read(folder)
         moments = self._read_moments(folder, lora) if with_optimizer else new_moments(weights)
-        self._models[model_id] = Model(lora, weights, moments)
+        self._models[model_id] = self._model(lora, weights, moments)
+
+    def _model(self, lora: LoraConfig, weights: Adapter | Params, moments: Moments) -> Model:
+        """Its arrays where a step will leave them: else programs are compiled once for the first step and once more."""
+        if isinstance(weights, Adapter):
+            weights, moments = place_whole(self._mesh, (weights, moments))
+        else:
+            places = jax.tree.map(lambda one: one.sharding, weights)
+            first, second = (jax.device_put(one, places) for one in (moments.first, moments.second))
+            moments = Moments(first, second, place_whole(self._mesh, moments.n_steps))
+        return Model(lora, weights, moments)
 
     def _read(self, folder: Path) -> tuple[LoraConfig, Adapter | Params]:
         lora = load_settings(folder)
@@ -213,7 +223,7 @@ class JaxBackend:
 
     def _frozen(self, lora: LoraConfig, weights: Adapter | Params) -> SamplerWeights:
         if isinstance(weights, Adapter):
-            return SamplerWeights(self._params, weights, lora.scale)
+            return SamplerWeights(self._params, place_whole(self._mesh, weights), lora.scale)
         return SamplerWeights(weights)
 
     def sample(self, asked: SampleRequest, weights: SamplerWeights, done: Done) -> Callable[[], None]:

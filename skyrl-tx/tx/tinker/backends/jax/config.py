@@ -6,15 +6,13 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from tx.models.config import ModelConfig
+from tx.tinker.backends.config import BackendConfig
 
 logger = logging.getLogger(__name__)
-
-MOST_CACHE_TOKENS = 1 << 17
 
 
 def user_cache() -> Path:
@@ -38,27 +36,15 @@ NEEDLESS = frozenset(
 """What SkyRL's backend is told, and this one finds by itself."""
 
 
-class JaxConfig(BaseModel):
-    """All have defaults that fit a small machine."""
+class JaxConfig(BackendConfig):
+    """Those of every backend, and these."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the base model and of what is computed; adapters are float32."""
-    gradient_checkpointing: bool = False
-    """Compute layers twice in training, and keep less of them."""
-    micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens of a micro-batch, with padding; a longer sequence is one by itself. Accelerators want more."""
     fully_sharded_data_parallel_size: int = Field(1, ge=1)
     """Devices among which weights, and rows in training, are divided."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Devices among which heads and hidden units are divided."""
     sample_lanes: int = Field(16, ge=1)
     """Samples in one batch, whose size is fixed."""
-    sample_groups: int = Field(8, ge=1)
-    """Batches of samples at most; more samples wait."""
-    cache_gib: float = Field(2.0, gt=0)
-    """Memory for keys and values of samples."""
     compile_cache: Path | None = Field(default_factory=user_cache)
     """Where compiled programs are kept for the next start; none for null."""
 
@@ -70,8 +56,3 @@ class JaxConfig(BaseModel):
         for name in sorted(NEEDLESS & told.keys()):
             logger.info("backend_config: %s=%r is not needed here", name, told[name])
         return {name: value for name, value in told.items() if name not in NEEDLESS}
-
-    def cache_tokens(self, model: ModelConfig, itemsize: int) -> int:
-        """How many tokens fit in there."""
-        n_bytes = 2 * model.n_layers * model.n_kv_heads * model.head_size * itemsize
-        return min(MOST_CACHE_TOKENS, int(self.cache_gib * (1 << 30)) // n_bytes)

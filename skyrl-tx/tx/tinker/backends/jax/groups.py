@@ -6,7 +6,7 @@ The lanes of a group are in blocks that have one adapter each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -17,8 +17,9 @@ import numpy as np
 
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, Rows
+from tx.tinker.backends import requests
 from tx.tinker.backends.jax.decoding import Lanes
-from tx.tinker.types import MOST_STOP_TOKENS, Sample, SampleRequest, SampleResult, TopLogprobs
+from tx.tinker.types import MOST_STOP_TOKENS, Sample, TopLogprobs
 
 LANES_OF_BLOCK = 4
 
@@ -39,32 +40,17 @@ class SamplerWeights:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A request on its way."""
+class Ongoing(requests.Ongoing[SamplerWeights]):
+    """A request on its way, and where its prompt is."""
 
-    ask: SampleRequest
-    weights: SamplerWeights
-    done: Callable[[SampleResult], None]
-    seed: int
-    samples: list[Sample | None]
-    n_begun: int = 0
-    shared: list[int] = field(default_factory=list)  # pages of the prompt but for its last token
-    is_read: bool = False
-    prompt_logprobs: np.ndarray | None = None
-    top_prompt: TopLogprobs | None = None
-    is_cancelled: bool = False
-
-    @property
-    def n_read(self) -> int:
-        """Tokens of the prompt that are read before any is chosen: all but the last."""
-        return len(self.ask.prompt) - 1
+    shared: list[int] = field(default_factory=list)  # pages of the prompt but for its last token, once it is read
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
     """A sample on its way."""
 
-    request: Request
+    request: Ongoing
     number: int  # of the sample
     pages: list[int]  # in order, shared ones first
     position: int
@@ -72,6 +58,12 @@ class Lane:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def sample(self, *, is_stopped: bool) -> Sample:
+        """What it has chosen."""
+        k = self.request.ask.n_top_sampled
+        top = TopLogprobs(*(np.stack([pair[i][:k] for pair in self.top]) for i in (0, 1))) if k else None
+        return Sample(self.tokens, self.logprobs, is_stopped, top)
 
 
 class Group:

@@ -5,8 +5,6 @@ A sample's tokens do not depend on the others: not on how many there are, nor on
 
 from __future__ import annotations
 
-import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +15,11 @@ from tx.models.config import ModelConfig
 from tx.models.lora import rows_of
 from tx.tinker.backends.jax import decoding
 from tx.tinker.backends.jax.decoding import MOST_STEPS
-from tx.tinker.backends.jax.groups import Group, Lane, Request, SamplerWeights
+from tx.tinker.backends.jax.groups import Group, Lane, Ongoing, SamplerWeights
 from tx.tinker.backends.jax.pages import Pages
 from tx.tinker.backends.jax.training import bucket
-from tx.tinker.types import MOST_TOP, Sample, SampleRequest, SampleResult, TopLogprobs
+from tx.tinker.backends.requests import Turns
+from tx.tinker.types import MOST_TOP, SampleRequest, SampleResult
 
 PAGE_SIZE = 64
 READ_AT_ONCE = 512  # tokens of a prompt
@@ -45,10 +44,9 @@ class Sampler:
         self._config = config
         self._n_lanes, self._most_groups = n_lanes, most_groups
         self._pages = Pages(n_pages, PAGE_SIZE)
-        # A sample needs a page more than it has tokens for: its prompt's last one, if others will copy that.
         self._table_size = self._pages.n_for(min(config.max_positions, (n_pages - 1) * PAGE_SIZE))
         self._cache = decoding.new_cache(config, n_pages, PAGE_SIZE, dtype, mesh)
-        self._waiting: deque[Request] = deque()
+        self._waiting: Turns[Ongoing] = Turns()
         self._copies: list[tuple[int, int]] = []  # of pages, from and to
         self._groups: list[Group] = []
         self._ends_with = ends_with
@@ -78,17 +76,13 @@ class Sampler:
         self, ask: SampleRequest, weights: SamplerWeights, done: Callable[[SampleResult], None]
     ) -> Callable[[], None]:
         """Take a request, which the caller has checked; `done` gets its result. Returns what cancels it."""
-        seed = ask.params.seed if ask.params.seed is not None else secrets.randbits(31)
-        request = Request(ask, weights, done, seed, [None] * ask.n_samples)
-        self._waiting.append(request)
-        return lambda: setattr(request, "is_cancelled", True)
+        return self._waiting.add(Ongoing(ask, weights, done))
 
     def step(self) -> None:
         """Let waiting samples begin where there is room, and choose a few tokens in every group."""
-        self._drop_cancelled()
-        while self._waiting and self._begin(self._waiting[0]):
-            if self._waiting[0].n_begun == self._waiting[0].ask.n_samples:
-                self._waiting.popleft()
+        for request in self._waiting.take_cancelled():
+            self._forget_prompt(request)
+        self._waiting.begin(self._begin)
         self._copy()
         for group in self._groups:
             self._choose(group)
@@ -96,30 +90,57 @@ class Sampler:
 
     # -- beginning
 
-    def _begin(self, request: Request) -> bool:
+    def _begin(self, request: Ongoing) -> bool:
         """Let the next sample of a request begin; False where there is no room."""
-        ask = request.ask
-        n_whole = request.n_read // PAGE_SIZE
-        n_own = self._pages.n_for(len(ask.prompt) + ask.params.max_tokens - 1) - n_whole
-        n_prompt = 0 if request.is_read else self._pages.n_for(request.n_read)
-        if self._pages.n_free < n_own + n_prompt:
+        n_pages = self._n_needed(request)
+        idle = [] if n_pages <= self._pages.n_free else self._idle_prompts(request)
+        if n_pages > self._pages.n_free + sum(len(one.shared) for one in idle):
             return False
         group, place = self._place_for(request)
         if group is None:
             return False
-        if not request.is_read:
+        while n_pages > self._pages.n_free:
+            self._forget_prompt(idle.pop(0))
+        if not request.shared:
             self._read(request)
-        pages = self._pages_for(request, n_whole, n_own)
-        group.put(Lane(request, request.n_begun, pages, request.n_read, int(ask.prompt[-1])), place)
+        pages = self._take_pages(request)
+        group.put(Lane(request, request.n_begun, pages, request.n_read, int(request.ask.prompt[-1])), place)
         request.n_begun += 1
         return True
 
-    def _pages_for(self, request: Request, n_whole: int, n_own: int) -> list[int]:
-        """The prompt's pages, and others for what follows. The last sample gets the prompt's last, others a copy."""
+    def _idle_prompts(self, but: Ongoing) -> list[Ongoing]:
+        """Other requests whose prompts nobody uses now, those first whose turn comes last. They can be read again."""
+        return [one for one in reversed(self._waiting) if one is not but and one.shared and not one.n_running]
+
+    def _forget_prompt(self, request: Ongoing) -> None:
+        self._pages.give_back(request.shared)
+        request.shared = []
+
+    def _n_needed(self, request: Ongoing) -> int:
+        """Pages that the next sample takes from the free ones: see `_take_pages`; and its prompt's, unless it is read.
+
+        The first of several samples takes one more than it will have, its prompt's last one: so the longest sample has
+        a page less than the cache.
+        """
+        n_whole, n_prompt = request.n_read // PAGE_SIZE, self._pages.n_for(request.n_read)
+        n_shared = n_prompt if request.n_left == 1 else n_whole
+        n_own = self._pages.n_for(request.n_read + request.ask.params.max_tokens) - n_shared
+        return n_own if request.shared else n_own + n_prompt
+
+    def _take_pages(self, request: Ongoing) -> list[int]:
+        """The prompt's pages, and others for all tokens that may follow, but for the last one, which is never read.
+
+        Take 3 samples of 60 tokens after a prompt of 100, of which 99 are read first: each has 159 tokens on 3 pages of
+        64. The prompt is on pages 0 and 1, which are the request's. All samples read 0, which is full; but what follows
+        the prompt on page 1 is another for each. So the first has 0, a copy of 1 and a new page, [0, 2, 3]; the second
+        [0, 4, 5]; and the third, since no more will begin, 1 itself: [0, 1, 6]. The request then has none any more.
+        """
+        n_own = self._n_needed(request)
+        if request.n_left == 1:
+            shared, request.shared = request.shared, []
+            return shared + self._pages.take(n_own)
+        n_whole = request.n_read // PAGE_SIZE
         whole, part = request.shared[:n_whole], request.shared[n_whole:]
-        if request.n_begun + 1 == request.ask.n_samples:
-            request.shared = []
-            return whole + part + self._pages.take(n_own - len(part))
         own = self._pages.take(n_own)
         self._pages.share(whole)
         self._copies.extend(zip(part, own, strict=False))  # at most one page
@@ -135,7 +156,7 @@ class Sampler:
             self._cache = decoding.copy_pages(self._cache, sources, targets)
         self._copies = []
 
-    def _place_for(self, request: Request) -> tuple[Group | None, int]:
+    def _place_for(self, request: Ongoing) -> tuple[Group | None, int]:
         kind = (*request.weights.kind, request.ask.n_top_sampled > 0)
         for group in self._groups:
             place = group.place_for(request.weights) if group.kind == kind else None
@@ -146,14 +167,13 @@ class Sampler:
         self._groups.append(Group(kind, request.weights, self._n_lanes))
         return self._groups[-1], 0
 
-    def _read(self, request: Request) -> None:
+    def _read(self, request: Ongoing) -> None:
         """Put the prompt but for its last token into the cache, by itself, so that others change nothing of it."""
         ask, weights = request.ask, request.weights
-        request.is_read = True
         request.shared = self._pages.take(self._pages.n_for(request.n_read))
         table = self._table(request.shared)[None]
         rows = None if weights.adapter is None else rows_of([weights.adapter], np.full(1, weights.scale, np.float32))
-        tells = ask.wants_prompt_logprobs or ask.n_top_prompt > 0
+        tells = request.needs_logprobs
         n_top = None if not tells else (MOST_TOP if ask.n_top_prompt else 0)
         prompt = np.asarray(ask.prompt, np.int32)
         found: list[tuple[np.ndarray, ...]] = []
@@ -170,20 +190,7 @@ class Sampler:
             if tells:
                 found.append(tuple(np.asarray(one)[:n] for one in told))
         if tells:
-            self._note_prompt(request, found)
-
-    def _note_prompt(self, request: Request, found: Sequence[tuple[np.ndarray, ...]]) -> None:
-        n_prompt, k = len(request.ask.prompt), request.ask.n_top_prompt
-        logprobs = np.full(n_prompt, np.nan, np.float32)
-        top_tokens = np.zeros((n_prompt, k), np.int32)
-        top = np.full((n_prompt, k), np.nan, np.float32)
-        if found:
-            logprobs[1:] = np.concatenate([one[0] for one in found])
-            if k:
-                top_tokens[1:] = np.concatenate([one[1][:, :k] for one in found])
-                top[1:] = np.concatenate([one[2][:, :k] for one in found])
-        request.prompt_logprobs = logprobs if request.ask.wants_prompt_logprobs else None
-        request.top_prompt = TopLogprobs(top_tokens, top) if k else None
+            request.note_prompt(found)
 
     # -- choosing
 
@@ -233,24 +240,9 @@ class Sampler:
                 bool(params.stop_strings) and self._ends_with(lane.tokens, params.stop_strings)
             )
             if is_stopped or len(lane.tokens) == params.max_tokens or lane.request.is_cancelled:
-                self._end(lane, is_stopped)
+                lane.request.end(lane.number, lane.sample(is_stopped=is_stopped))
                 return True
         return False
-
-    def _end(self, lane: Lane, is_stopped: bool) -> None:
-        request, k = lane.request, lane.request.ask.n_top_sampled
-        top = None
-        if k:
-            top = TopLogprobs(*(np.stack([pair[i][:k] for pair in lane.top]) for i in (0, 1)))
-        request.samples[lane.number] = Sample(lane.tokens, lane.logprobs, is_stopped, top)
-        samples = [sample for sample in request.samples if sample is not None]
-        if len(samples) == len(request.samples) and not request.is_cancelled:
-            request.done(SampleResult(samples, request.prompt_logprobs, request.top_prompt))
-
-    def _drop_cancelled(self) -> None:
-        for request in [one for one in self._waiting if one.is_cancelled]:
-            self._waiting.remove(request)
-            self._pages.give_back(request.shared)
 
     def _table(self, pages: Sequence[int]) -> np.ndarray:
         table = np.zeros(self._table_size, np.int32)

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pydantic import Field
 
-from pydantic import BaseModel, ConfigDict, Field
-
-MOST_CACHE_TOKENS = 1 << 17
+from tx.tinker.backends.config import BackendConfig
 
 
-class TorchConfig(BaseModel):
-    """All have defaults that fit a small machine."""
+class TorchConfig(BackendConfig):
+    """Those of every backend, and these."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the base model and of what is computed; adapters are float32."""
     device: str | None = None
     """Where to compute, e.g. `cuda:1`; without it, on the first GPU where there is one, else on the CPU."""
-    gradient_checkpointing: bool = False
-    """Compute layers twice in training, and keep less of them."""
-    micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens of a micro-batch, with padding; a longer sequence is one by itself."""
     sample_lanes: int | None = Field(None, ge=1)
     """Samples in one batch, whose size is fixed; without it, 16 on a CPU and 64 on a GPU."""
-    sample_groups: int = Field(8, ge=1)
-    """Batches of samples at most; more samples wait."""
-    cache_gib: float = Field(2.0, gt=0)
-    """Memory for keys and values of samples."""
-
-    def cache_tokens(self, bytes_per_token: int) -> int:
-        """How many tokens fit in there."""
-        return min(MOST_CACHE_TOKENS, int(self.cache_gib * (1 << 30)) // bytes_per_token)

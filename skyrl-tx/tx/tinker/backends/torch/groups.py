@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,41 +12,30 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 from skyrl_train.inference_engines.sampling import Draw
+from tx.tinker.backends import requests
 from tx.tinker.backends.torch.weights import Weights
-from tx.tinker.types import Sample, SampleRequest, SampleResult, TopLogprobs
+from tx.tinker.types import TopLogprobs
 
 FAR = 0x9E3779B97F4A7C15  # between the seeds of two requests: those of their samples are neighbours
 NOBODY: Any = None  # waits in an event loop for what is sampled here
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A request on its way."""
+class Ongoing(requests.Ongoing[Weights]):
+    """A request on its way, and where its prompt is."""
 
-    ask: SampleRequest
-    weights: Weights
-    done: Callable[[SampleResult], None]
-    seed: int
-    samples: list[Sample | None]
-    n_begun: int = 0
-    source: Region | None = None  # holds the prompt while there are samples to begin
-    spare: list[Region] = field(default_factory=list)  # of samples that are done, for others of the request
-    prompt_logprobs: np.ndarray | None = None
-    top_prompt: TopLogprobs | None = None
-    is_cancelled: bool = False
-
-    @property
-    def n_read(self) -> int:
-        """Tokens of the prompt that are read before any is chosen: all but the last."""
-        return len(self.ask.prompt) - 1
+    regions: list[int] = field(default_factory=list)
+    """Where those of its samples begin. Each holds the prompt but for its last token."""
+    spare: list[int] = field(default_factory=list)
+    """Those of samples that are done, for others that have not begun."""
 
     @property
     def capacity(self) -> int:
         """Tokens that a sample takes of the cache: the last one is not read."""
         return -(-(len(self.ask.prompt) + self.ask.params.max_tokens - 1) // UNIT) * UNIT
 
-    def sequence(self, number: int, region: Region) -> CachedSequence:
-        """The sample of a number, of which nothing is chosen yet."""
+    def sequence(self, number: int, start: int) -> CachedSequence:
+        """The sample of a number, of which nothing is chosen yet, and whose region begins at `start`."""
         params, prompt = self.ask.params, list(self.ask.prompt)
         temperature = max(params.temperature, MIN_TEMPERATURE) if params.temperature > 0 else 0.0
         how = SamplingParams(
@@ -59,7 +47,7 @@ class Request:
         )
         request = EngineRequest(prompt, how, self.seed * FAR + number)
         sequence = CachedSequence(request, NOBODY, number, len(prompt) + params.max_tokens, prompt.copy())
-        sequence.region = Region(region.start, region.capacity, sequence.token_ids, None, self.n_read)
+        sequence.region = Region(start, self.capacity, sequence.token_ids, None, self.n_read)
         return sequence
 
 
@@ -69,7 +57,7 @@ class Lane:
 
     idle: CachedSequence
     sequence: CachedSequence
-    request: Request | None = None
+    request: Ongoing | None = None
 
     @property
     def row(self) -> Row:

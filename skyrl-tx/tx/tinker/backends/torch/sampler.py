@@ -10,8 +10,6 @@ batches change size, and since it knows neither adapters nor log-probs of prompt
 
 from __future__ import annotations
 
-import secrets
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -24,9 +22,10 @@ from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 from skyrl_train.inference_engines.sampling import Choice, choose_tokens
 from skyrl_train.models.logprobs import CHUNK_LOGITS, lm_head_logits
-from tx.tinker.backends.torch.groups import Group, Lane, Request, idle_sequence, top_of
+from tx.tinker.backends.requests import Turns
+from tx.tinker.backends.torch.groups import Group, Lane, Ongoing, idle_sequence, top_of
 from tx.tinker.backends.torch.weights import Weights
-from tx.tinker.types import Sample, SampleRequest, SampleResult, TopLogprobs
+from tx.tinker.types import Sample, SampleRequest, SampleResult
 
 READ_AT_ONCE = 1024  # tokens of a prompt
 STEPS_AT_ONCE = 8  # tokens of a lane
@@ -54,7 +53,7 @@ class Sampler:
         self._idle = [idle_sequence(Region(place * UNIT, UNIT, [0], None)) for place in range(n_lanes)]
         self._most_groups = most_groups
         self._ends_with = ends_with
-        self._waiting: deque[Request] = deque()
+        self._waiting: Turns[Ongoing] = Turns()
         self._groups: list[Group] = []
 
     @property
@@ -74,19 +73,15 @@ class Sampler:
 
     def add(self, ask: SampleRequest, weights: Weights, done: Callable[[SampleResult], None]) -> Callable[[], None]:
         """Take a request, which the caller has checked; `done` gets its result. Returns what cancels it."""
-        seed = ask.params.seed if ask.params.seed is not None else secrets.randbits(62)
-        request = Request(ask, weights, done, seed, [None] * ask.n_samples)
-        self._waiting.append(request)
-        return lambda: setattr(request, "is_cancelled", True)
+        return self._waiting.add(Ongoing(ask, weights, done))
 
     @torch.inference_mode()
     def step(self) -> None:
         """A few times: let waiting samples begin where there is room, and choose a token in every lane."""
         for _ in range(STEPS_AT_ONCE):
-            self._drop_cancelled()
-            while self._waiting and self._begin(self._waiting[0]):
-                if self._waiting[0].n_begun == self._waiting[0].ask.n_samples:
-                    self._waiting.popleft()
+            for request in self._waiting.take_cancelled():
+                self._free_spare(request)
+            self._waiting.begin(self._begin)
             for group in self._groups:
                 self._choose(group)
             self._groups = [group for group in self._groups if group.is_used]
@@ -95,45 +90,57 @@ class Sampler:
 
     # -- beginning
 
-    def _begin(self, request: Request) -> bool:
+    def _begin(self, request: Ongoing) -> bool:
         """Let the next sample of a request begin; False where there is no room."""
         group = next((one for one in self._groups if one.weights is request.weights and one.free is not None), None)
         if group is None:
             if len(self._groups) == self._most_groups:
                 return False
             group = Group(request.weights, [Lane(idle, idle) for idle in self._idle])
-        region = request.spare.pop() if request.spare else self._new_region(request)
-        if region is None:
+        start = request.spare.pop() if request.spare else self._new_region(request)
+        if start is None:
             return False
         if group not in self._groups:
             self._groups.append(group)
         lane = group.free
         assert lane is not None
-        lane.sequence, lane.request = request.sequence(request.n_begun, region), request
+        lane.sequence, lane.request = request.sequence(request.n_begun, start), request
         request.n_begun += 1
-        if request.n_begun == request.ask.n_samples:
+        if not request.n_left:
             self._free_spare(request)
         return True
 
-    def _new_region(self, request: Request) -> Region | None:
-        """Room for a sample, where the prompt but for its last token is stored; None where there is none."""
-        start = self._extents.allocate(request.capacity)
+    def _new_region(self, request: Ongoing) -> int | None:
+        """Where a sample has room, and the prompt but for its last token is stored; None where there is none."""
+        start = self._allocate(request.capacity)
         if start is None:
             return None
-        self.n_free -= request.capacity
-        region = Region(start, request.capacity, [], None)
-        if request.source is None:
-            self._read(request, region)
-            request.source = region
+        if not request.regions:
+            self._read(request, start)
         elif request.n_read:
-            self._memory.copy([Copy(request.source.start, start, request.n_read)])
-        return region
+            self._memory.copy([Copy(request.regions[0], start, request.n_read)])
+        request.regions.append(start)
+        return start
 
-    def _read(self, request: Request, region: Region) -> None:
+    def _allocate(self, capacity: int) -> int | None:
+        """Where there is room; if need be, what requests keep for later is freed, theirs first whose turn comes last.
+
+        A request that has no region then reads its prompt again.
+        """
+        keeping = [one for one in reversed(self._waiting) if one.spare]
+        if capacity > self.n_free + sum(one.capacity * len(one.spare) for one in keeping):
+            return None
+        while (start := self._extents.allocate(capacity)) is None and keeping:
+            self._free_spare(keeping.pop(0))
+        if start is not None:
+            self.n_free -= capacity
+        return start
+
+    def _read(self, request: Ongoing, region: int) -> None:
         ask, model = request.ask, request.weights.model
         sequence = request.sequence(0, region)
         assert sequence.region is not None
-        tells = ask.wants_prompt_logprobs or ask.n_top_prompt > 0
+        tells = request.needs_logprobs
         targets = torch.tensor(sequence.token_ids, device=model.device)[1:]
         found: list[tuple[np.ndarray, ...]] = []
         with request.weights.applied():
@@ -144,7 +151,7 @@ class Sampler:
                 if tells:
                     found += _told(model, states, targets[start:end], ask.n_top_prompt)
         if tells:
-            _note_prompt(request, found)
+            request.note_prompt(found)
 
     # -- choosing
 
@@ -159,7 +166,7 @@ class Sampler:
             if lane.request is not None:
                 self._take(lane, lane.request, choice)
 
-    def _take(self, lane: Lane, request: Request, choice: Choice) -> None:
+    def _take(self, lane: Lane, request: Ongoing, choice: Choice) -> None:
         sequence, params = lane.sequence, request.ask.params
         assert sequence.region is not None
         sequence.region.n_cached += 1
@@ -172,32 +179,23 @@ class Sampler:
             lane.sequence, lane.request = lane.idle, None
             self._end(sequence, request, is_stopped)
 
-    def _end(self, sequence: CachedSequence, request: Request, is_stopped: bool) -> None:
-        region = sequence.region
-        assert region is not None
-        if request.n_begun < request.ask.n_samples and not request.is_cancelled:
-            request.spare.append(region)
+    def _end(self, sequence: CachedSequence, request: Ongoing, is_stopped: bool) -> None:
+        assert sequence.region is not None
+        if request.n_left and not request.is_cancelled:
+            request.spare.append(sequence.region.start)
         else:
-            self._free(region)
+            self._free(request, sequence.region.start)
         tokens = sequence.token_ids[sequence.n_prompt :]
-        request.samples[sequence.index] = Sample(tokens, sequence.logprobs, is_stopped, top_of(sequence))
-        samples = [sample for sample in request.samples if sample is not None]
-        if len(samples) == len(request.samples) and not request.is_cancelled:
-            request.done(SampleResult(samples, request.prompt_logprobs, request.top_prompt))
+        request.end(sequence.index, Sample(tokens, sequence.logprobs, is_stopped, top_of(sequence)))
 
-    def _drop_cancelled(self) -> None:
-        for request in [one for one in self._waiting if one.is_cancelled]:
-            self._waiting.remove(request)
-            self._free_spare(request)
+    def _free_spare(self, request: Ongoing) -> None:
+        while request.spare:
+            self._free(request, request.spare.pop())
 
-    def _free_spare(self, request: Request) -> None:
-        for region in request.spare:
-            self._free(region)
-        request.spare = []
-
-    def _free(self, region: Region) -> None:
-        self._extents.free(region.start, region.capacity)
-        self.n_free += region.capacity
+    def _free(self, request: Ongoing, region: int) -> None:
+        request.regions.remove(region)
+        self._extents.free(region, request.capacity)
+        self.n_free += request.capacity
 
 
 def _told(
@@ -210,13 +208,3 @@ def _told(
         best = logprobs.topk(min(k, logprobs.shape[-1]))
         of_chosen = logprobs.gather(-1, chosen[:, None])[:, 0]
         yield tuple(one.cpu().numpy() for one in (of_chosen, best.indices.int(), best.values))
-
-
-def _note_prompt(request: Request, found: Sequence[tuple[np.ndarray, ...]]) -> None:
-    n_prompt, k = len(request.ask.prompt), request.ask.n_top_prompt
-    logprobs = np.full(n_prompt, np.nan, np.float32)
-    top_tokens, top = np.zeros((n_prompt, k), np.int32), np.full((n_prompt, k), np.nan, np.float32)
-    if found:
-        logprobs[1:], top_tokens[1:], top[1:] = (np.concatenate(one) for one in zip(*found, strict=True))
-    request.prompt_logprobs = logprobs if request.ask.wants_prompt_logprobs else None
-    request.top_prompt = TopLogprobs(top_tokens, top) if k else None

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from tx.tinker.backends.requests import MOST_PASSED, Ongoing, Turns
+from tx.tinker.types import SampleRequest, SamplingParams
+
+
+def turns_of(**n_samples: int) -> Turns[Ongoing[str]]:
+    """Requests by name; their weights are their names."""
+    turns: Turns[Ongoing[str]] = Turns()
+    for name, n in n_samples.items():
+        turns.add(Ongoing(SampleRequest([1], SamplingParams(max_tokens=1), n), name, lambda _: None))
+    return turns
+
+
+def begin(turns: Turns[Ongoing[str]], *, without: str = "", most: int = 1000) -> str:
+    """Whose samples begin where there is room for so many, but none for those of one request."""
+    begun = ""
+
+    def try_it(request: Ongoing[str]) -> bool:
+        nonlocal begun
+        if request.weights == without or len(begun) == most:
+            return False
+        begun += request.weights
+        request.n_begun += 1
+        return True
+
+    turns.begin(try_it)
+    return begun
+
+
+def test_samples_begin_in_turns() -> None:
+    turns = turns_of(a=9, b=1)
+    assert begin(turns, most=2) == "aa"
+    turns.add(next(iter(turns_of(c=6))))
+    assert [begin(turns, most=n) for n in (4, 5, 1)] == ["aabc", "cccaa", "a"]
+    assert begin(turns) == "acca"
+    assert len(turns) == 0
+
+
+def test_those_without_room_are_passed_for_a_while() -> None:
+    turns = turns_of(a=2, b=500, c=500)
+    assert begin(turns, without="a", most=10) == "bbbbccccbb"
+    assert Counter(begin(turns, without="a")) == {"b": MOST_PASSED // 2 - 6, "c": MOST_PASSED // 2 - 4}
+    assert begin(turns, without="a") == ""
+    assert begin(turns, most=7) == "aabbbbc"
+
+
+def test_who_is_cancelled_has_no_turn() -> None:
+    turns = turns_of(b=1)
+    cancel = turns.add(next(iter(turns_of(a=9))))
+    assert turns.take_cancelled() == []
+    cancel()
+    assert [one.weights for one in turns.take_cancelled()] == ["a"]
+    assert begin(turns) == "b"
