@@ -7,11 +7,13 @@ rows of a micro-batch are divided. What a device has not is fetched when it is n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+T = TypeVar("T")
 FSDP, TP = "fsdp", "tp"
 COLUMNS = ("q", "k", "v", "gate", "up", "head")  # (…, in, out): each device has some of what comes out
 ROWS = ("o", "down", "embed")  # (…, in, out): each device has some of what goes in
@@ -51,6 +53,16 @@ def place_rows(mesh: Mesh, rows: np.ndarray) -> jax.Array:
 def place_heads(mesh: Mesh, cache: jax.Array) -> jax.Array:
     """A cache (layers, pages, K, …), each device with some of the heads."""
     return _place(mesh, cache, [None, None, TP])
+
+
+def place_whole(mesh: Mesh, tree: T) -> T:
+    """Arrays, of an adapter for instance, whole on each device.
+
+    What lies there is also told apart by the compiler from what was just made, for which it would make its programs
+    once more.
+    """
+    placed: T = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return placed
 
 
 def _place(mesh: Mesh, array: jax.Array | np.ndarray, axes: Sequence[str | None]) -> jax.Array:
