@@ -24,10 +24,15 @@ EXAMPLES = int(os.environ.get("TX_FUZZ_EXAMPLES", "0"))
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
+def n_requests(n_examples: int) -> int:
+    """So many unless told otherwise."""
+    return EXAMPLES or n_examples
+
+
 def fuzzed(n_examples: int) -> Callable[[Any], Any]:
-    """The settings of a test that sends so many requests unless told otherwise."""
+    """The settings of a test that sends so many requests; unless more are asked for, the same ones every time."""
     return settings(
-        max_examples=EXAMPLES or n_examples,
+        max_examples=n_examples,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=not EXAMPLES,

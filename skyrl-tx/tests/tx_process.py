@@ -70,6 +70,17 @@ class ServerProcess:
         (child,) = psutil.Process(self.child.pid).children()
         return child
 
+    def client(self, **headers: str) -> httpx.Client:
+        """Of HTTP, for what the SDK never sends."""
+        return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30)
+
+    def n_pending(self) -> int:
+        """Requests that wait."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(
+            int(float(number)) for number in re.findall(r"^tx_requests_pending\{.*\} (\S+)$", text, re.MULTILINE)
+        )
+
     def sdk(self) -> tinker.ServiceClient:
         """The real client."""
         return tinker.ServiceClient(base_url=self.url, api_key="tml-test")  # pragma: allowlist secret

@@ -21,16 +21,19 @@ import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
-from tx_engine import CONTEXT, VOCABULARY, serving_with_engine
-from tx_fuzz import EXAMPLES, FLOATS, PROTOBUF, fuzzed, rarely
-from tx_server import BASE_MODEL, Running, new_model, new_sampler, new_session
+from tx_engine import CONTEXT, SETTINGS, VOCABULARY
+from tx_fuzz import EXAMPLES, FLOATS, PROTOBUF, fuzzed, n_requests, rarely
+from tx_process import ServerProcess, process
+from tx_server import BASE_MODEL, new_model, new_sampler, new_session
 
-from tx.tinker.store import still_pending
 from tx.tinker.wire import tinker_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 MOST_SECONDS = 60
+N_WINDOWS = 2
+MOST_GROWTH, MOST_FOR_EACH = 4 << 20, 4 << 10
+"""Bytes that the engine may grow by, in all and for each request, once it has seen all kinds of them."""
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 1e-8, 1e-40, 1e30, 1e38, *FLOATS]) | st.floats(0, 1)
 TOKENS = st.integers(0, VOCABULARY - 1)
 ODD_TOKENS = st.sampled_from([-1, VOCABULARY, 2**31 - 1, -(2**31)])
@@ -153,8 +156,8 @@ def others(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
     )
 
 
-def attack_on(running: Running) -> Attack:
-    http = running.client()
+def attack_on(server: ServerProcess) -> Attack:
+    http = server.client()
     session_id = new_session(http)
     attack = Attack(http, session_id, new_sampler(http, session_id, 99))
     for number in (100, 101):
@@ -187,49 +190,57 @@ def new_client(client: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 @pytest.fixture
-def running(tmp_path: Path, tiny_model: Path) -> Iterator[Running]:
-    with serving_with_engine(tmp_path / "state", tiny_model, hold_sec=0.2) as served:
-        yield served
+def server(tmp_path: Path, tiny_model: Path) -> Iterator[ServerProcess]:
+    named = ("--base-model", str(tiny_model), "--served-model-name", BASE_MODEL, "--hold-sec=0.2")
+    with process(tmp_path / "state", *named, f"--backend-config={json.dumps(SETTINGS)}") as started:
+        yield started
 
 
-def wait_until_done(running: Running) -> None:
+def wait_until_done(server: ServerProcess) -> None:
     deadline = time.monotonic() + MOST_SECONDS
-    while running.change(still_pending):
+    while server.n_pending():
         assert time.monotonic() < deadline, "the engine is stuck"
         time.sleep(0.02)
 
 
-def test_nothing_that_is_accepted_breaks_the_engine(running: Running) -> None:
-    client = running.sdk()
+def test_nothing_that_is_accepted_breaks_the_engine(server: ServerProcess) -> None:
+    client = server.sdk()
     training = new_client(client)
     alone = [learn(training) for _ in range(6)]
-    attack = attack_on(running)
-    wait_until_done(running)
-    victim, beside, n_requests = new_client(client), [], 0
+    attack = attack_on(server)
+    wait_until_done(server)
+    engine = server.engine
+    victim, beside, n = new_client(client), [], n_requests(120) // N_WINDOWS
 
-    @fuzzed(120)
-    @given(data=st.data())
-    def run(data: st.DataObject) -> None:
-        nonlocal n_requests
-        kinds = st.sampled_from([samples, samples, passes, passes, steps, others])
-        path, body = data.draw(data.draw(kinds)(attack))
-        attack.post(path, body, **({"Content-Type": PROTOBUF} if isinstance(body, bytes) else {}))
-        n_requests += 1
-        if n_requests % 30 == 0:
-            if len(beside) < len(alone):
-                beside.append(learn(victim))
-            wait_until_done(running)
+    def fuzz() -> None:
+        @fuzzed(n)
+        @given(data=st.data())
+        def run(data: st.DataObject) -> None:
+            kinds = st.sampled_from([samples, samples, passes, passes, steps, others])
+            path, body = data.draw(data.draw(kinds)(attack))
+            attack.post(path, body, **({"Content-Type": PROTOBUF} if isinstance(body, bytes) else {}))
+            if attack.seen.total() % 20 == 0:
+                if len(beside) < len(alone):
+                    beside.append(learn(victim))
+                wait_until_done(server)
 
-    run()
-    wait_until_done(running)
-    assert attack.seen[200] > n_requests / 5
+        run()
+        wait_until_done(server)
+
+    sizes = []
+    for _ in range(N_WINDOWS):
+        fuzz()
+        sizes.append(engine.memory_info().rss)
+    assert attack.seen[200] > N_WINDOWS * n / 5
     assert beside == alone[: len(beside)]
     assert len(beside) >= 3
     results = [attack.post("retrieve_future", {"request_id": one}) for one in attack.promises]
     errors = Counter(one.get("category", "none") for one in results)
-    logger.info("%d requests: %s, results with errors: %s", n_requests, dict(attack.seen), dict(errors))
+    logger.info("%s, results with errors: %s; %s bytes", dict(attack.seen), dict(errors), sizes)
     assert errors["none"] > len(results) / 2
     assert not [one for one in results if one.get("category") not in (None, "user")]
     assert math.isfinite(learn(victim))
+    assert sizes[-1] <= sizes[-2] + MOST_GROWTH + n * MOST_FOR_EACH
+    assert engine.is_running()
     attack.http.close()
-    client.close(status="success")
+    client.close(status="success").result()
