@@ -21,6 +21,7 @@ from tx.run.train import Run, TrainConfig, main
 from tx.tinker.types import UserError
 
 N_ROWS, BATCH = 12, 4
+N_STEPS = 300
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
-    """A command of ten epochs."""
+    """A command of a hundred epochs."""
     told = {
         "base_model": folder / "model",
         "dataset": folder / "rows.jsonl",
@@ -44,8 +45,8 @@ def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
         "lora_rank": 8,
         "learning_rate": 1e-2,
         "batch_size": BATCH,
-        "epochs": 10,
-        "save_steps": 5,
+        "epochs": 100,
+        "save_steps": 20,
         **flags,
     }
     return [f"--{name.replace('_', '-')}={value}" for name, value in told.items()]
@@ -70,11 +71,11 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_loss_falls_and_peft_reads_the_adapter(folder: Path, whole: Path) -> None:
     told = metrics(whole)
-    assert [one["step"] for one in told] == list(range(1, 31))
+    assert [one["step"] for one in told] == list(range(1, N_STEPS + 1))
     assert told[-1]["loss"] < 0.85 * told[0]["loss"]
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), whole / "adapter")
     assert model.peft_config["default"].r == 8
-    assert [one.name for one in (whole / "checkpoints").iterdir()] == ["30"]
+    assert [one.name for one in (whole / "checkpoints").iterdir()] == [str(N_STEPS)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -82,13 +83,13 @@ def test_a_run_that_is_killed_goes_on(folder: Path, whole: Path, tmp_path: Path,
     command = [sys.executable, "-m", "tx.run.main", "train", *arguments(folder, tmp_path)]
     process = subprocess.Popen(command, env=CHILD_ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     file = tmp_path / "metrics.jsonl"
-    while process.poll() is None and not (file.is_file() and len(metrics(tmp_path)) >= 7):
+    while process.poll() is None and not (file.is_file() and len(metrics(tmp_path)) >= 30):
         time.sleep(0.01)
     process.send_signal(number)
     process.wait()
     assert not (tmp_path / "adapter").exists(), "it was too fast for the test to interrupt"
     main(arguments(folder, tmp_path))
-    assert [one["step"] for one in metrics(tmp_path)] == list(range(1, 31))
+    assert [one["step"] for one in metrics(tmp_path)] == list(range(1, N_STEPS + 1))
     assert [one["loss"] for one in metrics(tmp_path)] == [one["loss"] for one in metrics(whole)]
     for name, tensor in weights(whole).items():
         np.testing.assert_array_equal(weights(tmp_path)[name], tensor)
@@ -101,7 +102,7 @@ def test_more_steps_go_on(folder: Path, whole: Path, tmp_path: Path) -> None:
 
 
 def test_another_run_may_begin_with_its_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
-    main(arguments(folder, tmp_path, max_steps=1, load_checkpoint_path=whole / "checkpoints" / "30"))
+    main(arguments(folder, tmp_path, max_steps=1, load_checkpoint_path=whole / "checkpoints" / str(N_STEPS)))
     assert metrics(tmp_path)[0]["loss"] < 0.85 * metrics(whole)[0]["loss"]
 
 
