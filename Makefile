@@ -80,7 +80,7 @@ test-openenv: .venv/.dev $(OPENENV)/.ready ## play on servers of the package ope
 	@$(BIN)/python -m pytest -q skyrl-gym/tests/openenv_server $(ARGS)
 
 .PHONY: test-tinker
-test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with each of four versions of the SDK tinker
+test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the SDK tinker
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/sdk $(ARGS)
 
 .PHONY: test-verifiers
