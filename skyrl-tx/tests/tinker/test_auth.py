@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -121,3 +122,15 @@ async def test_no_body_is_read_before_the_key(server: Running) -> None:
     assert sent[0]["status"] == 401
     with pytest.raises(AssertionError, match="a body was read"):
         await KeyFirst(app, server.config)({**scope, "headers": [(b"x-api-key", b"tml-bob")]}, receive, send)
+
+
+def test_each_user_has_so_many_models(tmp_path: Path) -> None:
+    with serving(tmp_path / "state", api_keys=tuple(map(SecretStr, KEYS)), max_models_per_user=1) as running:
+        told = []
+        for key in (KEYS[0], KEYS[0], KEYS[1]):
+            with running.client(**{"X-API-Key": key}) as http:
+                session_id = http.post("create_session", json={"tags": []}).json()["session_id"]
+                asked = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL}
+                told.append(http.post("create_model", json=asked))
+    assert [one.status_code for one in told] == [200, 400, 200]
+    assert "1 of your models are under training, which is the limit of each user, --max-models-per-user" in told[1].text

@@ -82,6 +82,9 @@ class TxConfig(BaseModel):
     max_models: Annotated[int, Ge(1)] = 64
     """Models under training at once; more are refused until one is unloaded or its session ends."""
 
+    max_models_per_user: Annotated[int, Ge(1)] | None = None
+    """Of those, models of one API key; no limit of its own by default."""
+
     host: str = "127.0.0.1"
     """The address to listen at. Before it is 0.0.0.0, give API keys: else all may use it."""
 

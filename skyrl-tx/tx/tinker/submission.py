@@ -121,6 +121,12 @@ def _add_model(to: Submission, model: Model) -> None:
             f"there are {n_models} models under training, which is the server's limit, --max-models; "
             "unload one, end a session that has one, or try again when another client has"
         )
+    most = to.config.max_models_per_user
+    if most is not None and store.n_models(to.db, model.base_model, to.owner) >= most:
+        refuse(
+            f"{most} of your models are under training, which is the limit of each user, --max-models-per-user; "
+            "unload one, or end a session that has one"
+        )
     to.db.add(model)
     to.db.flush()
 

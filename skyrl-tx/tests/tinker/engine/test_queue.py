@@ -75,6 +75,18 @@ def test_sessions_take_turns(database: Database, queue: Queue) -> None:
     assert [one.session_id for one in queue.next_samples(3)] == ["many"]
 
 
+def test_users_take_turns(database: Database, queue: Queue) -> None:
+    for session_id in ("a", "b", None):
+        for _ in range(2):
+            put(database, session_id=session_id, owner="many")
+    for _ in range(2):
+        put(database, owner="few")
+    queue.fetch()
+    told = [(one.owner, one.session_id) for one in queue.next_samples(7)]
+    assert told[:4] == [("many", "a"), ("few", None), ("many", "b"), ("few", None)]
+    assert told[4:] == [("many", None), ("many", "a"), ("many", "b")]
+
+
 def test_what_is_cancelled_when_it_has_begun(database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "SECONDS_BETWEEN_LOOKS", 0.0)
     ids = [put(database) for _ in range(3)]

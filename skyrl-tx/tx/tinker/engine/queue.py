@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Engine as Database
 from sqlalchemy import update
@@ -26,6 +26,7 @@ SECONDS_BETWEEN_LOOKS = 0.25  # at whether what has begun is cancelled
 TRIES_TOGETHER, MOST_TRIES = 2, 3  # beside other requests; at all
 MOST_WORDS = 2000  # characters of an error
 
+T = TypeVar("T")
 Also = Callable[[Session], object]
 
 
@@ -36,6 +37,7 @@ class Waiting(NamedTuple):
     kind: Kind
     model_id: str | None
     session_id: str | None
+    owner: str
     n_tries: int  # by engines that died meanwhile
 
     @property
@@ -65,7 +67,7 @@ class Queue:
     database: Database
     base_model: str
     by_model: dict[str, deque[Waiting]] = field(default_factory=dict)
-    samples: dict[str, deque[Waiting]] = field(default_factory=dict)  # by session, so that each has its turn
+    samples: dict[str, dict[str, deque[Waiting]]] = field(default_factory=dict)  # by user, and then by session
     suspects: deque[Waiting] = field(default_factory=deque)  # samples
     begun: set[int] = field(default_factory=set)
     _last: int = 0
@@ -73,11 +75,11 @@ class Queue:
 
     def fetch(self) -> int:
         """Take the requests that have come; how many. Numbers are given in the order in which they are seen."""
-        columns = (Request.request_id, Request.kind, Request.model_id, Request.session_id, Request.n_tries)
+        columns = tuple(getattr(Request, name) for name in Waiting._fields)
         is_of_another = (Model.model_id == Request.model_id, col(Model.base_model) != self.base_model)
         which = (Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)
         with reading(self.database) as session:
-            come = select(*columns).where(*which, ~select(Model.model_id).where(*is_of_another).exists())  # type: ignore[call-overload]
+            come = select(*columns).where(*which, ~select(Model.model_id).where(*is_of_another).exists())
             new = [Waiting(*row) for row in session.exec(come.order_by(col(Request.request_id)))]
         for one in new:
             self._put(one)
@@ -90,7 +92,7 @@ class Queue:
         elif one.is_suspect:
             self.suspects.append(one)
         else:
-            self.samples.setdefault(one.session_id or "", deque()).append(one)
+            self.samples.setdefault(one.owner, {}).setdefault(one.session_id or "", deque()).append(one)
 
     # -- beginning
 
@@ -104,14 +106,16 @@ class Queue:
         return suspects[0] if suspects else self.suspects[0] if self.suspects else None
 
     def next_samples(self, n: int) -> list[Waiting]:
-        """So many of the samples that wait: the sessions take turns."""
+        """So many of the samples that wait: users take turns, and the sessions of each do."""
         chosen: list[Waiting] = []
         while self.samples and len(chosen) < n:
-            session_id = next(iter(self.samples))
-            waiting = self.samples.pop(session_id)
+            owner, sessions = _pop_first(self.samples)
+            session_id, waiting = _pop_first(sessions)
             chosen.append(waiting.popleft())
             if waiting:
-                self.samples[session_id] = waiting  # at the end of the row
+                sessions[session_id] = waiting  # at the end of the row
+            if sessions:
+                self.samples[owner] = sessions
         return chosen
 
     def begin(self, chosen: Sequence[Waiting]) -> list[Request]:
@@ -174,6 +178,11 @@ class Queue:
         with writing(self.database) as session:
             session.exec(update(Request).where(col(Request.request_id).in_(self.begun)).values(n_tries=0))
         self.begun.clear()
+
+
+def _pop_first(row: dict[str, T]) -> tuple[str, T]:
+    key = next(iter(row))
+    return key, row.pop(key)
 
 
 def given_up(one: Waiting) -> Outcome | None:
