@@ -39,16 +39,18 @@ def optimizer_file(folder: Path) -> Path:
     return file
 
 
-def named_moments(first: Mapping[str, T], second: Mapping[str, T], n_steps: T) -> dict[str, T]:
-    """Both moments by the names of their weights, and the steps, as they are in the file."""
-    moments = {"first": first, "second": second}
-    return {f"{name}.{path}": one for name, some in moments.items() for path, one in some.items()} | {N_STEPS: n_steps}
+def named_moments(
+    first: Mapping[str, T], second: Mapping[str, T], n_steps: T, wide: Mapping[str, T] | None = None
+) -> dict[str, T]:
+    """Both moments by the names of their weights, the steps, and the weights in float32 where the model's are not."""
+    kinds = {"first": first, "second": second, "wide": wide or {}}
+    return {f"{kind}.{path}": one for kind, some in kinds.items() for path, one in some.items()} | {N_STEPS: n_steps}
 
 
-def moments_of(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T], T]:
+def moments_of(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T], T, dict[str, T] | None]:
     """The inverse of `named_moments`."""
-    first, second = (
+    first, second, wide = (
         {path.removeprefix(prefix): one for path, one in tensors.items() if path.startswith(prefix)}
-        for prefix in ("first.", "second.")
+        for prefix in ("first.", "second.", "wide.")
     )
-    return first, second, tensors[N_STEPS]
+    return first, second, tensors[N_STEPS], wide or None

@@ -1,7 +1,13 @@
-"""AdamW for one adapter, as `torch.optim.AdamW` has it."""
+"""AdamW for one model, as `torch.optim.AdamW` has it.
+
+All of it is in float32. Most steps are too small to change a number in bfloat16: so the weights of a model in bfloat16
+are kept in float32 as well (Micikevicius et al., 2018, arXiv:1710.03740), and those it computes with are rounded ones.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +24,7 @@ class Moments(NamedTuple):
     first: Tree
     second: Tree
     n_steps: jax.Array  # () int32
+    wide: Tree | None = None  # the parameters in float32, where they are not
 
 
 class Step(NamedTuple):
@@ -26,6 +33,10 @@ class Step(NamedTuple):
     learning_rate: jax.Array
     beta1: jax.Array
     beta2: jax.Array
+    rest1: jax.Array  # 1 - beta1, which need not be 0 where beta1 rounds to 1
+    rest2: jax.Array
+    log_beta1: jax.Array
+    log_beta2: jax.Array
     eps: jax.Array
     weight_decay: jax.Array
     grad_clip_norm: jax.Array
@@ -33,24 +44,38 @@ class Step(NamedTuple):
 
 def new_moments(params: Tree) -> Moments:
     """Of an optimizer that has done no step."""
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return Moments(zeros, zeros, jnp.zeros((), jnp.int32))
+    zeros = jax.tree.map(lambda one: jnp.zeros_like(one, jnp.float32), params)
+    return Moments(zeros, zeros, jnp.zeros((), jnp.int32), wide_of(params))
+
+
+def wide_of(params: Tree) -> Tree | None:
+    """The parameters in float32; None where they are."""
+    if all(one.dtype == jnp.float32 for one in jax.tree.leaves(params)):
+        return None
+    return jax.tree.map(lambda one: one.astype(jnp.float32), params)
 
 
 def step_of(params: AdamParams) -> Step:
     """The settings, as arrays."""
-    return Step(*(jnp.float32(getattr(params, name)) for name in Step._fields))
+    told = {
+        "rest1": 1.0 - params.beta1,
+        "rest2": 1.0 - params.beta2,
+        "log_beta1": math.log(params.beta1) if params.beta1 else -math.inf,
+        "log_beta2": math.log(params.beta2) if params.beta2 else -math.inf,
+    } | asdict(params)
+    return Step(**{name: jnp.float32(told[name]) for name in Step._fields})
 
 
 @jax.jit
 def adam_step(params: Tree, moments: Moments, gradients: Tree, step: Step) -> tuple[Tree, Moments, jax.Array]:
     """New parameters and moments, and the norm of the gradients before they were clipped."""
+    gradients = jax.tree.map(lambda one: one.astype(jnp.float32), gradients)
     norm = jnp.sqrt(sum(jnp.sum(one * one) for one in jax.tree.leaves(gradients)))
     is_clipped = (step.grad_clip_norm > 0) & (norm > step.grad_clip_norm)
     shrink = jnp.where(is_clipped, step.grad_clip_norm / (norm + 1e-6), 1.0)
     n_steps = moments.n_steps + 1
-    correction1 = 1.0 - step.beta1**n_steps
-    correction2 = jnp.sqrt(1.0 - step.beta2**n_steps)
+    correction1 = -jnp.expm1(n_steps * step.log_beta1)  # 1 - beta1 ** n_steps
+    correction2 = jnp.sqrt(-jnp.expm1(n_steps * step.log_beta2))
 
     def moved(param: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         size = step.learning_rate / correction1
@@ -59,6 +84,8 @@ def adam_step(params: Tree, moments: Moments, gradients: Tree, step: Step) -> tu
         return kept - size * jnp.where(first == 0, 0.0, ratio)  # what has no gradient may have no eps either
 
     clipped = jax.tree.map(lambda one: one * shrink, gradients)
-    first = jax.tree.map(lambda m, g: step.beta1 * m + (1.0 - step.beta1) * g, moments.first, clipped)
-    second = jax.tree.map(lambda v, g: step.beta2 * v + (1.0 - step.beta2) * g * g, moments.second, clipped)
-    return jax.tree.map(moved, params, first, second), Moments(first, second, n_steps), norm
+    first = jax.tree.map(lambda m, g: step.beta1 * m + step.rest1 * g, moments.first, clipped)
+    second = jax.tree.map(lambda v, g: step.beta2 * v + step.rest2 * g * g, moments.second, clipped)
+    wide = jax.tree.map(moved, params if moments.wide is None else moments.wide, first, second)
+    rounded = jax.tree.map(lambda one, param: one.astype(param.dtype), wide, params)
+    return rounded, Moments(first, second, n_steps, None if moments.wide is None else wide), norm

@@ -31,7 +31,7 @@ from tx.tinker.backends.folder import (
     save_settings,
 )
 from tx.tinker.backends.gathering import Gathering
-from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of
+from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of, wide_of
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.groups import SamplerWeights
 from tx.tinker.backends.jax.programs import keep_programs, programs
@@ -149,7 +149,7 @@ class JaxBackend:
         gradients = model.gradients
         if gradients is None:
             logger.warning("optim_step of %s without any gradient", model_id)
-            gradients = jax.tree.map(lambda one: jnp.zeros_like(one, device=one.sharding), model.weights)
+            gradients = jax.tree.map(lambda one: jnp.zeros_like(one, jnp.float32, device=one.sharding), model.weights)
         model.weights, model.moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
         model.gradients = None
         return {"skyrl.ai/grad_norm": float(norm), "skyrl.ai/learning_rate": params.learning_rate}
@@ -159,8 +159,10 @@ class JaxBackend:
     def save_model(self, model_id: str, folder: Path) -> None:
         model = self._models[model_id]
         self.save_weights(model_id, folder)
-        first, second = (dict(self._named(model.lora, one)) for one in (model.moments.first, model.moments.second))
-        save_file(named_moments(first, second, np.asarray(model.moments.n_steps)), folder / OPTIMIZER)
+        moments = model.moments
+        first, second = (dict(self._named(model.lora, one)) for one in (moments.first, moments.second))
+        wide = None if moments.wide is None else dict(self._named(model.lora, moments.wide))
+        save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
     def save_weights(self, model_id: str, folder: Path) -> None:
         model = self._models[model_id]
@@ -174,7 +176,7 @@ class JaxBackend:
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         self._models.check_new(model_id)
         lora, weights = self._read(folder)
-        moments = self._read_moments(folder, lora) if with_optimizer else new_moments(weights)
+        moments = self._read_moments(folder, lora, weights) if with_optimizer else new_moments(weights)
         self._models[model_id] = self._model(lora, weights, moments)
 
     def _model(self, lora: LoraConfig, weights: Adapter | Params, moments: Moments) -> Model:
@@ -183,8 +185,11 @@ class JaxBackend:
             weights, moments = place_whole(self._mesh, (weights, moments))
         else:
             places = jax.tree.map(lambda one: one.sharding, weights)
-            first, second = (jax.device_put(one, places) for one in (moments.first, moments.second))
-            moments = Moments(first, second, place_whole(self._mesh, moments.n_steps))
+            first, second, wide = (
+                None if one is None else jax.device_put(one, places)
+                for one in (moments.first, moments.second, moments.wide)
+            )
+            moments = Moments(first, second, place_whole(self._mesh, moments.n_steps), wide)
         return Model(lora, weights, moments)
 
     def _read(self, folder: Path) -> tuple[LoraConfig, Adapter | Params]:
@@ -193,9 +198,12 @@ class JaxBackend:
             return lora, load_adapter(folder, lora, self._shape)
         return lora, load_params(folder, self._shape, self._dtype, self._place)
 
-    def _read_moments(self, folder: Path, lora: LoraConfig) -> Moments:
-        first, second, n_steps = moments_of(load_file(optimizer_file(folder)))
-        return Moments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps))
+    def _read_moments(self, folder: Path, lora: LoraConfig, weights: Adapter | Params) -> Moments:
+        first, second, n_steps, saved = moments_of(load_file(optimizer_file(folder)))
+        wide = wide_of(weights)
+        if wide is not None and saved is not None:
+            wide = self._tree(saved, lora)
+        return Moments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps), wide)
 
     def _named(self, lora: LoraConfig, tree: Adapter | Params) -> Iterator[tuple[str, np.ndarray]]:
         if isinstance(tree, Adapter):
@@ -206,7 +214,7 @@ class JaxBackend:
         return (
             adapter_of(tensors, lora, self._shape)
             if lora.rank
-            else params_of(tensors, self._shape, self._dtype, self._place)
+            else params_of(tensors, self._shape, jnp.float32, self._place)
         )
 
     # -- sampling

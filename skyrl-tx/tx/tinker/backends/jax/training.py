@@ -159,7 +159,7 @@ def micro_batch(
         _, (lp, losses) = total(trained)
         return lp, losses, None
     gradients, (lp, losses) = jax.grad(total, has_aux=True)(trained)
-    return lp, losses, gradients
+    return lp, losses, jax.tree.map(lambda one: one.astype(jnp.float32), gradients)  # many may be added
 
 
 def _losses(name: str, inputs: Mapping[str, jax.Array], settings: Mapping[str, jax.Array], lp: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.gathering import Gathering
 from tx.tinker.backends.models import Models
 from tx.tinker.backends.torch import folders
-from tx.tinker.backends.torch.adam import Moments, adam_step, moments_of, new_optimizer
+from tx.tinker.backends.torch.adam import Moments, Optimizer, adam_step, moments_of, new_optimizer
 from tx.tinker.backends.torch.config import TorchConfig
 from tx.tinker.backends.torch.experts import plug_in
 from tx.tinker.backends.torch.sampler import Sampler
@@ -41,7 +41,7 @@ class Model:
 
     lora: LoraConfig
     weights: Weights
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     gradients: Gradients | None = None
 
 

@@ -1,7 +1,8 @@
 """Weights and optimizers from and to folders, in the layout of the backend on JAX: each reads what the other wrote.
 
 An adapter is in the layout of peft, which vLLM and Hugging Face read too; a whole model has its Hugging Face names. The
-optimizer's tensors have the names of the weights, after `first.` and `second.`.
+optimizer's tensors have the names of the weights, after `first.` and `second.`; and after `wide.` for the weights in
+float32, where the model's are not.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weig
 def save_moments(folder: Path, weights: Weights, moments: Moments) -> None:
     """Write the state of an optimizer into a folder."""
     first, second = (_named(weights, values) for values in (moments.first, moments.second))
+    wide = None if moments.wide is None else _named(weights, moments.wide)
     n_steps = torch.tensor(moments.n_steps, dtype=torch.int32)
-    save_file(named_moments(first, second, n_steps), folder / OPTIMIZER)
+    save_file(named_moments(first, second, n_steps, wide), folder / OPTIMIZER)
 
 
 def load_moments(folder: Path, weights: Weights) -> Moments:
@@ -69,8 +71,13 @@ def load_moments(folder: Path, weights: Weights) -> Moments:
     Raises:
         UserError: there is none.
     """
-    first, second, n_steps = moments_of(load_file(optimizer_file(folder)))
-    return Moments(_values(weights, first), _values(weights, second), int(n_steps))
+    first, second, n_steps, wide = moments_of(load_file(optimizer_file(folder)))
+    return Moments(
+        _values(weights, first),
+        _values(weights, second),
+        int(n_steps),
+        None if wide is None else _values(weights, wide),
+    )
 
 
 def _file(lora: LoraConfig) -> str:
@@ -115,9 +122,13 @@ def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch
 
 
 def _model_values(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of a whole model: transformers knows how its parameters are named, and cut, in files."""
+    """Of a whole model, in float32: transformers knows how its parameters are named, and cut, in files."""
     loaded, report = type(model).from_pretrained(  # type: ignore[misc]
-        None, config=copy.deepcopy(model.config), state_dict=dict(tensors), dtype=model.dtype, output_loading_info=True
+        None,
+        config=copy.deepcopy(model.config),
+        state_dict=dict(tensors),
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     if missing := sorted(report["missing_keys"]):  # type: ignore[has-type]
         raise ValueError(f"the checkpoint has no tensor {missing[0]}")

@@ -62,7 +62,8 @@ def micro_batch(
         losses = token_losses(asked.loss_fn, XP, lp, given, asked.settings)
         gradients = None
         if not asked.is_forward_only:
-            gradients = list(torch.autograd.grad(losses.sum(), weights.trained, materialize_grads=True))
+            found = torch.autograd.grad(losses.sum(), weights.trained, materialize_grads=True)
+            gradients = [one.float() for one in found]  # many may be added
     return lp.detach().cpu().numpy(), losses.detach().cpu().numpy(), gradients
 
 
