@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tinker
 from tx_backend_contract import STEP, learn, sample, some_data
@@ -26,7 +27,7 @@ from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, TinkerE
 PYTHON = Path(__file__).parents[3] / ".venv-vllm/bin/python"
 LORA = LoraConfig(rank=8, seed=3, train_unembed=False)
 PROMPT = [5, 6, 7, 8, 9, 10]
-START_SEC = 240
+START_SEC, SECONDS = 240, 120
 
 
 @pytest.fixture(scope="module")
@@ -37,37 +38,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+@contextmanager
+def serving(folder: Path, log: Path) -> Iterator[str]:
+    """The address of a vLLM server of a model."""
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "0"]
     command += ["--skip-tokenizer-init", "--dtype", "float32"]
     command += ["--enable-lora", "--max-lora-rank", "8", "--max-model-len", "256", "--enforce-eager"]
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
     with log.open("w") as file:
         server = subprocess.Popen(
             command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        wait_for(f"http://127.0.0.1:{port}", server, log)
-        yield f"http://127.0.0.1:{port}"
+        yield address_of(server, log)
     finally:
         server.terminate()
         server.wait(60)
 
 
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def address_of(server: subprocess.Popen[bytes], log: Path) -> str:
+    """Once it is healthy; it listens at a port of the system's choice."""
     deadline = time.monotonic() + START_SEC
     while time.monotonic() < deadline and server.poll() is None:
-        try:
-            if httpx.get(f"{url}/health").is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
+        for one in psutil.Process(server.pid).net_connections("tcp"):
+            url = f"http://127.0.0.1:{one.laddr.port}"
+            if one.status == psutil.CONN_LISTEN and is_healthy(url):
+                return url
+        time.sleep(0.5)
     raise AssertionError(log.read_text()[-5000:])
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(folder, tmp_path_factory.mktemp("log") / "vllm.log") as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +92,7 @@ def backend(folder: Path) -> JaxBackend:
 
 @pytest.fixture
 def sampler(backend: JaxBackend, url: str, tmp_path: Path) -> Iterator[VllmSampler]:
-    sampler = VllmSampler(backend, f"{url}/v1", "EMPTY", tmp_path / "adapters")
+    sampler = VllmSampler(backend, f"{url}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
     yield sampler
     sampler.close()
 
@@ -142,6 +153,19 @@ def test_what_ends_a_sample_and_seeds(sampler: VllmSampler) -> None:
     assert stopped.samples[0].is_stopped
 
 
+def test_the_likeliest_several_times(sampler: VllmSampler) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    (found,) = sample(sampler, (SampleRequest(PROMPT, params, n_samples=3), None))
+    assert len(found.samples) == 3
+    assert len({tuple(one.tokens) for one in found.samples}) == 1
+
+
+def test_what_it_refuses_is_the_users_mistake(sampler: VllmSampler) -> None:
+    params = SamplingParams(max_tokens=3)
+    with pytest.raises(UserError, match="32"):
+        sample(sampler, (SampleRequest(PROMPT, params, n_top_sampled=32), None))
+
+
 def test_a_server_that_has_forgotten_adapters_gets_them_again(sampler: VllmSampler, url: str) -> None:
     weights = sampler.weights_of("m")
     (before,) = sample(sampler, (scored(), weights))
@@ -165,27 +189,33 @@ def test_adapters_that_nobody_has_go(sampler: VllmSampler, url: str) -> None:
 
 def test_the_server_samples_there(folder: Path, url: str, tmp_path: Path) -> None:
     with process(tmp_path / "state", "--base-model", str(folder), "--external-inference-url", url) as server:
-        trainer = server.sdk().create_lora_training_client(str(folder), rank=8, train_unembed=False).result()
+        client = server.sdk()
+        trainer = client.create_lora_training_client(str(folder), rank=8, train_unembed=False).result()
         sampler = trainer.save_weights_and_get_sampling_client().result()
         params = tinker.SamplingParams(max_tokens=5, temperature=0.0)
         found = sampler.sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
         assert len(found.sequences[0].tokens) == 5
         (adapter,) = (tmp_path / "state" / "external").iterdir()
         assert adapter.name in httpx.get(f"{url}/v1/models").text
+        client.close(status="success").result()
 
 
 def test_what_cannot_be_done(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
     backend.create_model("whole", LoraConfig(rank=0))
     with pytest.raises(UserError, match="parameters are all trained"):
         sampler.weights_of("whole")
-    nobody = VllmSampler(backend, "http://127.0.0.1:9", "EMPTY", tmp_path)
+    nobody = VllmSampler(backend, "http://127.0.0.1:9", "EMPTY", tmp_path, SECONDS)
     with pytest.raises(TinkerError, match=r"the external server at http://127\.0\.0\.1:9 fails"):
         sample(nobody, (scored(), nobody.weights_of("m")))
     nobody.close()
 
 
-def test_a_rank_above_the_servers_limit(backend: JaxBackend, sampler: VllmSampler) -> None:
-    """The last test: vLLM 0.32 ends with that."""
+def test_a_rank_above_the_servers_limit(folder: Path, backend: JaxBackend, tmp_path: Path) -> None:
+    """vLLM 0.32 ends with that, so it is a server of this test's own."""
     backend.create_model("large", LoraConfig(rank=64, train_unembed=False))
-    with pytest.raises(TinkerError, match=r"answers 500 .*LoRA rank 64 is greater.*; is it started with --enable-lora"):
-        sample(sampler, (scored(), sampler.weights_of("large")))
+    with serving(folder, tmp_path / "vllm.log") as address:
+        sampler = VllmSampler(backend, f"{address}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
+        words = r"answers 500 .*LoRA rank 64 is greater.*; is it started with --enable-lora"
+        with pytest.raises(TinkerError, match=words):
+            sample(sampler, (scored(), sampler.weights_of("large")))
+        sampler.close()
