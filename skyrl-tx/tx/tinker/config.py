@@ -136,6 +136,9 @@ class TxConfig(BaseModel):
     external_inference_api_key: SecretStr = SecretStr("EMPTY")
     """For that server; from TX_EXTERNAL_INFERENCE_API_KEY."""
 
+    external_inference_answer_sec: Annotated[float, Gt(0)] = 3600
+    """How long that server may take for an answer."""
+
     external_inference_lora_base: Folder | None = None
     """The folder where that server finds adapters."""
 

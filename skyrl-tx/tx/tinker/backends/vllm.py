@@ -7,14 +7,16 @@ of a prompt beside another request, where it serves adapters.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
 import shutil
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "tx-"
 MOST_AT_ONCE = 64
-CONNECT_SEC, WAIT_SEC = 10.0, 0.005
+CONNECT_SEC, WAIT_SEC, CLOSE_SEC = 10.0, 0.005, 10.0
 HINT = "is it started with --enable-lora, a large enough --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True?"
 
 
@@ -42,36 +44,75 @@ class VllmWeights:
 
     name: str
     folder: Path
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_there: bool = False
+    loading: asyncio.Task[Mapping[str, Any]] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Or on its way there."""
+        one = self.loading
+        return one is not None and not (one.done() and (one.cancelled() or one.exception() is not None))
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request, and who wants to know what comes of it."""
+
+    done: Done
+    found: Future[SampleResult]
+    is_wanted: bool = True
+
+    def cancel(self) -> None:
+        """What is under way ends there, too."""
+        self.is_wanted = False
+        self.found.cancel()
+
+    def tell(self) -> None:
+        """What came of it."""
+        if self.is_wanted:
+            error = self.found.exception()
+            self.done(self.found.result() if error is None else _as_exception(error))
 
 
 class VllmSampler:
-    """See `Sampler`."""
+    """See `Sampler`. All that is asked goes through an event loop, in a thread of its own."""
 
-    def __init__(self, backend: Backend, url: str, api_key: str, folder: Path) -> None:
-        """`folder` is where that server finds adapters, too; those of an engine before this one are deleted."""
+    def __init__(self, backend: Backend, url: str, api_key: str, folder: Path, answer_sec: float) -> None:
+        """`folder` is where that server finds adapters, too; those of an engine before this one are deleted.
+
+        An answer that takes longer than `answer_sec` is an error.
+        """
         self._backend = backend
         self._folder = folder
         for left in folder.glob(f"{PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
-        self._client = httpx.Client(
+        self._client = httpx.AsyncClient(
             base_url=url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(None, connect=CONNECT_SEC),
+            timeout=httpx.Timeout(answer_sec, connect=CONNECT_SEC, pool=None),
             limits=httpx.Limits(max_connections=MOST_AT_ONCE),
         )
-        self._executor = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="vllm")
-        self._found: SimpleQueue[tuple[Done, SampleResult | Exception]] = SimpleQueue()
+        self._found: SimpleQueue[_Asked] = SimpleQueue()
         self._n_under_way = 0
         self._base: str | None = None
         self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """End what is under way."""
         self._is_closed = True
-        self._client.close()
-        self._executor.shutdown(cancel_futures=True)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSE_SEC)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SEC)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._client.aclose()
 
     # -- weights
 
@@ -103,79 +144,78 @@ class VllmSampler:
     def _forget(self, name: str, folder: Path) -> None:
         """Nobody has the weights any more."""
 
-        def forget() -> None:
+        async def forget() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                self._post("/v1/unload_lora_adapter", {"lora_name": name})
+                await self._post("/v1/unload_lora_adapter", {"lora_name": name})
             except TinkerError as error:
                 logger.info("%s was not unloaded: %s", name, error)
 
         if not self._is_closed:
-            self._executor.submit(forget)
+            asyncio.run_coroutine_threadsafe(forget(), self._loop)
 
     # -- samples
 
     def sample(self, asked: SampleRequest, weights: VllmWeights | None, done: Done) -> Callable[[], None]:
-        is_cancelled = threading.Event()
+        one = _Asked(done, asyncio.run_coroutine_threadsafe(self._ask(asked, weights), self._loop))
         self._n_under_way += 1
-
-        def ask() -> None:
-            try:
-                result: SampleResult | Exception = self._ask(asked, weights)
-            except Exception as error:  # noqa: BLE001 (it is what came of the request)
-                result = error
-            self._found.put((_nothing if is_cancelled.is_set() else done, result))
-
-        self._executor.submit(ask)
-        return is_cancelled.set
+        one.found.add_done_callback(lambda _: self._found.put(one))
+        return one.cancel
 
     def step(self) -> bool:
         if not self._n_under_way:
             return False
-        try:
-            done, result = self._found.get(timeout=WAIT_SEC)
-        except Empty:
-            return True
-        self._n_under_way -= 1
-        done(result)
+        with contextlib.suppress(Empty):
+            self._take(self._found.get(timeout=WAIT_SEC))
+            while True:
+                self._take(self._found.get_nowait())
         return True
 
-    def _ask(self, asked: SampleRequest, weights: VllmWeights | None) -> SampleResult:
+    def _take(self, one: _Asked) -> None:
+        self._n_under_way -= 1
+        one.tell()
+
+    async def _ask(self, asked: SampleRequest, weights: VllmWeights | None) -> SampleResult:
         if weights is None:
-            told = self._post("/v1/completions", body_of(asked, self._base_name()))
+            told = await self._post("/v1/completions", body_of(asked, await self._base_name()))
         else:
             body = body_of(asked, weights.name)
-            self._load(weights)
+            loaded = await self._load(weights)
             try:
-                told = self._post("/v1/completions", body)
+                told = await self._post("/v1/completions", body)
             except _NotFoundError:  # it was started again, and has forgotten its adapters
-                weights.is_there = False
-                self._load(weights)
-                told = self._post("/v1/completions", body)
+                if weights.loading is loaded:
+                    weights.loading = None
+                await self._load(weights)
+                told = await self._post("/v1/completions", body)
         return result_of(asked, told)
 
-    def _load(self, weights: VllmWeights) -> None:
-        with weights.lock:
-            if weights.is_there:
-                return
+    async def _load(self, weights: VllmWeights) -> object:
+        """Once for all who ask, whoever of them is cancelled; which time it was."""
+        if not weights.is_there:
             told = {"lora_name": weights.name, "lora_path": str(weights.folder)}
-            try:
-                self._post("/v1/load_lora_adapter", told)
-            except TinkerError as error:
-                raise TinkerError(f"{error}; {HINT}") from error
-            weights.is_there = True
+            weights.loading = asyncio.create_task(self._post("/v1/load_lora_adapter", told))
+        loading = weights.loading
+        assert loading is not None
+        try:
+            await asyncio.shield(loading)
+        except TinkerError as error:
+            raise TinkerError(f"{error}; {HINT}") from error
+        return loading
 
-    def _base_name(self) -> str:
+    async def _base_name(self) -> str:
         """What the base model is called there."""
         if self._base is None:
-            answer = self._client.get("/v1/models")
-            models = _checked(answer).json()["data"]
+            models = (await self._request("GET", "/v1/models"))["data"]
             self._base = next(one["id"] for one in models if one.get("parent") is None)
         return self._base
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await self._request("POST", path, body)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         try:
-            answer = _checked(self._client.post(path, json=body))
+            answer = _checked(await self._client.request(method, path, json=body))
         except httpx.HTTPError as error:
             raise TinkerError(f"the external server at {self._client.base_url} fails: {error!r}") from error
         is_json = answer.headers.get("content-type", "").startswith("application/json")
@@ -187,24 +227,28 @@ class _NotFoundError(TinkerError):
     """There is no such model."""
 
 
+KINDS: Mapping[int, type[TinkerError]] = {400: UserError, 404: _NotFoundError}
+
+
 def _checked(answer: httpx.Response) -> httpx.Response:
     if answer.is_success:
         return answer
-    kind = _NotFoundError if answer.status_code == httpx.codes.NOT_FOUND else TinkerError
-    raise kind(f"the external server answers {answer.status_code} to {answer.url.path}: {answer.text[:500]}")
+    raise KINDS.get(answer.status_code, TinkerError)(
+        f"the external server answers {answer.status_code} to {answer.url.path}: {answer.text[:500]}"
+    )
 
 
-def _nothing(_: SampleResult | Exception) -> None:
-    """Whoever asked has gone."""
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else TinkerError(repr(error))
 
 
 def body_of(asked: SampleRequest, model: str) -> dict[str, Any]:
-    """The request in vLLM's terms. All that ends a sample is said in it."""
+    """The request in vLLM's terms. All that ends a sample is said in it. Of the likeliest, it samples one at a time."""
     params = asked.params
     body = {
         "model": model,
         "prompt": list(asked.prompt),
-        "n": asked.n_samples,
+        "n": 1 if params.temperature == 0 else asked.n_samples,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -229,6 +273,8 @@ def result_of(asked: SampleRequest, told: Mapping[str, Any]) -> SampleResult:
     """The answer in ours."""
     choices = sorted(told["choices"], key=lambda one: int(one["index"]))
     samples = [_sample(one, asked.n_top_sampled) for one in choices]
+    if asked.params.temperature == 0:
+        samples *= asked.n_samples
     scored = choices[0].get("prompt_logprobs")
     if scored is None:
         return SampleResult(samples)

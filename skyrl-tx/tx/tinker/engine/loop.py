@@ -194,6 +194,5 @@ def _vllm_for(config: TxConfig, backend: Backend) -> VllmSampler | None:
     if config.external_inference_url is None:
         return None
     folder = config.external_inference_lora_base or config.checkpoints_base / "external"
-    return VllmSampler(
-        backend, config.external_inference_url, config.external_inference_api_key.get_secret_value(), folder
-    )
+    key = config.external_inference_api_key.get_secret_value()
+    return VllmSampler(backend, config.external_inference_url, key, folder, config.external_inference_answer_sec)
