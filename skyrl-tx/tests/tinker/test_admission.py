@@ -60,6 +60,15 @@ def test_so_much_waits(database: Database, monkeypatch: pytest.MonkeyPatch) -> N
         accept(database, admission)
 
 
+def test_a_large_one_is_not_refused_because_of_what_was_done(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+    admission = Admission(100, 20)
+    finish(database, accept(database, admission, payload=bytes(5)))
+    accept(database, admission, payload=bytes(18))
+
+
 def test_a_new_server_counts_what_waits(database: Database) -> None:
     accept(database, Admission(2, 1000))
     admission = Admission(2, 1000)
@@ -82,7 +91,7 @@ def test_what_waits_is_counted_once(database: Database, monkeypatch: pytest.Monk
 
 
 def test_queues_are_forgotten(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_QUEUES", 3)
+    monkeypatch.setattr(module, "MOST_LINES", 3)
     admission = Admission(1, 1000)
     with writing(database) as db:
         for number in range(10):

@@ -10,6 +10,7 @@ import pytest
 from sqlmodel import select
 from tx_server import config_for
 
+from tx.tinker import retention
 from tx.tinker.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
 from tx.tinker.cleaner import Cleaner
 from tx.tinker.db_models import (
@@ -107,6 +108,17 @@ async def test_a_name_that_is_free_again_is_taken_at_once(service: Service, monk
     await Cleaner(service).clean()
     assert [file.name for file in folder.iterdir()] == saved == ["new"]
     assert [one.name for one in folder.parent.iterdir()] == ["x"]
+
+
+async def test_many_old_results_go_in_parts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MOST_AT_ONCE", 2)
+    old = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "kind": Kind.SAMPLE, "payload_hash": ""}
+    told = [Request(session_id="s", payload=b"p", result=b"r", **old) for _ in range(5)]
+    await service.write(lambda db: db.add_all([Session(session_id="s"), *told]))
+    assert await service.write(lambda db: retention.forget_results(db, 1.0)) == 2
+    await Cleaner(service).clean()
+    left = await service.read(lambda db: [(one.payload, one.result) for one in db.exec(select(Request))])
+    assert left == [(b"", None)] * 5
 
 
 async def test_what_an_engine_may_need_is_kept(service: Service) -> None:

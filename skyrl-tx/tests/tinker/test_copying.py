@@ -45,13 +45,13 @@ def database(config: TxConfig) -> Iterator[Database]:
 def copy(config: TxConfig, database: Database, owner: str = "alice", key: str | None = None, **told: Any) -> str:
     """As the route does it."""
     asked = CopyWeightsRequest.model_validate({"source_path": SOURCE, **told})
-    target = copying.target_path(asked, key)
+    target = copying.target_path(owner, asked, key)
     with reading(database) as db:
         is_new = copying.check_copy(db, owner, asked, target)
     if is_new:
-        copying.copy_files(config, SOURCE, target)
+        complete = copying.copy_files(config, SOURCE, target)
         with writing(database) as db:
-            copying.record_copy(db, owner, asked, target)
+            copying.record_copy(db, owner, config, asked, target, complete)
     return target
 
 
@@ -76,6 +76,24 @@ def test_the_same_copy_twice_is_one(config: TxConfig, database: Database) -> Non
     assert copy(config, database, **into) == copy(config, database, **into) == "tinker://s:train:5/weights/x"
     with reading(database) as db:
         assert len(db.exec(select(Checkpoint)).all()) == 5
+
+
+def test_keys_of_users_are_apart(config: TxConfig, database: Database) -> None:
+    with writing(database) as db:
+        db.get_one(Checkpoint, ("s:train:0", "weights", "x")).is_public = True
+    asked = {"destination_project_id": "p"}
+    assert copy(config, database, "alice", key="k", **asked) != copy(config, database, "bob", key="k", **asked)
+
+
+def test_a_copy_that_is_not_recorded_has_no_files(config: TxConfig, database: Database) -> None:
+    asked = CopyWeightsRequest(source_path=SOURCE, session_id="s", model_seq_id=5)
+    target = copying.target_path("alice", asked, None)
+    complete = copying.copy_files(config, SOURCE, target)
+    with writing(database) as db:
+        db.delete(db.get_one(Checkpoint, ("s:train:0", "weights", "x")))
+    with pytest.raises(Refusal, match="there is no checkpoint"), writing(database) as db:
+        copying.record_copy(db, "alice", config, asked, target, complete)
+    assert not checkpoint_folder(config, target).exists()
 
 
 def test_copies_of_what_is_public(config: TxConfig, database: Database) -> None:

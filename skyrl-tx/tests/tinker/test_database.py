@@ -122,6 +122,15 @@ def test_settings_of_sqlite(database: Engine) -> None:
     assert found == ["wal", 1]
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_some_commits_of_sqlite_are_durable(database: Engine) -> None:
+    found = []
+    for is_durable in (False, True, False):
+        with writing(database, is_durable=is_durable) as db:
+            found.append(db.connection().execute(text("PRAGMA synchronous")).scalar())
+    assert found == [1, 2, 1]  # NORMAL, FULL
+
+
 def test_a_reader_sees_one_state(database: Engine) -> None:
     with writing(database) as db:
         db.add(session("a"))

@@ -58,6 +58,12 @@ def test_a_key_is_made_once(tmp_path: Path) -> None:
     assert signing_key(tmp_path / "other") != signing_key(folder)
 
 
+def test_half_a_key_is_none(tmp_path: Path) -> None:
+    (tmp_path / "download_key").write_bytes(b"half")
+    assert len(signing_key(tmp_path)) == KEY_SIZE
+    assert signing_key(tmp_path) == signing_key(tmp_path)
+
+
 def test_a_tar_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     told = {"empty": b"", "block": bytes(512), "deep/large": bytes(range(256)) * 9000}

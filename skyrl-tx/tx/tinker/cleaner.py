@@ -61,8 +61,9 @@ class Cleaner:
         for path, aside in await self._service.write(partial(_drop_expired, config=config)):
             await self._service.compute(partial(delete_aside, aside))
             logger.info("checkpoint %s is deleted: its time was over", path)
-        await self._service.write(partial(retention.forget_requests, retention=config.retention_sec))
-        await self._service.write(partial(retention.forget_results, retention=config.retention_sec))
+        for forget in (retention.forget_requests, retention.forget_results):
+            while await self._service.write(partial(forget, retention=config.retention_sec)):
+                pass  # others write in between
 
     async def _delete_snapshots(self) -> None:
         """Of sessions that have ended, since an engine may have written one in the same moment; and unused ones."""

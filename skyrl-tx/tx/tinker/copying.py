@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlmodel import Session
 
 from tx.tinker import store
-from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, parse_path, write_folder
+from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, fill_folder, give_name, parse_path
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import Checkpoint, Model, ModelStatus, SessionStatus
 from tx.tinker.db_models import Session as ClientSession
@@ -18,8 +18,9 @@ from tx.tinker.refusal import not_found, refuse
 from tx.tinker.wire.requests import CopyWeightsRequest
 
 
-def copy_files(config: TxConfig, source: str, target: str) -> None:
-    """The files of a checkpoint under another path, sharing what they hold where the file system can.
+def copy_files(config: TxConfig, source: str, target: str) -> Path:
+    """The files of a checkpoint in a folder that `record_copy` gives its name to. They share what they hold with those
+    of the source where the file system can.
 
     Raises:
         Refusal: they were deleted meanwhile.
@@ -30,7 +31,7 @@ def copy_files(config: TxConfig, source: str, target: str) -> None:
         shutil.copytree(there, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
 
     try:
-        write_folder(checkpoint_folder(config, target), write)
+        return fill_folder(checkpoint_folder(config, target), write)
     except (FileNotFoundError, shutil.Error):
         if there.is_dir():
             raise
@@ -45,13 +46,13 @@ def _link_or_copy(source: str, target: str) -> str:
     return target
 
 
-def target_path(asked: CopyWeightsRequest, idempotency_key: str | None) -> str:
+def target_path(owner: str, asked: CopyWeightsRequest, idempotency_key: str | None) -> str:
     """Where the copy goes: the same place when the same copy is asked for again."""
     source = parse_path(asked.source_path)
     if asked.session_id is not None and asked.model_seq_id is not None:
         model_id = store.model_id_of(asked.session_id, asked.model_seq_id)
     elif asked.destination_project_id is not None:
-        key = uuid.uuid4().hex if idempotency_key is None else f"{idempotency_key} {asked.source_path}"
+        key = uuid.uuid4().hex if idempotency_key is None else f"{owner} {idempotency_key} {asked.source_path}"
         model_id = store.model_id_of(str(uuid.uuid5(uuid.NAMESPACE_URL, key)), 0)
     else:
         refuse("copy_weights takes either destination_project_id, or session_id and model_seq_id")
@@ -71,8 +72,10 @@ def check_copy(db: Session, owner: str, asked: CopyWeightsRequest, target: str) 
     return True
 
 
-def record_copy(db: Session, owner: str, asked: CopyWeightsRequest, target: str) -> None:
-    """The rows of a copy whose files are there."""
+def record_copy(
+    db: Session, owner: str, config: TxConfig, asked: CopyWeightsRequest, target: str, complete: Path
+) -> None:
+    """A copy has its rows, and its files their name: both or none. Nothing is done if there is one already."""
     source = store.find_checkpoint(db, asked.source_path, owner)
     path = parse_path(target)
     if db.get(Checkpoint, path) is not None:
@@ -83,6 +86,8 @@ def record_copy(db: Session, owner: str, asked: CopyWeightsRequest, target: str)
         db.flush()
     db.add(_model(path.model_id, session_id, int(number), source))
     db.add(_checkpoint(path, source, asked))
+    db.flush()
+    give_name(complete, checkpoint_folder(config, target))
 
 
 def _session(session_id: str, owner: str, asked: CopyWeightsRequest) -> ClientSession:

@@ -22,7 +22,7 @@ from sqlmodel import Session, create_engine
 BUSY_MS = 30_000
 POOL_SIZE, MOST_OVERFLOW = 16, 32
 MIGRATIONS = Path(__file__).parent / "migrations"
-WRITES = "tx_writes"
+WRITES, DURABLE = "tx_writes", "tx_durable"
 LOCK = 7_246_331_001
 """Of PostgreSQL, which a writer has."""
 
@@ -65,15 +65,18 @@ def reading(database: Engine) -> Iterator[Session]:
 
 
 @contextmanager
-def writing(database: Engine) -> Iterator[Session]:
-    """A session that is committed at the end of the block, or undone if that raises."""
-    with Session(_for_writing(database), expire_on_commit=False) as session, session.begin():
+def writing(database: Engine, *, is_durable: bool = False) -> Iterator[Session]:
+    """A session that is committed at the end of the block, or undone if that raises.
+
+    What is committed to SQLite may be undone by a loss of power; not so what is durable, and what was before it.
+    """
+    with Session(_for_writing(database, is_durable), expire_on_commit=False) as session, session.begin():
         yield session
 
 
-def _for_writing(database: Engine) -> Engine:
+def _for_writing(database: Engine, is_durable: bool = False) -> Engine:
     if database.dialect.name == "sqlite":
-        return database.execution_options(**{WRITES: True})
+        return database.execution_options(**{WRITES: True, DURABLE: is_durable})
     # what is there when the lock is got is seen, and not what was there before the wait for it
     return database.execution_options(**{WRITES: True}, isolation_level="READ COMMITTED")
 
@@ -81,14 +84,18 @@ def _for_writing(database: Engine) -> Engine:
 def _set_up_sqlite(connection: Any, _: Any) -> None:
     connection.isolation_level = None  # so that `_begin_sqlite` says how transactions begin, and not the driver
     cursor = connection.cursor()
-    for pragma in (f"busy_timeout={BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+    for pragma in (f"busy_timeout={BUSY_MS}", "journal_mode=WAL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    writes = connection.get_execution_options().get(WRITES, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    options = connection.get_execution_options()
+    if not options.get(WRITES, False):
+        connection.exec_driver_sql("BEGIN")
+        return
+    connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options[DURABLE] else 'NORMAL'}")
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _begin_postgresql(connection: Connection) -> None:

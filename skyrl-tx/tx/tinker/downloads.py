@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import tarfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tx.tinker.refusal import Refusal
+
+logger = logging.getLogger(__name__)
 
 READ_SIZE = 1 << 20
 ARCHIVE = "archive.tar"
@@ -28,12 +31,17 @@ KEY_FILE, KEY_SIZE = "download_key", 32
 def signing_key(folder: Path) -> bytes:
     """The key in a folder, made by the first who asks: addresses stay good when a server is started again."""
     file = folder / KEY_FILE
+    if file.exists() and file.stat().st_size != KEY_SIZE:
+        logger.warning("%s is no key; another is made, and addresses that were signed are not good any more", file)
+        file.unlink()
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f".{KEY_FILE}-{secrets.token_hex(8)}"
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as opened:
             opened.write(secrets.token_bytes(KEY_SIZE))
+            opened.flush()
+            os.fsync(descriptor)
         with contextlib.suppress(FileExistsError):  # another was faster
             os.link(new, file)
         new.unlink()

@@ -13,8 +13,8 @@ from tx.tinker.db_models import Checkpoint, Model, ModelStatus, Request, Request
 from tx.tinker.db_models import Session as ClientSession
 
 GONE = (ModelStatus.UNLOADED, ModelStatus.FAILED)
-MOST_AT_ONCE = 20_000
-"""Rows that are deleted at once, while nobody else can write."""
+MOST_AT_ONCE = 1000
+"""Rows that are changed at once, while nobody else can write."""
 
 
 def stale_sessions(db: Session, timeout: float) -> list[ClientSession]:
@@ -37,23 +37,27 @@ def expired_checkpoints(db: Session) -> list[Checkpoint]:
 
 
 def forget_results(db: Session, retention: float) -> int:
-    """Delete payloads and results that nobody will ask for, nor the engine need to restore a model; how many."""
+    """Delete payloads and results that nobody will ask for, nor the engine need to restore a model; how many.
+
+    These are so many at once; there may be more.
+    """
     limit = now() - timedelta(seconds=retention)
     is_restored = select(Model.model_id).where(
         Model.model_id == Request.model_id,
         (col(Model.restored_until) >= col(Request.request_id)) | col(Model.status).in_(GONE),
     )
-    old = (
+    old = select(Request.request_id).where(
         *_done_before(limit),
         func.length(Request.payload) > 0,
         col(Request.model_id).is_(None) | is_restored.exists(),
     )
-    done: Any = db.exec(update(Request).where(*old).values(payload=b"", result=None))
+    some = col(Request.request_id).in_(old.limit(MOST_AT_ONCE))
+    done: Any = db.exec(update(Request).where(some).values(payload=b"", result=None))
     return int(done.rowcount)
 
 
 def forget_requests(db: Session, retention: float) -> int:
-    """Delete requests of sessions that have ended, and of no session, for which the same is true; how many."""
+    """Delete requests of sessions that have ended, and of no session, for which the same is true; so many at once."""
     limit = now() - timedelta(seconds=retention)
     is_active = select(ClientSession.session_id).where(
         ClientSession.session_id == Request.session_id, ClientSession.status == SessionStatus.ACTIVE

@@ -159,6 +159,20 @@ def test_points_are_replaced_and_deleted(desk: Desk, monkeypatch: pytest.MonkeyP
     assert not folder.exists()
 
 
+def test_points_of_lost_models_go(desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    point = write_point(desk, monkeypatch)
+    folder = desk.config.checkpoints_base / "restore" / "s_train_0"
+    (folder / str(point) / "training.json").unlink()
+    die_and_come_back(desk, tiny_model)
+    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.FAILED
+    assert folder.exists()  # for who wants to know what it was
+    die_and_come_back(desk, tiny_model)
+    assert not folder.exists()
+
+
 def test_points_are_written_on_the_way(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore, "SECONDS_BETWEEN", -1.0)
     model = desk.model(desk.session())

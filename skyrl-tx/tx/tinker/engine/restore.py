@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine as Database
+from sqlalchemy import func
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 from sqlmodel.sql.expression import SelectOfScalar
@@ -31,6 +32,7 @@ from tx.tinker.wire.requests import LoadWeightsRequest, OptimStepRequest
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN = 30.0
+GONE = (ModelStatus.FAILED, ModelStatus.UNLOADED)
 THERE = (ModelStatus.READY, ModelStatus.UNLOADING)  # the latter may have something to save before it goes
 AT_ONCE = 16  # requests that are read at once to be done again
 
@@ -40,6 +42,7 @@ class RestorePoints:
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend) -> None:
         self._config = config
+        self._base = config.checkpoints_base / "restore"
         self._database = database
         self._backend = backend
         self._written: dict[str, float] = {}  # when, by the clock of this process
@@ -56,7 +59,7 @@ class RestorePoints:
         """A restore point of a model that has no gradients, all of whose requests up to this one are done."""
         folder = self.folder(model_id, request_id)
         write_folder(folder, partial(self._backend.save_model, model_id))
-        with writing(self._database) as session:
+        with writing(self._database, is_durable=True) as session:  # the one before is deleted
             model = session.get_one(Model, model_id)
             model.restored_until = request_id
             session.add(model)
@@ -72,6 +75,7 @@ class RestorePoints:
 
     def restore(self) -> None:
         """Bring back every model of the base model. One that cannot be brought back is lost, and none of the others."""
+        self._delete_left()
         with reading(self._database) as session:
             served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(THERE))
             models = session.exec(select(Model).where(*served, _is_made().exists())).all()
@@ -85,6 +89,14 @@ class RestorePoints:
                 continue
             seconds = time.monotonic() - started
             logger.info("model %s is back: %d requests done again in %.1f s", model.model_id, n_requests, seconds)
+
+    def _delete_left(self) -> None:
+        """Those of models that are gone."""
+        with reading(self._database) as session:
+            for folder in self._base.glob("*"):
+                is_theirs = func.replace(col(Model.model_id), ":", "_") == folder.name
+                if session.exec(select(Model.model_id).where(is_theirs, col(Model.status).in_(GONE))).first():
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _lose(self, model: Model) -> None:
         self._backend.delete_model(model.model_id)
@@ -137,7 +149,7 @@ class RestorePoints:
                 pass
 
     def _of_model(self, model_id: str) -> Path:
-        return self._config.checkpoints_base / "restore" / model_id.replace(":", "_")
+        return self._base / model_id.replace(":", "_")
 
 
 def _is_made() -> SelectOfScalar[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -148,8 +149,12 @@ async def delete_checkpoint(call: Caller, run_id: str, checkpoint_id: str) -> Re
 async def copy_weights(call: Caller, asked: wire.CopyWeightsRequest) -> Response:
     """A checkpoint into a run of its own."""
     check_no_token(asked.weights_access_token)
-    target = target_path(asked, call.http.headers.get("x-idempotency-key"))
+    config = call.service.config
+    target = target_path(call.owner, asked, call.http.headers.get("x-idempotency-key"))
     if await call.read(lambda db, owner: check_copy(db, owner, asked, target)):
-        await call.service.compute(partial(copy_files, call.service.config, asked.source_path, target))
-        await call.write(lambda db, owner: record_copy(db, owner, asked, target))
+        complete = await call.service.compute(partial(copy_files, config, asked.source_path, target))
+        try:
+            await call.write(lambda db, owner: record_copy(db, owner, config, asked, target, complete))
+        finally:
+            await call.service.compute(partial(shutil.rmtree, complete, ignore_errors=True))
     return reply(answers.WeightsCopied(tinker_path=target))
