@@ -9,14 +9,37 @@ from tx_process import process
 from tx_tiny_models import new_model, new_tokenizer
 
 from tx.tinker.backends.jax.config import JaxConfig
+from tx.tinker.backends.torch.config import TorchConfig
+from tx.tinker.config import TxConfig
 from tx.tinker.losses import LOSSES
+from tx.tinker.metrics import Metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text("utf-8")
 
 
-def test_every_setting_of_the_backend_is_there() -> None:
-    for name in JaxConfig.model_fields:
-        assert f"| `{name}` |" in PAGE
+def as_written(default: object) -> str:
+    return str(default).lower().removesuffix(".0").replace(str(Path.home()), "~")
+
+
+def test_every_setting_of_a_backend_is_there_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for config in (JaxConfig, TorchConfig):
+        for name, field in config.model_fields.items():
+            (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+            if (default := field.get_default(call_default_factory=True)) is not None:
+                assert row.split("|")[2].strip(" `") == as_written(default)
+
+
+def test_every_flag_that_is_named_is_there() -> None:
+    flags = {f"--{name.replace('_', '-')}" for name in TxConfig.model_fields}
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `--")]
+    assert {flag for row in rows for flag in re.findall(r"`(--[\w-]+)`", row)} <= flags
+
+
+def test_every_metric_is_there() -> None:
+    text = Metrics().to_text({}, 0, 0, {}, is_engine_up=True).decode()
+    told = set(re.findall(r"^# TYPE (\w+) (?:counter|gauge|histogram)$", text, re.MULTILINE))
+    assert {name for name in told if not name.endswith(("_created", "_info"))} <= set(re.findall(r"`(tx_\w+)`", PAGE))
 
 
 def test_every_loss_is_there_with_its_defaults() -> None:
