@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tx.tinker.db_models import EngineState
 from tx.tinker.losses import LOSSES
-from tx.tinker.tokens import LOOKED_AT
+from tx.tinker.tokens import MOST_STOP_CHARACTERS
 from tx.tinker.types import MOST_STOP_TOKENS, MOST_TOP, UserError
 from tx.tinker.validation import check_tokens
 from tx.tinker.wire.requests import SampleRequest, Sampling
@@ -79,8 +79,9 @@ def _stops(params: Sampling) -> tuple[list[int] | None, list[str]]:
     if not strings:
         return tokens, []
     for string in strings:
-        if not 0 < len(string) <= LOOKED_AT:
-            raise UserError(f"stop holds {string[:100]!r}, of {len(string)} characters; give 1 to {LOOKED_AT}")
+        if not 0 < len(string) <= MOST_STOP_CHARACTERS:
+            told = f"stop holds {string[:100]!r}, of {len(string)} characters"
+            raise UserError(f"{told}; give 1 to {MOST_STOP_CHARACTERS}")
     return None, strings
 
 
