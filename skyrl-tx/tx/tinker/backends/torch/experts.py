@@ -43,7 +43,11 @@ def plug_in(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 
 
 def mix_experts(layer: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """hidden (N, D); the experts that the router has chosen, and how much each counts (N, k)."""
+    """hidden (N, D); the experts that the router has chosen, and how much each counts (N, k).
+
+    Experts are added one after the other, and each adds to a token once, so that the order of sums is the same on every
+    device, also where `index_add` leaves it open.
+    """
     adapter: Mapping[str, Factors] = getattr(layer, "adapter", {})
     factors = {name: one.of_experts() for name, one in adapter.items()}
     total = torch.zeros_like(hidden)
