@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import secrets
 import signal
@@ -81,6 +83,19 @@ def test_it_ends_with_a_process_that_is_killed(config: TxConfig, caplog: pytest.
         assert holder.wait(20) == -signal.SIGKILL
     (waited,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert f"another engine, process {holder.pid} on" in waited
+
+
+@on_sqlite
+def test_a_file_system_without_locks(
+    config: TxConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with StateLock(config, "engine") as lock:
+        lock.take()
+    assert "engine.lock cannot be locked" in caplog.text
 
 
 def test_nobody_waits_for_ever(config: TxConfig) -> None:

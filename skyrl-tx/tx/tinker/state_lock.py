@@ -112,6 +112,8 @@ class StateLock:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken(file, os.pread(opened, 500, 0).decode("utf-8", "replace")) from None
+        except OSError as error:  # some network file systems
+            logger.warning("%s cannot be locked (%s): see to it that there is no other %s", file, error, self._role)
         os.ftruncate(opened, 0)
         os.pwrite(opened, _name().encode(), 0)
 
