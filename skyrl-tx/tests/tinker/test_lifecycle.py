@@ -94,6 +94,7 @@ def test_a_checkpoint_that_is_deleted_takes_its_files_with_it(running: Running, 
     assert any(folder.iterdir())
     assert http.delete(f"training_runs/{model_id}/checkpoints/weights/x").is_success
     assert not folder.exists()
+    assert not [path for path in folder.parent.rglob("*") if path.is_file()]
 
 
 def test_a_session_that_has_ended_takes_nothing_more(http: httpx.Client) -> None:

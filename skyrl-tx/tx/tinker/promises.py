@@ -44,7 +44,7 @@ class Promises:
         self._rung.set()
 
     def release(self) -> None:
-        """Let everyone go, and nobody wait any more: the server ends."""
+        """Let everyone go, and nobody wait any more: the server ends, or has no engine."""
         self.is_released = True
         for waiting in self._waiting.values():
             _wake(waiting)

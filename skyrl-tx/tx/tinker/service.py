@@ -60,7 +60,7 @@ class Service:
         loops = (partial(self.promises.watch, self._poll_sec), self._note_throughput)
         tasks = [asyncio.create_task(for_ever(one)) for one in loops]
         if self.supervisor is not None:
-            tasks.append(asyncio.create_task(self.supervisor.run()))
+            tasks.append(asyncio.create_task(self._supervise(self.supervisor)))
         try:
             yield
         finally:
@@ -74,6 +74,10 @@ class Service:
         self._readers.shutdown()
         self._writer.shutdown()
         self.database.dispose()
+
+    async def _supervise(self, supervisor: Supervisor) -> None:
+        await supervisor.run()
+        self.promises.release()  # it has given up: there is nothing to wait for
 
     async def _note_throughput(self) -> None:
         while True:

@@ -17,7 +17,6 @@ import tinker
 from tinker import types
 from tx_server import (
     BASE_MODEL,
-    SECONDS,
     Running,
     config_for,
     new_model,
@@ -206,13 +205,14 @@ def test_an_engine_that_is_started_again(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_was_given_up(tmp_path: Path) -> None:
-    supervisor = supervisor_of(tmp_path, "raise SystemExit('no such model')", pause_sec=0.01)
-    with serving(tmp_path, engine=False, supervisor=supervisor, hold_sec=0.2) as running:
+    """Who waits is told at once."""
+    supervisor = supervisor_of(tmp_path, "raise SystemExit('no such model')", pause_sec=0.1)
+    with serving(tmp_path, engine=False, supervisor=supervisor, hold_sec=40) as running:
         client = running.sdk()
         sampler = client.create_sampling_client(base_model=BASE_MODEL).result()
         params = types.SamplingParams(max_tokens=1)
         with pytest.raises(tinker.RequestFailedError, match=r"died 5 times .* no such model") as raised:
-            sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(timeout=SECONDS)
+            sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(timeout=30)
         assert raised.value.category == "server"
         client.close(status="success").result()
 
