@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tx_server import config_for
 from tx.tinker import copying
 from tx.tinker.checkpoint_files import checkpoint_folder, delete_folder
 from tx.tinker.config import TxConfig
-from tx.tinker.database import open_database, reading, writing
+from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, ModelStatus, Session, SessionStatus
 from tx.tinker.refusal import Refusal
 from tx.tinker.wire.requests import CopyWeightsRequest
@@ -22,14 +21,13 @@ SOURCE = "tinker://s:train:0/weights/x"
 
 @pytest.fixture
 def config(tmp_path: Path) -> TxConfig:
-    return config_for(tmp_path / "state")
+    return config_for(tmp_path)
 
 
 @pytest.fixture
-def database(config: TxConfig) -> Iterator[Database]:
+def database(config: TxConfig, database: Database) -> Database:
     """Of a user who has a checkpoint, and of one who has a session."""
-    opened = open_database(config.database_url)
-    with writing(opened) as db:
+    with writing(database) as db:
         db.add_all([Session(session_id="s", owner="alice"), Session(session_id="t", owner="bob")])
         db.flush()
         db.add(Model(model_id="s:train:0", session_id="s", model_seq_id=0, base_model="m", rank=4, lora={"rank": 4}))
@@ -38,8 +36,7 @@ def database(config: TxConfig) -> Iterator[Database]:
     folder = checkpoint_folder(config, SOURCE)
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "file").write_bytes(b"weights")
-    yield opened
-    opened.dispose()
+    return database
 
 
 def copy(config: TxConfig, database: Database, owner: str = "alice", key: str | None = None, **told: Any) -> str:
