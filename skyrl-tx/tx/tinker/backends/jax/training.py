@@ -100,7 +100,10 @@ def padded(data: Sequence[Datum], shape: Shape) -> tuple[np.ndarray, dict[str, n
 
 
 def target_logprobs(params: Params, rows: Rows | None, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """Log-probs (M, L, K) of targets (M, L, K) after hidden states (M, L, D)."""
+    """Log-probs (M, L, K) of targets (M, L, K) after hidden states (M, L, D).
+
+    A target that is no token counts nothing, and may be any number.
+    """
     n_rows, length, _ = hidden.shape
     vocabulary = params.unembed.shape[1]
     n_chunks = 1
@@ -111,7 +114,7 @@ def target_logprobs(params: Params, rows: Rows | None, hidden: jax.Array, target
 
     def some(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         logits = logits_of(params, rows, hidden)
-        chosen = jnp.take_along_axis(logits, targets, axis=-1)
+        chosen = jnp.take_along_axis(logits, jnp.clip(targets, 0, vocabulary - 1), axis=-1)
         return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     if n_chunks == 1:
