@@ -1,13 +1,21 @@
-"""What every backend keeps to. A test module makes `backend` a fixture and inherits from `BackendContract`."""
+"""What every backend keeps to.
+
+A test module makes `backend` and `load` fixtures, and inherits from `TrainingContract` for every kind of model, and
+from `SamplingContract` for one.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 from tx_tiny_models import VOCABULARY
 
 from tx.models.config import LoraConfig
@@ -24,7 +32,15 @@ from tx.tinker.types import (
 )
 
 LORA = LoraConfig(rank=8, seed=3)
+WHOLE = LoraConfig(rank=0)
 STEP = AdamParams(learning_rate=1e-2)
+LENGTHS = (5, 40, 31, 64, 32, 33, 7, 20, 12, 48, 28, 3, 17)
+"""On JAX, these are micro-batches of 16 rows with 9 data, of 4 with 3, and of 1. The tests keep to these shapes, since
+each takes seconds to compile."""
+MIDDLE = (40, 33, 48)
+"""Those of 4 rows."""
+Load = Callable[[Path], Backend]
+"""A backend with the model of a folder."""
 
 
 def datum(length: int, seed: int = 0, weight: float = 1.0) -> Datum:
@@ -34,9 +50,14 @@ def datum(length: int, seed: int = 0, weight: float = 1.0) -> Datum:
     return Datum(tokens, {"target_tokens": targets, "weights": np.full(length, weight, np.float32)})
 
 
-def some_data(seed: int = 0) -> list[Datum]:
+def some_data(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Datum]:
     """Of lengths that take several shapes."""
-    return [datum(length, seed) for length in (5, 40, 33, 100, 31, 64)]
+    return [datum(length, seed) for length in lengths]
+
+
+def next_tokens(tokens: np.ndarray) -> Datum:
+    """Each token predicts the next."""
+    return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
 
 
 def run(backend: Backend, *asked: Pass) -> list[PassResult]:
@@ -91,15 +112,44 @@ def request(prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, max_tokens: int = 
     return SampleRequest(prompt, SamplingParams(max_tokens=max_tokens, **({"seed": 1} | params)), n)  # type: ignore[arg-type]
 
 
+def prompt_logprobs(backend: Backend, prompt: np.ndarray, weights: Weights) -> np.ndarray:
+    """Of all tokens but the first."""
+    ask = SampleRequest(prompt.tolist(), SamplingParams(max_tokens=1, seed=0), wants_prompt_logprobs=True)
+    (found,) = sample(backend, (ask, weights))
+    assert found.prompt_logprobs is not None
+    assert np.isnan(found.prompt_logprobs[0])
+    return found.prompt_logprobs[1:]
+
+
+def running_and_waiting(backend: Backend) -> tuple[int, int]:
+    """How many samples run, and how many requests wait."""
+    counts = backend.counts()
+    return counts["samples running"], counts["sample requests waiting"]
+
+
+def tensors_of(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:
+    """Weights and moments, from a new folder."""
+    folder.mkdir()
+    backend.save_model(model_id, folder)
+    return {
+        f"{file.name} {name}": one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()
+    }
+
+
+def assert_close_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
+    """Each to a small part of its largest value."""
+    assert one.keys() == other.keys()
+    for name, expected in other.items():
+        np.testing.assert_allclose(one[name], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=name)
+
+
 def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
     """To the last bit."""
     for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-class BackendContract:
-    """Tests of training, of folders and of sampling."""
-
+class _Models:
     @pytest.fixture
     def model(self, backend: Backend) -> str:
         """A model that has learned a little."""
@@ -108,44 +158,45 @@ class BackendContract:
             learn(backend, "m", some_data(seed))
         return "m"
 
-    # -- training
+
+class TrainingContract(_Models):
+    """Tests of training, of folders, and of what is told of prompts and samples."""
 
     def test_a_new_model_is_the_base_model(self, backend: Backend) -> None:
         backend.create_model("m", LORA)
-        tokens = datum(20).tokens
-        targets = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(19, np.float32)})
-        ask = SampleRequest(tokens.tolist(), SamplingParams(max_tokens=1, seed=0), wants_prompt_logprobs=True)
-        (found,) = sample(backend, (ask, backend.base_weights()))
-        assert found.prompt_logprobs is not None
-        np.testing.assert_allclose(found.prompt_logprobs[1:], losses(backend, "m", [targets])[0], atol=1e-5)
+        found = prompt_logprobs(backend, datum(64).tokens, backend.base_weights())
+        np.testing.assert_allclose(found, losses(backend, "m", [next_tokens(datum(64).tokens)])[0], atol=1e-5)
 
     def test_learning_lowers_the_loss(self, backend: Backend) -> None:
         backend.create_model("m", LORA)
         first, *_, last = [learn(backend, "m", some_data()) for _ in range(6)]
         assert last < 0.95 * first
 
-    def test_a_forward_pass_changes_nothing(self, backend: Backend, model: str) -> None:
-        before = losses(backend, model, some_data())
-        backend.optim_step(model, AdamParams(weight_decay=0.0, learning_rate=0.0))
-        assert_same(losses(backend, model, some_data()), before)
+    def test_a_forward_pass_adds_no_gradient(self, backend: Backend) -> None:
+        backend.create_model("m", LORA)
+        before = losses(backend, "m", some_data())
+        assert backend.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
+        assert_same(losses(backend, "m", some_data()), before)
 
-    @pytest.mark.parametrize("n_parts", [2, 6])
-    def test_passes_add_up(self, backend: Backend, n_parts: int) -> None:
-        data = some_data()
+    def test_passes_add_up(self, backend: Backend) -> None:
+        """However many data there are in one, and so in a micro-batch."""
+        data = sorted(some_data(), key=lambda one: len(one.tokens))
+        n_short = len(data) - len(MIDDLE) - 1
         for model_id in ("whole", "parts"):
             backend.create_model(model_id, LORA)
-        learn(backend, "whole", data)
-        for start in range(0, len(data), len(data) // n_parts):
-            run(backend, Pass("parts", data[start : start + len(data) // n_parts], "cross_entropy"))
-        backend.optim_step("parts", STEP)
+        run(backend, Pass("whole", data, "cross_entropy"))
+        for part in (data[:n_short], *([one] for one in data[n_short:])):
+            run(backend, Pass("parts", part, "cross_entropy"))
+        norms = [backend.optim_step(model_id, STEP)["skyrl.ai/grad_norm"] for model_id in ("whole", "parts")]
+        np.testing.assert_allclose(*norms, rtol=1e-5)
         for one, other in zip(losses(backend, "whole", data), losses(backend, "parts", data), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
 
     def test_models_learn_the_same_beside_others(self, backend: Backend) -> None:
-        names = [f"m{i}" for i in range(8)]
-        for i, name in enumerate(names):
-            backend.create_model(name, LoraConfig(rank=(2, 8, 12)[i % 3], seed=i))
-            backend.create_model(f"{name} alone", LoraConfig(rank=(2, 8, 12)[i % 3], seed=i))
+        names = {f"m{i}": LoraConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
+        for name, lora in names.items():
+            backend.create_model(name, lora)
+            backend.create_model(f"{name} alone", lora)
         for step in range(2):
             run(backend, *(Pass(name, some_data(i + step), "cross_entropy") for i, name in enumerate(names)))
             for i, name in enumerate(names):
@@ -153,6 +204,28 @@ class BackendContract:
                 learn(backend, f"{name} alone", some_data(i + step))
         for name in names:
             assert_same(losses(backend, name, some_data()), losses(backend, f"{name} alone", some_data()))
+
+    def test_all_of_a_model_is_trained(self, backend: Backend, tmp_path: Path) -> None:
+        data = some_data(lengths=MIDDLE)
+        for name, lora in (("adapter", LORA), ("m", WHOLE)):
+            backend.create_model(name, lora)
+        base = learn(backend, "adapter", data)
+        first, *_, last = [learn(backend, "m", data) for _ in range(4)]
+        np.testing.assert_allclose(first, base, rtol=1e-6)
+        assert last < 0.95 * first
+        backend.create_model("another", LORA)
+        assert learn(backend, "another", data) == base  # which all share
+        backend.save_model("m", tmp_path)
+        backend.load_model("resumed", tmp_path, with_optimizer=True)
+        ask = request(datum(30).tokens.tolist(), temperature=0.0)
+        frozen = [backend.weights_of("m"), backend.load_weights(tmp_path)]
+        before = sample(backend, *((ask, weights) for weights in frozen))
+        for _ in range(3):  # the weights, a step, and the moments
+            assert learn(backend, "m", data) == learn(backend, "resumed", data)
+        for found in (*before, *sample(backend, *((ask, weights) for weights in frozen))):
+            assert found.samples == before[0].samples
+        (now,) = sample(backend, (ask, backend.weights_of("m")))
+        assert now.samples[0].logprobs != before[0].samples[0].logprobs
 
     def test_a_model_that_is_not_there(self, backend: Backend) -> None:
         with pytest.raises(UserError, match="there is no model x"):
@@ -165,17 +238,35 @@ class BackendContract:
         assert metrics["skyrl.ai/grad_norm"] > 0
         assert_same(losses(backend, model, some_data()), before)
 
-    def test_several_targets_of_a_position(self, backend: Backend, model: str) -> None:
-        one = datum(12)
-        two = np.stack([one.inputs["target_tokens"], (one.inputs["target_tokens"] + 1) % VOCABULARY], axis=1)
-        weights = np.stack([np.full(12, 0.5), np.full(12, 0.25)], axis=1).astype(np.float32)
-        (found,) = run(
-            backend, Pass(model, [Datum(one.tokens, {"target_tokens": two, "weights": weights})], "cross_entropy")
-        )
-        single = losses(backend, model, [one])[0]
-        assert found.logprobs[0].shape == (12, 2)
-        np.testing.assert_allclose(found.logprobs[0][:, 0], single, atol=1e-5)
-        np.testing.assert_allclose(found.loss, -(found.logprobs[0] * weights).sum(), rtol=1e-5)
+    def test_several_targets_of_a_position(self, backend: Backend) -> None:
+        """They are as good as the same sequence several times, with a target each."""
+        one = datum(64)
+        targets = [(one.inputs["target_tokens"] + shift) % VOCABULARY for shift in (0, 1)]
+        weights = [np.linspace(0, top, 64, dtype=np.float32) for top in (0.5, 0.25)]
+        single = [Datum(one.tokens, {"target_tokens": t, "weights": w}) for t, w in zip(targets, weights, strict=True)]
+        several = {"target_tokens": np.stack(targets, axis=1), "weights": np.stack(weights, axis=1)}
+        for model_id in ("together", "apart"):
+            backend.create_model(model_id, LORA)
+        (found,) = run(backend, Pass("together", [Datum(one.tokens, several)], "cross_entropy"))
+        alone = [run(backend, Pass("apart", [each], "cross_entropy"))[0] for each in single]
+        np.testing.assert_allclose(found.loss, sum(each.loss for each in alone), rtol=1e-6)
+        np.testing.assert_allclose(found.logprobs[0], np.stack([each.logprobs[0] for each in alone], 1), atol=1e-5)
+        for model_id in ("together", "apart"):
+            backend.optim_step(model_id, STEP)
+        np.testing.assert_allclose(*(losses(backend, name, [one])[0] for name in ("together", "apart")), atol=2e-5)
+
+    def test_what_counts_nothing_may_be_anything(self, backend: Backend) -> None:
+        backend.create_model("m", LORA)
+        one, norms = datum(64), []
+        for nothing in (0, (-100, 10**6)):
+            inputs = {name: value.copy() for name, value in one.inputs.items()}
+            inputs["target_tokens"][3:5], inputs["weights"][3:5] = nothing, 0
+            (found,) = run(backend, Pass("m", [Datum(one.tokens, inputs)], "cross_entropy"))
+            np.testing.assert_array_equal(found.token_losses[0][3:5], 0.0)
+            assert np.isfinite(found.logprobs[0]).all()
+            norms.append(backend.optim_step("m", AdamParams(learning_rate=0.0, eps=0.0))["skyrl.ai/grad_norm"])
+        assert norms[0] == norms[1] > 0
+        assert np.isfinite(losses(backend, "m", [one])[0]).all()
 
     @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
     def test_policy_losses(self, backend: Backend, model: str, loss_fn: str) -> None:
@@ -203,9 +294,6 @@ class BackendContract:
         with pytest.raises(UserError, match="there is no model m"):
             backend.optim_step("m", STEP)
 
-    def test_counts(self, backend: Backend) -> None:
-        assert all(isinstance(n, int) and n >= 0 for n in backend.counts().values())
-
     # -- folders
 
     def test_a_checkpoint_goes_on_where_it_was(self, backend: Backend, model: str, tmp_path: Path) -> None:
@@ -228,7 +316,25 @@ class BackendContract:
         with pytest.raises(UserError, match="no state of an optimizer"):
             backend.load_model("o", tmp_path, with_optimizer=True)
 
-    # -- sampling
+    # -- what is told
+
+    def test_logprobs_of_samples_are_those_of_prompts(self, backend: Backend, model: str) -> None:
+        weights = backend.weights_of(model)
+        (found,) = sample(backend, (request(n=2, max_tokens=20), weights))
+        for one in found.samples:
+            again = prompt_logprobs(backend, np.array([5, 6, 7, *one.tokens], np.int32), weights)
+            np.testing.assert_allclose(again[2:], one.logprobs, atol=1e-5)
+
+    def test_prompts_are_scored_as_in_training(self, backend: Backend, model: str) -> None:
+        prompts = [datum(length + 1).tokens for length in LENGTHS]
+        trained = losses(backend, model, [next_tokens(prompt) for prompt in prompts])
+        for prompt, expected in zip(prompts, trained, strict=True):
+            found = prompt_logprobs(backend, prompt, backend.weights_of(model))
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+class SamplingContract(_Models):
+    """Tests of how samples come about."""
 
     def test_samplers_are_frozen(self, backend: Backend, model: str, tmp_path: Path) -> None:
         ask = SampleRequest(datum(30).tokens.tolist(), SamplingParams(max_tokens=5, seed=2), wants_prompt_logprobs=True)
@@ -265,30 +371,19 @@ class BackendContract:
             )
             for i, length in enumerate((1, 2, 3, 17, 63, 64, 65, 66, 129, 40, 7, 300))
         ]
+        # Of like length and with the same weights: they lie side by side in the cache, and could be computed as one.
+        asked += [
+            (request(datum(70 + 5 * i).tokens.tolist(), n=2, max_tokens=12, seed=i), weights[2]) for i in range(8)
+        ]
         together = sample(backend, *asked)
         for one, result in zip(asked, together, strict=True):
             (alone,) = sample(backend, one)
             assert alone.samples == result.samples
 
-    def test_logprobs_of_samples_are_those_of_prompts(self, backend: Backend, model: str) -> None:
-        weights = backend.weights_of(model)
-        (found,) = sample(backend, (request(n=2, max_tokens=20), weights))
-        for one in found.samples:
-            whole = [5, 6, 7, *one.tokens]
-            ask = SampleRequest(whole, SamplingParams(max_tokens=1), wants_prompt_logprobs=True)
-            (again,) = sample(backend, (ask, weights))
-            assert again.prompt_logprobs is not None
-            np.testing.assert_allclose(again.prompt_logprobs[3:], one.logprobs, atol=1e-5)
-
-    def test_prompts_are_scored_as_in_training(self, backend: Backend, model: str) -> None:
-        for length in (2, 33, 64, 65, 130, 600):
-            tokens = datum(length).tokens
-            ask = SampleRequest(tokens.tolist(), SamplingParams(max_tokens=1), wants_prompt_logprobs=True)
-            (found,) = sample(backend, (ask, backend.weights_of(model)))
-            targets = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(length - 1, np.float32)})
-            assert found.prompt_logprobs is not None
-            assert np.isnan(found.prompt_logprobs[0])
-            np.testing.assert_allclose(found.prompt_logprobs[1:], losses(backend, model, [targets])[0], atol=1e-5)
+    def test_long_prompts_are_scored_as_in_training(self, backend: Backend, model: str) -> None:
+        prompt = datum(600).tokens
+        found = prompt_logprobs(backend, prompt, backend.weights_of(model))
+        np.testing.assert_allclose(found, losses(backend, model, [next_tokens(prompt)])[0], atol=1e-5)
 
     def test_seeds(self, backend: Backend) -> None:
         base = backend.base_weights()
@@ -314,6 +409,21 @@ class BackendContract:
         assert (list(stopped.samples[0].tokens), stopped.samples[0].is_stopped) == (expected, True)
         assert (len(free.samples[0].tokens), free.samples[0].is_stopped) == (12, False)
 
+    def test_stop_strings_end_a_sample(self, backend: Backend, load: Load, tmp_path: Path) -> None:
+        folder = shutil.copytree(backend.base_model.folder, tmp_path / "model")
+        other = load(folder)
+        base = other.base_weights()
+        with pytest.raises(UserError, match="stop strings need the model's tokenizer"):
+            other.sample(request(stop_strings=("x",)), base, lambda _: None)
+        tokenizer = Tokenizer(WordLevel({f"<{token}>": token for token in range(VOCABULARY)}, unk_token="<0>"))
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (free,) = sample(other, (request(max_tokens=12), base))
+        tokens = list(free.samples[0].tokens)
+        ending = f"{tokens[4]}><{tokens[5]}"  # of two tokens
+        (stopped,) = sample(other, (request(max_tokens=12, stop_strings=("nothing", ending)), base))
+        assert (list(stopped.samples[0].tokens), stopped.samples[0].is_stopped) == (tokens[:6], True)
+
     def test_what_may_be_chosen(self, backend: Backend) -> None:
         ask = SampleRequest(
             [5, 6, 7], SamplingParams(max_tokens=1, seed=0), n_samples=1, n_top_sampled=8, n_top_prompt=3
@@ -325,7 +435,7 @@ class BackendContract:
         assert (top.tokens.shape, top_prompt.tokens.shape) == ((1, 8), (3, 3))
         assert np.isnan(top_prompt.logprobs[0]).all()
         assert (np.diff(top.logprobs[0]) <= 0).all()
-        many = SampleRequest([5, 6, 7], SamplingParams(max_tokens=1, seed=0, top_k=3), n_samples=300)
+        many = SampleRequest([5, 6, 7], SamplingParams(max_tokens=1, seed=0, top_k=3), n_samples=100)
         (limited,) = sample(backend, (many, backend.base_weights()))
         assert {one.tokens[0] for one in limited.samples} == set(top.tokens[0, :3].tolist())
 
@@ -340,7 +450,7 @@ class BackendContract:
         assert {one.tokens[0] for one in limited.samples} == {int(found.samples[0].top.tokens[0, 0])}
 
     def test_samples_are_distributed_as_they_say(self, backend: Backend) -> None:
-        n = 2000
+        n = 500
         ask = SampleRequest([5, 6, 7], SamplingParams(max_tokens=1, seed=0, temperature=0.5), n_samples=n)
         (found,) = sample(backend, (ask, backend.base_weights()))
         for token in {one.tokens[0] for one in found.samples}:
@@ -354,9 +464,11 @@ class BackendContract:
         results: list[SampleResult | Exception] = []
         cancel = backend.sample(request(n=4, max_tokens=200), backend.base_weights(), results.append)
         backend.step()
+        assert running_and_waiting(backend) == (4, 0)
         cancel()
         while backend.step():
             pass
+        assert running_and_waiting(backend) == (0, 0)
         assert results == []
         (after,) = sample(backend, (request(), backend.base_weights()))
         assert len(after.samples) == 1
@@ -367,6 +479,13 @@ class BackendContract:
         assert [len(one.tokens) for one in found.samples] == [3, 3]
 
     def test_more_than_fits_waits(self, backend: Backend) -> None:
-        asked = [(request(n=8, max_tokens=20 + i, seed=i), backend.base_weights()) for i in range(20)]
-        found = sample(backend, *asked)
-        assert [len(result.samples[0].tokens) for result in found] == [20 + i for i in range(20)]
+        found: list[SampleResult | Exception] = []
+        for i in range(20):
+            backend.sample(request(n=8, max_tokens=20, seed=i), backend.base_weights(), found.append)
+        backend.step()
+        running, waiting = running_and_waiting(backend)
+        assert 0 < running < 160
+        assert waiting > 0
+        while backend.step():
+            pass
+        assert [len(one.tokens) for result in found for one in result.samples] == [20] * 160

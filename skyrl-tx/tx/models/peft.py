@@ -33,9 +33,16 @@ def write_config(
         "task_type": "CAUSAL_LM",
     }
     if any(rank != lora.rank for rank in expert_ranks.values()):
-        told["rank_pattern"] = {rf".*\.experts\..*{name}": rank for name, rank in expert_ranks.items()}
-        told["alpha_pattern"] = {rf".*\.experts\..*{name}": lora.scale * rank for name, rank in expert_ranks.items()}
+        told["rank_pattern"] = {rf".*\.experts\..*{name}": rank for name, rank in _fused(expert_ranks).items()}
+        told["alpha_pattern"] = {pattern: lora.scale * rank for pattern, rank in told["rank_pattern"].items()}
     (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _fused(ranks: Mapping[str, int]) -> Mapping[str, int]:
+    """With that of gate and up as one matrix, as peft has them with transformers 5. It takes the first that matches."""
+    if not ranks.keys() >= {"gate_proj", "up_proj"}:
+        return ranks
+    return {"gate_up_proj": ranks["gate_proj"] + ranks["up_proj"], **ranks}
 
 
 def checked(tensors: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
