@@ -6,25 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from tx_tiny_models import new_model
+from transformers import AutoModelForCausalLM
+from tx_tiny_models import SPECIAL, new_model, new_tokenizer
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-"""The third is the one that ends sequences of the models."""
 SHARPNESS = 4
 """Of what models say. They cannot add to it where the head is the embedding, whose adapter there is none of."""
 N_DATA, N_TOKENS = 6, 15
-
-
-def new_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and the special ones."""
-    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
 
 
 def save(family: str, folder: Path) -> None:
