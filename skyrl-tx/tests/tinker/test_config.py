@@ -69,6 +69,7 @@ def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--base-model", "/nowhere/m"], "--base-model='/nowhere/m': there is no such folder"),
         (["--port", "x"], "--port='x'"),
         (["--hold-sec", "60"], "--hold-sec='60'"),
         (["--backend-config", "{"], "Expecting property name"),

@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -141,6 +142,13 @@ class TxConfig(BaseModel):
 
     external_inference_lora_base: Folder | None = None
     """The folder where that server finds adapters."""
+
+    @field_validator("base_model")
+    @classmethod
+    def _is_there(cls, base_model: str) -> str:
+        if base_model.startswith(("/", "./", "../", "~")) and not Path(base_model).expanduser().is_dir():
+            raise ValueError("there is no such folder; give one, or the name of a Hugging Face repository")
+        return base_model
 
     @model_validator(mode="after")
     def _fits_backend(self) -> Self:
