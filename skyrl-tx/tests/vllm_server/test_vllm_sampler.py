@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import tinker
-from tx_backend_contract import STEP, learn, sample, some_data
+from tx_backends import STEP, learn, sample, some_data
 from tx_process import process
 from tx_tiny_models import new_model
 

@@ -8,17 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tx_backend_contract import (
-    assert_close_tensors,
-    assert_same,
-    datum,
-    learn,
-    losses,
-    run,
-    sample,
-    some_data,
-    tensors_of,
-)
+from tx_backends import assert_close_tensors, assert_same, datum, learn, losses, run, sample, some_data, tensors_of
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tx_backend_contract import (
+from tx_backend_contract import SamplingContract, TrainingContract
+from tx_backends import (
     LORA,
     MIDDLE,
     WHOLE,
     Load,
-    SamplingContract,
-    TrainingContract,
     assert_close_tensors,
     datum,
     learn,
