@@ -226,6 +226,8 @@ def test_many_threads_share_few_workers(monkeypatch: pytest.MonkeyPatch) -> None
     assert [grade.is_correct for grade in grades] == [n % 3 == 0 and n % 16 != 7 for n in range(64)]
     assert [grade.undecided for grade in grades] == ["timeout" if n % 16 == 7 else None for n in range(64)]
     assert max(seen) <= 2
+    assert len(workers()) <= 2  # none, if the last verdicts were of bombs
+    assert verify("42", "42").is_correct
     assert 1 <= len(workers()) <= 2
 
 
