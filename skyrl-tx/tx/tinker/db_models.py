@@ -106,6 +106,7 @@ class Model(SQLModel, table=True):
     restored_until: int = Field(
         default=0, sa_column=Column(BigNumber, nullable=False)
     )  # the last request that its newest restore point has seen
+    lost_because: str | None = None  # the engine could not bring it back; what is asked of it waits for one that can
 
 
 class Request(SQLModel, table=True):
@@ -173,6 +174,15 @@ class Checkpoint(SQLModel, table=True):
     def path(self) -> str:
         """As clients know it."""
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+class BaseWeights(SQLModel, table=True):
+    """Which weights the name of a base model stands for."""
+
+    __tablename__ = "base_weights"
+
+    base_model: str = Field(primary_key=True)
+    fingerprint: str
 
 
 class EngineState(SQLModel, table=True):

@@ -290,10 +290,16 @@ def finished_request(db: Session, request_id: int) -> Request | None:
     return request
 
 
-def other_base_model(db: Session, request: Request, base_model: str) -> str | None:
-    """The base model of a request's model, where it is not the one that is served."""
-    model = None if request.model_id is None else db.get(Model, request.model_id)
-    return None if model is None or model.base_model == base_model else model.base_model
+def why_not_here(db: Session, model_id: str | None, base_model: str) -> str | None:
+    """Why requests of a model wait, although there is an engine with this base model; None where they do not."""
+    model = None if model_id is None else db.get(Model, model_id)
+    if model is None:
+        return None
+    if model.base_model != base_model:
+        return f"it waits until {model.base_model} is served again; this server has {base_model}"
+    if model.lost_because is not None:
+        return f"model {model_id} could not be brought back, and waits for the next start: {model.lost_because}"
+    return None
 
 
 def still_pending(db: Session) -> set[int]:

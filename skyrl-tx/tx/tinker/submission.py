@@ -215,6 +215,11 @@ def _check_active(to: Submission, model_id: str) -> None:
             f"model {model_id} needs the base model {model.base_model}, and this server has {to.config.model_name}; "
             "its models come back when it is served again"
         )
+    if model.lost_because is not None:
+        refuse(
+            f"model {model_id} could not be brought back when the server was started: {model.lost_because}; "
+            "the next start tries again, or load a checkpoint of it into a new one"
+        )
 
 
 def optim_step(to: Submission, asked: wire.OptimStepRequest) -> int:

@@ -84,6 +84,7 @@ class SampleRequest:
     wants_prompt_logprobs: bool = False
     n_top_prompt: int = 0
     n_top_sampled: int = 0
+    owner: str = ""  # owners take turns, and the requests of each
 
 
 @dataclass(frozen=True, slots=True)

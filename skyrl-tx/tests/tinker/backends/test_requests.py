@@ -10,8 +10,13 @@ def turns_of(**n_samples: int) -> Turns[Ongoing[str]]:
     """Requests by name; their weights are their names."""
     turns: Turns[Ongoing[str]] = Turns()
     for name, n in n_samples.items():
-        turns.add(Ongoing(SampleRequest([1], SamplingParams(max_tokens=1), n), name, lambda _: None))
+        turns.add(request(name, n))
     return turns
+
+
+def request(name: str, n_samples: int, owner: str = "") -> Ongoing[str]:
+    ask = SampleRequest([1], SamplingParams(max_tokens=1), n_samples, owner=owner)
+    return Ongoing(ask, name, lambda _: None)
 
 
 def begin(turns: Turns[Ongoing[str]], *, without: str = "", most: int = 1000) -> str:
@@ -33,10 +38,30 @@ def begin(turns: Turns[Ongoing[str]], *, without: str = "", most: int = 1000) ->
 def test_samples_begin_in_turns() -> None:
     turns = turns_of(a=9, b=1)
     assert begin(turns, most=2) == "aa"
-    turns.add(next(iter(turns_of(c=6))))
+    turns.add(request("c", 6))
     assert [begin(turns, most=n) for n in (4, 5, 1)] == ["aabc", "cccaa", "a"]
     assert begin(turns) == "acca"
     assert len(turns) == 0
+
+
+def test_owners_take_turns() -> None:
+    turns: Turns[Ongoing[str]] = Turns()
+    for name, owner in {"a": "many", "b": "many", "c": "many", "d": "few"}.items():
+        turns.add(request(name, 8, owner))
+    assert begin(turns, most=20) == "aaaaddddbbbbddddcccc"
+    turns.add(request("e", 4, "late"))
+    turns.add(request("f", 4, "few"))
+    assert begin(turns) == "aaaaeeeeffffbbbbcccc"
+
+
+def test_who_has_cancelled_much_waits_no_longer_for_it() -> None:
+    turns: Turns[Ongoing[str]] = Turns()
+    turns.add(request("b", 12, "other"))
+    for cancel in [turns.add(request("a", 4, "one")) for _ in range(9)]:
+        cancel()
+    turns.take_cancelled()
+    turns.add(request("c", 8, "one"))
+    assert begin(turns) == "bbbbccccbbbbccccbbbb"
 
 
 def test_those_without_room_are_passed_for_a_while() -> None:
@@ -49,7 +74,7 @@ def test_those_without_room_are_passed_for_a_while() -> None:
 
 def test_who_is_cancelled_has_no_turn() -> None:
     turns = turns_of(b=1)
-    cancel = turns.add(next(iter(turns_of(a=9))))
+    cancel = turns.add(request("a", 9))
     assert turns.take_cancelled() == []
     cancel()
     assert [one.weights for one in turns.take_cancelled()] == ["a"]

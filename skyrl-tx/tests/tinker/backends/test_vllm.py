@@ -123,7 +123,8 @@ def test_what_the_server_refuses_is_the_users_mistake(answering: VllmSampler) ->
 
 def test_it_ends_although_the_server_does_not_answer(silent: int, tmp_path: Path) -> None:
     sampler = sampler_of(silent, tmp_path)
-    cancels = [sampler.sample(ASKED, None, lambda _: None) for _ in range(2 * MOST_AT_ONCE)]
+    cancels = [sampler.sample(ASKED, None, lambda _: None) for _ in range(MOST_AT_ONCE + 9)]
+    time.sleep(0.5)  # let them connect
     cancels[0]()
     assert sampler.step()
     closing_thread = threading.Thread(target=sampler.close)

@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
+import numpy as np
+
 from tx.tinker.backends.base import Backend
 from tx.tinker.db_models import EngineState, Kind, Request
 from tx.tinker.engine.passes import Passes
@@ -23,12 +25,48 @@ class Careless:
         yield PassResult(0.0, ["?"], ["?"])  # type: ignore[list-item]
 
 
-def test_a_result_that_cannot_be_told() -> None:
+class Slow:
+    """Needs three parts for anything, and notes whose each was."""
+
+    def __init__(self) -> None:
+        self.computed = ""
+
+    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
+        for result in (None, None, PassResult(0.0, [np.zeros(1)], [np.zeros(1)])):
+            self.computed += asked.model_id
+            yield result
+
+
+def request(model_id: str, owner: str = "") -> Request:
     told = {"data": [DATUM], "loss_fn": "cross_entropy"}
-    payload = codec.message_from_json("a", None, told, is_forward_only=False).SerializeToString()
+    payload = codec.message_from_json(model_id, None, told, is_forward_only=False).SerializeToString()
+    return Request(
+        request_id=ord(model_id),
+        kind=Kind.FORWARD_BACKWARD,
+        owner=owner,
+        model_id=model_id,
+        payload=payload,
+        payload_hash="",
+    )
+
+
+def test_users_take_turns_and_the_models_of_each() -> None:
+    backend = Slow()
+    passes = Passes(cast(Backend, backend), LIMITS, lambda _: None)
+    for model_id, owner in {"a": "many", "b": "many", "c": "many", "d": "few"}.items():
+        assert passes.begin(request(model_id, owner)) is None
+    done = ""
+    while passes:
+        outcome = passes.step()
+        done += "" if outcome is None else chr(outcome.request_id)
+    assert backend.computed == "adbdcdabcabc"
+    assert done == "dabc"
+    assert passes.n_tokens == 4
+
+
+def test_a_result_that_cannot_be_told() -> None:
     passes = Passes(cast(Backend, Careless()), LIMITS, lambda _: None)
-    request = Request(request_id=1, kind=Kind.FORWARD_BACKWARD, model_id="a", payload=payload, payload_hash="")
-    assert passes.begin(request) is None
+    assert passes.begin(request("a")) is None
     outcome = passes.step()
     assert outcome is not None
     assert outcome.error is not None

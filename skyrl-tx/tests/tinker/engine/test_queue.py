@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_each_request_is_taken_once(database: Database, queue: Queue) -> None:
     assert queue.fetch() == 1
     second = put(database)
     assert (queue.fetch(), queue.fetch()) == (1, 0)
-    assert [one.request_id for one in queue.next_samples(9)] == [first, second]
+    assert [one.request_id for one in queue.next_samples(9, {})] == [first, second]
 
 
 def test_requests_of_a_model_are_in_their_order(database: Database, queue: Queue) -> None:
@@ -71,8 +72,8 @@ def test_sessions_take_turns(database: Database, queue: Queue) -> None:
     for name in ("many", "many", "many", "few"):
         put(database, session_id=name)
     queue.fetch()
-    assert [one.session_id for one in queue.next_samples(3)] == ["many", "few", "many"]
-    assert [one.session_id for one in queue.next_samples(3)] == ["many"]
+    assert [one.session_id for one in queue.next_samples(5, {})] == ["many", "few", "many"]
+    assert [one.session_id for one in queue.next_samples(3, {})] == ["many"]
 
 
 def test_users_take_turns(database: Database, queue: Queue) -> None:
@@ -82,16 +83,35 @@ def test_users_take_turns(database: Database, queue: Queue) -> None:
     for _ in range(2):
         put(database, owner="few")
     queue.fetch()
-    told = [(one.owner, one.session_id) for one in queue.next_samples(7)]
+    told = [(one.owner, one.session_id) for one in queue.next_samples(99, {})[:7]]
     assert told[:4] == [("many", "a"), ("few", None), ("many", "b"), ("few", None)]
     assert told[4:] == [("many", None), ("many", "a"), ("many", "b")]
+
+
+def test_nobody_takes_more_than_is_left_for_others(database: Database, queue: Queue) -> None:
+    for owner in ("many", "too", "many", "too") * 8:
+        put(database, owner=owner)
+    queue.fetch()
+    n_running: Counter[str] = Counter()
+
+    def begin(n_free: int) -> list[str]:
+        owners = [one.owner for one in queue.next_samples(n_free - n_running.total(), n_running)]
+        n_running.update(owners)
+        return owners
+
+    assert begin(9) == ["many", "too"] * 3
+    put(database, owner="late")
+    queue.fetch()
+    assert begin(9) == ["late"]
+    n_running.subtract(["too"])
+    assert begin(9) == ["too"]
 
 
 def test_what_is_cancelled_when_it_has_begun(database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "SECONDS_BETWEEN_LOOKS", 0.0)
     ids = [put(database) for _ in range(3)]
     queue.fetch()
-    queue.begin(queue.next_samples(2))
+    queue.begin(queue.next_samples(3, {}))
     for request_id in ids[1:]:
         change(database, request_id, status=RequestStatus.CANCELLED)
     assert queue.cancelled() == {ids[1]}  # the third has not begun
@@ -102,7 +122,7 @@ def test_what_is_cancelled_when_it_has_begun(database: Database, queue: Queue, m
 def test_what_came_of_requests_is_written_at_once(database: Database, queue: Queue) -> None:
     done, wrong, bug, gone = (put(database) for _ in range(4))
     queue.fetch()
-    queue.begin(queue.next_samples(9))
+    queue.begin(queue.next_samples(9, {}))
     change(database, gone, status=RequestStatus.CANCELLED)
     queue.finish(
         [
@@ -128,7 +148,7 @@ def test_what_came_of_requests_is_written_at_once(database: Database, queue: Que
 def test_all_or_nothing_is_written(database: Database, queue: Queue) -> None:
     request_id = put(database)
     queue.fetch()
-    queue.begin(queue.next_samples(1))
+    queue.begin(queue.next_samples(1, {}))
 
     def fail(db: object) -> None:
         raise ZeroDivisionError
@@ -150,13 +170,13 @@ def test_whatever_a_library_says(database: Database, queue: Queue, message: str,
 def test_what_outlives_engines_is_not_blamed(database: Database, queue: Queue) -> None:
     request_id = put(database)
     queue.fetch()
-    queue.begin(queue.next_samples(1))
+    queue.begin(queue.next_samples(1, {}))
     assert rows(database)[0].n_tries == 1
     queue.put_back()
     assert rows(database)[0].n_tries == 0
     again = Queue(database, "m")
     again.fetch()
-    assert [one.request_id for one in again.next_samples(1)] == [request_id]
+    assert [one.request_id for one in again.next_samples(1, {})] == [request_id]
 
 
 def test_suspects_are_done_alone_and_then_given_up(database: Database) -> None:
@@ -167,10 +187,10 @@ def test_suspects_are_done_alone_and_then_given_up(database: Database) -> None:
         suspect = engine.next_suspect(busy=())
         if n_tries < 2:
             assert suspect is None
-            engine.begin([*engine.heads(busy=()), *engine.next_samples(9)])
+            engine.begin([*engine.heads(busy=()), *engine.next_samples(9, {})])
     assert suspect is not None
     assert suspect.request_id == step
-    assert engine.next_samples(9) == []
+    assert engine.next_samples(9, {}) == []
     assert given_up(suspect) is None
     engine.begin([suspect])
     last = Queue(database, "m")

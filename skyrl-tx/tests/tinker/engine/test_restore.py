@@ -11,8 +11,9 @@ from tx_engine import SETTINGS, Desk, new_backend
 from tx.tinker import store
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.db_models import Model, ModelStatus, RequestStatus
+from tx.tinker.db_models import Model, ModelStatus, RequestStatus, Session, SessionStatus
 from tx.tinker.engine import loop, restore
+from tx.tinker.refusal import Refusal
 from tx.tinker.submission import load_weights, save_weights, unload_model
 from tx.tinker.wire import requests as wire
 
@@ -130,20 +131,61 @@ def test_models_of_another_base_model_come_back_with_it(desk: Desk, tmp_path: Pa
     assert desk.loss(asked) == expected
 
 
-def test_a_model_that_cannot_come_back_is_lost_alone(
+def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = desk.session()
-    lost, other = desk.model(session, 0), desk.model(session, 1)
-    learn(desk, lost, 5)
+    lost, other, twin = (desk.model(session, number) for number in range(3))
+    for name in (lost, other, twin):
+        learn(desk, name, 5)
     desk.work()
     write_point(desk, monkeypatch)
-    shutil.rmtree(desk.config.checkpoints_base / "restore")
-    die_and_come_back(desk, tiny_model)
-    assert list(desk.backend.models()) == [other]
-    assert desk.change(lambda db: db.get_one(Model, lost).status) is ModelStatus.FAILED
+    expected = told(desk, twin)
+    waiting = desk.train(lost, [3, 4, 5])
+
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxBackend, "load_model", full)
+        patch.setattr(restore.RestorePoints, "_begin", full)
+        die_and_come_back(desk, tiny_model)
+    assert list(desk.backend.models()) == []
     assert "model s:train:0 cannot be brought back" in caplog.text
-    assert told(desk, other) > 0
+    new = desk.model(session, 3)
+    desk.engine.serve(lambda: desk.row(waiting + 1).status is not RequestStatus.PENDING)
+    assert list(desk.backend.models()) == [new]
+    assert desk.row(waiting).status is RequestStatus.PENDING
+    with pytest.raises(Refusal, match=r"s:train:0 could not be brought back .* MemoryError: no room; the next start"):
+        desk.step(lost)
+    die_and_come_back(desk, tiny_model)
+    assert set(desk.backend.models()) == {lost, other, twin, new}
+    desk.step(lost)
+    asked = desk.train(lost, [7, 8, 9], is_forward_only=True)
+    desk.work()
+    assert desk.loss(asked) == expected
+
+
+def test_a_lost_model_that_nobody_waits_for_is_given_up(
+    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    write_point(desk, monkeypatch)
+    folder = desk.config.checkpoints_base / "restore" / "s_train_0"
+    (folder / str(desk.change(lambda db: db.get_one(Model, model).restored_until)) / "training.json").unlink()
+    save = desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="last")))
+    die_and_come_back(desk, tiny_model)
+    desk.change(lambda db: store.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
+    desk.engine._queue.fetch()
+    assert not desk.engine.work()
+    assert folder.exists()
+    die_and_come_back(desk, tiny_model)
+    desk.work()
+    assert desk.row(save).status is RequestStatus.FAILED
+    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.UNLOADED
+    assert not folder.exists()
 
 
 def test_points_are_replaced_and_deleted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,20 +198,6 @@ def test_points_are_replaced_and_deleted(desk: Desk, monkeypatch: pytest.MonkeyP
         assert [path.name for path in folder.iterdir()] == [str(last)]
     desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
     desk.work()
-    assert not folder.exists()
-
-
-def test_points_of_lost_models_go(desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    point = write_point(desk, monkeypatch)
-    folder = desk.config.checkpoints_base / "restore" / "s_train_0"
-    (folder / str(point) / "training.json").unlink()
-    die_and_come_back(desk, tiny_model)
-    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.FAILED
-    assert folder.exists()  # for who wants to know what it was
-    die_and_come_back(desk, tiny_model)
     assert not folder.exists()
 
 

@@ -229,6 +229,18 @@ def test_a_model_of_another_base_model(http: httpx.Client, server: Running, mode
         assert (refused.status_code, "needs the base model org/other" in refused.text) == (400, True)
 
 
+def test_a_model_that_could_not_be_brought_back(http: httpx.Client, server: Running, model_id: str) -> None:
+    server.is_engine_paused = True
+    waiting = http.post("optim_step", json={"model_id": model_id, **STEP})
+    server.change(lambda db: setattr(db.get(Model, model_id), "lost_because", "MemoryError: no room"))
+    told = result_of(http, waiting)
+    words = f"model {model_id} could not be brought back"
+    assert (told["type"], told["queue_state"]) == ("try_again", "paused_capacity")
+    assert told["queue_state_reason"] == f"{words}, and waits for the next start: MemoryError: no room"
+    refused = http.post("optim_step", json={"model_id": model_id, **STEP})
+    assert (refused.status_code, words in refused.text) == (400, True)
+
+
 def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:
     server.is_engine_paused = True
     sample = http.post("asample", json=SAMPLE)

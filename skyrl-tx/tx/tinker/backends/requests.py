@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -31,6 +32,7 @@ class Ongoing(Generic[W]):
     done: Callable[[SampleResult], None]
     seed: int = field(init=False)
     n_begun: int = 0
+    round: int = 0  # when its turn is: there is one for each owner in a round
     n_passed: int = 0  # samples of others that began before its next one, although it was its turn
     is_cancelled: bool = False
     _samples: dict[int, Sample] = field(default_factory=dict)  # those that are done, by their numbers
@@ -86,8 +88,9 @@ R = TypeVar("R", bound=Ongoing[Any])
 class Turns(Generic[R]):
     """Requests whose samples have not all begun: a few of each in its turn, so that one does not wait for thousands.
 
-    Where there is no room for a sample, those of others go first, but no more than `MOST_PASSED` of them: then all wait
-    for it, so that everybody's turn comes.
+    Owners take turns, and the requests of each: in a round, every owner has one turn. Where there is no room for a
+    sample, those of others go first, but no more than `MOST_PASSED` of them: then all wait for it, so that everybody's
+    turn comes.
     """
 
     def __init__(self) -> None:
@@ -103,8 +106,8 @@ class Turns(Generic[R]):
         return reversed(self._requests)
 
     def add(self, request: R) -> Callable[[], None]:
-        """A new request is the last one; returns what cancels it."""
-        self._requests.append(request)
+        """Take a request, the last one of its owner's; returns what cancels it."""
+        self._put(request)
         return lambda: setattr(request, "is_cancelled", True)
 
     def take_cancelled(self) -> list[R]:
@@ -118,7 +121,7 @@ class Turns(Generic[R]):
         """Let as many samples begin as there is room for; `begin` tries it with the next one of a request."""
         n_refused = 0
         while n_refused < min(len(self._requests), MOST_REFUSED):
-            if n_refused and self._requests[0].n_passed >= MOST_PASSED:  # nobody was passed more often than the first
+            if any(one.n_passed >= MOST_PASSED for one in self._requests[:n_refused]):
                 break
             request = self._requests[n_refused]
             if not begin(request):
@@ -131,4 +134,12 @@ class Turns(Generic[R]):
                 continue
             del self._requests[n_refused]
             if request.n_left:
-                self._requests.append(request)
+                request.round += 1
+                self._put(request)
+
+    def _put(self, request: R) -> None:
+        """Where its turn is: not before the first of all, and in the round after its owner's last."""
+        first = self._requests[0].round if self._requests else 0
+        theirs = (one.round + 1 for one in self._requests if one.ask.owner == request.ask.owner)
+        request.round = max(request.round, first, *theirs)
+        insort(self._requests, request, key=lambda one: one.round)

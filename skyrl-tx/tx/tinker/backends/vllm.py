@@ -33,7 +33,7 @@ from tx.tinker.types import Sample, SampleRequest, SampleResult, TinkerError, To
 logger = logging.getLogger(__name__)
 
 PREFIX = "tx-"
-MOST_AT_ONCE = 64
+MOST_AT_ONCE = 256  # what one user may have under way, see `Queue.next_samples`
 CONNECT_SEC, WAIT_SEC, CLOSE_SEC = 10.0, 0.005, 10.0
 HINT = "is it started with --enable-lora, a large enough --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True?"
 

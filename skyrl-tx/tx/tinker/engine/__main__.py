@@ -11,6 +11,7 @@ from tx.tinker.backends.factory import new_backend
 from tx.tinker.config import parse_config
 from tx.tinker.database import open_database
 from tx.tinker.doorbell import Doorbell
+from tx.tinker.engine.base_weights import OtherWeightsError
 from tx.tinker.engine.loop import Engine
 from tx.tinker.state_lock import StateLock, StateTakenError
 
@@ -48,8 +49,12 @@ def main() -> None:
             sys.exit(str(error))
         database = open_database(config.database_url)
         backend = new_backend(config.backend, config.base_model, config.backend_config, config.model_name)
-        Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
-        database.dispose()
+        try:
+            Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
+        except OtherWeightsError as error:
+            sys.exit(str(error))
+        finally:
+            database.dispose()
 
 
 if __name__ == "__main__":

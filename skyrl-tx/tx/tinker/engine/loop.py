@@ -16,6 +16,7 @@ from tx.tinker.config import TxConfig
 from tx.tinker.database import writing
 from tx.tinker.db_models import Kind, Request, now
 from tx.tinker.doorbell import Doorbell
+from tx.tinker.engine.base_weights import check_weights
 from tx.tinker.engine.handlers import Handlers
 from tx.tinker.engine.passes import Passes, failed
 from tx.tinker.engine.queue import Outcome, Queue, Waiting, given_up
@@ -56,6 +57,7 @@ class Engine:
 
     def run(self, should_end: Callable[[], bool]) -> None:
         """Bring back what was there, and serve."""
+        check_weights(self._database, self._backend.base_model)
         put_back(self._config.checkpoints_base)
         self._points.restore()
         logger.info("the engine serves %s", self._backend.base_model.name)
@@ -101,7 +103,8 @@ class Engine:
         suspect = self._queue.next_suspect(self._passes.busy)
         if suspect is not None:
             return self._begin_alone(suspect)
-        heads, samples = self._queue.heads(self._passes.busy), self._queue.next_samples(self._sampling.room)
+        heads = self._queue.heads(self._passes.busy)
+        samples = self._queue.next_samples(self._sampling.n_free, self._sampling.n_running)
         for request in (*self._queue.begin(heads), *self._queue.begin(samples)):
             self._start(request)
         return bool(heads or samples)  # also of what was cancelled: there may be more

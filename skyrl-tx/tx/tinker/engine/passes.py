@@ -1,4 +1,4 @@
-"""Passes on their way: one of each model at a time, all of which take turns."""
+"""Passes on their way: one of each model at a time. Users take turns, and the models of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tx.tinker.backends.base import Backend
 from tx.tinker.db_models import EngineState, Request
-from tx.tinker.engine.queue import Outcome
+from tx.tinker.engine.queue import Outcome, pop_first
 from tx.tinker.types import PassResult, UserError
 from tx.tinker.validation import check_pass
 from tx.tinker.wire import codec
@@ -33,14 +33,14 @@ class Passes:
         self._backend = backend
         self._limits = limits
         self._on_gradients = on_gradients
-        self._running: deque[_Running] = deque()
+        self._running: dict[str, deque[_Running]] = {}  # by user, in the order of their turns
         self.busy: set[str] = set()
         """Models that have a pass under way."""
         self.n_tokens = 0
         """Trained on so far."""
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self.busy)
 
     def begin(self, request: Request) -> Outcome | None:
         """Begin a pass; its outcome if it cannot."""
@@ -48,9 +48,10 @@ class Passes:
         try:
             asked = codec.pass_of(codec.message_from_bytes(request.payload))
             check_pass(asked, self._limits)  # again: the server may not have known the model's limits
-            self._running.append(_Running(request, self._backend.compute(asked)))
+            running = _Running(request, self._backend.compute(asked))
         except Exception as error:  # noqa: BLE001 (it is what came of the request)
             return failed(request, error)
+        self._running.setdefault(request.owner, deque()).append(running)
         self.busy.add(request.model_id)
         if not asked.is_forward_only:
             self._on_gradients(request.model_id)
@@ -60,20 +61,27 @@ class Passes:
         """Compute a part of the pass whose turn it is; its outcome if that was the last."""
         if not self._running:
             return None
-        one = self._running.popleft()
+        owner, row = pop_first(self._running)
+        one = row.popleft()
+        outcome = self._compute_part(one)
+        if outcome is None:
+            row.append(one)
+        else:
+            self.busy.discard(one.request.model_id or "")
+        if row:
+            self._running[owner] = row
+        return outcome
+
+    def _compute_part(self, one: _Running) -> Outcome | None:
         try:
             result = next(one.parts)
             told = None if result is None else codec.forward_backward_bytes(result)
         except Exception as error:  # noqa: BLE001 (a mistake of the backend costs this pass, and not the engine)
-            outcome = failed(one.request, error)
-        else:
-            if result is None or told is None:
-                self._running.append(one)
-                return None
-            self.n_tokens += sum(len(row) for row in result.logprobs)
-            outcome = Outcome(one.request.request_id or 0, told, is_protobuf=True)
-        self.busy.discard(one.request.model_id or "")
-        return outcome
+            return failed(one.request, error)
+        if result is None or told is None:
+            return None
+        self.n_tokens += sum(len(row) for row in result.logprobs)
+        return Outcome(one.request.request_id or 0, told, is_protobuf=True)
 
 
 def failed(request: Request, error: Exception) -> Outcome:

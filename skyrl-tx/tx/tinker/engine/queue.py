@@ -7,8 +7,8 @@ one that was under way each time an engine died is suspect, is done with nothing
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -61,7 +61,8 @@ class Outcome:
 class Queue:
     """Requests from the database, until their outcomes are written there.
 
-    Those of models of another base model wait until that is served again.
+    Those of models that this engine does not have wait for one that has them: of another base model, and of those that
+    could not be brought back.
     """
 
     database: Database
@@ -76,10 +77,11 @@ class Queue:
     def fetch(self) -> int:
         """Take the requests that have come; how many. Numbers are given in the order in which they are seen."""
         columns = tuple(getattr(Request, name) for name in Waiting._fields)
-        is_of_another = (Model.model_id == Request.model_id, col(Model.base_model) != self.base_model)
+        is_elsewhere = (col(Model.base_model) != self.base_model) | col(Model.lost_because).is_not(None)
         which = (Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)
         with reading(self.database) as session:
-            come = select(*columns).where(*which, ~select(Model.model_id).where(*is_of_another).exists())
+            not_here = select(Model.model_id).where(Model.model_id == Request.model_id, is_elsewhere)
+            come = select(*columns).where(*which, ~not_here.exists())
             new = [Waiting(*row) for row in session.exec(come.order_by(col(Request.request_id)))]
         for one in new:
             self._put(one)
@@ -105,18 +107,26 @@ class Queue:
         suspects = [head for head in self.heads(busy) if head.is_suspect]
         return suspects[0] if suspects else self.suspects[0] if self.suspects else None
 
-    def next_samples(self, n: int) -> list[Waiting]:
-        """So many of the samples that wait: users take turns, and the sessions of each do."""
+    def next_samples(self, n_free: int, n_running: Mapping[str, int]) -> list[Waiting]:
+        """Samples that there is room for: users take turns, and the sessions of each do.
+
+        Nobody has more of them than there is room left, so that a user who comes later need not wait: one alone takes
+        half of all room, of two each a third.
+        """
         chosen: list[Waiting] = []
-        while self.samples and len(chosen) < n:
-            owner, sessions = _pop_first(self.samples)
-            session_id, waiting = _pop_first(sessions)
+        running = Counter(n_running)
+        while True:
+            owner = next((one for one in self.samples if running[one] < n_free - len(chosen)), None)
+            if owner is None:
+                return chosen
+            sessions = self.samples.pop(owner)
+            session_id, waiting = pop_first(sessions)
             chosen.append(waiting.popleft())
+            running[owner] += 1
             if waiting:
                 sessions[session_id] = waiting  # at the end of the row
             if sessions:
                 self.samples[owner] = sessions
-        return chosen
 
     def begin(self, chosen: Sequence[Waiting]) -> list[Request]:
         """They are under way from now on, and read: all but those that were cancelled while they waited."""
@@ -180,7 +190,8 @@ class Queue:
         self.begun.clear()
 
 
-def _pop_first(row: dict[str, T]) -> tuple[str, T]:
+def pop_first(row: dict[str, T]) -> tuple[str, T]:
+    """The first of a row, whose turn it is, and who has it."""
     key = next(iter(row))
     return key, row.pop(key)
 
@@ -211,13 +222,13 @@ def _columns(one: Outcome) -> dict[str, object]:
         }
     return {
         "status": RequestStatus.FAILED,
-        "error": _in_words(one.error),
+        "error": in_words(one.error),
         "error_category": "user" if isinstance(one.error, UserError) else "server",
         "completed_at": now(),
     }
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """What a database takes as text: a library's message may hold anything."""
     told = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
     return told[:MOST_WORDS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()

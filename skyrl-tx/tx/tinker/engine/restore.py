@@ -26,6 +26,7 @@ from tx.tinker.checkpoint_files import checkpoint_folder, write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus
+from tx.tinker.engine.queue import in_words
 from tx.tinker.wire import codec
 from tx.tinker.wire.requests import LoadWeightsRequest, OptimStepRequest
 
@@ -74,7 +75,7 @@ class RestorePoints:
         self._written.pop(model_id, None)
 
     def restore(self) -> None:
-        """Bring back every model of the base model. One that cannot be brought back is lost, and none of the others."""
+        """Bring back every model of the base model. One that cannot be brought back is left to the next engine."""
         self._delete_left()
         with reading(self._database) as session:
             served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(THERE))
@@ -83,10 +84,11 @@ class RestorePoints:
             started = time.monotonic()
             try:
                 n_requests = self._restore(model)
-            except Exception:
+            except Exception as error:
                 logger.exception("model %s cannot be brought back", model.model_id)
-                self._lose(model)
+                self._lose(model, in_words(error))
                 continue
+            self._find(model)
             seconds = time.monotonic() - started
             logger.info("model %s is back: %d requests done again in %.1f s", model.model_id, n_requests, seconds)
 
@@ -98,10 +100,19 @@ class RestorePoints:
                 if session.exec(select(Model.model_id).where(is_theirs, col(Model.status).in_(GONE))).first():
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def _lose(self, model: Model) -> None:
+    def _lose(self, model: Model, reason: str) -> None:
+        """A model waits for the next engine. One whose session has ended does so once: then what it should save fails,
+        and it is unloaded.
+        """
         self._backend.delete_model(model.model_id)
+        is_given_up = model.status is ModelStatus.UNLOADING and model.lost_because is not None
         with writing(self._database) as session:
-            session.get_one(Model, model.model_id).status = ModelStatus.FAILED
+            session.get_one(Model, model.model_id).lost_because = None if is_given_up else reason
+
+    def _find(self, model: Model) -> None:
+        if model.lost_because is not None:
+            with writing(self._database) as session:
+                session.get_one(Model, model.model_id).lost_because = None
 
     def _restore(self, model: Model) -> int:
         with reading(self._database) as session:

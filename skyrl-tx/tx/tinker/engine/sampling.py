@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tx.tinker.backends.base import Sampler
 from tx.tinker.db_models import EngineState, Request
@@ -14,7 +16,14 @@ from tx.tinker.types import SampleResult, UserError
 from tx.tinker.wire import codec
 from tx.tinker.wire.sample_job import SampleJob
 
-MOST_AT_ONCE = 256
+MOST_AT_ONCE = 512
+
+
+class _Running(NamedTuple):
+    """A request that the sampler knows of."""
+
+    owner: str
+    cancel: Callable[[], None]
 
 
 class Sampling:
@@ -24,18 +33,23 @@ class Sampling:
         self._sampler = sampler
         self._samplers = samplers
         self._limits = limits
-        self._cancels: dict[int, Callable[[], None]] = {}  # what cancels each
+        self._running: dict[int, _Running] = {}
         self._outcomes: list[Outcome] = []
         self.n_tokens = 0
         """Sampled so far."""
 
     def __len__(self) -> int:
-        return len(self._cancels)
+        return len(self._running)
 
     @property
-    def room(self) -> int:
+    def n_free(self) -> int:
         """How many more may begin."""
-        return MOST_AT_ONCE - len(self._cancels)
+        return MOST_AT_ONCE - len(self._running)
+
+    @property
+    def n_running(self) -> Counter[str]:
+        """By owner."""
+        return Counter(one.owner for one in self._running.values())
 
     def begin(self, request: Request) -> None:
         """Hand it to the sampler."""
@@ -54,11 +68,13 @@ class Sampling:
         check_job(job, self._limits)  # again: the server may not have known the model's limits
 
         def done(result: SampleResult | Exception) -> None:
-            if self._cancels.pop(request_id, None) is not None:  # else it is not wanted any more
+            if self._running.pop(request_id, None) is not None:  # else it is not wanted any more
                 self._outcomes.append(self._outcome(request, result))
 
-        asked = job.request(eos_ids=self._limits.eos_ids, max_context=self._limits.max_context)
-        self._cancels[request_id] = self._sampler.sample(asked, self._samplers.find(job.weights), done)
+        limits = self._limits
+        asked = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
+        cancel = self._sampler.sample(asked, self._samplers.find(job.weights), done)
+        self._running[request_id] = _Running(request.owner, cancel)
 
     def _outcome(self, request: Request, result: SampleResult | Exception) -> Outcome:
         if isinstance(result, Exception):
@@ -72,10 +88,10 @@ class Sampling:
 
     def cancel(self, request_id: int) -> bool:
         """Let go of a request; whether it was under way."""
-        cancel = self._cancels.pop(request_id, None)
-        if cancel is not None:
-            cancel()
-        return cancel is not None
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            running.cancel()
+        return running is not None
 
     def step(self) -> bool:
         """Choose a few tokens of every sample; whether there was any."""

@@ -34,8 +34,9 @@ async def retrieve_future(call: Caller, asked: wire.RetrieveFutureRequest) -> Re
     if request is None:
         request = await _wait(call.service, request_id, deadline)
     if request is None:
-        other = await call.read(lambda db, _: store.other_base_model(db, found, call.service.config.model_name))
-        return reply(_not_yet(call.service, request_id, other))
+        served = call.service.config.model_name
+        reason = await call.read(lambda db, _: store.why_not_here(db, found.model_id, served))
+        return reply(_not_yet(call.service, request_id, reason))
     call.service.metrics.note_finished(request)
     return await _result(call, request)
 
@@ -52,12 +53,11 @@ async def _wait(service: Service, request_id: int, deadline: float) -> Request |
             return request
 
 
-def _not_yet(service: Service, request_id: int, other_base_model: str | None) -> answers.Answer:
+def _not_yet(service: Service, request_id: int, why_not_here: str | None) -> answers.Answer:
     if service.failure is not None:
         return answers.Failure(error=service.failure, category="server")
-    if other_base_model is not None:
-        served = service.config.model_name
-        return _paused(request_id, f"it waits until {other_base_model} is served again; this server has {served}")
+    if why_not_here is not None:
+        return _paused(request_id, why_not_here)
     if service.supervisor is not None and not service.supervisor.is_running:
         return _paused(request_id, "the engine has died and is started again; nothing is lost")
     return answers.TryAgain(request_id=str(request_id))

@@ -41,7 +41,7 @@ class SampleJob(BaseModel):
     n_top_prompt: int
     n_top_sampled: int
 
-    def request(self, *, eos_ids: Sequence[int], max_context: int) -> SampleRequest:
+    def request(self, *, owner: str, eos_ids: Sequence[int], max_context: int) -> SampleRequest:
         """As backends take it."""
         most_tokens = max_context - len(self.prompt) + 1  # the last is not read
         return SampleRequest(
@@ -59,4 +59,5 @@ class SampleJob(BaseModel):
             wants_prompt_logprobs=self.wants_prompt_logprobs,
             n_top_prompt=self.n_top_prompt,
             n_top_sampled=self.n_top_sampled,
+            owner=owner,
         )
