@@ -25,6 +25,15 @@ def test_commands() -> None:
     assert "there is no command 'server'" in wrong.stderr
 
 
+def test_a_model_that_cannot_be_served(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    wrong = tx("serve", "--base-model", str(model), "--port", "0", "--checkpoints-base", str(tmp_path / "state"))
+    assert wrong.returncode == 1
+    assert f"giving up: {model} holds no config.json; give the folder of a Hugging Face model" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
 def test_status_of_no_server() -> None:
     found = tx("status", "--url", "http://127.0.0.1:9")
     assert found.returncode == 1

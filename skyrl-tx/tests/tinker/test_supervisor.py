@@ -17,7 +17,7 @@ from tx_server import CHILD_ENVIRONMENT
 
 from tx.tinker import supervisor as supervision
 from tx.tinker.config import TxConfig
-from tx.tinker.supervisor import Supervisor
+from tx.tinker.supervisor import UNUSABLE, Supervisor
 
 BELL = "import sys; from tx.tinker.doorbell import Doorbell; bell = Doorbell.inherited(int(sys.argv[2]))\n"
 ECHO = BELL + "while not bell.is_hung_up:\n    if bell.wait(10) and not bell.is_hung_up: bell.ring()\n"
@@ -94,6 +94,28 @@ async def test_it_gives_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "exit status 1, after it said: no such model" in supervisor.failure
     assert heard.is_set()
     assert "no such model" in capfd.readouterr().err
+
+
+async def test_it_does_not_try_again_what_cannot_be_served(tmp_path: Path) -> None:
+    program = f"import sys; print('no such model', file=sys.stderr); sys.exit({UNUSABLE})"
+    supervisor = supervise(program, tmp_path)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert (supervisor.n_starts, supervisor.is_unusable, supervisor.failure) == (1, True, "no such model")
+
+
+async def test_it_tries_again_what_was_served_before(tmp_path: Path) -> None:
+    """The folder may be out of reach for a moment."""
+    before = tmp_path / "before"
+    program = f"""
+        import pathlib, sys
+        if pathlib.Path({str(before)!r}).exists(): sys.exit({UNUSABLE})
+        pathlib.Path({str(before)!r}).touch()
+    """
+    supervisor = supervise(program, tmp_path)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert (supervisor.n_starts, supervisor.is_unusable) == (supervision.MOST_FAST_DEATHS, False)
 
 
 async def test_it_gives_up_what_cannot_be_started(tmp_path: Path) -> None:

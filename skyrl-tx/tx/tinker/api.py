@@ -54,7 +54,7 @@ def create_app(config: TxConfig, service: Service | None = None) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """Lets polls go when it is told to end, so that it does not wait for them."""
+    """Lets polls go when it is told to end, so that it does not wait for them; ends where no engine can be started."""
 
     def __init__(self, config: TxConfig, service: Service) -> None:
         super().__init__(
@@ -69,6 +69,15 @@ class Server(uvicorn.Server):
             )
         )
         self._service = service
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; whether to end."""
+        return await super().on_tick(counter) or self.is_unusable
+
+    @property
+    def is_unusable(self) -> bool:
+        """Whether the engine cannot serve what this server was told to."""
+        return self._service.supervisor is not None and self._service.supervisor.is_unusable
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
@@ -99,7 +108,11 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m tx.ti
                 lock.take()
             except StateTakenError as error:
                 sys.exit(str(error))
-        Server(config, Service(config)).run()
+        service = Service(config)
+        server = Server(config, service)
+        server.run()
+    if server.is_unusable:
+        sys.exit(1)  # the log has said why
 
 
 if __name__ == "__main__":

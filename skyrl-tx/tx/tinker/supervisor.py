@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "tx.tinker.engine")
 ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Memory that a compiled program works in is mapped anew in each call: huge pages save most of the page faults."""
+UNUSABLE = 78  # EX_CONFIG of sysexits.h
+"""The exit status of an engine that cannot serve what it was told to; what it said last says why."""
 MOST_FAST_DEATHS = 5
 LONG_LIFE_SEC = 60.0
 LONGEST_PAUSE_SEC = 30.0
@@ -44,9 +46,12 @@ class Supervisor:
         self._bell: Doorbell | None = None
         self._last_lines: deque[str] = deque(maxlen=N_LAST_LINES)
         self._has_rung = False
+        self._code: int | None = None
         self.n_starts = 0
         self.failure: str | None = None
         """Why there will be no engine any more."""
+        self.is_unusable = False
+        """Whether that is so since the first start, which no other start can mend."""
 
     @property
     def is_running(self) -> bool:
@@ -68,6 +73,9 @@ class Supervisor:
             except Exception as error:  # no process or file descriptor is left, for one
                 logger.exception("the engine could not be looked after")
                 reason = f"it could not be looked after: {error!r}"
+            if self.n_starts == 1 and self._code == UNUSABLE:
+                self.is_unusable, self.failure = True, self._last_lines[-1]
+                break
             was_useful = self._has_rung or time.monotonic() - started > LONG_LIFE_SEC
             n_fast = 1 if was_useful else n_fast + 1
             logger.error("the engine has died: %s", reason)
@@ -75,7 +83,8 @@ class Supervisor:
                 pause = min(LONGEST_PAUSE_SEC, self._first_pause_sec * 2 ** (n_fast - 1))
                 logger.info("starting the engine again in %.1f s", pause)
                 await asyncio.sleep(pause)
-        self.failure = f"the engine died {n_fast} times soon after it was started, the last time with: {reason}"
+        else:
+            self.failure = f"the engine died {n_fast} times soon after it was started, the last time with: {reason}"
         logger.critical("giving up: %s", self.failure)
         self._on_ring()
 
@@ -89,12 +98,12 @@ class Supervisor:
             ours.listen(self._note_ring)
             try:
                 await self._relay(process)
-                code = await process.wait()
+                self._code = await process.wait()
             finally:
                 self._bell = None
                 ours.stop_listening()
                 await _end(process)
-        return _in_words(code, self._last_lines[-1] if self._last_lines else "nothing")
+        return _in_words(self._code, self._last_lines[-1] if self._last_lines else "nothing")
 
     def _note_ring(self) -> None:
         """There are results, or the engine has ended."""

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from tx_engine import SETTINGS, Desk
+from tx_engine import Desk
 
 from tx.models.fingerprint import fingerprint
-from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.engine.base_weights import OtherWeightsError
+from tx.tinker.engine.base_weights import check_weights
 
 
 @pytest.fixture
@@ -22,21 +21,15 @@ def changed(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-def backend_of(folder: Path, name: str) -> JaxBackend:
-    return JaxBackend(folder, name, JaxConfig(**SETTINGS))
-
-
 def test_a_name_stands_for_the_same_weights(desk: Desk, tmp_path: Path, tiny_model: Path, changed: Path) -> None:
     moved = Path(shutil.copytree(tiny_model, tmp_path / "moved"))
     (moved / "README.md").write_text("the same weights")
+    base = desk.backend.base_model
     for folder in (tiny_model, moved):
-        desk.start(backend_of(folder, "org/tiny"))
-        desk.engine.run(lambda: True)
-    desk.start(backend_of(changed, "org/tiny"))
-    with pytest.raises(OtherWeightsError, match=r"changed has other weights than what was served as org/tiny before"):
-        desk.engine.run(lambda: True)
-    desk.start(backend_of(changed, "org/other"))
-    desk.engine.run(lambda: True)
+        check_weights(desk.database, replace(base, folder=folder))
+    with pytest.raises(ValueError, match=r"changed has other weights than what was served as org/tiny before"):
+        check_weights(desk.database, replace(base, folder=changed))
+    check_weights(desk.database, replace(base, name="org/other", folder=changed))
 
 
 def test_a_fingerprint_does_not_depend_on_files(tmp_path: Path, tiny_model: Path, changed: Path) -> None:

@@ -11,9 +11,10 @@ from tx.tinker.backends.factory import new_backend
 from tx.tinker.config import parse_config
 from tx.tinker.database import open_database
 from tx.tinker.doorbell import Doorbell
-from tx.tinker.engine.base_weights import OtherWeightsError
+from tx.tinker.engine.base_weights import check_weights
 from tx.tinker.engine.loop import Engine
 from tx.tinker.state_lock import StateLock, StateTakenError
+from tx.tinker.supervisor import UNUSABLE
 
 PATIENCE_SEC = 300.0
 """For the engine of a server that was killed, which ends after the step that it is at."""
@@ -48,13 +49,14 @@ def main() -> None:
         except StateTakenError as error:
             sys.exit(str(error))
         database = open_database(config.database_url)
-        backend = new_backend(config.backend, config.base_model, config.backend_config, config.model_name)
         try:
-            Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
-        except OtherWeightsError as error:
-            sys.exit(str(error))
-        finally:
-            database.dispose()
+            backend = new_backend(config.backend, config.base_model, config.backend_config, config.model_name)
+            check_weights(database, backend.base_model)
+        except (ValueError, FileNotFoundError) as error:
+            sys.stderr.write(f"{' '.join(str(error).split())}\n")
+            sys.exit(UNUSABLE)
+        Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
+        database.dispose()
 
 
 if __name__ == "__main__":

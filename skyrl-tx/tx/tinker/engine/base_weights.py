@@ -10,15 +10,11 @@ from tx.tinker.database import writing
 from tx.tinker.db_models import BaseWeights
 
 
-class OtherWeightsError(Exception):
-    """The base model is not the one that had its name before."""
-
-
 def check_weights(database: Database, base: BaseModel) -> None:
     """Note which weights a base model has.
 
     Raises:
-        OtherWeightsError: this server has served others by its name.
+        ValueError: this server has served others by its name.
     """
     found = fingerprint(base.folder)
     with writing(database) as session:
@@ -26,7 +22,7 @@ def check_weights(database: Database, base: BaseModel) -> None:
         if known is None:
             session.add(BaseWeights(base_model=base.name, fingerprint=found))
         elif known.fingerprint != found:
-            raise OtherWeightsError(
+            raise ValueError(
                 f"{base.folder} has other weights than what was served as {base.name} before, which is what the "
                 "models and checkpoints here were trained on; give it a --served-model-name of its own, or serve the "
                 "weights from before"

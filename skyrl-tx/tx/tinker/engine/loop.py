@@ -16,7 +16,6 @@ from tx.tinker.config import TxConfig
 from tx.tinker.database import writing
 from tx.tinker.db_models import Kind, Request, now
 from tx.tinker.doorbell import Doorbell
-from tx.tinker.engine.base_weights import check_weights
 from tx.tinker.engine.handlers import Handlers
 from tx.tinker.engine.passes import Passes, failed
 from tx.tinker.engine.queue import Outcome, Queue, Waiting, given_up
@@ -57,7 +56,6 @@ class Engine:
 
     def run(self, should_end: Callable[[], bool]) -> None:
         """Bring back what was there, and serve."""
-        check_weights(self._database, self._backend.base_model)
         put_back(self._config.checkpoints_base)
         self._points.restore()
         logger.info("the engine serves %s", self._backend.base_model.name)
