@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from tx.models.config import LoraConfig
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
+from tx.tinker.backends.jax.programs import make_room
 from tx.tinker.types import AdamParams, Datum, Pass
 
 DATUM = Datum(np.arange(8, dtype=np.int32), {"target_tokens": np.arange(8, dtype=np.int32)})
@@ -34,3 +36,14 @@ def test_programs_are_compiled_once(models: Path, tmp_path: Path, rank: int) -> 
     backend.load_model("c", tmp_path, with_optimizer=False)
     n_programs = backend.counts()["programs compiled"]
     assert train("b") == train("c") == n_programs
+
+
+def test_programs_that_are_not_used_go(tmp_path: Path) -> None:
+    for number in range(4):
+        path = tmp_path / f"{number}-cache"
+        path.write_bytes(bytes(10))
+        os.utime(path, (100 - number, 0))
+    (tmp_path / "other").write_bytes(bytes(100))
+    make_room(tmp_path, most_bytes=25)
+    assert {path.name for path in tmp_path.iterdir()} == {"0-cache", "1-cache", "other"}
+    make_room(tmp_path / "not there yet")

@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 WORTH_A_LINE_SEC = 0.2
+MOST_BYTES = 4 << 30
 
 
 class Programs:
@@ -39,6 +40,22 @@ def programs() -> Programs:
 
 def keep_programs(folder: Path | None) -> None:
     """Keep programs there, also those that compile fast: there are many of them."""
+    if folder is not None:
+        make_room(folder)
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def make_room(folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Delete the programs of a folder that were not used for longest, until the rest has no more bytes than these.
+
+    JAX can do so as well, but not any more once a process has died while it wrote one.
+    """
+    files = [(path, path.stat()) for path in folder.glob("*-cache")]
+    n_bytes = sum(stat.st_size for _, stat in files)
+    for path, stat in sorted(files, key=lambda one: one[1].st_atime):
+        if n_bytes <= most_bytes:
+            break
+        path.unlink(missing_ok=True)
+        n_bytes -= stat.st_size
