@@ -105,6 +105,15 @@ def test_whatever_is_text_is_read(config: MCPServerConfig) -> None:
     group.close()
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which has them ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_beginning_leaves_nothing() -> None:
     """As when somebody presses Ctrl-C while a server starts."""
     before = left_over()

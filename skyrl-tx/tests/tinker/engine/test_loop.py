@@ -171,6 +171,7 @@ def test_what_is_cancelled_makes_room(desk: Desk, monkeypatch: pytest.MonkeyPatc
     assert len(desk.engine._sampling) == 3
     for one in ids[:2]:
         desk.change(lambda db, one=one: cancel_sample(db, one))
+    desk.engine._queue.fetch()  # the server rings
     desk.engine.work()
     assert len(desk.engine._sampling) == 1
     desk.work()

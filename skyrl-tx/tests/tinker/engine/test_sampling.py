@@ -38,6 +38,7 @@ def test_a_result_that_comes_after_all(careless: Desk, monkeypatch: pytest.Monke
     careless.engine._queue.fetch()
     careless.engine.work()
     careless.change(lambda db: cancel_sample(db, cancelled))
+    careless.engine._queue.fetch()
     while careless.engine.work():
         pass
     assert careless.engine._queue.begun == set()

@@ -72,10 +72,12 @@ class Queue:
     suspects: deque[Waiting] = field(default_factory=deque)  # samples
     begun: set[int] = field(default_factory=set)
     _last: int = 0
+    _is_news: bool = False  # something may have been cancelled
     _looked_at: float = 0.0
 
     def fetch(self) -> int:
         """Take the requests that have come; how many. Numbers are given in the order in which they are seen."""
+        self._is_news = True
         columns = tuple(getattr(Request, name) for name in Waiting._fields)
         is_elsewhere = (col(Model.base_model) != self.base_model) | col(Model.lost_because).is_not(None)
         which = (Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)
@@ -157,10 +159,12 @@ class Queue:
     # -- ending
 
     def cancelled(self) -> set[int]:
-        """What has begun and is not wanted any more; looked for now and then."""
-        if not self.begun or time.monotonic() - self._looked_at < SECONDS_BETWEEN_LOOKS:
+        """What has begun and is not wanted any more; looked for after `fetch`, and not too often."""
+        if not self.begun:
+            self._is_news = False
+        if not self._is_news or time.monotonic() - self._looked_at < SECONDS_BETWEEN_LOOKS:
             return set()
-        self._looked_at = time.monotonic()
+        self._is_news, self._looked_at = False, time.monotonic()
         with reading(self.database) as session:
             gone = (col(Request.request_id).in_(self.begun), col(Request.status) == RequestStatus.CANCELLED)
             return set(session.exec(select(Request.request_id).where(*gone)))  # type: ignore[arg-type]

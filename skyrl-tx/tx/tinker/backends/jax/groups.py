@@ -12,11 +12,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tx.models.decoder import Params
-from tx.models.lora import Adapter, Rows
+from tx.models.lora import Adapter, Rows, rows_of
 from tx.tinker.backends import requests
 from tx.tinker.backends.jax.decoding import Lanes
 from tx.tinker.types import MOST_STOP_TOKENS, Sample, TopLogprobs
@@ -75,10 +74,11 @@ class Group:
         self.params = weights.params
         self.lanes: list[Lane | None] = [None] * n_lanes
         self._size = math.gcd(n_lanes, LANES_OF_BLOCK)
-        self._blocks: list[SamplerWeights | None] = [None] * (n_lanes // self._size)
+        n_blocks = n_lanes // self._size
+        self._blocks = [weights] * n_blocks
         self.rows: Rows | None = None
         if weights.adapter is not None:
-            self.rows = _empty_rows(weights.adapter, len(self._blocks))
+            self.rows = rows_of([weights.adapter] * n_blocks, np.full(n_blocks, weights.scale, np.float32))
 
     @property
     def used(self) -> Iterator[tuple[int, Lane]]:
@@ -129,13 +129,6 @@ class Group:
                 lanes.top_k[place] = params.top_k
             lanes.seeds[place], lanes.numbers[place] = lane.request.seed & 0xFFFFFFFF, lane.number
         return lanes
-
-
-@partial(jax.jit, static_argnames="n_blocks")
-def _empty_rows(adapter: Adapter, n_blocks: int) -> Rows:
-    blocks = jax.tree.map(lambda one: jnp.zeros((one.shape[0], n_blocks, *one.shape[1:]), one.dtype), adapter.blocks)
-    head = jax.tree.map(lambda one: jnp.zeros((n_blocks, *one.shape), one.dtype), adapter.head)
-    return Rows(Adapter(blocks, head), jnp.zeros(n_blocks))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -210,10 +210,10 @@ class Sampler:
             np.int32(min(n_pages, self._table_size)),
             n_top=n_top,
         )
-        tokens, logprobs = np.asarray(chosen.tokens), np.asarray(chosen.logprobs)
+        tokens, logprobs = (np.asarray(one).T.tolist() for one in (chosen.tokens, chosen.logprobs))
         top = (np.asarray(chosen.top_tokens), np.asarray(chosen.top_logprobs)) if n_top else None
         for place, lane in list(group.used):
-            if self._take(lane, place, tokens, logprobs, top):
+            if self._take(lane, place, tokens[place], logprobs[place], top):
                 group.lanes[place] = None
                 self._pages.give_back(lane.pages)
 
@@ -221,18 +221,17 @@ class Sampler:
         self,
         lane: Lane,
         place: int,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
         top: tuple[np.ndarray, np.ndarray] | None,
     ) -> bool:
         """Take what a lane has chosen; whether it is done."""
         params = lane.request.ask.params
-        for step in range(MOST_STEPS):
-            token = int(tokens[step, place])
+        for step, token in enumerate(tokens):
             if token < 0:
                 return False
             lane.tokens.append(token)
-            lane.logprobs.append(float(logprobs[step, place]))
+            lane.logprobs.append(logprobs[step])
             if lane.request.ask.n_top_sampled and top is not None:
                 lane.top.append((top[0][step, place], top[1][step, place]))
             lane.position, lane.last = lane.position + 1, token
