@@ -80,7 +80,7 @@ def answering(tmp_path: Path) -> Iterator[VllmSampler]:
 @pytest.fixture
 def silent() -> Iterator[int]:
     """The port of a server that takes requests, and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0), backlog=MOST_AT_ONCE) as server:
         yield server.getsockname()[1]
 
 
