@@ -1,13 +1,20 @@
 """Mixtures of experts: each token is computed by the few experts that its router chooses.
 
-Every expert computes every token here, one expert after the other, and what was not chosen counts nothing: the shapes
-are fixed, and a token's result does not depend on which other tokens there are. It costs n_experts / n_active times
-what is needed.
+Where whole sequences are read, the tokens of each expert are gathered in blocks of fixed size, one expert after the
+other, so that shapes are fixed although nobody knows before how many tokens an expert gets: a block's rest is zeros.
+It costs what is chosen, and less than a block for each expert (Gale et al., 2022, arXiv:2211.15841).
+
+Where one token of each row is chosen, every expert computes every row, and what was not chosen counts nothing: so a
+row's result does not depend on which rows there are, to the last bit, and a few rows cost what it takes to read the
+weights.
+
+Letters: S rows · T positions · D hidden size · E experts · N tokens, S × T · B tokens of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +22,164 @@ import jax.numpy as jnp
 from tx.models.config import MoeConfig
 from tx.models.lora import MLP, Factors, project
 
-
-def route(moe: MoeConfig, x: jax.Array, router: jax.Array) -> jax.Array:
-    """How much each expert counts for each token, mostly 0. x (S, T, D), router (D, E); (S, T, E) in float32."""
-    odds = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
-    best, chosen = jax.lax.top_k(odds, moe.n_active)
-    if moe.normalizes_weights:
-        best = best / best.sum(axis=-1, keepdims=True)
-    return jnp.einsum("sta,stae->ste", best, jax.nn.one_hot(chosen, moe.n_experts, dtype=best.dtype))
+Weights = Mapping[str, jax.Array]
+SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
 
 
 def mix_experts(
     moe: MoeConfig,
-    weights: Mapping[str, jax.Array],
+    weights: Weights,
     adapters: Mapping[str, Factors],
     scales: jax.Array | None,
     x: jax.Array,
 ) -> jax.Array:
-    """x (S, T, D); the experts' weights (E, in, out); adapters of N blocks (N, E, in, r), (N, E, r, out)."""
-    shares = jnp.moveaxis(route(moe, x, weights["router"]), -1, 0).astype(x.dtype)  # (E, S, T)
-    by_expert = {
-        name: Factors(*(jnp.moveaxis(one, 1, 0) for one in pair)) for name, pair in adapters.items() if name in MLP
-    }
+    """x (S, T, D), the experts' weights (E, in, out), adapters of n blocks of rows (n, E, in, r), (n, E, r, out)."""
+    best, chosen = route(moe, x, weights["router"])
+    experts = {name: weights[name] for name in MLP}
+    factors = {name: adapters[name] for name in MLP if name in adapters}
+    if x.shape[1] == 1 or (factors and scales is not None and len(scales) > 1):
+        shares = jnp.einsum("sta,stae->ste", best, jax.nn.one_hot(chosen, moe.n_experts, dtype=best.dtype))
+        return _every_expert(experts, factors, scales, x, shares.astype(x.dtype))
+    return _chosen_experts(experts, factors, scales, x, best.astype(x.dtype), chosen)
 
-    def one_expert(
-        total: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array, jax.Array, dict[str, Factors]]
-    ) -> tuple[jax.Array, None]:
-        share, gate, up, down, factors = part
-        middle = jax.nn.silu(project(x, gate, factors.get("gate"), scales)) * project(x, up, factors.get("up"), scales)
-        return total + share[..., None] * project(middle, down, factors.get("down"), scales), None
 
-    parts = (shares, weights["gate"], weights["up"], weights["down"], by_expert)
-    total, _ = jax.lax.scan(one_expert, jnp.zeros_like(x), parts)
+def route(moe: MoeConfig, x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How much each of the best experts counts for each token, and which they are. x (S, T, D), router (D, E)."""
+    odds = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
+    best, chosen = jax.lax.top_k(odds, moe.n_active)
+    if moe.normalizes_weights:
+        best = best / best.sum(axis=-1, keepdims=True)
+    return best, chosen
+
+
+def _one_expert(weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array) -> jax.Array:
+    """x (S, T, D), weights (in, out), factors of blocks of rows (blocks, in, r), (blocks, r, out)."""
+    gate, up = (project(x, weights[name], factors.get(name), scales) for name in ("gate", "up"))
+    return project(jax.nn.silu(gate) * up, weights["down"], factors.get("down"), scales)
+
+
+# -- every expert
+
+
+def _every_expert(
+    weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array, shares: jax.Array
+) -> jax.Array:
+    """shares (S, T, E), mostly 0."""
+    by_expert = jax.tree.map(lambda one: jnp.moveaxis(one, 1, 0), factors)
+
+    def add(total: jax.Array, part: tuple[jax.Array, Weights, Mapping[str, Factors]]) -> tuple[jax.Array, None]:
+        share, of_expert, its_factors = part
+        return total + share[..., None] * _one_expert(of_expert, its_factors, scales, x), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(shares, -1, 0), weights, by_expert))
     return total
+
+
+# -- those that are chosen
+
+
+class Blocks(NamedTuple):
+    """Which tokens go where."""
+
+    experts: jax.Array  # (blocks,)
+    tokens: jax.Array  # (blocks, B); N: none
+    places: jax.Array  # (N, experts of a token): where its results are, in all blocks
+
+
+def blocks_of(chosen: jax.Array, n_experts: int) -> Blocks:
+    """From the experts of each token (N, experts of a token)."""
+    n_tokens, n_active = chosen.shape
+    n_pairs = n_tokens * n_active
+    size = block_size(n_pairs, n_experts)
+    n_blocks = -(-n_pairs // size) + n_experts  # less than one of each expert is not full
+    counts = jnp.bincount(chosen.reshape(-1), length=n_experts)
+    n_whole = -(-counts // size)  # blocks of each expert
+    ends = jnp.cumsum(n_whole)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)  # pairs of a token and an expert, by expert
+    expert = chosen.reshape(-1)[order]
+    number = jnp.arange(n_pairs) - (jnp.cumsum(counts) - counts)[expert]  # among those of the expert
+    place = (ends - n_whole)[expert] * size + number
+    return Blocks(
+        experts=jnp.minimum(jnp.searchsorted(ends, jnp.arange(n_blocks), side="right"), n_experts - 1),
+        tokens=jnp.full(n_blocks * size, n_tokens).at[place].set(order // n_active).reshape(n_blocks, size),
+        places=jnp.zeros(n_pairs, jnp.int32).at[order].set(place).reshape(n_tokens, n_active),
+    )
+
+
+def block_size(n_pairs: int, n_experts: int) -> int:
+    """About half the tokens that an expert gets, so that not much is empty; a power of two."""
+    size = SMALLEST_BLOCK
+    while 4 * size * n_experts <= n_pairs and size < LARGEST_BLOCK:
+        size *= 2
+    return size
+
+
+def _chosen_experts(
+    weights: Weights,
+    factors: Mapping[str, Factors],
+    scales: jax.Array | None,
+    x: jax.Array,
+    best: jax.Array,
+    chosen: jax.Array,
+) -> jax.Array:
+    """best, chosen (S, T, experts of a token)."""
+    n_experts = weights["gate"].shape[0]
+    tokens = x.reshape(-1, x.shape[-1])
+    blocks = blocks_of(chosen.reshape(len(tokens), -1), n_experts)
+    rows = jnp.take(tokens, blocks.tokens, axis=0, mode="fill", fill_value=0)  # (blocks, B, D)
+    mixed = _by_blocks(blocks.experts, weights, factors, scales, rows).reshape(-1, x.shape[-1])[blocks.places]
+    return jnp.einsum("nad,na->nd", mixed, best.reshape(len(tokens), -1)).reshape(x.shape)
+
+
+@jax.custom_vjp
+def _by_blocks(
+    experts: jax.Array,
+    weights: Weights,
+    factors: Mapping[str, Factors],
+    scales: jax.Array | None,
+    rows: jax.Array,
+) -> jax.Array:
+    """What the expert of each block makes of its rows (blocks, B, D).
+
+    The gradient computes a block once more, and adds in place to what is known of its expert: JAX's own would make
+    an array of the size of all experts for each block.
+    """
+    return jax.lax.map(
+        lambda part: _one_expert(*_of_expert(part[0], weights, factors), scales, part[1][None])[0], (experts, rows)
+    )
+
+
+def _of_expert(
+    expert: jax.Array, weights: Weights, factors: Mapping[str, Factors]
+) -> tuple[Weights, Mapping[str, Factors]]:
+    return {name: one[expert] for name, one in weights.items()}, jax.tree.map(lambda one: one[:, expert], factors)
+
+
+Residuals = tuple[jax.Array, Weights, Mapping[str, Factors], jax.Array | None, jax.Array]
+
+
+def _forward(*arguments: Any) -> tuple[jax.Array, Residuals]:
+    return _by_blocks(*arguments), arguments
+
+
+def _backward(kept: Residuals, gradients: jax.Array) -> tuple[Any, ...]:
+    experts, weights, factors, scales, rows = kept
+
+    def one_block(totals: Any, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        expert, some, gradient = part
+        _, back = jax.vjp(_one_expert, *_of_expert(expert, weights, factors), scales, some[None])
+        of_weights, of_factors, of_scales, of_rows = back(gradient[None])
+        total_weights, total_factors, total_scales = totals
+        totals = (
+            jax.tree.map(lambda all_, one: all_.at[expert].add(one), total_weights, of_weights),
+            jax.tree.map(lambda all_, one: all_.at[:, expert].add(one), total_factors, of_factors),
+            jax.tree.map(jnp.add, total_scales, of_scales),
+        )
+        return totals, of_rows[0]
+
+    nothing = jax.tree.map(jnp.zeros_like, (weights, factors, scales))
+    totals, of_rows = jax.lax.scan(one_block, nothing, (experts, rows, gradients))
+    return None, *totals, of_rows
+
+
+_by_blocks.defvjp(_forward, _backward)
