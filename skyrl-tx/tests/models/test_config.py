@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from tx_tiny_models import LLAMA_ROPE
 
-from tx.models.config import config_of, inverse_frequencies, read_config
+from tx.models.config import ModelError, config_of, inverse_frequencies, read_config
 
 
 def told(folder: Path) -> dict[str, Any]:
@@ -60,5 +60,5 @@ def test_layers_without_experts_are_refused(models: Path) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
         read_config(tmp_path)

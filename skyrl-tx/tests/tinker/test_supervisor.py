@@ -17,7 +17,8 @@ from tx_server import CHILD_ENVIRONMENT
 
 from tx.tinker import supervisor as supervision
 from tx.tinker.config import TxConfig
-from tx.tinker.supervisor import UNUSABLE, Supervisor
+from tx.tinker.doorbell import UNUSABLE
+from tx.tinker.supervisor import Supervisor
 
 BELL = "import sys; from tx.tinker.doorbell import Doorbell; bell = Doorbell.inherited(int(sys.argv[2]))\n"
 ECHO = BELL + "while not bell.is_hung_up:\n    if bell.wait(10) and not bell.is_hung_up: bell.ring()\n"
@@ -98,10 +99,11 @@ async def test_it_gives_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 async def test_it_does_not_try_again_what_cannot_be_served(tmp_path: Path) -> None:
     program = f"import sys; print('no such model', file=sys.stderr); sys.exit({UNUSABLE})"
-    supervisor = supervise(program, tmp_path)
-    async with running(supervisor) as task:
-        await asyncio.wait_for(task, 30)
-    assert (supervisor.n_starts, supervisor.is_unusable, supervisor.failure) == (1, True, "no such model")
+    for said, expected in ((program, "no such model"), (f"raise SystemExit({UNUSABLE})", "nothing")):
+        supervisor = supervise(said, tmp_path)
+        async with running(supervisor) as task:
+            await asyncio.wait_for(task, 30)
+        assert (supervisor.n_starts, supervisor.is_unusable, supervisor.failure) == (1, True, expected)
 
 
 async def test_it_tries_again_what_was_served_before(tmp_path: Path) -> None:
@@ -116,6 +118,21 @@ async def test_it_tries_again_what_was_served_before(tmp_path: Path) -> None:
     async with running(supervisor) as task:
         await asyncio.wait_for(task, 30)
     assert (supervisor.n_starts, supervisor.is_unusable) == (supervision.MOST_FAST_DEATHS, False)
+
+
+async def test_it_gives_up_what_cannot_be_served_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to find out."""
+    monkeypatch.setattr(supervision, "LONG_LIFE_SEC", 0.0)
+    before = tmp_path / "before"
+    program = f"""
+        import pathlib, sys
+        if pathlib.Path({str(before)!r}).exists(): sys.exit({UNUSABLE})
+        pathlib.Path({str(before)!r}).touch()
+    """
+    supervisor = supervise(program, tmp_path)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert "after it said: nothing" in (supervisor.failure or "")
 
 
 async def test_it_gives_up_what_cannot_be_started(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from tx.models.config import ModelConfig
+from tx.models.config import ModelConfig, ModelError
 from tx.models.decoder import Params
+from tx.models.files import INDEX, SINGLE
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ATTENTION = {
     "attention_norm": "input_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
@@ -47,8 +47,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any, place: Place | No
     """The weights of the model in a folder, as `dtype`, each placed before the next is read.
 
     Raises:
-        FileNotFoundError: there are no safetensors in it.
-        ValueError: one is missing, or has another shape.
+        ModelError: there are no safetensors in it, or one is missing, or has another shape.
     """
     with ExitStack() as files:
         tensors = _Tensors(folder, files)
@@ -127,13 +126,13 @@ class _Tensors:
         if (folder / INDEX).is_file():
             self._index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         elif not (folder / SINGLE).is_file():
-            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+            raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
     def get(self, name: str) -> Any:
-        """A tensor. Raises ValueError where there is none of this name."""
+        """A tensor. Raises ModelError where there is none of this name."""
         file = SINGLE if self._index is None else self._index.get(name)
         if file is None or name not in (tensors := self._file(file)).keys():  # noqa: SIM118, not a dict
-            raise ValueError(f"{self._folder} has no tensor {name}")
+            raise ModelError(f"{self._folder} has no tensor {name}")
         return tensors.get_tensor(name)
 
     def _file(self, name: str) -> Any:

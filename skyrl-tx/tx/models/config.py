@@ -20,6 +20,10 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+class ModelError(ValueError):
+    """A model cannot be used here; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Llama 3's: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
@@ -107,13 +111,15 @@ def read_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a folder.
 
     Raises:
-        FileNotFoundError: there is no `config.json`.
-        ValueError: the model is of another kind, or uses what is not supported; the message says what.
+        ModelError: there is no `config.json`, or the model is of another kind, or uses what is not supported.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a Hugging Face model")
-    told = json.loads(file.read_text(encoding="utf-8"))
+        raise ModelError(f"{folder} holds no config.json; give the folder of a Hugging Face model")
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is no JSON: {error}") from error
     return config_of(told, generation=_generation(folder))
 
 
@@ -121,7 +127,7 @@ def config_of(told: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     """The configuration that a `config.json` tells, with the end-of-sequence tokens of `generation_config.json`."""
     (architecture,) = told.get("architectures") or ("none",)
     if architecture not in FAMILIES:
-        raise ValueError(f"architecture {architecture} is not supported; these are: {', '.join(FAMILIES)}")
+        raise ModelError(f"architecture {architecture} is not supported; these are: {', '.join(FAMILIES)}")
     family = FAMILIES[architecture]
     _refuse(told, family)
     heads = int(told["num_attention_heads"])
@@ -152,7 +158,7 @@ def _generation(folder: Path) -> Mapping[str, Any]:
 
 
 def _refuse(told: Mapping[str, Any], family: Family) -> None:
-    """Raises ValueError for what would silently come out differently."""
+    """Raises ModelError for what would silently come out differently."""
     unsupported = {
         "attention_bias": bool(told.get("attention_bias")),
         "mlp_bias": bool(told.get("mlp_bias")),
@@ -164,7 +170,7 @@ def _refuse(told: Mapping[str, Any], family: Family) -> None:
     }
     for name, is_unsupported in unsupported.items():
         if is_unsupported:
-            raise ValueError(f"{name}={told[name]!r} is not supported")
+            raise ModelError(f"{name}={told[name]!r} is not supported")
 
 
 def _rope_parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,7 +184,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(f"rope_type={kind!r} is not supported; use default or llama3")
+        raise ModelError(f"rope_type={kind!r} is not supported; use default or llama3")
     return RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tx.models.config import ModelError
+
 T = TypeVar("T")
 FSDP, TP = "fsdp", "tp"
 COLUMNS = ("q", "k", "v", "gate", "up", "head")  # (…, in, out): each device has some of what comes out
@@ -23,11 +25,11 @@ def mesh_of(n_fsdp: int, n_tp: int) -> Mesh:
     """The first devices there are, as a grid; one alone for 1 and 1.
 
     Raises:
-        ValueError: there are not so many.
+        ModelError: there are not so many.
     """
     devices = jax.devices()
     if n_fsdp * n_tp > len(devices):
-        raise ValueError(
+        raise ModelError(
             f"fully_sharded_data_parallel_size={n_fsdp} × tensor_parallel_size={n_tp} needs {n_fsdp * n_tp} devices, "
             f"and there are {len(devices)} ({devices[0].platform})"
         )

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tx.flags import JsonObject, add_flag, problems_of
 from tx.models.config import LoraConfig
 from tx.run.examples import Examples, read_rows
-from tx.tinker.backends.factory import BackendName, new_backend, settings_of
+from tx.tinker.backends.factory import BackendName, model_folder, new_backend, settings_of
 from tx.tinker.checkpoint_files import delete_folder, write_folder
 from tx.tinker.types import AdamParams, Datum, Pass, PassResult, UserError
 
@@ -129,7 +129,8 @@ class Run:
         rows = read_rows(config.dataset)
         self._check_settings()
         try:
-            self._backend = new_backend(config.backend, config.base_model, config.backend_config)
+            folder = model_folder(config.base_model)
+            self._backend = new_backend(config.backend, folder, config.backend_config, config.base_model)
         except (OSError, ValueError) as error:
             raise UserError(f"--base-model {config.base_model} cannot be loaded: {error}") from error
         longest = min(config.max_length, self._backend.base_model.max_context - 1)

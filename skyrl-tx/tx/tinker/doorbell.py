@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+UNUSABLE = 78  # EX_CONFIG of sysexits.h
+"""The exit status of an engine that cannot serve what it was told to; what it said last says why."""
 POLL_SEC = 0.05
 N_READ = 4096
 

@@ -202,6 +202,19 @@ def n_models(db: Session, base_model: str, owner: str | None = None) -> int:
     return db.exec(counted).one()
 
 
+def give_up(db: Session, model: Model, reason: str) -> None:
+    """Of a model that could not be brought back: what waits fails, but for its unloading, which can be done then."""
+    waiting = (
+        col(Request.model_id) == model.model_id,
+        col(Request.status) == RequestStatus.PENDING,
+        col(Request.kind) != Kind.UNLOAD_MODEL,
+    )
+    error = f"model {model.model_id} could not be brought back: {reason}"
+    failed = {"status": RequestStatus.FAILED, "error": error, "error_category": "server", "completed_at": now()}
+    db.exec(update(Request).where(*waiting).values(failed))
+    model.lost_because = None
+
+
 def unload_request(db: Session, model_id: str) -> int | None:
     """The number of the request to forget a model, if it was asked already."""
     of_model = (col(Request.model_id) == model_id, col(Request.kind) == Kind.UNLOAD_MODEL)

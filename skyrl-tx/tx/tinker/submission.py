@@ -218,7 +218,7 @@ def _check_active(to: Submission, model_id: str) -> None:
     if model.lost_because is not None:
         refuse(
             f"model {model_id} could not be brought back when the server was started: {model.lost_because}; "
-            "the next start tries again, or load a checkpoint of it into a new one"
+            "the next start tries again; or unload it, and load a checkpoint of it into a new one"
         )
 
 
@@ -302,6 +302,8 @@ def unload_model(to: Submission, asked: wire.ModelRequest) -> int:
         return earlier
 
     def check() -> None:
+        if model.lost_because is not None:
+            store.give_up(to.db, model, model.lost_because)
         _check_active(to, asked.model_id)
         model.status = ModelStatus.UNLOADING  # so that there is room for another at once
 

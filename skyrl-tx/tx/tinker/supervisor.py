@@ -12,15 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tx.tinker.config import TxConfig, arguments_of, environment_of
-from tx.tinker.doorbell import Doorbell
+from tx.tinker.doorbell import UNUSABLE, Doorbell
 
 logger = logging.getLogger(__name__)
 
 ENGINE = (sys.executable, "-m", "tx.tinker.engine")
 ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Memory that a compiled program works in is mapped anew in each call: huge pages save most of the page faults."""
-UNUSABLE = 78  # EX_CONFIG of sysexits.h
-"""The exit status of an engine that cannot serve what it was told to; what it said last says why."""
 MOST_FAST_DEATHS = 5
 LONG_LIFE_SEC = 60.0
 LONGEST_PAUSE_SEC = 30.0
@@ -51,7 +49,7 @@ class Supervisor:
         self.failure: str | None = None
         """Why there will be no engine any more."""
         self.is_unusable = False
-        """Whether that is so since the first start, which no other start can mend."""
+        """Whether that is so since the first start, and what the server was told to serve cannot be served."""
 
     @property
     def is_running(self) -> bool:
@@ -74,9 +72,10 @@ class Supervisor:
                 logger.exception("the engine could not be looked after")
                 reason = f"it could not be looked after: {error!r}"
             if self.n_starts == 1 and self._code == UNUSABLE:
-                self.is_unusable, self.failure = True, self._last_lines[-1]
+                self.is_unusable, self.failure = True, self._last_line
                 break
-            was_useful = self._has_rung or time.monotonic() - started > LONG_LIFE_SEC
+            has_lived = self._code != UNUSABLE and time.monotonic() - started > LONG_LIFE_SEC
+            was_useful = self._has_rung or has_lived
             n_fast = 1 if was_useful else n_fast + 1
             logger.error("the engine has died: %s", reason)
             if n_fast < MOST_FAST_DEATHS:
@@ -103,7 +102,13 @@ class Supervisor:
                 self._bell = None
                 ours.stop_listening()
                 await _end(process)
-        return _in_words(self._code, self._last_lines[-1] if self._last_lines else "nothing")
+        if self._code < 0:
+            return f"signal {-self._code}"
+        return f"exit status {self._code}, after it said: {self._last_line}"
+
+    @property
+    def _last_line(self) -> str:
+        return self._last_lines[-1] if self._last_lines else "nothing"
 
     def _note_ring(self) -> None:
         """There are results, or the engine has ended."""
@@ -146,7 +151,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_SEC):
                 await process.wait()
-
-
-def _in_words(code: int, last_line: str) -> str:
-    return f"signal {-code}" if code < 0 else f"exit status {code}, after it said: {last_line}"

@@ -22,7 +22,7 @@ NORM = "model.norm.weight"  # of numbers about 1, between which bfloat16 has ste
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def backend(request: pytest.FixtureRequest, models: Path) -> Backend:
     name: BackendName = request.param
-    return new_backend(name, str(models / "llama"), {"dtype": "bfloat16", "cache_gib": 0.001})
+    return new_backend(name, models / "llama", {"dtype": "bfloat16", "cache_gib": 0.001}, "org/tiny")
 
 
 def saved(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:

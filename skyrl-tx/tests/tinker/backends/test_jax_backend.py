@@ -163,7 +163,7 @@ def test_several_devices_compute_the_same(
 def test_bfloat16(models: Path) -> None:
     """Models learn and are sampled from, in about the same way."""
     settings = {"dtype": "bfloat16", "cache_gib": 0.001, "sample_lanes": 8}
-    backends = new_backend("jax", str(models / "qwen3"), settings), load_backend(models / "qwen3")
+    backends = new_backend("jax", models / "qwen3", settings, "org/tiny"), load_backend(models / "qwen3")
     prompt = datum(49).tokens
     data = [next_tokens(prompt), *some_data(lengths=MIDDLE[:2])]
     found, exact = [], []

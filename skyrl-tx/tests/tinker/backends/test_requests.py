@@ -56,12 +56,15 @@ def test_owners_take_turns() -> None:
 
 def test_who_has_cancelled_much_waits_no_longer_for_it() -> None:
     turns: Turns[Ongoing[str]] = Turns()
-    turns.add(request("b", 12, "other"))
-    for cancel in [turns.add(request("a", 4, "one")) for _ in range(9)]:
+    turns.add(request("a", 12, "other"))
+    turns.add(request("b", 12, "another"))
+    cancels = [turns.add(request("x", 4, "one")) for _ in range(9)]
+    turns.add(request("c", 4, "one"))
+    for cancel in cancels:
         cancel()
     turns.take_cancelled()
-    turns.add(request("c", 8, "one"))
-    assert begin(turns) == "bbbbccccbbbbccccbbbb"
+    turns.add(request("d", 4, "one"))
+    assert begin(turns) == "aaaabbbbccccddddaaaabbbbaaaabbbb"
 
 
 def test_those_without_room_are_passed_for_a_while() -> None:

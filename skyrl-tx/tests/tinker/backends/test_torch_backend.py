@@ -122,7 +122,7 @@ def test_the_head_alone(models: Path, tmp_path: Path) -> None:
 
 def test_it_is_made_by_its_name(models: Path) -> None:
     settings = {"dtype": "bfloat16", "cache_gib": 0.001}
-    backend = new_backend("torch", str(models / "llama"), settings)
+    backend = new_backend("torch", models / "llama", settings, "org/tiny")
     assert isinstance(backend, TorchBackend)
     assert (backend.base_model.max_context, backend.base_model.eos_ids) == (1024, (2,))
     backend.create_model("m", LORA)

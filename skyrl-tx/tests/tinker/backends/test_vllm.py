@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.backends.vllm import MOST_AT_ONCE, VllmSampler
+from tx.tinker.backends.vllm import MOST_CONNECTIONS, VllmSampler
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, UserError
 
 SECONDS = 60
@@ -80,7 +80,7 @@ def answering(tmp_path: Path) -> Iterator[VllmSampler]:
 @pytest.fixture
 def silent() -> Iterator[int]:
     """The port of a server that takes requests, and never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=MOST_AT_ONCE) as server:
+    with socket.create_server(("127.0.0.1", 0), backlog=MOST_CONNECTIONS) as server:
         yield server.getsockname()[1]
 
 
@@ -123,8 +123,7 @@ def test_what_the_server_refuses_is_the_users_mistake(answering: VllmSampler) ->
 
 def test_it_ends_although_the_server_does_not_answer(silent: int, tmp_path: Path) -> None:
     sampler = sampler_of(silent, tmp_path)
-    cancels = [sampler.sample(ASKED, None, lambda _: None) for _ in range(MOST_AT_ONCE + 9)]
-    time.sleep(0.5)  # let them connect
+    cancels = [sampler.sample(ASKED, None, lambda _: None) for _ in range(2 * MOST_CONNECTIONS)]
     cancels[0]()
     assert sampler.step()
     closing_thread = threading.Thread(target=sampler.close)

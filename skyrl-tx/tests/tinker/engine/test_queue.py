@@ -111,11 +111,15 @@ def test_what_is_cancelled_when_it_has_begun(database: Database, queue: Queue, m
     monkeypatch.setattr(queues, "SECONDS_BETWEEN_LOOKS", 0.0)
     ids = [put(database) for _ in range(3)]
     queue.fetch()
+    assert queue.cancelled() == set()
     queue.begin(queue.next_samples(3, {}))
     for request_id in ids[1:]:
         change(database, request_id, status=RequestStatus.CANCELLED)
+    assert queue.cancelled() == set()  # the server has not rung
+    queue.fetch()
     assert queue.cancelled() == {ids[1]}  # the third has not begun
     queue.forget(ids[1])
+    queue.fetch()
     assert queue.cancelled() == set()
 
 

@@ -166,26 +166,96 @@ def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
     assert desk.loss(asked) == expected
 
 
-def test_a_lost_model_that_nobody_waits_for_is_given_up(
+def spoil(desk: Desk, model: str) -> Path:
+    """Its restore point; where that is."""
+    point = desk.change(lambda db: db.get_one(Model, model).restored_until)
+    folder = desk.config.checkpoints_base / "restore" / model.replace(":", "_")
+    (folder / str(point) / "training.json").unlink()
+    return folder
+
+
+def end_session(desk: Desk) -> None:
+    desk.change(lambda db: store.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
+
+
+def test_a_lost_model_whose_session_has_ended_is_given_up(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = desk.model(desk.session())
     learn(desk, model, 5)
     desk.work()
     write_point(desk, monkeypatch)
-    folder = desk.config.checkpoints_base / "restore" / "s_train_0"
-    (folder / str(desk.change(lambda db: db.get_one(Model, model).restored_until)) / "training.json").unlink()
-    save = desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="last")))
+    folder = spoil(desk, model)
+    wanted = [
+        desk.train(model),
+        desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="x"))),
+    ]
     die_and_come_back(desk, tiny_model)
-    desk.change(lambda db: store.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
+    end_session(desk)
     desk.engine._queue.fetch()
     assert not desk.engine.work()
     assert folder.exists()
     die_and_come_back(desk, tiny_model)
+    for one in wanted:
+        assert f"model {model} could not be brought back: FileNotFoundError" in (desk.row(one).error or "")
+        assert desk.row(one).error_category == "server"
     desk.work()
-    assert desk.row(save).status is RequestStatus.FAILED
     assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.UNLOADED
     assert not folder.exists()
+
+
+def test_a_lost_model_of_which_nothing_is_to_be_saved_goes_at_once(
+    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    write_point(desk, monkeypatch)
+    folder = spoil(desk, model)
+    die_and_come_back(desk, tiny_model)
+    end_session(desk)
+    die_and_come_back(desk, tiny_model)
+    desk.work()
+    assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.UNLOADED
+    assert not folder.exists()
+
+
+def test_a_lost_model_can_be_unloaded(desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    write_point(desk, monkeypatch)
+    folder = spoil(desk, model)
+    waiting = desk.train(model)
+    die_and_come_back(desk, tiny_model)
+    unload = desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
+    assert desk.change(lambda db: store.n_models(db, "org/tiny")) == 0
+    desk.work()
+    assert desk.result(unload)
+    assert "could not be brought back" in (desk.row(waiting).error or "")
+    assert not folder.exists()
+
+
+def test_a_model_that_was_only_to_be_unloaded_is_not_brought_back(desk: Desk, tiny_model: Path) -> None:
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    unload = desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
+    die_and_come_back(desk, tiny_model)
+    assert dict(desk.backend.models()) == {}
+    desk.work()
+    assert desk.result(unload)
+
+
+def test_points_of_models_that_are_gone_go(desk: Desk, tiny_model: Path) -> None:
+    model = desk.model(desk.session())
+    desk.work()
+    desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
+    desk.work()
+    left = desk.config.checkpoints_base / "restore" / "s_train_0" / "7"
+    left.mkdir(parents=True)
+    die_and_come_back(desk, tiny_model)
+    assert not left.parent.exists()
 
 
 def test_points_are_replaced_and_deleted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

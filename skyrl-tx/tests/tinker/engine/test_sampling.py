@@ -9,6 +9,7 @@ from tx_engine import Desk, new_backend
 
 from tx.tinker.backends.base import Done
 from tx.tinker.backends.jax.backend import JaxBackend
+from tx.tinker.db_models import Request
 from tx.tinker.engine import queue
 from tx.tinker.store import cancel_sample
 from tx.tinker.types import Sample, SampleRequest, SampleResult
@@ -43,6 +44,17 @@ def test_a_result_that_comes_after_all(careless: Desk, monkeypatch: pytest.Monke
         pass
     assert careless.engine._queue.begun == set()
     assert careless.row(cancelled).result is None
+
+
+def test_users_take_turns(desk: Desk, tiny_model: Path) -> None:
+    """One with a single sample does not wait for all requests of another."""
+    desk.start(new_backend(tiny_model, sample_lanes=4, sample_groups=1))
+    many = [desk.sample(num_samples=4) for _ in range(9)]
+    few = desk.sample(num_samples=4)
+    desk.change(lambda db: setattr(db.get_one(Request, few), "owner", "another"))
+    desk.work()
+    n_before = sum(desk.row(one).completed_at < desk.row(few).completed_at for one in many)
+    assert n_before <= 2
 
 
 def test_a_result_that_cannot_be_told(careless: Desk, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from tx.models.config import ModelError
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.torch.config import TorchConfig
@@ -37,24 +38,23 @@ def settings_of(backend: BackendName, told: Mapping[str, Any]) -> JaxConfig | To
         raise ValueError(f"{wrong}; {backend} knows {known}") from error
 
 
-def new_backend(backend: BackendName, base_model: str, told: Mapping[str, Any], name: str | None = None) -> Backend:
-    """A backend with a model loaded, which users call `name`; by default as it is given here."""
+def new_backend(backend: BackendName, folder: Path, told: Mapping[str, Any], name: str) -> Backend:
+    """A backend with the model of a folder loaded, which users call `name`."""
     settings = settings_of(backend, told)
-    folder = model_folder(base_model)
     if isinstance(settings, TorchConfig):
         from tx.tinker.backends.torch.backend import TorchBackend
 
-        return TorchBackend(folder, name or base_model, settings)
+        return TorchBackend(folder, name, settings)
     from tx.tinker.backends.jax.backend import JaxBackend
 
-    return JaxBackend(folder, name or base_model, settings)
+    return JaxBackend(folder, name, settings)
 
 
 def model_folder(name: str) -> Path:
     """The folder of a model: the one that is named, or a download of the Hugging Face repository.
 
     Raises:
-        ValueError: there is neither.
+        ModelError: there is neither.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -65,6 +65,6 @@ def model_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise ModelError(
             f"base_model={name!r} is no folder here, and Hugging Face does not give it: {reason}"
         ) from error

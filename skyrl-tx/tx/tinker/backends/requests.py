@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -115,6 +116,7 @@ class Turns(Generic[R]):
         cancelled = [one for one in self._requests if one.is_cancelled]
         if cancelled:
             self._requests = [one for one in self._requests if not one.is_cancelled]
+            self._close_gaps()
         return cancelled
 
     def begin(self, begin: Callable[[R], bool]) -> None:
@@ -136,6 +138,15 @@ class Turns(Generic[R]):
             if request.n_left:
                 request.round += 1
                 self._put(request)
+
+    def _close_gaps(self) -> None:
+        """Owners are in every round, from the first one on, until they have no more requests."""
+        n_seen: Counter[str] = Counter()
+        first = self._requests[0].round if self._requests else 0
+        for one in self._requests:
+            one.round = first + n_seen[one.ask.owner]
+            n_seen[one.ask.owner] += 1
+        self._requests.sort(key=lambda one: one.round)
 
     def _put(self, request: R) -> None:
         """Where its turn is: not before the first of all, and in the round after its owner's last."""

@@ -33,7 +33,7 @@ from tx.tinker.types import Sample, SampleRequest, SampleResult, TinkerError, To
 logger = logging.getLogger(__name__)
 
 PREFIX = "tx-"
-MOST_AT_ONCE = 256  # what one user may have under way, see `Queue.next_samples`
+MOST_CONNECTIONS = 64
 CONNECT_SEC, WAIT_SEC, CLOSE_SEC = 10.0, 0.005, 10.0
 HINT = "is it started with --enable-lora, a large enough --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True?"
 
@@ -89,7 +89,7 @@ class VllmSampler:
             base_url=url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(answer_sec, connect=CONNECT_SEC, pool=None),
-            limits=httpx.Limits(max_connections=MOST_AT_ONCE),
+            limits=httpx.Limits(max_connections=MOST_CONNECTIONS),
         )
         self._found: SimpleQueue[_Asked] = SimpleQueue()
         self._n_under_way = 0

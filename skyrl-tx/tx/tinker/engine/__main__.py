@@ -7,14 +7,14 @@ import signal
 import sys
 from types import FrameType
 
-from tx.tinker.backends.factory import new_backend
+from tx.models.config import ModelError
+from tx.tinker.backends.factory import model_folder, new_backend
 from tx.tinker.config import parse_config
 from tx.tinker.database import open_database
-from tx.tinker.doorbell import Doorbell
+from tx.tinker.doorbell import UNUSABLE, Doorbell
 from tx.tinker.engine.base_weights import check_weights
 from tx.tinker.engine.loop import Engine
 from tx.tinker.state_lock import StateLock, StateTakenError
-from tx.tinker.supervisor import UNUSABLE
 
 PATIENCE_SEC = 300.0
 """For the engine of a server that was killed, which ends after the step that it is at."""
@@ -50,9 +50,10 @@ def main() -> None:
             sys.exit(str(error))
         database = open_database(config.database_url)
         try:
-            backend = new_backend(config.backend, config.base_model, config.backend_config, config.model_name)
-            check_weights(database, backend.base_model)
-        except (ValueError, FileNotFoundError) as error:
+            folder = model_folder(config.base_model)
+            check_weights(database, config.model_name, folder)
+            backend = new_backend(config.backend, folder, config.backend_config, config.model_name)
+        except ModelError as error:
             sys.stderr.write(f"{' '.join(str(error).split())}\n")
             sys.exit(UNUSABLE)
         Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())

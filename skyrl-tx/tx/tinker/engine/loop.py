@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import Engine as Database
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.backends.vllm import VllmSampler
+from tx.tinker.backends.vllm import MOST_CONNECTIONS, VllmSampler
 from tx.tinker.checkpoint_files import put_back
 from tx.tinker.config import TxConfig
 from tx.tinker.database import writing
@@ -21,7 +21,7 @@ from tx.tinker.engine.passes import Passes, failed
 from tx.tinker.engine.queue import Outcome, Queue, Waiting, given_up
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.engine.sampling import Sampling
+from tx.tinker.engine.sampling import MOST_AT_ONCE, Sampling
 from tx.tinker.engine.state import describe, status_of
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class Engine:
         self._handlers = Handlers(config, database, backend, self._points, self._samplers)
         self._state = describe(backend)
         self._passes = Passes(backend, self._state, lambda model_id: self._stepped.pop(model_id, None))
-        self._sampling = Sampling(sampler, self._samplers, self._state)
+        most = 2 * MOST_CONNECTIONS if self._vllm is not None else MOST_AT_ONCE
+        self._sampling = Sampling(sampler, self._samplers, self._state, most)
         self._outcomes: list[Outcome] = []
         self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step, and when
         self._alone: int | None = None  # the suspect that began last: until it has ended, nothing else begins
@@ -102,7 +103,7 @@ class Engine:
         if suspect is not None:
             return self._begin_alone(suspect)
         heads = self._queue.heads(self._passes.busy)
-        samples = self._queue.next_samples(self._sampling.n_free, self._sampling.n_running)
+        samples = self._queue.next_samples(self._sampling.n_free, self._sampling.running_by_owner)
         for request in (*self._queue.begin(heads), *self._queue.begin(samples)):
             self._start(request)
         return bool(heads or samples)  # also of what was cancelled: there may be more

@@ -109,14 +109,14 @@ class Queue:
         suspects = [head for head in self.heads(busy) if head.is_suspect]
         return suspects[0] if suspects else self.suspects[0] if self.suspects else None
 
-    def next_samples(self, n_free: int, n_running: Mapping[str, int]) -> list[Waiting]:
+    def next_samples(self, n_free: int, running_by_owner: Mapping[str, int]) -> list[Waiting]:
         """Samples that there is room for: users take turns, and the sessions of each do.
 
         Nobody has more of them than there is room left, so that a user who comes later need not wait: one alone takes
         half of all room, of two each a third.
         """
         chosen: list[Waiting] = []
-        running = Counter(n_running)
+        running = Counter(running_by_owner)
         while True:
             owner = next((one for one in self.samples if running[one] < n_free - len(chosen)), None)
             if owner is None:
@@ -161,7 +161,7 @@ class Queue:
     def cancelled(self) -> set[int]:
         """What has begun and is not wanted any more; looked for after `fetch`, and not too often."""
         if not self.begun:
-            self._is_news = False
+            self._is_news = False  # what was fetched is not begun yet
         if not self._is_news or time.monotonic() - self._looked_at < SECONDS_BETWEEN_LOOKS:
             return set()
         self._is_news, self._looked_at = False, time.monotonic()

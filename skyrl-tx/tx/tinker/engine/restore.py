@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine as Database
-from sqlalchemy import func
+from sqlalchemy import func, update
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 from sqlmodel.sql.expression import SelectOfScalar
@@ -27,6 +28,7 @@ from tx.tinker.config import TxConfig
 from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus
 from tx.tinker.engine.queue import in_words
+from tx.tinker.store import give_up
 from tx.tinker.wire import codec
 from tx.tinker.wire.requests import LoadWeightsRequest, OptimStepRequest
 
@@ -77,10 +79,7 @@ class RestorePoints:
     def restore(self) -> None:
         """Bring back every model of the base model. One that cannot be brought back is left to the next engine."""
         self._delete_left()
-        with reading(self._database) as session:
-            served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(THERE))
-            models = session.exec(select(Model).where(*served, _is_made().exists())).all()
-        for model in models:
+        for model in self._wanted():
             started = time.monotonic()
             try:
                 n_requests = self._restore(model)
@@ -92,6 +91,19 @@ class RestorePoints:
             seconds = time.monotonic() - started
             logger.info("model %s is back: %d requests done again in %.1f s", model.model_id, n_requests, seconds)
 
+    def _wanted(self) -> Sequence[Model]:
+        """All but those that are only to be unloaded, which can be done without them."""
+        has_more = select(Request.request_id).where(
+            Request.model_id == Model.model_id,
+            Request.status == RequestStatus.PENDING,
+            col(Request.kind) != Kind.UNLOAD_MODEL,
+        )
+        is_leaving = (col(Model.status) == ModelStatus.UNLOADING) & ~has_more.exists()
+        served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(THERE))
+        with writing(self._database) as session:
+            session.exec(update(Model).where(is_leaving).values(lost_because=None))
+            return session.exec(select(Model).where(*served, _is_made().exists(), ~is_leaving)).all()
+
     def _delete_left(self) -> None:
         """Those of models that are gone."""
         with reading(self._database) as session:
@@ -101,13 +113,15 @@ class RestorePoints:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _lose(self, model: Model, reason: str) -> None:
-        """A model waits for the next engine. One whose session has ended does so once: then what it should save fails,
-        and it is unloaded.
-        """
+        """A model waits for the next engine; but only once, where nobody can ask anything of it any more."""
         self._backend.delete_model(model.model_id)
-        is_given_up = model.status is ModelStatus.UNLOADING and model.lost_because is not None
+        is_last_try = model.status is ModelStatus.UNLOADING and model.lost_because is not None
         with writing(self._database) as session:
-            session.get_one(Model, model.model_id).lost_because = None if is_given_up else reason
+            lost = session.get_one(Model, model.model_id)
+            if is_last_try:
+                give_up(session, lost, reason)
+            else:
+                lost.lost_because = reason
 
     def _find(self, model: Model) -> None:
         if model.lost_because is not None:

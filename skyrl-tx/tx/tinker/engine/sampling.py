@@ -17,6 +17,7 @@ from tx.tinker.wire import codec
 from tx.tinker.wire.sample_job import SampleJob
 
 MOST_AT_ONCE = 512
+"""Requests that a sampler in this process has. A user alone has half of them, see `Queue.next_samples`."""
 
 
 class _Running(NamedTuple):
@@ -29,10 +30,13 @@ class _Running(NamedTuple):
 class Sampling:
     """Those that the sampler knows of."""
 
-    def __init__(self, sampler: Sampler, samplers: Samplers, limits: EngineState) -> None:
+    def __init__(
+        self, sampler: Sampler, samplers: Samplers, limits: EngineState, most_at_once: int = MOST_AT_ONCE
+    ) -> None:
         self._sampler = sampler
         self._samplers = samplers
         self._limits = limits
+        self._most_at_once = most_at_once
         self._running: dict[int, _Running] = {}
         self._outcomes: list[Outcome] = []
         self.n_tokens = 0
@@ -44,11 +48,11 @@ class Sampling:
     @property
     def n_free(self) -> int:
         """How many more may begin."""
-        return MOST_AT_ONCE - len(self._running)
+        return self._most_at_once - len(self._running)
 
     @property
-    def n_running(self) -> Counter[str]:
-        """By owner."""
+    def running_by_owner(self) -> Counter[str]:
+        """How many have begun."""
         return Counter(one.owner for one in self._running.values())
 
     def begin(self, request: Request) -> None:

@@ -47,3 +47,16 @@ def test_programs_that_are_not_used_go(tmp_path: Path) -> None:
     make_room(tmp_path, most_bytes=25)
     assert {path.name for path in tmp_path.iterdir()} == {"0-cache", "1-cache", "other"}
     make_room(tmp_path / "not there yet")
+
+
+def test_programs_that_cannot_be_deleted_stop_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "0-cache").write_bytes(bytes(10))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    make_room(tmp_path, most_bytes=1)
+    assert "cannot be deleted: [Errno 13] Permission denied" in caplog.text

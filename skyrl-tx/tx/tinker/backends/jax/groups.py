@@ -12,10 +12,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tx.models.decoder import Params
-from tx.models.lora import Adapter, Rows, rows_of
+from tx.models.lora import Adapter, Rows
 from tx.tinker.backends import requests
 from tx.tinker.backends.jax.decoding import Lanes
 from tx.tinker.types import MOST_STOP_TOKENS, Sample, TopLogprobs
@@ -78,7 +79,7 @@ class Group:
         self._blocks = [weights] * n_blocks
         self.rows: Rows | None = None
         if weights.adapter is not None:
-            self.rows = rows_of([weights.adapter] * n_blocks, np.full(n_blocks, weights.scale, np.float32))
+            self.rows = _repeated(weights.adapter, np.float32(weights.scale), n_blocks)
 
     @property
     def used(self) -> Iterator[tuple[int, Lane]]:
@@ -129,6 +130,14 @@ class Group:
                 lanes.top_k[place] = params.top_k
             lanes.seeds[place], lanes.numbers[place] = lane.request.seed & 0xFFFFFFFF, lane.number
         return lanes
+
+
+@partial(jax.jit, static_argnames="n_blocks")
+def _repeated(adapter: Adapter, scale: jax.Array, n_blocks: int) -> Rows:
+    """The same for all blocks."""
+    blocks = jax.tree.map(lambda one: jnp.repeat(one[:, None], n_blocks, axis=1), adapter.blocks)
+    head = jax.tree.map(lambda one: jnp.repeat(one[None], n_blocks, axis=0), adapter.head)
+    return Rows(Adapter(blocks, head), jnp.full(n_blocks, scale))
 
 
 @partial(jax.jit, donate_argnums=0)

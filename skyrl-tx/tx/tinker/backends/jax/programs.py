@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import cache
 from pathlib import Path
@@ -48,14 +49,22 @@ def keep_programs(folder: Path | None) -> None:
 
 
 def make_room(folder: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Delete the programs of a folder that were not used for longest, until the rest has no more bytes than these.
+    """Delete the programs of a folder that were not read for longest, until the rest has no more bytes than these.
 
-    JAX can do so as well, but not any more once a process has died while it wrote one.
+    JAX can do so as well, but not any more once a process has died while it wrote one. Where times of reading are not
+    kept, those made first go first.
     """
-    files = [(path, path.stat()) for path in folder.glob("*-cache")]
+    files = []
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process deletes some, too
+            files.append((path, path.stat()))
     n_bytes = sum(stat.st_size for _, stat in files)
     for path, stat in sorted(files, key=lambda one: one[1].st_atime):
         if n_bytes <= most_bytes:
             break
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # they are another user's
+            logger.warning("programs in %s that are not used any more cannot be deleted: %s", folder, error)
+            break
         n_bytes -= stat.st_size

@@ -17,7 +17,7 @@ from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.stopping import all_eos_ids
 from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.models.memory import cache_bytes_per_token
-from tx.models.config import LoraConfig
+from tx.models.config import LoraConfig, ModelError
 from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.gathering import Gathering
 from tx.tinker.backends.models import Models
@@ -171,5 +171,5 @@ def _load(folder: Path, config: TorchConfig) -> PreTrainedModel:
     try:
         check_supported(model, bf16=False)
     except EngineError as error:
-        raise ValueError(f"base_model={folder} cannot be sampled from with this backend: {error}") from error
+        raise ModelError(f"base_model={folder} cannot be sampled from with this backend: {error}") from error
     return model
