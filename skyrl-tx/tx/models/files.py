@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tx.models.config import ModelError
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES_OF_TENSOR = 1024
 
@@ -15,6 +17,9 @@ def fingerprint(folder: Path) -> str:
     """Of the model in a folder: each tensor's name, type, shape and first bytes, however many files they are in.
 
     It does not depend on the rest of the folder. The format: https://huggingface.co/docs/safetensors
+
+    Raises:
+        ModelError: a file is missing.
     """
     found: dict[str, list[Any]] = {}
     for path in _files(folder):
@@ -32,6 +37,9 @@ def fingerprint(folder: Path) -> str:
 
 def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(folder / name for name in names)
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
+        return [folder / name for name in names]
     return [folder / SINGLE] if (folder / SINGLE).is_file() else []

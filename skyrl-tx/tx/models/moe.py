@@ -177,9 +177,10 @@ def _backward(kept: Residuals, gradients: jax.Array) -> tuple[Any, ...]:
         )
         return totals, of_rows[0]
 
-    nothing = jax.tree.map(jnp.zeros_like, (weights, factors, scales))
+    told = (weights, factors, scales)
+    nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), told)
     totals, of_rows = jax.lax.scan(one_block, nothing, (experts, rows, gradients))
-    return None, *totals, of_rows
+    return None, *jax.tree.map(lambda total, one: total.astype(one.dtype), totals, told), of_rows
 
 
 _by_blocks.defvjp(_forward, _backward)

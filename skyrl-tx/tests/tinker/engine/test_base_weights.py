@@ -42,3 +42,6 @@ def test_a_fingerprint_is_of_the_weights_alone(tmp_path: Path, tiny_model: Path,
     save_file({"lora_A": tensors[names[0]]}, tmp_path / "adapter_model.safetensors")
     assert fingerprint(tmp_path) == fingerprint(tiny_model)
     assert fingerprint(changed) != fingerprint(tiny_model)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks model-1\.safetensors, which model\.safetensors\.index\.json names"):
+        fingerprint(tmp_path)
