@@ -66,6 +66,10 @@ bench-loop: .venv/.runtime ## what the agent loop costs; writes benchmarks/rollo
 bench-tx: .venv/.dev ## the Tinker server against peft and transformers; writes benchmarks/tx/throughput.md
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/throughput.py $(ARGS)
 
+.PHONY: bench-experts
+bench-experts: .venv/.dev ## a mixture of experts, by chosen experts and by all; writes benchmarks/tx/experts.md
+	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/experts.py $(ARGS)
+
 .PHONY: test
 test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
