@@ -20,7 +20,7 @@ CONFIG = MoeConfig(n_experts=EXPERTS, n_active=ACTIVE, intermediate_size=MIDDLE,
 SHAPES = {"gate": (HIDDEN, MIDDLE), "up": (HIDDEN, MIDDLE), "down": (MIDDLE, HIDDEN)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     n_tokens=st.integers(1, 60), n_experts=st.integers(2, 9), n_active=st.integers(1, 2), seed=st.integers(0, 1 << 30)
 )
