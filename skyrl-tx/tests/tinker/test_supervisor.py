@@ -103,7 +103,7 @@ async def test_it_does_not_try_again_what_cannot_be_served(tmp_path: Path) -> No
         supervisor = supervise(said, tmp_path)
         async with running(supervisor) as task:
             await asyncio.wait_for(task, 30)
-        assert (supervisor.n_starts, supervisor.is_unusable, supervisor.failure) == (1, True, expected)
+        assert (supervisor.n_starts, supervisor.unusable, supervisor.failure) == (1, expected, None)
 
 
 async def test_it_tries_again_what_was_served_before(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ async def test_it_tries_again_what_was_served_before(tmp_path: Path) -> None:
     supervisor = supervise(program, tmp_path)
     async with running(supervisor) as task:
         await asyncio.wait_for(task, 30)
-    assert (supervisor.n_starts, supervisor.is_unusable) == (supervision.MOST_FAST_DEATHS, False)
+    assert (supervisor.n_starts, supervisor.unusable) == (supervision.MOST_FAST_DEATHS, None)
 
 
 async def test_it_gives_up_what_cannot_be_served_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

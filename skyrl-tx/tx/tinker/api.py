@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
     @property
     def is_unusable(self) -> bool:
         """Whether the engine cannot serve what this server was told to."""
-        return self._service.supervisor is not None and self._service.supervisor.is_unusable
+        return self._service.supervisor is not None and self._service.supervisor.unusable is not None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""

@@ -48,8 +48,8 @@ class Supervisor:
         self.n_starts = 0
         self.failure: str | None = None
         """Why there will be no engine any more."""
-        self.is_unusable = False
-        """Whether that is so since the first start, and what the server was told to serve cannot be served."""
+        self.unusable: str | None = None
+        """Why already the first engine could not serve what it was told to: the server had better end."""
 
     @property
     def is_running(self) -> bool:
@@ -72,7 +72,8 @@ class Supervisor:
                 logger.exception("the engine could not be looked after")
                 reason = f"it could not be looked after: {error!r}"
             if self.n_starts == 1 and self._code == UNUSABLE:
-                self.is_unusable, self.failure = True, self._last_line
+                self.unusable = self._last_line
+                logger.critical("giving up: %s", self.unusable)
                 break
             has_lived = self._code != UNUSABLE and time.monotonic() - started > LONG_LIFE_SEC
             was_useful = self._has_rung or has_lived
@@ -84,7 +85,7 @@ class Supervisor:
                 await asyncio.sleep(pause)
         else:
             self.failure = f"the engine died {n_fast} times soon after it was started, the last time with: {reason}"
-        logger.critical("giving up: %s", self.failure)
+            logger.critical("giving up: %s", self.failure)
         self._on_ring()
 
     async def _run_once(self) -> str:

@@ -28,6 +28,7 @@ from tx_server import (
 )
 
 from tx.tinker.db_models import Kind, Model, Request
+from tx.tinker.doorbell import UNUSABLE
 from tx.tinker.supervisor import Supervisor
 from tx.tinker.wire import codec
 from tx.tinker.wire import tinker_pb2 as pb
@@ -215,6 +216,15 @@ def test_an_engine_that_was_given_up(tmp_path: Path) -> None:
             sampler.sample(types.ModelInput.from_ints([1]), 1, params).result(timeout=30)
         assert raised.value.category == "server"
         client.close(status="success").result()
+
+
+def test_an_engine_that_cannot_serve_what_it_was_told_to(tmp_path: Path) -> None:
+    """Who waits is not told of a failure: the server ends, and another may be started with the right flags."""
+    supervisor = supervisor_of(tmp_path, f"raise SystemExit({UNUSABLE})", pause_sec=0.1)
+    with serving(tmp_path, engine=False, supervisor=supervisor, hold_sec=40) as running, running.client() as http:
+        accepted = http.post("asample", json=SAMPLE)
+        until(lambda: supervisor.unusable is not None)
+        assert result_of(http, accepted)["type"] == "try_again"
 
 
 def test_a_model_of_another_base_model(http: httpx.Client, server: Running, model_id: str) -> None:
