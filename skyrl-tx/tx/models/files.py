@@ -13,33 +13,48 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES_OF_TENSOR = 1024
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path) -> str | None:
     """Of the model in a folder: each tensor's name, type, shape and first bytes, however many files they are in.
 
-    It does not depend on the rest of the folder. The format: https://huggingface.co/docs/safetensors
+    It does not depend on the rest of the folder, and is None where that has no safetensors.
 
     Raises:
-        ModelError: a file is missing.
+        ModelError: a file is missing, or is none.
     """
     found: dict[str, list[Any]] = {}
     for path in _files(folder):
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(start - 8))
-            header.pop("__metadata__", None)
-            for name, tensor in header.items():
-                begin, end = tensor["data_offsets"]
-                file.seek(start + begin)
-                first = file.read(min(BYTES_OF_TENSOR, end - begin))
-                found[name] = [tensor["dtype"], tensor["shape"], hashlib.sha256(first).hexdigest()]
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+        try:
+            found |= _described(path)
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{path} is no safetensors file; is it downloaded completely?") from error
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else None
+
+
+def _described(path: Path) -> dict[str, list[Any]]:
+    """See https://huggingface.co/docs/safetensors for the format."""
+    found = {}
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        if start > path.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(file.read(start - 8))
+        header.pop("__metadata__", None)
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            file.seek(start + begin)
+            first = file.read(min(BYTES_OF_TENSOR, end - begin))
+            found[name] = [tensor["dtype"], tensor["shape"], hashlib.sha256(first).hexdigest()]
+    return found
 
 
 def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{folder / INDEX} is no index of safetensors: {error!r}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ModelError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
+            raise ModelError(f"{folder} lacks {missing[0]}, which {INDEX} names, and {len(missing) - 1} more")
         return [folder / name for name in names]
     return [folder / SINGLE] if (folder / SINGLE).is_file() else []

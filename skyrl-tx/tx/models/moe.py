@@ -37,7 +37,7 @@ def mix_experts(
     best, chosen = route(moe, x, weights["router"])
     experts = {name: weights[name] for name in MLP}
     factors = {name: adapters[name] for name in MLP if name in adapters}
-    if x.shape[1] == 1 or (factors and scales is not None and len(scales) > 1):
+    if x.shape[1] == 1:
         shares = jnp.einsum("sta,stae->ste", best, jax.nn.one_hot(chosen, moe.n_experts, dtype=best.dtype))
         return _every_expert(experts, factors, scales, x, shares.astype(x.dtype))
     return _chosen_experts(experts, factors, scales, x, best.astype(x.dtype), chosen)
@@ -91,7 +91,7 @@ def blocks_of(chosen: jax.Array, n_experts: int) -> Blocks:
     n_tokens, n_active = chosen.shape
     n_pairs = n_tokens * n_active
     size = block_size(n_pairs, n_experts)
-    n_blocks = -(-n_pairs // size) + n_experts  # less than one of each expert is not full
+    n_blocks = (n_pairs + n_experts * (size - 1)) // size  # at most, where the last one of each expert has one token
     counts = jnp.bincount(chosen.reshape(-1), length=n_experts)
     n_whole = -(-counts // size)  # blocks of each expert
     ends = jnp.cumsum(n_whole)
@@ -122,7 +122,8 @@ def _chosen_experts(
     best: jax.Array,
     chosen: jax.Array,
 ) -> jax.Array:
-    """best, chosen (S, T, experts of a token)."""
+    """best, chosen (S, T, experts of a token). All rows have the same adapter."""
+    assert scales is None or len(scales) == 1, "whole sequences are read with one adapter at a time"
     n_experts = weights["gate"].shape[0]
     tokens = x.reshape(-1, x.shape[-1])
     blocks = blocks_of(chosen.reshape(len(tokens), -1), n_experts)
@@ -141,8 +142,8 @@ def _by_blocks(
 ) -> jax.Array:
     """What the expert of each block makes of its rows (blocks, B, D).
 
-    The gradient computes a block once more, and adds in place to what is known of its expert: JAX's own would make
-    an array of the size of all experts for each block.
+    The gradient computes a block once more (twice, where layers are computed once more, too), and adds in place to what
+    is known of its expert: JAX's own would make an array of the size of all experts for each block.
     """
     return jax.lax.map(
         lambda part: _one_expert(*_of_expert(part[0], weights, factors), scales, part[1][None])[0], (experts, rows)

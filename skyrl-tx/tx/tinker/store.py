@@ -202,8 +202,8 @@ def n_models(db: Session, base_model: str, owner: str | None = None) -> int:
     return db.exec(counted).one()
 
 
-def give_up(db: Session, model: Model, reason: str) -> None:
-    """Of a model that could not be brought back: what waits fails, but for its unloading, which can be done then."""
+def fail_waiting(db: Session, model: Model, reason: str) -> None:
+    """What waits for a model that could not be brought back fails, but for its unloading, which can be done then."""
     waiting = (
         col(Request.model_id) == model.model_id,
         col(Request.status) == RequestStatus.PENDING,

@@ -302,8 +302,8 @@ def unload_model(to: Submission, asked: wire.ModelRequest) -> int:
         return earlier
 
     def check() -> None:
-        if model.lost_because is not None:
-            store.give_up(to.db, model, model.lost_because)
+        if model.lost_because is not None:  # to unload it is all that can be asked of it
+            store.fail_waiting(to.db, model, model.lost_because)
         _check_active(to, asked.model_id)
         model.status = ModelStatus.UNLOADING  # so that there is room for another at once
 

@@ -10,6 +10,7 @@ from tx_engine import Desk
 
 from tx.models.config import ModelError
 from tx.models.files import INDEX, SINGLE, fingerprint
+from tx.tinker.db_models import Model, ModelStatus, Session, SessionStatus
 from tx.tinker.engine.base_weights import check_weights
 
 
@@ -25,11 +26,14 @@ def changed(tmp_path: Path, tiny_model: Path) -> Path:
 def test_a_name_stands_for_the_same_weights(desk: Desk, tmp_path: Path, tiny_model: Path, changed: Path) -> None:
     check_weights(desk.database, "org/tiny", changed)
     check_weights(desk.database, "org/tiny", tiny_model)  # nothing has been trained on the other
-    desk.model(desk.session())
+    model = desk.model(desk.session())
     check_weights(desk.database, "org/tiny", Path(shutil.copytree(tiny_model, tmp_path / "moved")))
     with pytest.raises(ModelError, match=r"changed has other weights than what was served as org/tiny before"):
         check_weights(desk.database, "org/tiny", changed)
     check_weights(desk.database, "org/other", changed)
+    desk.change(lambda db: setattr(db.get_one(Model, model), "status", ModelStatus.UNLOADED))
+    desk.change(lambda db: setattr(db.get_one(Session, "s"), "status", SessionStatus.FINISHED))
+    check_weights(desk.database, "org/tiny", changed)  # nothing is left of it
 
 
 def test_a_fingerprint_is_of_the_weights_alone(tmp_path: Path, tiny_model: Path, changed: Path) -> None:
@@ -44,4 +48,15 @@ def test_a_fingerprint_is_of_the_weights_alone(tmp_path: Path, tiny_model: Path,
     assert fingerprint(changed) != fingerprint(tiny_model)
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lacks model-1\.safetensors, which model\.safetensors\.index\.json names"):
+        fingerprint(tmp_path)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    assert fingerprint(tmp_path) is None
+    for content in (b"", b"version https://git-lfs", (5).to_bytes(8, "little") + b"[}..."):
+        (tmp_path / SINGLE).write_bytes(content)
+        with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file; is it downloaded completely"):
+            fingerprint(tmp_path)
+    (tmp_path / INDEX).write_text("{}")
+    with pytest.raises(ModelError, match="is no index of safetensors: KeyError"):
         fingerprint(tmp_path)

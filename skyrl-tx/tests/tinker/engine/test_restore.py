@@ -148,7 +148,7 @@ def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
 
     with monkeypatch.context() as patch:
         patch.setattr(JaxBackend, "load_model", full)
-        patch.setattr(restore.RestorePoints, "_begin", full)
+        patch.setattr(JaxBackend, "create_model", full)
         die_and_come_back(desk, tiny_model)
     assert list(desk.backend.models()) == []
     assert "model s:train:0 cannot be brought back" in caplog.text
@@ -245,6 +245,27 @@ def test_a_model_that_was_only_to_be_unloaded_is_not_brought_back(desk: Desk, ti
     assert dict(desk.backend.models()) == {}
     desk.work()
     assert desk.result(unload)
+
+
+def test_a_model_that_is_unloaded_while_it_is_brought_back(
+    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And cannot be."""
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    unloads = []
+
+    def unload(*_: object) -> None:
+        unloads.append(desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model))))
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxBackend, "create_model", unload)
+        die_and_come_back(desk, tiny_model)
+    desk.engine._queue.fetch()
+    desk.engine.work()
+    assert desk.result(unloads[0])
 
 
 def test_points_of_models_that_are_gone_go(desk: Desk, tiny_model: Path) -> None:

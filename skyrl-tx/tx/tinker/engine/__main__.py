@@ -16,6 +16,8 @@ from tx.tinker.engine.base_weights import check_weights
 from tx.tinker.engine.loop import Engine
 from tx.tinker.state_lock import StateLock, StateTakenError
 
+logger = logging.getLogger(__name__)
+
 PATIENCE_SEC = 300.0
 """For the engine of a server that was killed, which ends after the step that it is at."""
 LOOK_SEC = 0.2
@@ -53,7 +55,9 @@ def main() -> None:
             folder = model_folder(config.base_model)
             check_weights(database, config.model_name, folder)
             backend = new_backend(config.backend, folder, config.backend_config, config.model_name)
-        except ModelError as error:
+        except Exception as error:
+            if not isinstance(error, ModelError):
+                logger.exception("%s cannot be loaded", config.base_model)
             sys.stderr.write(f"{' '.join(str(error).split())}\n")
             sys.exit(UNUSABLE)
         Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())

@@ -10,7 +10,9 @@ from sqlmodel import Session, col, select
 from tx.models.config import ModelError
 from tx.models.files import fingerprint
 from tx.tinker.database import writing
-from tx.tinker.db_models import BaseWeights, Checkpoint, Model
+from tx.tinker.db_models import BaseWeights, Checkpoint, Model, SessionStatus
+from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.retention import GONE
 
 
 def check_weights(database: Database, name: str, folder: Path) -> None:
@@ -20,6 +22,8 @@ def check_weights(database: Database, name: str, folder: Path) -> None:
         ModelError: something was trained on others of its name.
     """
     found = fingerprint(folder)
+    if found is None:
+        return
     with writing(database) as session:
         known = session.get(BaseWeights, name)
         if known is not None and known.fingerprint != found and _is_used(session, name):
@@ -31,5 +35,8 @@ def check_weights(database: Database, name: str, folder: Path) -> None:
 
 
 def _is_used(session: Session, name: str) -> bool:
-    models, checkpoints = (select(table).where(col(table.base_model) == name) for table in (Model, Checkpoint))
+    """By a checkpoint, or a model that is there or whose snapshots are."""
+    is_there = col(Model.status).not_in(GONE) | (col(ClientSession.status) == SessionStatus.ACTIVE)
+    models = select(Model).join(ClientSession).where(Model.base_model == name, is_there)
+    checkpoints = select(Checkpoint).where(Checkpoint.base_model == name)
     return any(session.exec(found.limit(1)).first() for found in (models, checkpoints))

@@ -15,22 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import ColumnElement, func, update
 from sqlalchemy import Engine as Database
-from sqlalchemy import func, update
 from sqlalchemy.orm import defer
-from sqlmodel import Session, col, select
+from sqlmodel import col, select
 from sqlmodel.sql.expression import SelectOfScalar
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
-from tx.tinker.checkpoint_files import checkpoint_folder, write_folder
+from tx.tinker.checkpoint_files import write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus
 from tx.tinker.engine.queue import in_words
-from tx.tinker.store import give_up
+from tx.tinker.store import fail_waiting
 from tx.tinker.wire import codec
-from tx.tinker.wire.requests import LoadWeightsRequest, OptimStepRequest
+from tx.tinker.wire.requests import OptimStepRequest
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ class RestorePoints:
     """The restore points of all models."""
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend) -> None:
-        self._config = config
         self._base = config.checkpoints_base / "restore"
         self._database = database
         self._backend = backend
@@ -87,22 +86,18 @@ class RestorePoints:
                 logger.exception("model %s cannot be brought back", model.model_id)
                 self._lose(model, in_words(error))
                 continue
-            self._find(model)
+            if model.lost_because is not None:
+                with writing(self._database) as session:
+                    session.get_one(Model, model.model_id).lost_because = None
             seconds = time.monotonic() - started
             logger.info("model %s is back: %d requests done again in %.1f s", model.model_id, n_requests, seconds)
 
     def _wanted(self) -> Sequence[Model]:
         """All but those that are only to be unloaded, which can be done without them."""
-        has_more = select(Request.request_id).where(
-            Request.model_id == Model.model_id,
-            Request.status == RequestStatus.PENDING,
-            col(Request.kind) != Kind.UNLOAD_MODEL,
-        )
-        is_leaving = (col(Model.status) == ModelStatus.UNLOADING) & ~has_more.exists()
         served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(THERE))
         with writing(self._database) as session:
-            session.exec(update(Model).where(is_leaving).values(lost_because=None))
-            return session.exec(select(Model).where(*served, _is_made().exists(), ~is_leaving)).all()
+            session.exec(update(Model).where(_is_leaving()).values(lost_because=None))
+            return session.exec(select(Model).where(*served, _is_made().exists(), ~_is_leaving())).all()
 
     def _delete_left(self) -> None:
         """Those of models that are gone."""
@@ -115,26 +110,21 @@ class RestorePoints:
     def _lose(self, model: Model, reason: str) -> None:
         """A model waits for the next engine; but only once, where nobody can ask anything of it any more."""
         self._backend.delete_model(model.model_id)
-        is_last_try = model.status is ModelStatus.UNLOADING and model.lost_because is not None
         with writing(self._database) as session:
-            lost = session.get_one(Model, model.model_id)
-            if is_last_try:
-                give_up(session, lost, reason)
+            lost = session.get_one(Model, model.model_id)  # it may have been unloaded meanwhile
+            is_leaving = session.exec(select(Model).where(Model.model_id == model.model_id, _is_leaving())).first()
+            if is_leaving or (lost.status is ModelStatus.UNLOADING and lost.lost_because is not None):
+                fail_waiting(session, lost, reason)
             else:
                 lost.lost_because = reason
-
-    def _find(self, model: Model) -> None:
-        if model.lost_because is not None:
-            with writing(self._database) as session:
-                session.get_one(Model, model.model_id).lost_because = None
 
     def _restore(self, model: Model) -> int:
         with reading(self._database) as session:
             if model.restored_until:
                 point = self.folder(model.model_id, model.restored_until)
                 self._backend.load_model(model.model_id, point, with_optimizer=True)
-            else:
-                self._begin(session, model)
+            else:  # it was not loaded from a checkpoint, after which there is a restore point at once
+                self._backend.create_model(model.model_id, LoraConfig(**model.lora))
             again = select(Request).where(
                 Request.model_id == model.model_id,
                 Request.status == RequestStatus.DONE,
@@ -147,20 +137,6 @@ class RestorePoints:
                 self._do_again(request)
                 n_requests += 1
             return n_requests
-
-    def _begin(self, session: Session, model: Model) -> None:
-        first = select(Request).where(
-            Request.model_id == model.model_id,
-            Request.status == RequestStatus.DONE,
-            Request.kind == Kind.LOAD_WEIGHTS,
-        )
-        loaded = session.exec(first).first()
-        if loaded is None:
-            self._backend.create_model(model.model_id, LoraConfig(**model.lora))
-            return
-        asked = LoadWeightsRequest.model_validate_json(loaded.payload)
-        folder = checkpoint_folder(self._config, asked.path)
-        self._backend.load_model(model.model_id, folder, with_optimizer=asked.optimizer)
 
     def _do_again(self, request: Request) -> None:
         assert request.model_id is not None
@@ -175,6 +151,16 @@ class RestorePoints:
 
     def _of_model(self, model_id: str) -> Path:
         return self._base / model_id.replace(":", "_")
+
+
+def _is_leaving() -> ColumnElement[bool]:
+    """A model that is only to be unloaded."""
+    has_more = select(Request.request_id).where(
+        Request.model_id == Model.model_id,
+        Request.status == RequestStatus.PENDING,
+        col(Request.kind) != Kind.UNLOAD_MODEL,
+    )
+    return (col(Model.status) == ModelStatus.UNLOADING) & ~has_more.exists()
 
 
 def _is_made() -> SelectOfScalar[Any]:
