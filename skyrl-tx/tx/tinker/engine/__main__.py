@@ -56,9 +56,11 @@ def main() -> None:
             check_weights(database, config.model_name, folder)
             backend = new_backend(config.backend, folder, config.backend_config, config.model_name)
         except Exception as error:
+            told = str(error)
             if not isinstance(error, ModelError):
                 logger.exception("%s cannot be loaded", config.base_model)
-            sys.stderr.write(f"{' '.join(str(error).split())}\n")
+                told = f"{config.base_model} cannot be loaded: {error!r}"
+            sys.stderr.write(f"{' '.join(told.split())}\n")
             sys.exit(UNUSABLE)
         Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
         database.dispose()
