@@ -5,6 +5,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from tx_server import BASE_MODEL, CHILD_ENVIRONMENT, serving
 
 from tx.run import status
@@ -25,13 +26,22 @@ def test_commands() -> None:
     assert "there is no command 'server'" in wrong.stderr
 
 
-def test_a_model_that_cannot_be_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "{} holds no config.json; give the folder of a Hugging Face model"),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', "{} cannot be loaded: KeyError('num_attention_heads')"),
+    ],
+)
+def test_a_model_that_cannot_be_served(tmp_path: Path, config: str | None, words: str) -> None:
     model = tmp_path / "model"
     model.mkdir()
+    if config is not None:
+        (model / "config.json").write_text(config)
     wrong = tx("serve", "--base-model", str(model), "--port", "0", "--checkpoints-base", str(tmp_path / "state"))
     assert wrong.returncode == 1
-    assert f"giving up: {model} holds no config.json; give the folder of a Hugging Face model" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
+    assert f"giving up: {words.format(model)}" in wrong.stderr
+    assert ("Traceback" in wrong.stderr) == (config is not None)  # what we did not foresee
 
 
 def test_status_of_no_server() -> None:
