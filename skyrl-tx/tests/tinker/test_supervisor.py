@@ -38,6 +38,16 @@ def supervise(program: str, folder: Path, on_ring: Callable[[], None] = lambda: 
     return Supervisor(config, on_ring, command=child(program), first_pause_sec=0.01)
 
 
+def unusable_after_the_first_start(folder: Path) -> str:
+    """A program."""
+    before = str(folder / "before")
+    return f"""
+        import pathlib, sys
+        if pathlib.Path({before!r}).exists(): sys.exit({UNUSABLE})
+        pathlib.Path({before!r}).touch()
+    """
+
+
 @asynccontextmanager
 async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.create_task(supervisor.run())
@@ -108,13 +118,7 @@ async def test_it_does_not_try_again_what_cannot_be_served(tmp_path: Path) -> No
 
 async def test_it_tries_again_what_was_served_before(tmp_path: Path) -> None:
     """The folder may be out of reach for a moment."""
-    before = tmp_path / "before"
-    program = f"""
-        import pathlib, sys
-        if pathlib.Path({str(before)!r}).exists(): sys.exit({UNUSABLE})
-        pathlib.Path({str(before)!r}).touch()
-    """
-    supervisor = supervise(program, tmp_path)
+    supervisor = supervise(unusable_after_the_first_start(tmp_path), tmp_path)
     async with running(supervisor) as task:
         await asyncio.wait_for(task, 30)
     assert (supervisor.n_starts, supervisor.unusable) == (supervision.MOST_FAST_DEATHS, None)
@@ -123,13 +127,7 @@ async def test_it_tries_again_what_was_served_before(tmp_path: Path) -> None:
 async def test_it_gives_up_what_cannot_be_served_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes to find out."""
     monkeypatch.setattr(supervision, "LONG_LIFE_SEC", 0.0)
-    before = tmp_path / "before"
-    program = f"""
-        import pathlib, sys
-        if pathlib.Path({str(before)!r}).exists(): sys.exit({UNUSABLE})
-        pathlib.Path({str(before)!r}).touch()
-    """
-    supervisor = supervise(program, tmp_path)
+    supervisor = supervise(unusable_after_the_first_start(tmp_path), tmp_path)
     async with running(supervisor) as task:
         await asyncio.wait_for(task, 30)
     assert "after it said: nothing" in (supervisor.failure or "")

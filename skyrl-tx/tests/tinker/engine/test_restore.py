@@ -166,12 +166,15 @@ def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
     assert desk.loss(asked) == expected
 
 
-def spoil(desk: Desk, model: str) -> Path:
-    """Its restore point; where that is."""
-    point = desk.change(lambda db: db.get_one(Model, model).restored_until)
+def with_spoilt_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """A model that cannot be brought back, and the folder of its restore point."""
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    point = write_point(desk, monkeypatch)
     folder = desk.config.checkpoints_base / "restore" / model.replace(":", "_")
     (folder / str(point) / "training.json").unlink()
-    return folder
+    return model, folder
 
 
 def end_session(desk: Desk) -> None:
@@ -181,11 +184,7 @@ def end_session(desk: Desk) -> None:
 def test_a_lost_model_whose_session_has_ended_is_given_up(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    write_point(desk, monkeypatch)
-    folder = spoil(desk, model)
+    model, folder = with_spoilt_point(desk, monkeypatch)
     wanted = [
         desk.train(model),
         desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="x"))),
@@ -207,11 +206,7 @@ def test_a_lost_model_whose_session_has_ended_is_given_up(
 def test_a_lost_model_of_which_nothing_is_to_be_saved_goes_at_once(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    write_point(desk, monkeypatch)
-    folder = spoil(desk, model)
+    model, folder = with_spoilt_point(desk, monkeypatch)
     die_and_come_back(desk, tiny_model)
     end_session(desk)
     die_and_come_back(desk, tiny_model)
@@ -221,11 +216,7 @@ def test_a_lost_model_of_which_nothing_is_to_be_saved_goes_at_once(
 
 
 def test_a_lost_model_can_be_unloaded(desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = desk.model(desk.session())
-    learn(desk, model, 5)
-    desk.work()
-    write_point(desk, monkeypatch)
-    folder = spoil(desk, model)
+    model, folder = with_spoilt_point(desk, monkeypatch)
     waiting = desk.train(model)
     die_and_come_back(desk, tiny_model)
     unload = desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
