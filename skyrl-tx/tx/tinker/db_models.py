@@ -62,6 +62,10 @@ class ModelStatus(StrEnum):
     UNLOADED = "unloaded"
 
 
+GONE = (ModelStatus.FAILED, ModelStatus.UNLOADED)
+"""Models that will not be there again."""
+
+
 class CheckpointKind(StrEnum):
     """What a checkpoint is for; also the second segment of its path."""
 

@@ -9,10 +9,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, delete, func, update
 from sqlmodel import Session, col, select
 
-from tx.tinker.db_models import Checkpoint, Model, ModelStatus, Request, RequestStatus, SessionStatus, now
+from tx.tinker.db_models import GONE, Checkpoint, Model, Request, RequestStatus, SessionStatus, now
 from tx.tinker.db_models import Session as ClientSession
 
-GONE = (ModelStatus.UNLOADED, ModelStatus.FAILED)
 MOST_AT_ONCE = 1000
 """Rows that are changed at once, while nobody else can write."""
 

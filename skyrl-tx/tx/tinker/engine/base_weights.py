@@ -10,9 +10,8 @@ from sqlmodel import Session, col, select
 from tx.models.config import ModelError
 from tx.models.files import fingerprint
 from tx.tinker.database import writing
-from tx.tinker.db_models import BaseWeights, Checkpoint, Model, SessionStatus
+from tx.tinker.db_models import GONE, BaseWeights, Checkpoint, Model, SessionStatus
 from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.retention import GONE
 
 
 def check_weights(database: Database, name: str, folder: Path) -> None:

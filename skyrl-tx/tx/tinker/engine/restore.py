@@ -26,7 +26,7 @@ from tx.tinker.backends.base import Backend
 from tx.tinker.checkpoint_files import write_folder
 from tx.tinker.config import TxConfig
 from tx.tinker.database import reading, writing
-from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus
+from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, Request, RequestStatus
 from tx.tinker.engine.queue import in_words
 from tx.tinker.store import fail_waiting
 from tx.tinker.wire import codec
@@ -35,7 +35,6 @@ from tx.tinker.wire.requests import OptimStepRequest
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN = 30.0
-GONE = (ModelStatus.FAILED, ModelStatus.UNLOADED)
 THERE = (ModelStatus.READY, ModelStatus.UNLOADING)  # the latter may have something to save before it goes
 AT_ONCE = 16  # requests that are read at once to be done again
 
