@@ -82,13 +82,14 @@ def engine_player(
             (result,) = await engine.generate([EngineRequest(token_ids, sampling, index, str(index))])
             assert len(result.token_ids) == n_new
             token_ids = token_ids + result.token_ids + observation_ids
-        engine.end_session(str(index))
+        await engine.end_session(str(index))
 
     async def play_all() -> float:
         started = time.perf_counter()
         await asyncio.gather(*(converse(i, conversation) for i, conversation in enumerate(conversations)))
         seconds = time.perf_counter() - started
-        await engine.sync_weights(0)  # nothing is left of this time for the next
+        await engine.sleep()  # drops all caches: every repetition starts cold
+        await engine.wake_up()
         return seconds
 
     return lambda: loop.run_until_complete(play_all())

@@ -30,7 +30,7 @@ from skyrl_train.config import load_config
 from skyrl_train.entrypoints.command import collect_rarely
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, SamplingParams
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.tiny import train_tokenizer
 from skyrl_train.types import Message, PromptRow, TrajectoryID, WeightSpan
@@ -44,7 +44,7 @@ GOAL_US, GOAL_KB = 120, 15
 class NullEngine:
     """Answers at once, always with the same tokens; notes how much memory the process has meanwhile."""
 
-    context_length = 1 << 20
+    info = EngineInfo(context_length=1 << 20, longest_sequence=1 << 20)
 
     def __init__(self, token_ids: list[int]) -> None:
         spans = (WeightSpan(0, len(token_ids)),)
@@ -52,14 +52,14 @@ class NullEngine:
         self._n_calls = 0
         self.most_bytes = 0
 
-    async def generate(self, requests: list[EngineRequest], on_tokens: object = None) -> list[EngineResult]:
+    async def generate(self, requests: list[EngineRequest]) -> list[EngineResult]:
         await asyncio.sleep(0)
         self._n_calls += 1
         if self._n_calls % 1000 == 0:
             self.most_bytes = max(self.most_bytes, psutil.Process().memory_info().rss)
         return [self._result for _ in requests]
 
-    def end_session(self, session_id: str) -> None:
+    async def end_session(self, session_id: str) -> None:
         """Nothing is kept."""
 
 
@@ -116,7 +116,7 @@ async def measure_long(tokenizer_path: str, n_turns: int) -> tuple[float, float]
     seconds = time.perf_counter() - started
     await generator.close()
     assert {len(t.turns) for t in trajectories} == {n_turns}
-    n_tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
+    n_tokens = sum(t.n_tokens for t in trajectories)
     return n_tokens / N_LONG, seconds / n_tokens * 1e6
 
 

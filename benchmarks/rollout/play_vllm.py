@@ -17,7 +17,6 @@ def main() -> None:
     engine = VLLMEngine(
         folder,
         NoTokenizer(),  # type: ignore[arg-type]
-        workload.model().named_parameters,
         dtype="float32",
         max_num_seqs=256,
         max_num_batched_tokens=8192,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skyrl_train.config import to_yaml
 from skyrl_train.dataset.files import write_jsonl
@@ -19,14 +18,13 @@ from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.report import plot_learning_curve, write_report
+from skyrl_train.run import Run
+from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Progress, RunFolder, Tracking, read_metrics
 from skyrl_train.types import Trajectory
-
-if TYPE_CHECKING:
-    from skyrl_train.trainer import Trainer
-
 
 CURVES = ("eval/all/avg_score", "reward/avg_raw_reward")  # the learning curve shows the first that was measured
 
@@ -35,25 +33,29 @@ SHOWN = ("eval/all/avg_score", "eval/environment/")  # on the progress line
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step leaves for its callbacks; they may add metrics. Step 0 is before training: no trajectories."""
+    """The report of one step; callbacks may add metrics. Step 0 is before training: no trajectories."""
 
     global_step: int
     is_last: bool
     metrics: dict[str, float]
     trajectories: Sequence[Trajectory] = ()
+    timer: StepTimer = field(default_factory=StepTimer)
 
 
 class Callback:
     """Override what you need; everything else does nothing."""
 
-    async def on_train_start(self, trainer: Trainer) -> None:
-        """After resuming, before the first step."""
+    async def on_train_start(self, run: Run) -> None:
+        """Called after resuming, before the first step."""
 
-    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
-        """After the weights of the step are in the engine."""
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        """Called once the weights of the step are in the engines."""
 
-    async def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step, and after an error or an interrupt."""
+    async def on_checkpoint(self, run: Run, path: Path) -> None:
+        """Called when the checkpoint at `path` is complete and the one to resume from."""
+
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
+        """Called after the last step, or after the `error` or interrupt that ended the run."""
 
 
 def is_due(interval: int, report: StepReport) -> bool:
@@ -67,27 +69,30 @@ class SavedConfig(Callback):
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
 
-    async def on_train_start(self, trainer: Trainer) -> None:
-        if trainer.global_step < trainer.total_steps:
-            self._run_folder.config_yaml.write_text(to_yaml(trainer.cfg), encoding="utf-8")
+    async def on_train_start(self, run: Run) -> None:
+        if run.global_step < run.total_steps:
+            self._run_folder.config_yaml.write_text(to_yaml(run.cfg), encoding="utf-8")
 
 
 class Evaluation(Callback):
     """Evaluates every `trainer.eval_interval` steps, at the last step, and before training if asked to."""
 
-    def __init__(self, dataset: PromptDataset, run_folder: RunFolder, chat: ChatEncoder) -> None:
+    def __init__(
+        self, dataset: PromptDataset, generator: GeneratorInterface, run_folder: RunFolder, chat: ChatEncoder
+    ) -> None:
         self._dataset = dataset
+        self._generator = generator
         self._run_folder = run_folder
         self._chat = chat
 
-    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
-        is_first = report.global_step == 0 and trainer.cfg.trainer.eval_before_train
-        if not is_first and not is_due(trainer.cfg.trainer.eval_interval, report):
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
+        if not is_first and not is_due(run.cfg.trainer.eval_interval, report):
             return
-        with trainer.timer("eval"):
-            metrics, trajectories = await evaluate(self._dataset, trainer.generator, trainer.cfg, report.global_step)
+        with report.timer("eval"):
+            metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, report.global_step)
         report.metrics |= metrics
-        if trainer.cfg.trainer.dump_eval_results:
+        if run.cfg.trainer.dump_eval_results:
             dump_evaluation(self._run_folder.evals(report.global_step), trajectories, metrics, self._chat)
 
 
@@ -98,15 +103,15 @@ class Logging(Callback):
         self._tracking = tracking
         self._progress: Progress | None = None
 
-    async def on_train_start(self, trainer: Trainer) -> None:
+    async def on_train_start(self, run: Run) -> None:
         before_first = -1  # a run that starts anew logs step 0 again
-        self._tracking.truncate_after(trainer.global_step or before_first)
-        self._progress = Progress(trainer.total_steps, trainer.global_step)
+        self._tracking.truncate_after(run.global_step or before_first)
+        self._progress = Progress(run.total_steps, run.global_step)
 
-    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
-        report.metrics |= trainer.timer.take()
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        report.metrics |= report.timer.metrics()
         if report.trajectories:
-            n_tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in report.trajectories)
+            n_tokens = sum(t.n_tokens for t in report.trajectories)
             report.metrics["trainer/tokens_per_second"] = n_tokens / report.metrics["timing/step"]
         if report.metrics:
             self._tracking.log(report.metrics, report.global_step)
@@ -118,7 +123,7 @@ class Logging(Callback):
                 tokens_per_second=report.metrics.get("trainer/tokens_per_second"),
             )
 
-    async def on_train_end(self, trainer: Trainer) -> None:
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         if self._progress is not None:
             self._progress.close()
 
@@ -134,7 +139,7 @@ class CurriculumStep(Callback):
         self._prompts = prompts
         self._curriculum = curriculum
 
-    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.global_step > 0:
             weights = self._curriculum(report.global_step, self._prompts.weights, dict(report.metrics))
             try:
@@ -153,24 +158,24 @@ class TrajectoryDump(Callback):
         self._run_folder = run_folder
         self._chat = chat
 
-    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.trajectories:
             rows = [trajectory_row(trajectory, self._chat) for trajectory in report.trajectories]
             write_jsonl(self._run_folder.trajectories(report.global_step), rows)
 
 
 class Checkpointing(Callback):
-    """Saves every `trainer.ckpt_interval` steps and at the last one, asked-for stops too; checks the disk first."""
+    """Saves every `trainer.ckpt_interval` steps, at the last one and when the run stops; checks the disk first."""
 
-    async def on_train_start(self, trainer: Trainer) -> None:
-        if trainer.cfg.trainer.ckpt_interval > 0 and trainer.global_step < trainer.total_steps:
-            trainer.checkpoints.check_space(trainer.checkpoint_bytes())
+    async def on_train_start(self, run: Run) -> None:
+        if run.cfg.trainer.ckpt_interval > 0 and run.global_step < run.total_steps:
+            await run.check_space()
 
-    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
-        interval = trainer.cfg.trainer.ckpt_interval
-        is_stopping = trainer.is_stopping and interval > 0 and report.global_step > 0
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        interval = run.cfg.trainer.ckpt_interval
+        is_stopping = run.is_stopping and interval > 0 and report.global_step > 0
         if is_stopping or is_due(interval, report):
-            trainer.save_checkpoint()
+            await run.save_checkpoint()
 
 
 class Reporting(Callback):
@@ -179,23 +184,32 @@ class Reporting(Callback):
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
 
-    async def on_train_end(self, trainer: Trainer) -> None:
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         rows = read_metrics(self._run_folder.metrics)
         if not rows:
             return  # it ended before it measured anything
         measured = [name for name in CURVES if any(name in row for row in rows)]
         if measured:
-            title = f"{trainer.cfg.trainer.project_name}: {trainer.cfg.trainer.run_name}"
+            title = f"{run.cfg.trainer.project_name}: {run.cfg.trainer.run_name}"
             plot_learning_curve(rows, self._run_folder.learning_curve, metric=measured[0], title=title)
         write_report(self._run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
 
 
 class Export(Callback):
-    """Writes policy and critic as plain Hugging Face folders every `trainer.hf_save_interval` steps and at the last."""
+    """Writes policy and critic as plain Hugging Face folders every `trainer.hf_save_interval` steps and at the last.
 
-    async def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
-        if is_due(trainer.cfg.trainer.hf_save_interval, report):
-            folder = Path(trainer.cfg.trainer.export_path) / f"global_step_{report.global_step}"
-            trainer.policy.export(folder / "policy")
-            if trainer.critic is not None:
-                trainer.critic.export(folder / "critic")
+    A run that was killed while it exported writes the missing folder when it resumes.
+    """
+
+    async def on_train_start(self, run: Run) -> None:
+        resumed = StepReport(run.global_step, run.global_step == run.total_steps, {})
+        if not _export_folder(run, run.global_step).exists():
+            await self.on_step_end(run, resumed)
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if is_due(run.cfg.trainer.hf_save_interval, report):
+            await run.export(_export_folder(run, report.global_step))
+
+
+def _export_folder(run: Run, step: int) -> Path:
+    return Path(run.cfg.trainer.export_path) / f"global_step_{step}"

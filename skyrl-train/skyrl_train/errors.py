@@ -25,3 +25,11 @@ class EngineError(SkyRLError):
 
 class CheckpointError(SkyRLError):
     """A checkpoint could not be written, is incomplete, or does not fit the run that loads it."""
+
+
+class WorkerError(SkyRLError):
+    """A rank of a model failed, and its group cannot be used any more."""
+
+
+class SyncError(SkyRLError):
+    """An engine did not receive the policy's weights, or received other ones than were sent."""

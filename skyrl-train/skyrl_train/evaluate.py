@@ -10,11 +10,11 @@ from typing import Any
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, rollout_requests
+from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, play, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.metrics import by_source, pass_at_k, reward_metrics, rollout_metrics, with_prefix
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Segment, Trajectory
+from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
 
 async def evaluate(
@@ -31,12 +31,13 @@ async def evaluate(
     sampling = SamplingParams.from_config(cfg.generator.eval_sampling_params)
     metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)
     n_samples = cfg.generator.eval_n_samples_per_prompt
-    rows = list(dataset)
+    first_draw = global_step * len(dataset)  # no two evaluations of a run share a draw
+    prompts = [DrawnPrompt(first_draw + i, row) for i, row in enumerate(dataset)]
     trajectories: list[Trajectory] = []
-    for start in range(0, len(rows), cfg.trainer.eval_batch_size):
-        batch = rows[start : start + cfg.trainer.eval_batch_size]
-        requests = rollout_requests(batch, n_samples, cfg.environment.env_class)
-        trajectories += await generator.rollout(requests, sampling, metadata)
+    for start in range(0, len(prompts), cfg.trainer.eval_batch_size):
+        batch = prompts[start : start + cfg.trainer.eval_batch_size]
+        requests = rollout_requests(batch, n_samples, cfg.environment.env_class, "eval")
+        trajectories += await play(generator, requests, sampling, metadata)
     reported = with_prefix("eval", generator.take_metrics())
     return eval_metrics(trajectories, n_samples) | reported, trajectories
 
@@ -61,20 +62,21 @@ def dump_evaluation(
 def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
     """A trajectory as people read it: text rather than token ids. Rewards are null if it is invalid.
 
-    The first three keys are of its last row; `earlier` has the same of the rows before, in the order in which
-    `segment` of a turn counts them. `total_reward` is over all rows.
+    The first three keys are of its last segment; `earlier` has the same of the segments before it. `segment` of a turn
+    counts them from the first. `total_reward` is over all segments.
     """
     is_valid = trajectory.is_valid
+    *earlier, last = trajectory.segments
     return {
-        **_row(trajectory, chat, is_valid),
+        **_segment_row(last, chat, is_valid),
         "stop_reason": trajectory.stop_reason,
         "env_class": trajectory.env_class,
         "env_extras": trajectory.env_extras,
         "env_metrics": trajectory.env_metrics,
         "data_source": trajectory.data_source,
         "uid": trajectory.id.to_string(),
-        "turns": [asdict(turn) for turn in trajectory.turns],
-        "earlier": [_row(row, chat, is_valid) for row in trajectory.earlier],
+        "turns": [{**asdict(turn), "segment": i} for i, s in enumerate(trajectory.segments) for turn in s.turns],
+        "earlier": [_segment_row(segment, chat, is_valid) for segment in earlier],
         "total_reward": trajectory.total_reward if is_valid else None,
         "reward_components": trajectory.reward_components,
         "weight_versions": trajectory.weight_versions,
@@ -84,10 +86,10 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
     }
 
 
-def _row(row: Segment | Trajectory, chat: ChatEncoder, is_valid: bool) -> dict[str, Any]:
-    """One row of a trajectory; `score` is per token."""
+def _segment_row(segment: Segment, chat: ChatEncoder, is_valid: bool) -> dict[str, Any]:
+    """One segment of a trajectory; `score` is per token."""
     return {
-        "input_prompt": chat.decode_all(row.prompt_ids),
-        "output_response": chat.decode_all(row.response_ids),
-        "score": row.rewards if is_valid else None,
+        "input_prompt": chat.decode_all(segment.prompt_ids),
+        "output_response": chat.decode_all(segment.response_ids),
+        "score": segment.rewards if is_valid else None,
     }

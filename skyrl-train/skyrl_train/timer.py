@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Adds up seconds under names: `with timer("generate"): …`, then `take()` once a step."""
+    """Adds up seconds under names: `with timer("generate"): …`. Every step has its own."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -26,8 +26,6 @@ class StepTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             logger.debug("%s took %.3f s", name, seconds)
 
-    def take(self) -> dict[str, float]:
-        """`timing/<name>` in seconds since the last call."""
-        metrics = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds = {}
-        return metrics
+    def metrics(self) -> dict[str, float]:
+        """Return `timing/<name>` in seconds."""
+        return {f"timing/{name}": seconds for name, seconds in self._seconds.items()}

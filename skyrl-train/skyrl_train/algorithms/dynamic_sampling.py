@@ -9,7 +9,7 @@ from random import Random
 from skyrl_train.algorithms.filters import informative_groups
 from skyrl_train.config.algorithm import DynamicSamplingConfig
 from skyrl_train.errors import DataError
-from skyrl_train.types import Trajectory, TrajectoryID
+from skyrl_train.types import Trajectory
 
 Group = list[Trajectory]  # the trajectories of one prompt
 
@@ -22,12 +22,12 @@ class GroupCollector:
 
     null      they are taken with the rest: one batch is the step.
     filter    they are dropped; batches are added until `n_prompts` good groups are there. The surplus is dropped too.
-    replace   if more than `min_replace_ratio` of `n_prompts` groups are good, copies of randomly chosen ones take the
-              places of the others, and of prompts that are missing: of different ones while there are enough. Else
-              the whole batch is dropped and another one added. A copy is a group of its own: "17#2" is the first copy
-              of "17", and so never merges with it.
+    replace   if more than `min_replace_ratio` of `n_prompts` groups are good, copies of randomly chosen ones replace
+              the others, and prompts that are missing: of different ones while there are enough. Else the whole batch
+              is dropped and another one added. A copy has the draw of the group that it replaces, so it never merges
+              with its original.
 
-    Every prompt that is drawn has a uid of its own, also one that is drawn again in the same step.
+    Groups are told apart by their draw, also where one row of the dataset is drawn twice.
 
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.2, for filter.
     """
@@ -39,7 +39,7 @@ class GroupCollector:
         self._n_prompts = n_prompts
         self._random = random
         self._groups: list[Group] = []
-        self._seen: set[str] = set()
+        self._seen: set[int] = set()
         self._n_batches = 0
         self._n_good = 0
         self._n_copies = 0
@@ -50,29 +50,32 @@ class GroupCollector:
         """Whether the step has all the groups it needs."""
         return self._is_complete
 
-    def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add one batch of valid trajectories; those of a prompt share `id.instance_id`.
+    def add(self, trajectories: Sequence[Trajectory], draws: Sequence[int]) -> None:
+        """Add one batch of valid trajectories; `draws` are all that were drawn for it, those without any included.
 
         Raises:
             DataError: `max_sample_batches` batches were not enough.
         """
         assert not self._is_complete, "the step is complete: take() its trajectories"
-        groups = _by_prompt(trajectories)
-        assert not self._seen & groups.keys(), f"drawn twice under one uid: {sorted(self._seen & groups.keys())}"
+        assert not self._seen & set(draws), f"drawn twice: {sorted(self._seen & set(draws))}"
+        groups: dict[int, Group] = {}
+        for t in trajectories:
+            groups.setdefault(t.id.draw, []).append(t)
         self._seen |= groups.keys()
         self._n_batches += 1
-        uids = [t.id.instance_id for t in trajectories]
-        good = informative_groups([t.total_reward for t in trajectories], uids, self._tolerance)
+        good = informative_groups(
+            [t.total_reward for t in trajectories], [t.id.draw for t in trajectories], self._tolerance
+        )
         self._n_good += len(good)
         match self._config.type:
             case None:
                 self._groups, self._is_complete = list(groups.values()), True
             case "filter":
-                self._groups += [group for uid, group in groups.items() if uid in good]
+                self._groups += [group for draw, group in groups.items() if draw in good]
                 self._is_complete = len(self._groups) >= self._n_prompts
             case "replace":
                 if len(good) >= self._n_prompts or len(good) > self._config.min_replace_ratio * self._n_prompts:
-                    self._groups, self._is_complete = self._filled_up(groups, good), True
+                    self._groups, self._is_complete = self._filled_up(groups, good, draws), True
         if not self._is_complete and self._n_batches == self._config.max_sample_batches:
             raise DataError(self._why_it_is_not_enough())
 
@@ -101,15 +104,16 @@ class GroupCollector:
     def _taken(self) -> list[Group]:
         return self._groups if self._config.type is None else self._groups[: self._n_prompts]
 
-    def _filled_up(self, groups: dict[str, Group], good: set[str]) -> list[Group]:
-        """`n_prompts` groups: the good ones in their places, copies of some of them in all others."""
-        sources = [group for uid, group in groups.items() if uid in good]
-        self._n_copies = max(self._n_prompts - len(sources), 0)
-        is_enough = len(sources) >= self._n_copies
-        choose = self._random.sample if is_enough else self._random.choices
-        copies = iter(_copies(choose(sources, k=self._n_copies)))
-        there = [groups[uid] if uid in good else next(copies, []) for uid in groups]
-        return [*(group for group in there if group), *copies]
+    def _filled_up(self, groups: dict[int, Group], good: set[int], draws: Sequence[int]) -> list[Group]:
+        """Return `n_prompts` groups in the order of their draws: the good ones, and copies in place of the others."""
+        sources = [group for draw, group in groups.items() if draw in good]
+        vacant = [draw for draw in draws if draw not in good]
+        self._n_copies = min(max(self._n_prompts - len(sources), 0), len(vacant))
+        choose = self._random.sample if len(sources) >= self._n_copies else self._random.choices
+        copies = zip(vacant, choose(sources, k=self._n_copies), strict=False)
+        filled = {draw: [replace(t, id=replace(t.id, draw=draw)) for t in source] for draw, source in copies}
+        filled |= {draw: groups[draw] for draw in good}
+        return [filled[draw] for draw in draws if draw in filled]
 
     def _why_it_is_not_enough(self) -> str:
         config = self._config
@@ -123,28 +127,3 @@ class GroupCollector:
             "(generator.sampling_params.temperature, generator.n_samples_per_prompt)? Else raise "
             f"trainer.algorithm.dynamic_sampling.max_sample_batches={config.max_sample_batches}; -1 never stops"
         )
-
-
-def _by_prompt(trajectories: Sequence[Trajectory]) -> dict[str, Group]:
-    """The trajectories of each uid, in the order of first appearance."""
-    groups: dict[str, Group] = {}
-    for t in trajectories:
-        groups.setdefault(t.id.instance_id, []).append(t)
-    return groups
-
-
-def _copies(sources: Sequence[Group]) -> list[Group]:
-    """Each group once more for every time it is listed, under a uid of its own."""
-    n_copies: dict[str, int] = {}
-    copies = []
-    for group in sources:
-        uid = group[0].id.instance_id
-        n_copies[uid] = n_copies.get(uid, 1) + 1
-        copy_uid = f"{uid}#{n_copies[uid]}"
-        copies.append([replace(t, id=TrajectoryID(copy_uid, t.id.repetition_id)) for t in group])
-    return copies
-
-
-def original_uid(uid: str) -> str:
-    """The group that a group is a copy of; an original is its own: "17#2" and "17" are "17"."""
-    return uid.partition("#")[0]

@@ -13,18 +13,18 @@ from dataclasses import replace
 from skyrl_train.types import Trajectory, last_sampled
 
 
-def informative_groups(rewards: Sequence[float], uids: Sequence[str], tolerance: float) -> set[str]:
-    """The prompts whose trajectories got unequal total rewards: a group of equal ones has advantages of 0.
+def informative_groups(rewards: Sequence[float], draws: Sequence[int], tolerance: float) -> set[int]:
+    """Return the draws whose trajectories got unequal total rewards: a group of equal ones has advantages of 0.
 
-    `rewards` [B] and `uids` [B] are of trajectories. Equal means that the standard deviation (that of the group, not
-    an estimate) is at most `tolerance`. A group of one has nothing to be equal to, and is kept.
+    `rewards` and `draws` have one entry for each trajectory. Equal means that the standard deviation (that of the
+    group, not an estimate) is at most `tolerance`. A group of one has nothing to be equal to, and is kept.
 
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.2.
     """
-    groups: dict[str, list[float]] = {}
-    for reward, uid in zip(rewards, uids, strict=True):
-        groups.setdefault(uid, []).append(reward)
-    return {uid for uid, group in groups.items() if len(group) == 1 or statistics.pstdev(group) > tolerance}
+    groups: dict[int, list[float]] = {}
+    for reward, draw in zip(rewards, draws, strict=True):
+        groups.setdefault(draw, []).append(reward)
+    return {draw for draw, group in groups.items() if len(group) == 1 or statistics.pstdev(group) > tolerance}
 
 
 def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
@@ -39,11 +39,8 @@ def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
 
 def _left_out(trajectory: Trajectory) -> Trajectory:
-    return replace(
-        trajectory,
-        loss_mask=[0] * len(trajectory.loss_mask),
-        earlier=tuple(replace(row, loss_mask=[0] * len(row.loss_mask)) for row in trajectory.earlier),
-    )
+    segments = tuple(replace(s, loss_mask=[0] * len(s.loss_mask)) for s in trajectory.segments)
+    return replace(trajectory, segments=segments)
 
 
 def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
@@ -54,8 +51,7 @@ def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajecto
 def _without_reward(trajectory: Trajectory) -> Trajectory:
     return replace(
         trajectory,
-        rewards=[0.0] * len(trajectory.valid_rewards),
-        earlier=tuple(replace(row, rewards=[0.0] * len(row.rewards)) for row in trajectory.earlier),
+        segments=tuple(replace(s, rewards=[0.0] * len(s.rewards)) for s in trajectory.segments),
         reward_components=dict.fromkeys(trajectory.reward_components, 0.0),
     )
 
@@ -85,16 +81,18 @@ def punish_overlong(
 
 
 def _punished(trajectory: Trajectory, max_tokens: int, buffer: int, factor: float) -> Trajectory:
-    if trajectory.turns:
+    last = trajectory.segments[-1]
+    if last.turns:
         n_tokens = max(turn.end - turn.start for turn in trajectory.turns)
-        end = trajectory.turns[-1].end
+        end = last.turns[-1].end
     else:
-        n_tokens, end = sum(trajectory.loss_mask), last_sampled(trajectory.loss_mask) + 1
+        n_tokens, end = sum(last.loss_mask), last_sampled(last.loss_mask) + 1
     penalty = soft_overlong_punishment(n_tokens, max_tokens, buffer, factor)
     components = trajectory.reward_components
     if components:
         components = {**components, "overlong": penalty}
-    rewards = list(trajectory.valid_rewards)
+    rewards = list(last.rewards)
     if penalty:
         rewards[end - 1] += penalty
-    return replace(trajectory, rewards=rewards, reward_components=components)
+    segments = (*trajectory.segments[:-1], replace(last, rewards=rewards))
+    return replace(trajectory, segments=segments, reward_components=components)

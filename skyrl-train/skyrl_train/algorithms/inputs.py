@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.algorithms.trajectories import TrajectoryView
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.types import TrainingBatch
 
@@ -48,24 +49,27 @@ def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) ->
     return {name: value for name, value in available.items() if name in parameters}
 
 
-def estimator_inputs(batch: TrainingBatch, config: AlgorithmConfig) -> dict[str, Any]:
-    """Everything that a scored batch and the settings have for an estimator."""
+def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: AlgorithmConfig) -> dict[str, Any]:
+    """Return everything that a scored batch and the settings have for an estimator, one row for each trajectory."""
     computed = {
         "values": batch.values,
         "old_log_probs": batch.old_logprobs,
         "ref_log_probs": batch.ref_logprobs,
         "entropies": batch.entropies,
         "sum_pi_squared": batch.sum_pi_squared,
-        "greedy_rewards": batch.greedy_rewards,
     }
-    return {
-        "token_level_rewards": batch.rewards,
-        "response_mask": batch.loss_mask,
-        "index": batch.uids,
-        "reward_components": batch.reward_components,
-        **{name: tensor for name, tensor in computed.items() if tensor is not None},
+    assert batch.rewards is not None, "only rollouts have advantages"
+    inputs: dict[str, Any] = {
+        "token_level_rewards": view.join(batch.rewards),
+        "response_mask": view.join(batch.loss_mask),
+        "index": [str(draw) for draw in view.of_last_rows(batch.draws).tolist()],
+        "reward_components": {name: view.of_last_rows(total) for name, total in batch.reward_components.items()},
+        **{name: view.join(tensor) for name, tensor in computed.items() if tensor is not None},
         **settings(config),
     }
+    if batch.greedy_rewards is not None:
+        inputs["greedy_rewards"] = view.of_last_rows(batch.greedy_rewards)
+    return inputs
 
 
 def settings(config: AlgorithmConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+from skyrl_train.types import MetricKind, MetricSums
 
 Metrics = dict[str, torch.Tensor]
 
@@ -133,16 +134,16 @@ def _note_sequences(
 
 
 @torch.no_grad()
-def rollout_gap_metrics(
-    old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
-) -> dict[str, float]:
-    """How far trainer and engine are apart on the trained tokens of a mini-batch, all inputs (B, R).
+def add_rollout_gap(
+    sums: MetricSums, old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> None:
+    """Measure the gap between trainer and engine on the trained tokens; all inputs (B, R).
 
     rollout_train_logprobs_abs_diff_{mean,std,max,min}  of |log κ|, in nats; std is that of the tokens, not an estimate
-    is_ratio_{mean,std,max,min}                         of κ, whose mean is near 1 however far they are apart
+    is_ratio_{mean,std,max,min}                         of κ, whose mean is near 1 however large the gap is
     rollout_train_kl                                    mean of κ - log κ - 1, an unbiased estimate of
                                                         KL(π_rollout || π_old) per token that is never negative (k3)
-    is_ratio_ess_share                                  (Σκ)² / (n Σκ²), the effective sample size of tokens weighed by
+    is_ratio_ess_share                                  (Σκ)² / (n Σκ²), the effective sample size of tokens weighted by
                                                         κ as a share of them: 1 where κ is the same everywhere, 1/n
                                                         where one token outweighs all others
 
@@ -150,27 +151,13 @@ def rollout_gap_metrics(
     2020, http://joschu.net/blog/kl-approx.html); Sequential Imputations (Kong et al., 1994).
     """
     log_ratio = (old_log_probs - rollout_logprobs)[loss_mask > 0]  # (N,) log κ
-    if not len(log_ratio):
-        return {}
-    gap = log_ratio.abs()
-    log_ratio = log_ratio.clamp(-20, 20)
+    summary: tuple[MetricKind, ...] = ("mean", "std", "max", "min")
+    sums.add_samples("rollout_train_logprobs_abs_diff", log_ratio.abs(), summary)
+    log_ratio = log_ratio.double().clamp(-20, 20)
     ratio = log_ratio.exp()
-    metrics = {
-        **_summary("rollout_train_logprobs_abs_diff", gap),
-        **_summary("is_ratio", ratio),
-        "rollout_train_kl": (torch.expm1(log_ratio) - log_ratio).mean(),
-        "is_ratio_ess_share": ratio.mean().square() / ratio.square().mean(),
-    }
-    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
-
-
-def _summary(name: str, values: torch.Tensor) -> Metrics:
-    return {
-        f"{name}_mean": values.mean(),
-        f"{name}_std": values.std(correction=0),
-        f"{name}_max": values.max(),
-        f"{name}_min": values.min(),
-    }
+    sums.add_samples("is_ratio", ratio, summary)
+    sums.add_samples("rollout_train_kl", torch.expm1(log_ratio) - log_ratio)
+    sums.add_samples("is_ratio_ess_share", ratio, ("ess",))
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """From a loss per token to one number, with a divisor that belongs to the whole mini-batch.
 
-The weights are computed once, before the mini-batch is split; every part then only sums `weights * loss`. So the
+The weights are computed once, before the mini-batch is divided; every part then only sums `weights * loss`. So the
 result does not depend on how many micro-batches or ranks share the work.
 
 A row without a trained token (a truncated response, a group of equal rewards) is in no divisor: leaving rows out of the
@@ -11,6 +11,7 @@ tokens are another matter: those tokens stay in the divisor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,12 +23,13 @@ def token_weights(
     loss_mask: torch.Tensor,
     reduction: LossReduction,
     max_seq_len: int | None = None,
-    index: Sequence[str] | None = None,
+    index: Sequence[Any] | torch.Tensor | None = None,
+    trajectories: Sequence[Any] | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight (B, R) of each token's loss in the loss of a mini-batch; zero outside the mask (B, R).
+    """Return the weight (B, R) of each token's loss in the loss of a mini-batch; zero outside the mask (B, R).
 
-    With T the trained tokens of the mini-batch, T_i those of row i, N the rows that have some, T_g those of all rows
-    of the prompt of row i, and P the prompts that have some:
+    With T the trained tokens of the mini-batch, T_i those of the trajectory of row i, N the trajectories that have
+    some, T_g those of the prompt of row i, and P the prompts that have some:
 
     token_mean               1 / T: every token counts the same (DAPO, Yu et al., 2025, arXiv:2503.14476)
     sequence_mean            1 / (N · T_i): every trajectory counts the same (GRPO, Shao et al., 2024, arXiv:2402.03300)
@@ -38,41 +40,48 @@ def token_weights(
     seq_mean_token_sum       1 / N
     token_sum                1
 
-    `index` [B] names the prompt of each row; only prompt_mean reads it.
+    `index` [B] names the prompt of each row, which only prompt_mean reads; `trajectories` [B] its trajectory, None
+    where each row is one.
 
     Raises:
         ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.
     """
     n_tokens = loss_mask.sum(dim=-1, keepdim=True)  # (B, 1)
-    n_rows = (n_tokens > 0).sum()
     match reduction:
         case "token_mean":
             divisor = n_tokens.sum()
         case "sequence_mean":
-            divisor = n_rows * n_tokens
+            n_sequences, n_sequence_tokens = _group_tokens(n_tokens, trajectories)
+            divisor = n_sequences * n_sequence_tokens
         case "prompt_mean":
-            divisor = _prompt_divisor(n_tokens, index)
+            if index is None:
+                raise ConfigError("loss reduction prompt_mean needs index, the prompt of each row")
+            n_prompts, n_prompt_tokens = _group_tokens(n_tokens, index)
+            divisor = n_prompts * n_prompt_tokens
         case "seq_mean_token_sum_norm":
             if max_seq_len is None:
                 raise ConfigError("loss reduction seq_mean_token_sum_norm needs max_seq_len, the number to divide by")
-            divisor = n_rows * max_seq_len
+            divisor = _group_tokens(n_tokens, trajectories)[0] * max_seq_len
         case "seq_mean_token_sum":
-            divisor = n_rows
+            divisor = _group_tokens(n_tokens, trajectories)[0]
         case "token_sum":
-            divisor = torch.ones_like(n_rows)
+            divisor = torch.ones_like(n_tokens[:1])
         case _:
             raise ConfigError(f"unknown loss reduction {reduction!r}; config/algorithm.py lists the names there are")
     return loss_mask / divisor.clamp(min=1)
 
 
-def _prompt_divisor(n_tokens: torch.Tensor, index: Sequence[str] | None) -> torch.Tensor:
-    """Prompts that have a trained token times the trained tokens of each row's prompt, (B, 1)."""
-    if index is None:
-        raise ConfigError("loss reduction prompt_mean needs index, the prompt of each row")
-    numbers = {uid: number for number, uid in enumerate(dict.fromkeys(index))}
-    prompt_of_row = torch.tensor([numbers[uid] for uid in index], device=n_tokens.device)
-    n_prompt_tokens = n_tokens.new_zeros(len(numbers), 1).index_add(0, prompt_of_row, n_tokens)  # (P, 1)
-    return (n_prompt_tokens > 0).sum() * n_prompt_tokens[prompt_of_row]
+def _group_tokens(
+    n_tokens: torch.Tensor, groups: Sequence[Any] | torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many groups of rows have a trained token, and the trained tokens (B, 1) of each row's group."""
+    if groups is None:
+        return (n_tokens > 0).sum(), n_tokens
+    names = groups.tolist() if isinstance(groups, torch.Tensor) else groups
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    group_of_row = torch.tensor([numbers[name] for name in names], device=n_tokens.device)
+    totals = n_tokens.new_zeros(len(numbers), 1).index_add(0, group_of_row, n_tokens)
+    return (totals > 0).sum(), totals[group_of_row]
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

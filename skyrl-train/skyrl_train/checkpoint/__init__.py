@@ -1,5 +1,6 @@
 """Checkpoints: complete or absent."""
 
-from skyrl_train.checkpoint.store import CheckpointStore
+from skyrl_train.checkpoint.lock import folder_lock
+from skyrl_train.checkpoint.store import CheckpointStore, write_complete
 
-__all__ = ["CheckpointStore"]
+__all__ = ["CheckpointStore", "folder_lock", "write_complete"]

@@ -8,11 +8,12 @@ global_step_N/                  appears by renaming when everything in it is on 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,10 @@ POINTER = "latest_ckpt_global_step.txt"
 SPARE_BYTES = 64 * 2**20  # left free beyond what a checkpoint needs: logs and metrics go on
 
 
+Write = Callable[[Path], Awaitable[None]]
+"""Fills an empty folder."""
+
+
 class CheckpointStore:
     """Saves, finds and removes the checkpoints under `path`."""
 
@@ -32,43 +37,38 @@ class CheckpointStore:
         self.path = path
         self._max_to_keep = max_to_keep
 
-    def save(self, step: int, write: Callable[[Path], None], expected_bytes: int = 0) -> Path:
+    async def save(self, step: int, write: Write, expected_bytes: int = 0) -> Path:
         """Let `write` fill an empty folder, then make it the checkpoint of `step` and the one to resume from.
 
-        When fewer than `expected_bytes` are free, old checkpoints go first, but never the one to resume from.
+        When fewer than `expected_bytes` are free, old checkpoints are removed first, but never the one to resume from.
+        Files are synced and removed in a thread, so that the event loop is never blocked.
 
         Raises:
-            CheckpointError: the disk refused; the one to resume from is what it was.
+            CheckpointError: the disk refused, or `write` raised it; the one to resume from is what it was.
         """
         try:
-            self._tidy_up()
-            self._make_room(expected_bytes)
-            target = self._write(step, write)
-            self._point_to(step)
-        except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError when the disk is full
+            await asyncio.to_thread(self._prepare, expected_bytes)
+            target = await write_complete(self.path / f"global_step_{step}", write)
+            await asyncio.to_thread(self._point_to, step)
+        except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"cannot save the checkpoint of step {step} in {self.path}: {error}; the one before it is intact. "
                 "Make room or set trainer.ckpt_path to another disk, and start the run again to resume"
             ) from error
         try:
-            self._remove_leftovers()
-            if self._max_to_keep > 0:
-                self._remove(self.removable(step)[: max(0, len(self.steps()) - self._max_to_keep)])
+            await asyncio.to_thread(self._remove_superseded, step)
         except OSError as error:
             logger.warning("The checkpoint of step %d is saved; an old one could not be removed: %s", step, error)
         return target
 
-    def _write(self, step: int, write: Callable[[Path], None]) -> Path:
-        partial = self.path / f".global_step_{step}.partial"
-        partial.mkdir()
-        write(partial)
-        _sync_tree(partial)
-        target = self.path / f"global_step_{step}"
-        if target.exists():  # a run that was resumed from an earlier step comes by again
-            target.rename(self._replaced(step))
-        partial.rename(target)
-        _sync(self.path)
-        return target
+    def _prepare(self, expected_bytes: int) -> None:
+        self._tidy_up()
+        self._make_room(expected_bytes)
+
+    def _remove_superseded(self, step: int) -> None:
+        self._remove_leftovers()
+        if self._max_to_keep > 0:
+            self._remove(self.removable(step)[: max(0, len(self.steps()) - self._max_to_keep)])
 
     def find(self, mode: Literal["none", "latest", "from_path"], path: str | None = None) -> Path | None:
         """The checkpoint that `trainer.resume_mode` asks for; None to start anew.
@@ -173,15 +173,39 @@ class CheckpointStore:
             if not target.exists():
                 replaced.rename(target)
 
-    def _replaced(self, step: int) -> Path:
-        return self.path / f".global_step_{step}.replaced"
-
     def _point_to(self, step: int) -> None:
         partial = self.path / f".{POINTER}.partial"
         partial.write_text(f"{step}\n")
         _sync(partial)
         partial.replace(self.path / POINTER)
         _sync(self.path)
+
+
+async def write_complete(target: Path, write: Write) -> Path:
+    """Let `write` fill a folder that gets the name `target` when all of it is on disk: complete or absent.
+
+    A folder that has the name already is replaced.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    if partial.exists():
+        await asyncio.to_thread(shutil.rmtree, partial)
+    partial.mkdir(parents=True)
+    await write(partial)
+    await asyncio.to_thread(_give_name, partial, target)
+    return target
+
+
+def _give_name(partial: Path, target: Path) -> None:
+    _sync_tree(partial)
+    replaced = target.with_name(f".{target.name}.replaced")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    if target.exists():  # a run that was resumed from an earlier step comes by again
+        target.rename(replaced)
+    partial.rename(target)
+    _sync(target.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
 
 
 def step_of(folder: Path) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from skyrl_train.dataset.prompts import PromptDataset, PromptOrder
+from skyrl_train.dataset.order import PromptOrder
+from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.types import PromptRow
 
@@ -79,8 +80,7 @@ class MixedPrompts(PromptOrder):
         """See `PromptOrder`."""
         return self._n_batches // self.batches_per_epoch
 
-    def next_batch(self) -> list[PromptRow]:
-        """The next batch, sources shuffled among one another."""
+    def _next_rows(self) -> list[PromptRow]:
         chosen = [i for name, n in self._shares().items() for i in self._streams[name].take(n)]
         order = torch.randperm(len(chosen), generator=_generator(self._seed, "batch", self._n_batches))
         self._n_batches += 1
@@ -101,14 +101,13 @@ class MixedPrompts(PromptOrder):
             self._credits[name] = max(-1.0, min(1.0, self._credits[name] - shares[name]))
         return shares
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `PromptOrder`."""
+    def _position(self) -> dict[str, Any]:
         return {
             "n_batches": self._n_batches,
             "streams": {name: stream.position for name, stream in self._streams.items()},
             "credits": dict(self._credits),
             "weights": dict(self._weights),
-        } | self._identity()
+        }
 
     def _load(self, state: dict[str, Any]) -> None:
         if "streams" not in state:

@@ -1,15 +1,13 @@
-"""A dataset of chat prompts, and the order in which training goes through it."""
+"""A dataset of chat prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -19,8 +17,6 @@ from skyrl_train.errors import DataError
 from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
-
-EPOCHS_PER_SEED = 1_000_003  # the second epoch of one seed is not the first of the next
 
 
 class PromptDataset:
@@ -75,105 +71,6 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(self._rows)
-
-
-class PromptOrder(ABC):
-    """Batches of prompts, epoch after epoch, in an order that follows from the seed alone.
-
-    `state_dict` is the position after the batch handed out last; an order that loads it goes on with what would have
-    come next.
-    """
-
-    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
-        """DataError if the dataset does not fill one batch."""
-        if len(dataset) < batch_size:
-            raise DataError(
-                f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
-                f"{batch_size}; lower the batch size or add data"
-            )
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._seed = seed
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Full batches in the dataset."""
-        return len(self._dataset) // self._batch_size
-
-    @property
-    @abstractmethod
-    def n_epochs_over(self) -> int:
-        """Epochs that have no batch left."""
-
-    @abstractmethod
-    def next_batch(self) -> list[PromptRow]:
-        """The next batch; starts the next epoch when this one is over."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, with batches of any size.
-
-        Raises:
-            DataError: the data or the seed is another one, so the position means nothing here.
-        """
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise DataError(
-                    f"the checkpoint was made with {name}={state[name]} and this run has {name}={value}; resume with "
-                    "the same data and seed, or start anew with trainer.resume_mode=none and another trainer.run_name"
-                )
-        self._load(state)
-
-    @abstractmethod
-    def _load(self, state: dict[str, Any]) -> None:
-        """Take the position of `state`, which is one in the same data."""
-
-    def _identity(self) -> dict[str, Any]:
-        """What a position is a position in."""
-        return {"n_rows": len(self._dataset), "fingerprint": self._dataset.fingerprint, "seed": self._seed}
-
-
-class ShuffledPrompts(PromptOrder):
-    """All rows shuffled, anew in each epoch. The last batch of an epoch is dropped when it is not full."""
-
-    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
-        """See `PromptOrder`."""
-        super().__init__(dataset, batch_size, seed)
-        self._epoch = 0
-        self._row = 0  # of the epoch's order: where the next batch starts
-
-    @property
-    def n_epochs_over(self) -> int:
-        """See `PromptOrder`."""
-        return self._epoch + self._is_epoch_over
-
-    @property
-    def _is_epoch_over(self) -> bool:
-        return self._row + self._batch_size > len(self._dataset)
-
-    def next_batch(self) -> list[PromptRow]:
-        """See `PromptOrder`."""
-        if self._is_epoch_over:
-            self._epoch, self._row = self._epoch + 1, 0
-        generator = torch.Generator().manual_seed(self._seed * EPOCHS_PER_SEED + self._epoch)
-        order = torch.randperm(len(self._dataset), generator=generator)
-        start, self._row = self._row, self._row + self._batch_size
-        return [self._dataset[i] for i in order[start : self._row].tolist()]
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `PromptOrder`."""
-        return {"epoch": self._epoch, "row": self._row} | self._identity()
-
-    def _load(self, state: dict[str, Any]) -> None:
-        if "epoch" not in state:
-            raise DataError(
-                "the checkpoint was made with data.mixture, and this run has none; give it the same, or start anew "
-                "with another trainer.run_name"
-            )
-        self._epoch, self._row = state["epoch"], state["row"]
 
 
 def _check_prompt(row: Row, i: int, source: str, prompt_key: str) -> None:

@@ -51,7 +51,6 @@ def new_engine(
     return VLLMEngine(
         cfg.trainer.policy.model.path,
         tokenizer,
-        model.named_parameters,
         dtype="bfloat16" if cfg.trainer.bf16 and has_gpu else cfg.trainer.policy.model.dtype,
         max_num_seqs=generator.max_num_seqs,
         max_num_batched_tokens=generator.max_num_batched_tokens,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from functools import cached_property
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from skyrl_gym.envs.registration import spec as env_spec
 from skyrl_gym.error import InvalidSpec, UnregisteredEnv
 from skyrl_train.algorithms import advantage_estimator, policy_loss, required_inputs
 from skyrl_train.algorithms.contract import check_advantage_estimator, check_policy_loss
+from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
+from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
+from skyrl_train.algorithms.registry import AdvantageEstimator
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -36,9 +40,11 @@ from skyrl_train.callbacks import (
     SavedConfig,
     TrajectoryDump,
 )
+from skyrl_train.checkpoint import folder_lock
 from skyrl_train.config import SkyRLConfig, config_dir, validate_cfg, what_runs_here
 from skyrl_train.dataset.mixture import MixedPrompts
-from skyrl_train.dataset.prompts import PromptDataset, PromptOrder, ShuffledPrompts
+from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
+from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.command import (
     collect_rarely,
     compute_thread,
@@ -52,7 +58,10 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.generators.source import LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.launch.inline import load_inline, model_spec, optimizer_spec
+from skyrl_train.learner import Learner
 from skyrl_train.models.loading import (
     POLICY_PATH,
     REF_PATH,
@@ -64,9 +73,9 @@ from skyrl_train.models.loading import (
 from skyrl_train.models.value_head import CRITIC_PATH, load_value_model
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.trainer import Trainer
-from skyrl_train.workers.critic import CriticWorker
-from skyrl_train.workers.policy import PolicyWorker
-from skyrl_train.workers.ref import RefWorker
+from skyrl_train.types.specs import OptimizerSpec, Role
+from skyrl_train.weight_sync import WeightSync
+from skyrl_train.workers.group import WorkerGroup
 
 __all__ = ["BasePPOExp", "config_dir", "main", "run_command", "validate_cfg"]
 
@@ -102,7 +111,16 @@ class BasePPOExp:
     def running(self) -> Iterator[None]:
         """What holds for as long as anything runs: a log, seeds, a thread that computes."""
         log_to_console()
-        with log_to_file(self.run_folder.train_log), collect_rarely(), compute_thread() as self._compute:
+        folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
+        with (
+            folder_lock(folder, "wait until it ends, or give this run another trainer.run_name"),
+            folder_lock(ckpt_path, "wait until it ends, or set another trainer.ckpt_path")
+            if not ckpt_path.is_relative_to(folder)
+            else nullcontext(),
+            log_to_file(self.run_folder.train_log),
+            collect_rarely(),
+            compute_thread() as self._compute,
+        ):
             has_gpu, has_vllm = torch.cuda.is_available(), is_vllm_installed()
             for line in what_runs_here(self.cfg, has_gpu=has_gpu, has_vllm=has_vllm):
                 logger.info(line)
@@ -184,12 +202,14 @@ class BasePPOExp:
             train_dataset, batch_size, seed, mixture.weights, mixture.min_per_batch, resumes_weights=has_curriculum
         )
 
-    def get_callbacks(self, eval_dataset: PromptDataset | None, tracker: Tracking) -> list[Callback]:
-        """What happens around a step, in this order."""
+    def get_callbacks(
+        self, eval_dataset: PromptDataset | None, generator: GeneratorInterface, tracker: Tracking
+    ) -> list[Callback]:
+        """Return the callbacks of a step, in order."""
         chat = ChatEncoder(self.tokenizer)
         callbacks: list[Callback] = []
         if eval_dataset is not None:
-            callbacks.append(Evaluation(eval_dataset, self.run_folder, chat))
+            callbacks.append(Evaluation(eval_dataset, generator, self.run_folder, chat))
         callbacks.append(Logging(tracker))
         if self.cfg.trainer.dump_trajectories:
             callbacks.append(TrajectoryDump(self.run_folder, chat))
@@ -201,7 +221,7 @@ class BasePPOExp:
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
         check_advantage_estimator(estimator, cfg.algorithm, has_critic=cfg.critic.model.path is not None)
         loss = policy_loss(cfg.algorithm.policy_loss_type)
-        check_policy_loss(loss, cfg.algorithm)
+        objective = PolicyObjective(loss, cfg.algorithm, reduces=check_policy_loss(loss, cfg.algorithm))
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self.check_environments(datasets)
@@ -209,41 +229,77 @@ class BasePPOExp:
         curriculum = self._curriculum(prompts)
         total_steps = cfg.epochs * prompts.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
-        model = self.get_model(cfg.policy.model.path, POLICY_PATH)
-        n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
-        policy = PolicyWorker(model, self.tokenizer, cfg, loss, n_updates // cfg.policy_mini_batch_size)
-        critic, ref = None, None
-        if cfg.critic.model.path is not None:
-            check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, self.tokenizer)
-            value_model = self.get_value_model(cfg.critic.model.path)
-            critic = CriticWorker(value_model, self.tokenizer, cfg, n_updates // cfg.critic_mini_batch_size)
-        if cfg.algorithm.compares_with_reference or "ref_log_probs" in required_inputs(estimator):
-            check_same_vocabulary(cfg.ref.model.path, REF_PATH, self.tokenizer)
-            ref = RefWorker(self.get_model(cfg.ref.model.path, REF_PATH), cfg)
-            if cfg.update_ref_every_epoch:
-                ref.check_can_become(model)
-        trained = [policy] if critic is None else [policy, critic]
-        self._bytes_to_come = sum(worker.checkpoint_bytes() for worker in trained)  # with the first update
-        async with self.playing(policy.model) as (engine, generator):
+        policy, learner = await self._load_models(estimator, objective, total_steps)
+        self._bytes_to_come = await learner.checkpoint_bytes()  # gradients and moments, with the first update
+        async with self.playing(policy) as (engine, generator):
             with self.get_tracker() as tracker:
+                source = LockstepRollouts(
+                    self.cfg,
+                    generator,
+                    prompts,
+                    with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
+                )
                 trainer = self.trainer_class(
                     self.cfg,
-                    prompts=prompts,
+                    source=source,
+                    learner=learner,
+                    sync_engines=WeightSync(learner.policy, [engine]),
                     total_steps=total_steps,
-                    generator=generator,
-                    engine=engine,
-                    policy=policy,
-                    critic=critic,
-                    ref=ref,
-                    estimator=estimator,
                     pad_token_id=self.tokenizer.pad_token_id,
-                    callbacks=[*curriculum, *self.get_callbacks(eval_dataset, tracker)],
-                    compute=self._compute,
+                    callbacks=[*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
                 )
-                with on_first_interrupt(trainer.request_stop):
+                with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
                     await trainer.train()
                 if trainer.is_stopping and trainer.global_step < total_steps:
                     raise KeyboardInterrupt
+
+    async def _load_models(
+        self, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int
+    ) -> tuple[PreTrainedModel, Learner]:
+        """Load the policy, and critic and reference where they are needed."""
+        cfg, tokenizer = self.cfg.trainer, self.tokenizer
+        n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
+
+        async def load(
+            role: Role,
+            model: Callable[[], PreTrainedModel],
+            objective: Objective | None = None,
+            optimizer: OptimizerSpec | None = None,
+        ) -> tuple[WorkerGroup, PreTrainedModel]:
+            assert self._compute is not None
+            spec = model_spec(role, model, tokenizer.save_pretrained, cfg, optimizer)
+            return await load_inline(spec, objective, self._compute)
+
+        policy, policy_model = await load(
+            "policy",
+            partial(self.get_model, cfg.policy.model.path, POLICY_PATH),
+            objective,
+            optimizer_spec(cfg.policy.optimizer_config, n_updates // cfg.policy_mini_batch_size),
+        )
+        critic, ref, reference_sync = None, None, None
+        if cfg.critic.model.path is not None:
+            check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, tokenizer)
+            critic, _ = await load(
+                "critic",
+                partial(self.get_value_model, cfg.critic.model.path),
+                ValueObjective(cfg.algorithm.value_clip),
+                optimizer_spec(cfg.critic.optimizer_config, n_updates // cfg.critic_mini_batch_size),
+            )
+        if cfg.algorithm.compares_with_reference or "ref_log_probs" in required_inputs(estimator):
+            check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
+            ref, _ = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
+            if cfg.update_ref_every_epoch:
+                await _check_same_architecture(policy, ref)
+                reference_sync = WeightSync(policy, [ref])
+        learner = Learner(
+            cfg,
+            estimator,
+            policy=policy,
+            critic=critic,
+            ref=ref,
+            reference_sync=reference_sync,
+        )
+        return policy_model, learner
 
     def _curriculum(self, prompts: PromptOrder) -> list[Callback]:
         """The step of `data.mixture.curriculum`, if there is one."""
@@ -285,6 +341,15 @@ def load_curriculum(name: str) -> Curriculum:
     if not callable(curriculum):
         raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
     return curriculum
+
+
+async def _check_same_architecture(policy: WorkerGroup, ref: WorkerGroup) -> None:
+    """Raise ConfigError unless the reference has tensors of the same names and shapes as the policy."""
+    if await policy.tensor_specs() != await ref.tensor_specs():
+        raise ConfigError(
+            "trainer.update_ref_every_epoch=true makes the policy the reference, and trainer.ref.model.path has "
+            "another architecture; set trainer.update_ref_every_epoch=false, or leave trainer.ref.model.path out"
+        )
 
 
 def _seed_everything(seed: int) -> None:

@@ -22,14 +22,14 @@ async def play_until_valid(
     n_retries: int,
 ) -> list[Rollout]:
     """One rollout for each request, in order; `play` plays each it is given to its end, valid or not."""
-    rollouts = [Rollout(request, metadata.rollout_seed(request.id)) for request in requests]
+    rollouts = [Rollout(request, metadata.seed) for request in requests]
     await play(rollouts)
     for attempt in range(1, n_retries + 1):
         failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED]
         if not failed:
             break
         _report([rollouts[i] for i in failed], len(rollouts), "are played again")
-        again = [Rollout(rollouts[i].request, rollouts[i].seed, attempt) for i in failed]
+        again = [Rollout(rollouts[i].request, metadata.seed, attempt) for i in failed]
         await play(again)
         for i, rollout in zip(failed, again, strict=True):
             rollouts[i] = rollout

@@ -5,52 +5,75 @@ from __future__ import annotations
 import hashlib
 import math
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import takewhile
-from typing import Any, Literal, NotRequired, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none, last_sampled
+from skyrl_train.types import (
+    DrawnPrompt,
+    Message,
+    PromptRow,
+    Segment,
+    Trajectory,
+    TrajectoryID,
+    Turn,
+    all_or_none,
+    last_sampled,
+)
+from skyrl_train.types.tokens import Phase
 
 T = TypeVar("T")
-
-TrainingPhase = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Which step a batch of rollouts belongs to, e.g. `BatchMetadata(12, "train", seed=42)`."""
+    """The step that a batch of rollouts belongs to, e.g. `BatchMetadata(12, "train", seed=42)`."""
 
     global_step: int
-    training_phase: TrainingPhase
+    training_phase: Phase
     seed: int = 0  # of the run
 
-    def rollout_seed(self, id: TrajectoryID) -> int:
-        """The randomness of one rollout: a function of what it is, not of when or beside what it runs."""
-        return seed_of(f"{self.seed}/{self.training_phase}/{self.global_step}/{id.to_string()}")
+
+def request_seed(run_seed: int, id: TrajectoryID, turn: int) -> int:
+    """Return the seed of one turn of a rollout; the engine draws its tokens from it and their positions.
+
+    Neither the step that trains on the rollout, nor batching, nor an earlier attempt at it plays a part.
+    """
+    return seed_of(f"{run_seed}/{id.phase}/{id.draw}/{id.instance_id}/{id.repetition_id}/{turn}")
 
 
 def seed_of(identity: str) -> int:
-    """64 bits of randomness that follow from what tells a rollout, or a reply, from others."""
+    """Return 64 bits of randomness that follow from an identity."""
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to play: which sample of which prompt, and the row it starts from."""
+    """One rollout to play: the sample of a prompt that it is, and the row it starts from."""
 
     id: TrajectoryID
     row: PromptRow
 
 
-def rollout_requests(rows: Sequence[PromptRow], n_samples: int, env_class: str) -> list[RolloutRequest]:
-    """Each prompt `n_samples` times, samples of one prompt side by side. `env_class` is of rows that name none."""
-    named = [replace(row, env_class=row.env_class or env_class) for row in rows]
-    return [RolloutRequest(TrajectoryID(row.uid, i), row) for row in named for i in range(n_samples)]
+def rollout_requests(
+    prompts: Sequence[DrawnPrompt], n_samples: int, env_class: str, phase: Phase = "train"
+) -> list[RolloutRequest]:
+    """Return each prompt `n_samples` times, samples of one prompt side by side.
+
+    `env_class` is the environment of rows that name none.
+    """
+    return [
+        RolloutRequest(
+            TrajectoryID(prompt.row.uid, sample, prompt.draw, phase),
+            replace(prompt.row, env_class=prompt.row.env_class or env_class),
+        )
+        for prompt in prompts
+        for sample in range(n_samples)
+    ]
 
 
 class GeneratorInput(TypedDict):
@@ -92,41 +115,35 @@ class GeneratorOutput(TypedDict):
     error: NotRequired[list[str | None]]
 
 
-CARRIED = ("env_metrics", "reward_components", "turns", "timing", "n_attempts")
+CARRIED = ("env_metrics", "reward_components", "timing", "n_attempts")
 """Lists of a `GeneratorOutput` that are fields of a `Trajectory` as they are."""
 
 
 class GeneratorInterface:
-    """Plays rollouts. Implement `generate`, or `rollout`, which the trainer calls: the other is made out of it.
+    """Plays rollouts. Implement `generate`, on SkyRL's parallel lists, or `rollout`; each calls the other by default.
 
-    So the most derived class that overrides one of them decides what both do; if it overrides both, `rollout` decides.
+    `play` is how the trainer calls a generator: it prefers the one that the most derived class implements.
     """
 
     generator_cfg: GeneratorConfig  # if there is one, `generate` without sampling parameters takes them from it
     _reported: Sequence[Mapping[str, Any]] = ()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the other method out of the one that is overridden."""
-        super().__init_subclass__(**kwargs)
-        new = takewhile(lambda base: base is cls or not issubclass(base, GeneratorInterface), cls.__mro__)
-        overridden = {name for base in new for name in vars(base)}
-        if "rollout" in overridden:
-            cls.generate = _generate_by(cls.rollout)  # type: ignore[assignment, method-assign]
-        elif "generate" in overridden:
-            cls.rollout = _rollout_by(cls.generate)  # type: ignore[assignment, method-assign]
-
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """One trajectory for each prompt, in order."""
-        raise NotImplementedError(f"{type(self).__name__} has neither `generate` nor `rollout`; implement one of them")
+        """Return one trajectory for each prompt, in order."""
+        _check_implemented(self)
+        sampling = to_sampling(input_batch.get("sampling_params"), getattr(self, "generator_cfg", None))
+        metadata = input_batch.get("batch_metadata") or BatchMetadata(0, "train")
+        return to_generator_output(await self.rollout(to_requests(input_batch), sampling, metadata))
 
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """One trajectory for each request, in order."""
-        raise NotImplementedError(f"no class above {type(self).__name__} has `generate` or `rollout`")
+        """Return one trajectory for each request, in order."""
+        _check_implemented(self)
+        return await _rollout_by_generate(self, requests, sampling, metadata)
 
     def take_metrics(self) -> dict[str, float]:
-        """What `generate` has returned as `rollout_metrics` since the last time, averaged over its calls."""
+        """Return what `generate` has reported as `rollout_metrics` since the last time, averaged over its calls."""
         reported, self._reported = self._reported, ()
         return default_aggregate_metrics(reported)
 
@@ -134,36 +151,43 @@ class GeneratorInterface:
         """Release what the generator holds. Nothing by default."""
 
 
-Generate = Callable[[GeneratorInterface, GeneratorInput], Coroutine[Any, Any, GeneratorOutput]]
-Rollout = Callable[
-    [GeneratorInterface, Sequence[RolloutRequest], SamplingParams, BatchMetadata], Coroutine[Any, Any, list[Trajectory]]
-]
+async def play(
+    generator: GeneratorInterface,
+    requests: Sequence[RolloutRequest],
+    sampling: SamplingParams,
+    metadata: BatchMetadata,
+) -> list[Trajectory]:
+    """Play rollouts with a generator; return one trajectory for each request, in order.
+
+    A class that overrides `generate` decides what is played, also below one that implements `rollout`; a class that
+    overrides both is called by `rollout`.
+    """
+    for cls in type(generator).__mro__:
+        if "rollout" in vars(cls):
+            break
+        if "generate" in vars(cls):
+            return await _rollout_by_generate(generator, requests, sampling, metadata)
+    return await generator.rollout(requests, sampling, metadata)
 
 
-def _generate_by(rollout: Rollout) -> Generate:
-    """A `generate` that calls `rollout`."""
+async def _rollout_by_generate(
+    generator: GeneratorInterface,
+    requests: Sequence[RolloutRequest],
+    sampling: SamplingParams,
+    metadata: BatchMetadata,
+) -> list[Trajectory]:
+    input_batch = to_generator_input(requests, sampling, metadata)
+    output = await generator.generate(input_batch)
+    if reported := output.get("rollout_metrics"):
+        generator._reported = [*generator._reported, reported]
+    return to_trajectories(output, input_batch)
 
-    async def generate(self: GeneratorInterface, input_batch: GeneratorInput) -> GeneratorOutput:
-        sampling = to_sampling(input_batch.get("sampling_params"), getattr(self, "generator_cfg", None))
-        metadata = input_batch.get("batch_metadata") or BatchMetadata(0, "train")
-        return to_generator_output(await rollout(self, to_requests(input_batch), sampling, metadata))
 
-    return generate
-
-
-def _rollout_by(generate: Generate) -> Rollout:
-    """A `rollout` that calls `generate`."""
-
-    async def rollout(
-        self: GeneratorInterface, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
-    ) -> list[Trajectory]:
-        input_batch = to_generator_input(requests, sampling, metadata)
-        output = await generate(self, input_batch)
-        if reported := output.get("rollout_metrics"):
-            self._reported = [*self._reported, reported]
-        return to_trajectories(output, input_batch)
-
-    return rollout
+def _check_implemented(generator: GeneratorInterface) -> None:
+    """Raise NotImplementedError for a class that has neither method: they would call each other for ever."""
+    cls = type(generator)
+    if cls.generate is GeneratorInterface.generate and cls.rollout is GeneratorInterface.rollout:
+        raise NotImplementedError(f"{cls.__name__} has neither `generate` nor `rollout`; implement one of them")
 
 
 def to_generator_input(
@@ -181,7 +205,7 @@ def to_generator_input(
 
 
 def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
-    """The rollout requests behind a parallel-list view."""
+    """Return the rollout requests behind a parallel-list view."""
     prompts, env_classes = input_batch["prompts"], input_batch["env_classes"]
     ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid.uuid4().hex, 0) for _ in prompts]
     all_extras = input_batch.get("env_extras") or [{} for _ in prompts]
@@ -243,32 +267,32 @@ def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -
 
 
 def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
-    """The parallel-list view of trajectories."""
-    pairs = [(t, row) for t in trajectories for row in t.rows]
+    """Return the parallel-list view of trajectories."""
+    pairs = [(t, segment) for t in trajectories for segment in t.segments]
     output = GeneratorOutput(
-        prompt_token_ids=[row.prompt_ids for _, row in pairs],
-        response_ids=[row.response_ids for _, row in pairs],
-        rewards=[row.rewards if t.is_valid else None for t, row in pairs],
-        loss_masks=[row.loss_mask for _, row in pairs],
+        prompt_token_ids=[segment.prompt_ids for _, segment in pairs],
+        response_ids=[segment.response_ids for _, segment in pairs],
+        rewards=[segment.rewards if t.is_valid else None for t, segment in pairs],
+        loss_masks=[segment.loss_mask for _, segment in pairs],
         stop_reasons=[t.stop_reason for t, _ in pairs],
-        rollout_logprobs=all_or_none([row.logprobs for _, row in pairs]),
+        rollout_logprobs=all_or_none([segment.logprobs for _, segment in pairs]),
         env_metrics=[t.env_metrics for t, _ in pairs],
         reward_components=[t.reward_components for t, _ in pairs],
         rollout_metrics={},  # the trainer computes its own
-        sampling_logprobs=[row.sampling_logprobs for _, row in pairs],
-        turns=[t.turns for t, _ in pairs],
+        sampling_logprobs=[segment.sampling_logprobs for _, segment in pairs],
+        turns=[segment.turns for _, segment in pairs],
         timing=[t.timing for t, _ in pairs],
         n_attempts=[t.n_attempts for t, _ in pairs],
         error=[t.error for t, _ in pairs],
     )
     if len(pairs) > len(trajectories):
         output["trajectory_ids"] = [t.id for t, _ in pairs]
-        output["is_last_step"] = [row is t for t, row in pairs]
+        output["is_last_step"] = [segment is t.segments[-1] for t, segment in pairs]
     return output
 
 
 def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
-    """The trajectories behind a parallel-list view, identified by the input they answer.
+    """Return the trajectories behind a parallel-list view, identified by the input they answer.
 
     Turns and `sampling_logprobs` that do not fit a response any more, which a `generate` has shortened, are left out.
 
@@ -281,44 +305,42 @@ def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> lis
     if len(ends) != len(requests) or (ends and ends[-1] != len(is_last)):
         raise DataError(f"the generator's is_last_step ends {len(ends)} trajectories for {len(requests)} prompts")
     required = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
-    for name in (*required, "rollout_logprobs", "trajectory_ids", "sampling_logprobs", "error", *CARRIED):
+    for name in (*required, "rollout_logprobs", "trajectory_ids", "sampling_logprobs", "turns", "error", *CARRIED):
         values = output.get(name)
         n_values = len(values or ())  # type: ignore[arg-type]
         if n_values != len(is_last) and (values is not None or name in required):
             raise DataError(f"the generator returned {n_values} {name} for {len(is_last)} prompts; return one for each")
-    trajectories = []
-    for request, start, end in zip(requests, [0, *ends], ends, strict=False):
-        *earlier, last = [_trajectory(output, request, row) for row in range(start, end)]
-        whole = replace(last, earlier=tuple(_segment(t) for t in earlier))
-        trajectories.append(whole if _turns_fit(whole) else replace(whole, turns=()))
-    return trajectories
+    return [
+        _trajectory(output, request, range(start, end))
+        for request, start, end in zip(requests, [0, *ends], ends, strict=False)
+    ]
 
 
-def _turns_fit(trajectory: Trajectory) -> bool:
-    """Whether the turns are inside of their rows."""
-    lengths = [len(row.response_ids) for row in trajectory.rows]
-    return all(turn.segment < len(lengths) and turn.end <= lengths[turn.segment] for turn in trajectory.turns)
-
-
-def _segment(trajectory: Trajectory) -> Segment:
-    """An earlier row, which was read as a trajectory of its own."""
-    return Segment(
-        prompt_ids=trajectory.prompt_ids,
-        response_ids=trajectory.response_ids,
-        loss_mask=trajectory.loss_mask,
-        logprobs=trajectory.logprobs,
-        rewards=trajectory.rewards or [0.0] * len(trajectory.response_ids),
-        sampling_logprobs=trajectory.sampling_logprobs,
+def _trajectory(output: GeneratorOutput, request: RolloutRequest, rows: range) -> Trajectory:
+    """Return the trajectory of some rows of the lists; the last one speaks for it."""
+    segments = tuple(_segment(output, request, i) for i in rows)
+    last = rows[-1]
+    stop_reason = output["stop_reasons"][last]
+    is_valid = output["rewards"][last] is not None
+    return Trajectory(
+        id=request.id,
+        env_class=request.row.env_class or "unknown",
+        data_source=request.row.data_source,
+        segments=segments,
+        stop_reason=stop_reason,
+        error=None if is_valid else _at(output.get("error"), last) or stop_reason,
+        env_extras=request.row.env_extras,
+        **{name: output[name][last] for name in CARRIED if output.get(name) is not None},  # type: ignore[literal-required]
     )
 
 
-def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Trajectory:
-    """Row `i` as a trajectory."""
+def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segment:
+    """Return row `i` of the lists."""
     id = _at(output.get("trajectory_ids"), i)
-    if id is not None and id != request.id:
+    if id is not None and (id.instance_id, id.repetition_id) != (request.id.instance_id, request.id.repetition_id):
         raise DataError(f"trajectory_ids[{i}]={id} where {request.id} was asked for; keep the order of the prompts")
     response_ids, loss_mask = output["response_ids"][i], output["loss_masks"][i]
-    rewards, stop_reason = output["rewards"][i], output["stop_reasons"][i]
+    rewards = output["rewards"][i]
     logprobs, sampling_logprobs = _at(output.get("rollout_logprobs"), i), _at(output.get("sampling_logprobs"), i)
     columns: dict[str, Sequence[float] | None] = {
         "loss_masks": loss_mask,
@@ -329,22 +351,17 @@ def _trajectory(output: GeneratorOutput, request: RolloutRequest, i: int) -> Tra
         if values is not None and len(values) != len(response_ids):
             raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
     per_token = _per_token(rewards, loss_mask)
-    if per_token is not None and not all(map(math.isfinite, per_token)):
+    if not all(map(math.isfinite, per_token)):
         raise DataError(f"rewards[{i}]={rewards!r} are not all finite; return None for a trajectory without a reward")
-    return Trajectory(
-        id=request.id,
-        env_class=request.row.env_class or "unknown",
-        data_source=request.row.data_source,
-        prompt_ids=output["prompt_token_ids"][i],
-        response_ids=response_ids,
+    turns = _at(output.get("turns"), i) or ()
+    return Segment(
+        token_ids=[*output["prompt_token_ids"][i], *response_ids],
+        n_prompt=len(output["prompt_token_ids"][i]),
         loss_mask=loss_mask,
-        logprobs=logprobs,
         rewards=per_token,
-        stop_reason=stop_reason,
-        env_extras=request.row.env_extras,
+        logprobs=logprobs,
         sampling_logprobs=sampling_logprobs if len(sampling_logprobs or ()) == len(response_ids) else None,
-        error=None if rewards is not None else _at(output.get("error"), i) or stop_reason,
-        **{name: output[name][i] for name in CARRIED if output.get(name) is not None},  # type: ignore[literal-required]
+        turns=tuple(turns) if all(turn.end <= len(response_ids) for turn in turns) else (),
     )
 
 
@@ -352,11 +369,11 @@ def _at(values: Sequence[T] | None, i: int) -> T | None:
     return None if values is None else values[i]
 
 
-def _per_token(rewards: list[float] | float | None, loss_mask: Sequence[int]) -> list[float] | None:
-    """A reward of the whole response stands on its last sampled token."""
-    if rewards is None or isinstance(rewards, list):
+def _per_token(rewards: list[float] | float | None, loss_mask: Sequence[int]) -> list[float]:
+    """Return a reward for each token; that of the whole response goes to its last sampled token."""
+    if isinstance(rewards, list):
         return rewards
     per_token = [0.0] * len(loss_mask)
-    if per_token:
+    if per_token and rewards is not None:
         per_token[last_sampled(loss_mask)] = float(rewards)
     return per_token

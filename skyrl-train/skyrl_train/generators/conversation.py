@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
 
@@ -18,53 +18,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
 from skyrl_train.inference_engines.base import EngineResult
-from skyrl_train.types import Message
-
-
-@dataclass(slots=True)
-class Row:
-    """Tokens side by side: a prompt of `n_prompt`, and after it what was sampled (mask 1) and observed (mask 0)."""
-
-    token_ids: list[int]
-    n_prompt: int
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)  # None once a turn came without
-    sampling_logprobs: list[float] | None = None  # None until a turn was sampled from another distribution
-
-    @property
-    def response_length(self) -> int:
-        """Tokens after the prompt."""
-        return len(self.loss_mask)
-
-    def append_sampled(self, result: EngineResult) -> None:
-        """Add a turn."""
-        n_tokens = len(result.token_ids)
-        if result.sampling_logprobs is not None and self.sampling_logprobs is None:
-            self.sampling_logprobs = list(self.logprobs or [0.0] * self.response_length)
-        if self.sampling_logprobs is not None:
-            self.sampling_logprobs += result.sampling_logprobs or result.logprobs or [0.0] * n_tokens
-        if result.logprobs is None:
-            self.logprobs = None
-        elif self.logprobs is not None:
-            self.logprobs += result.logprobs
-        self.token_ids += result.token_ids
-        self.loss_mask += [1] * n_tokens
-
-    def append_observed(self, token_ids: list[int]) -> None:
-        """Add tokens that nobody sampled."""
-        zeros = [0.0] * len(token_ids)
-        self.token_ids += token_ids
-        self.loss_mask += [0] * len(token_ids)
-        for values in (self.logprobs, self.sampling_logprobs):
-            if values is not None:
-                values += zeros
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` tokens of the response."""
-        del self.token_ids[self.n_prompt + length :]
-        for values in (self.loss_mask, self.logprobs, self.sampling_logprobs):
-            if values is not None:
-                del values[length:]
+from skyrl_train.types import Message, SegmentBuilder
 
 
 @dataclass(slots=True)
@@ -86,7 +40,7 @@ class TokenConversation:
         """
         self._chat = chat
         self._ends_stopped_turns = ends_stopped_turns
-        self.rows: list[Row] = []
+        self.rows: list[SegmentBuilder] = []
         self.places: list[Place] = []
         if prompt is not None:
             self._begin_row(chat.prompt_ids(prompt))
@@ -104,7 +58,7 @@ class TokenConversation:
         """The model has spoken: `text` is what the environment is told."""
         row = self.rows[-1]
         start = row.response_length
-        row.append_sampled(result)
+        row.append_sampled(result.token_ids, result.logprobs, result.sampling_logprobs)
         self.places.append(Place(len(self.rows) - 1, start, row.response_length))
 
     def replace_turn(self, text: str) -> None:
@@ -116,7 +70,7 @@ class TokenConversation:
         row, place = self.rows[-1], self.places[-1]
         token_ids = row.token_ids[row.n_prompt + place.start :]
         n_kept = _n_tokens_in_common(self._chat.decode, token_ids, text)
-        row.cut(place.start + n_kept)
+        row.truncate(place.start + n_kept)
         row.append_observed(self._chat.encode(text.removeprefix(self._chat.decode(token_ids[:n_kept]))))
         place.end = row.response_length
 
@@ -135,10 +89,10 @@ class TokenConversation:
         del self.rows[max((place.row for place in self.places), default=0) + 1 :]
         for index, row in enumerate(self.rows):
             ends = [place.end for place in self.places if place.row == index]
-            row.cut(max(ends, default=0))
+            row.truncate(max(ends, default=0))
 
     def _begin_row(self, token_ids: list[int]) -> None:
-        self.rows.append(Row(token_ids, len(token_ids)))
+        self.rows.append(SegmentBuilder(token_ids, len(token_ids)))
 
 
 class SingleMessageConversation(TokenConversation):
@@ -148,7 +102,7 @@ class SingleMessageConversation(TokenConversation):
         """See `TokenConversation.observe`."""
         row, place = self.rows[-1], self.places[-1]
         if row.token_ids[-1] == self._chat.eos_token_id and place.end > place.start:
-            row.cut(row.response_length - 1)
+            row.truncate(row.response_length - 1)
             place.end = row.response_length
         row.append_observed([token for message in observations for token in self._chat.encode(message["content"])])
 
@@ -230,10 +184,10 @@ class RetokenizedConversation(StepwiseConversation):
         # a history that lost turns has fewer of them: those rewards go to the first that is left
         turns = [turns[0]] * (n_turns - len(turns)) + turns
         self.places = [Place(0, turn.start - n_prompt, turn.end - n_prompt) for turn in turns]
-        row = Row(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
+        row = SegmentBuilder(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
         for number, place in enumerate(self.places):
             row.loss_mask[place.start : place.end] = [int(number not in self._replaced)] * (place.end - place.start)
-        row.cut(self.places[-1].end)
+        row.truncate(self.places[-1].end)
         self.rows = [row]
 
 

@@ -67,8 +67,8 @@ def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[s
 
 
 def _positive_reward(trajectory: Trajectory) -> float:
-    """The sum of the positive rewards of all rows."""
-    return sum(reward for row in trajectory.rows for reward in row.rewards or () if reward > 0)
+    """Return the sum of the positive rewards of all segments."""
+    return sum(reward for segment in trajectory.segments for reward in segment.rewards if reward > 0)
 
 
 def pass_at_k(trajectories: Sequence[Trajectory]) -> dict[str, float]:

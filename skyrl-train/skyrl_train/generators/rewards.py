@@ -217,14 +217,16 @@ def _checked(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Rewar
 
 
 def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: float) -> Trajectory:
-    """The trajectory with one more component of its reward."""
+    """Return the trajectory with one more component of its reward."""
     if reward is None:
         error = f"reward function {name} does not know its reward"
-        return replace(trajectory, rewards=None, stop_reason="reward_unknown", error=error)
-    rewards = list(trajectory.valid_rewards)
+        return replace(trajectory, stop_reason="reward_unknown", error=error)
+    last = trajectory.segments[-1]
+    rewards = list(last.rewards)
     if isinstance(reward, list):
-        rewards = [there + weight * value for there, value in zip(rewards, reward, strict=True)]
+        rewards = [old + weight * value for old, value in zip(rewards, reward, strict=True)]
     elif rewards:
-        rewards[last_sampled(trajectory.loss_mask)] += weight * reward
+        rewards[last_sampled(last.loss_mask)] += weight * reward
     total = sum(reward) if isinstance(reward, list) else reward
-    return replace(trajectory, rewards=rewards, reward_components={**trajectory.reward_components, name: total})
+    segments = (*trajectory.segments[:-1], replace(last, rewards=rewards))
+    return replace(trajectory, segments=segments, reward_components={**trajectory.reward_components, name: total})

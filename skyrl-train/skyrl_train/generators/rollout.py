@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_train.generators.base import RolloutRequest
-from skyrl_train.generators.conversation import Place, Row, TokenConversation
+from skyrl_train.generators.base import RolloutRequest, request_seed
+from skyrl_train.generators.conversation import Place, TokenConversation
 from skyrl_train.generators.episodes import Episode
 from skyrl_train.inference_engines.base import EngineResult
-from skyrl_train.types import Segment, Trajectory, Turn
+from skyrl_train.types import Segment, SegmentBuilder, Trajectory, Turn
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Rollout:
     """One attempt at a rollout."""
 
     request: RolloutRequest
-    seed: int
+    run_seed: int
     attempt: int = 0
     episode: Episode | None = None
     conversation: TokenConversation | None = None
@@ -38,6 +38,16 @@ class Rollout:
     stop_reason: str | None = None  # set when the rollout is over
     error: str | None = None
     cause: BaseException | None = None  # of the error
+
+    @property
+    def session_id(self) -> str:
+        """The engine's name for this attempt; no other attempt of the run has it."""
+        return self.request.id.session_id(self.attempt)
+
+    @property
+    def seed(self) -> int:
+        """The randomness of the next turn: a function of what it is, not of when or beside what it runs."""
+        return request_seed(self.run_seed, self.request.id, len(self.turns))
 
     @property
     def env_class(self) -> str:
@@ -60,72 +70,51 @@ class Rollout:
             self.stop_reason, self.error, self.cause = stop_reason, error, cause
 
     def trajectory(self) -> Trajectory:
-        """What the trainer sees: the response ends with the last sampled token."""
+        """Return what the trainer sees: the response ends with the last sampled token."""
         assert self.stop_reason is not None
-        rows, places = [Row([], 0)], list[Place]()
+        rows, places = [SegmentBuilder([], 0)], list[Place]()
         if self.conversation is not None:
             self.conversation.finish()
             rows, places = self.conversation.rows, self.conversation.places
         if places and not rows[-1].response_length:
             self.fail("empty_response", "the environment left nothing of the reply, which its reward could be for")
-        rewards = _rewards(rows, places, self.turns)
-        last = rows[-1]
         return Trajectory(
             id=self.request.id,
             env_class=self.env_class,
             data_source=self.request.row.data_source,
-            prompt_ids=last.token_ids[: last.n_prompt],
-            response_ids=last.token_ids[last.n_prompt :],
-            loss_mask=last.loss_mask,
-            logprobs=last.logprobs,
-            sampling_logprobs=last.sampling_logprobs,
-            rewards=rewards[-1] if self.error is None else None,
+            segments=_segments(rows, places, self.turns),
             stop_reason=self.stop_reason,
-            turns=tuple(_turn(place, record) for place, record in zip(places, self.turns, strict=False)),
+            error=self.error,
             reward_components=self.reward_components,
             env_metrics=self.env_metrics,
             env_extras=self.request.row.env_extras,
-            earlier=tuple(_segment(row, values) for row, values in zip(rows[:-1], rewards, strict=False)),
             timing={"generate": self.generate_s, "env": self.env_s},
             n_attempts=self.attempt + 1,
-            error=self.error,
         )
 
 
-def _segment(row: Row, rewards: list[float]) -> Segment:
-    return Segment(
-        prompt_ids=row.token_ids[: row.n_prompt],
-        response_ids=row.token_ids[row.n_prompt :],
-        loss_mask=row.loss_mask,
-        logprobs=row.logprobs,
-        rewards=rewards,
-        sampling_logprobs=row.sampling_logprobs,
-    )
-
-
-def _turn(place: Place, record: TurnRecord) -> Turn:
-    return Turn(
-        start=place.start,
-        end=place.end,
-        prompt_length=record.prompt_length,
-        reward=_total(record.reward),
-        stop_reason=record.result.stop_reason,
-        segment=place.row,
-        weight_spans=record.result.weight_spans,
-    )
-
-
-def _rewards(rows: list[Row], places: list[Place], turns: list[TurnRecord]) -> list[list[float]]:
-    """Rewards of every token, row by row: that of a turn is on its last token, or spread as the environment did."""
+def _segments(rows: list[SegmentBuilder], places: list[Place], records: list[TurnRecord]) -> tuple[Segment, ...]:
+    """Build the segments. A turn's reward is on its last token, or spread over its tokens as the environment did."""
     rewards = [[0.0] * row.response_length for row in rows]
-    for place, record in zip(places, turns, strict=False):
-        of_row = rewards[place.row]
-        if isinstance(record.reward, list) and len(record.reward) == place.end - place.start:
-            for position, value in enumerate(record.reward, place.start):
-                of_row[position] += value
-        elif of_row:
-            of_row[max(place.end, 1) - 1] += _total(record.reward)
-    return rewards
+    turns: list[list[Turn]] = [[] for _ in rows]
+    for place, record in zip(places, records, strict=False):
+        row_rewards, reward = rewards[place.row], record.reward
+        if isinstance(reward, list) and len(reward) == place.end - place.start:
+            for position, value in enumerate(reward, place.start):
+                row_rewards[position] += value
+        elif row_rewards:
+            row_rewards[max(place.end, 1) - 1] += _total(reward)
+        turns[place.row].append(
+            Turn(
+                start=place.start,
+                end=place.end,
+                prompt_length=record.prompt_length,
+                reward=_total(reward),
+                stop_reason=record.result.stop_reason,
+                weight_spans=record.result.weight_spans,
+            )
+        )
+    return tuple(row.build(*parts) for row, *parts in zip(rows, rewards, turns, strict=True))
 
 
 def _total(reward: float | list[float]) -> float:

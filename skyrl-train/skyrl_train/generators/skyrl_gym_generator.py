@@ -85,7 +85,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         is_apart = skyrl_gym_cfg.isolation == "process"
         self._episodes: Episodes = ProcessEpisodes(skyrl_gym_cfg) if is_apart else LocalEpisodes(skyrl_gym_cfg)
         self._is_in_step = generator_cfg.batched and not is_apart  # a group that waits for its own processes never ends
-        longest = inference_engine_client.context_length - 1  # leaves room for a token
+        longest = inference_engine_client.info.context_length - 1  # leaves room for a token
         self._max_input_length = min(generator_cfg.max_input_length or longest, longest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         if (budget := self.generator_cfg.max_response_length) is not None:
             n_left = budget - rollout.n_response_tokens
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
-        request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.request.id.to_string())
+        request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.session_id)
         started = time.perf_counter()
         try:
             (result,) = await self.inference_engine_client.generate([request])
@@ -235,7 +235,7 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     async def _finish(self, rollout: Rollout) -> None:
         """Collect the environment's metrics, close it, and free the engine's cache of the conversation."""
-        self.inference_engine_client.end_session(rollout.request.id.to_string())
+        await self.inference_engine_client.end_session(rollout.session_id)
         episode = rollout.episode
         if episode is None:
             return

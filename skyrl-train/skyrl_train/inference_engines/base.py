@@ -1,14 +1,15 @@
-"""What an inference engine takes and gives. Tokens in, tokens out; text exists only for environments."""
+"""The interface of inference engines. Tokens in, tokens out; text exists only for environments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.types import WeightSpan
+from skyrl_train.weight_sync import Receipt, SyncPlan
 
 StopReason = Literal["stop", "length", "abort"]
 
@@ -91,7 +92,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """What was sampled: n tokens and what the model said about each.
+    """The n sampled tokens of a response, and their log-probs.
 
     `logprobs` [n] are of the model at the request's temperature (1 if that is 0), before penalties and truncation: the
     number the trainer computes.
@@ -107,25 +108,38 @@ class EngineResult:
     n_reused: int = 0  # tokens of the prompt that were not read again
 
 
-OnTokens = Callable[[int, list[int], list[float]], None]
-"""Told the index of a request, its new tokens and their log-probs, as they are sampled."""
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """New tokens of a response that is being sampled; the last chunk has the result of the whole."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    result: EngineResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Limits of an engine, known before the first request."""
+
+    context_length: int  # tokens of prompt and response together that a sequence can have
+    longest_sequence: int  # the same, or less where the engine's memory holds less
 
 
 class InferenceEngine(Protocol):
-    """The interface every backend implements."""
+    """The interface every backend implements. Everything that crosses it can be pickled."""
 
-    context_length: int
-    """Tokens of prompt and response together that a sequence can have."""
-    longest_sequence: int
-    """The same, or less where the engine's memory holds less."""
+    @property
+    def info(self) -> EngineInfo:
+        """Limits of this engine."""
+        ...
 
-    async def generate(
-        self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
-    ) -> list[EngineResult]:
-        """One result for each request, in order. Concurrent calls share the engine's batches.
+    n_weight_copies: int
+    """Processes that receive new weights; see `WeightSync`."""
 
-        Requests wait while the engine is paused. Cancelling the call ends them; so does what `on_tokens` raises, which
-        is raised here.
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        """Return one result for each request, in order. Concurrent calls share the engine's batches.
+
+        Requests wait while the engine is paused. Cancelling the call ends them.
 
         Raises:
             EngineError: a request that cannot be served, named with its numbers; a step failed; the engine is asleep
@@ -133,41 +147,45 @@ class InferenceEngine(Protocol):
         """
         ...
 
-    def abort(self, session_id: str | None = None) -> None:
+    def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the tokens of one response as they are sampled. Closing the generator ends the request."""
+        ...
+
+    async def abort(self, session_id: str | None = None) -> None:
         """End the requests of a session, or all, with the tokens they have, maybe none: stop reason `abort`."""
         ...
 
     async def pause(self) -> None:
         """Stop between two steps. Requests wait, new ones too; EngineError if it is paused already.
 
-        Cancelled before the step ended, it has done nothing.
+        Cancelled before the step ended, it has no effect.
         """
         ...
 
-    def resume(self) -> None:
-        """Go on where `pause` stopped; EngineError if it is not paused."""
+    async def resume(self) -> None:
+        """Continue where `pause` stopped; EngineError if it is not paused."""
         ...
 
-    def end_session(self, session_id: str) -> None:
-        """Forget a session's cache; unknown sessions are fine."""
+    async def end_session(self, session_id: str) -> None:
+        """Drop a session's cache; unknown sessions are fine."""
         ...
 
-    async def sync_weights(self, weight_version: int) -> None:
-        """Take over the policy's current weights and report `weight_version` from now on.
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        """Take over new weights, as the receiver `plan.rank`, and report `plan.version` from now on.
 
-        While the engine is paused, requests may be unfinished: they go on with the new weights, and what they have is
-        read again. Otherwise that is an EngineError.
+        While the engine is paused, requests may be unfinished: they continue with the new weights, and what they have
+        is read again. Otherwise that is an EngineError.
         """
         ...
 
     async def sleep(self) -> None:
-        """Give memory back until `wake_up`; EngineError while requests are running."""
+        """Release memory until `wake_up`; EngineError while requests are running."""
         ...
 
     async def wake_up(self) -> None:
-        """Be ready for requests again; EngineError if the engine is closed."""
+        """Make the engine ready for requests again; EngineError if it is closed."""
         ...
 
     async def close(self) -> None:
-        """Release memory and threads; requests still waiting fail with EngineError."""
+        """Release memory, threads and processes; requests still waiting fail with EngineError."""
         ...

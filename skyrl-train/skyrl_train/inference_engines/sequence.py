@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from skyrl_train.inference_engines.base import (
     EngineRequest,
     EngineResult,
-    OnTokens,
     SamplingParams,
     StopReason,
+    TokenChunk,
 )
 from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.types import WeightSpan
@@ -18,12 +18,21 @@ from skyrl_train.types import WeightSpan
 
 @dataclass(slots=True)
 class Call:
-    """One `generate` call: its results as they come in, and the future that waits for the last."""
+    """One `generate` or `stream` call: its results as they come in, and the future that waits for the last."""
 
     results: list[EngineResult | None]
     n_left: int
     done: asyncio.Future[None]
-    on_tokens: OnTokens | None
+    chunks: asyncio.Queue[TokenChunk | None] | None = None  # of a stream; None ends it
+
+    @staticmethod
+    def of(n_requests: int, *, is_stream: bool = False) -> Call:
+        """Return a call of the running event loop."""
+        done = asyncio.get_running_loop().create_future()
+        call = Call([None] * n_requests, n_requests, done, asyncio.Queue() if is_stream else None)
+        if call.chunks is not None:
+            done.add_done_callback(lambda _, chunks=call.chunks: chunks.put_nowait(None))  # type: ignore[misc]
+        return call
 
     def deliver(self, index: int, result: EngineResult) -> None:
         """Take the result of one request; the last one wakes the caller."""
@@ -33,7 +42,7 @@ class Call:
             self.done.set_result(None)
 
     def all_results(self) -> list[EngineResult]:
-        """The results of a call that is done."""
+        """Return the results of a call that is done."""
         assert self.n_left == 0
         return [result for result in self.results if result is not None]
 
@@ -54,7 +63,7 @@ class ActiveSequence:
     raw_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     weight_spans: list[WeightSpan] = field(default_factory=list)
-    n_told: int = 0  # tokens that `on_tokens` has heard of
+    n_streamed: int = 0  # tokens that were put into the call's stream
     stop_reason: StopReason | None = None
 
     @property
@@ -89,12 +98,13 @@ class ActiveSequence:
             n_before = self.weight_spans.pop().n_tokens
         self.weight_spans.append(WeightSpan(weight_version, n_before + 1))
 
-    def tell(self) -> None:
-        """Report new tokens to who asked for them."""
-        if self.call.on_tokens is not None and self.n_told < len(self.logprobs):
-            n_prompt, n_told = self.n_prompt, self.n_told
-            self.n_told = len(self.logprobs)
-            self.call.on_tokens(self.index, self.token_ids[n_prompt + n_told :], self.logprobs[n_told:])
+    def put_chunk(self, result: EngineResult | None = None) -> None:
+        """Put new tokens into the stream of the call, if it is one; the last time with the result."""
+        if self.call.chunks is None or (self.n_streamed == len(self.logprobs) and result is None):
+            return
+        n_before, self.n_streamed = self.n_streamed, len(self.logprobs)
+        token_ids = self.token_ids[self.n_prompt + n_before :]
+        self.call.chunks.put_nowait(TokenChunk(token_ids, self.logprobs[n_before:], result))
 
     def result(self) -> EngineResult:
         """What the caller gets."""

@@ -10,18 +10,19 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, OnTokens
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk
 from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.inference_engines.sequence import ActiveSequence, Call
 from skyrl_train.inference_engines.stopping import StopRules
 from skyrl_train.inference_engines.thread import EngineThread
+from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ S = TypeVar("S", bound=ActiveSequence)
 
 class SteppedEngine(ABC, Generic[S]):
     """The part of an `InferenceEngine` that does not depend on who runs the model."""
+
+    n_weight_copies = 1
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class SteppedEngine(ABC, Generic[S]):
         tokenizer: PreTrainedTokenizerBase,
         thread: EngineThread,
     ) -> None:
-        self.context_length = self.longest_sequence = context_length
+        self.info = EngineInfo(context_length, context_length)
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._rules = StopRules(eos_ids, tokenizer)
@@ -54,20 +57,34 @@ class SteppedEngine(ABC, Generic[S]):
         self._closing: asyncio.Task[None] | None = None
         self._broken_by: Exception | None = None
 
-    async def generate(
-        self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
-    ) -> list[EngineResult]:
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         """See `InferenceEngine.generate`."""
-        self._check_ready()
         if not requests:
+            self._check_ready()
             return []
-        call = Call([None] * len(requests), len(requests), asyncio.get_running_loop().create_future(), on_tokens)
-        self._add([self._admit(request, call, index) for index, request in enumerate(requests)])
-        self._start_loop()
+        call = Call.of(len(requests))
+        self._submit(requests, call)
         await call.done
         return call.all_results()
 
-    def abort(self, session_id: str | None = None) -> None:
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `InferenceEngine.stream`."""
+        call = Call.of(1, is_stream=True)
+        self._submit([request], call)
+        assert call.chunks is not None
+        try:
+            while (chunk := await call.chunks.get()) is not None:
+                yield chunk
+            call.done.result()
+        finally:
+            call.done.cancel()
+
+    def _submit(self, requests: Sequence[EngineRequest], call: Call) -> None:
+        self._check_ready()
+        self._add([self._admit(request, call, index) for index, request in enumerate(requests)])
+        self._start_loop()
+
+    async def abort(self, session_id: str | None = None) -> None:
         """See `InferenceEngine.abort`."""
         for sequence in self._unfinished():
             if session_id is None or sequence.request.session_id == session_id:
@@ -84,28 +101,32 @@ class SteppedEngine(ABC, Generic[S]):
         try:
             await self._between_steps.wait()
         except asyncio.CancelledError:
-            self.resume()
+            self._unpause()
             raise
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """See `InferenceEngine.resume`."""
         if not self._is_paused:
             raise EngineError("the engine is not paused")
+        self._unpause()
+
+    def _unpause(self) -> None:
         self._is_paused = False
         self._let_go()
 
-    async def sync_weights(self, weight_version: int) -> None:
-        """See `InferenceEngine.sync_weights`."""
+    async def receive_weights(self, plan: SyncPlan) -> Receipt:
+        """See `InferenceEngine.receive_weights`."""
         self._check_ready()
         n_unfinished = len(self._unfinished())
         if n_unfinished and not self._is_paused:
             raise EngineError(
-                f"weights changed to version {weight_version} while {n_unfinished} sequences were being generated; "
+                f"weights changed to version {plan.version} while {n_unfinished} sequences were being generated; "
                 "pause() the engine first, or wait for generate() to return"
             )
         async with self._hold():  # a call that was cancelled may still be in a step
-            await self._take_weights()
-            self._weight_version = weight_version
+            receipt = await self._take_weights(plan)
+            self._weight_version = plan.version
+        return receipt
 
     async def sleep(self) -> None:
         """See `InferenceEngine.sleep`."""
@@ -134,7 +155,7 @@ class SteppedEngine(ABC, Generic[S]):
     # -- what an engine adds
 
     @abstractmethod
-    def end_session(self, session_id: str) -> None:
+    async def end_session(self, session_id: str) -> None:
         """See `InferenceEngine.end_session`."""
 
     @abstractmethod
@@ -162,8 +183,8 @@ class SteppedEngine(ABC, Generic[S]):
         """Hold no sequence and nothing that was computed, after a step that failed."""
 
     @abstractmethod
-    async def _take_weights(self) -> None:
-        """Compute with the policy's current weights; sequences that are held are read again."""
+    async def _take_weights(self, plan: SyncPlan) -> Receipt:
+        """Load the weights of a sync; sequences that are held are read again."""
 
     @abstractmethod
     async def _release_memory(self) -> None:
@@ -213,8 +234,10 @@ class SteppedEngine(ABC, Generic[S]):
     def _hand_out(self) -> bool:
         """Hand out what is complete, drop what nobody waits for any more; whether there is a step to do."""
         for sequence in self._take_finished():
-            if sequence.stop_reason is not None:
-                sequence.call.deliver(sequence.index, sequence.result())
+            if sequence.stop_reason is not None and not sequence.call.done.done():
+                result = sequence.result()
+                sequence.put_chunk(result)
+                sequence.call.deliver(sequence.index, result)
         return not self._n_holds and any(True for _ in self._held())
 
     async def _start_over(self, error: Exception) -> None:
@@ -241,7 +264,7 @@ class SteppedEngine(ABC, Generic[S]):
             self._thread.close()
 
     def _append(self, sequence: S, choice: Choice) -> None:
-        """Note what was sampled for a sequence, unless it ended while the step ran."""
+        """Add a sampled token to its sequence, unless that ended while the step ran."""
         if sequence.is_over:
             return
         if not math.isfinite(choice.logprob):
@@ -251,18 +274,16 @@ class SteppedEngine(ABC, Generic[S]):
             )
         sequence.append(choice, self._weight_version)
         sequence.stop_reason = self._rules.stop_reason(sequence)
-        try:
-            sequence.tell()
-        except Exception as error:  # noqa: BLE001, what a caller's own function raises is the caller's
-            sequence.call.done.set_exception(error)
+        if sequence.stop_reason is None:
+            sequence.put_chunk()
 
     # -- requests
 
     def _admit(self, request: EngineRequest, call: Call, index: int) -> S:
         n_prompt = len(request.prompt_ids)
-        if not 0 < n_prompt < self.context_length:
+        if not 0 < n_prompt < self.info.context_length:
             raise EngineError(
-                f"a prompt of {n_prompt} tokens: this model takes between 1 and {self.context_length - 1}; lower "
+                f"a prompt of {n_prompt} tokens: this model takes between 1 and {self.info.context_length - 1}; lower "
                 "generator.max_input_length or shorten the prompt"
             )
         lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
@@ -273,7 +294,7 @@ class SteppedEngine(ABC, Generic[S]):
             )
         if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._vocab_size]:
             raise EngineError(f"stop_token_ids={unknown}: this model knows 0 to {self._vocab_size - 1}")
-        max_tokens = min(n_prompt + request.sampling.max_new_tokens, self.context_length)
+        max_tokens = min(n_prompt + request.sampling.max_new_tokens, self.info.context_length)
         return self._sequence(request, call, index, max_tokens)
 
     def _check_usable(self) -> None:

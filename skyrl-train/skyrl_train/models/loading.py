@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.logprobs import lm_head_logits
+from skyrl_train.models.logprobs import scaled_logits
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +130,12 @@ def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, source: str) -> None:
-    """Refuse a model that does something to its logits that `lm_head_logits` does not know."""
+    """Refuse a model that changes its logits in a way that `scaled_logits` does not know."""
     input_ids = torch.arange(1, 5, device=model.device)[None]  # (1, 4)
     expected = model(input_ids=input_ids, use_cache=False).logits
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    if not torch.allclose(lm_head_logits(model, hidden), expected.float(), atol=1e-3, rtol=1e-3):
+    logits = scaled_logits(model, model.get_output_embeddings()(hidden).float())
+    if not torch.allclose(logits, expected.float(), atol=1e-3, rtol=1e-3):
         raise ConfigError(
             f"{source}: a {type(model).__name__} changes its logits after the language-model "
             "head in a way that is not supported; use another architecture"

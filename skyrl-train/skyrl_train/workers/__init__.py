@@ -1,1 +1,1 @@
-"""Workers hold a model and do the heavy steps: scoring log-probs and updating weights."""
+"""Models at work: one worker per rank, and the group that the driver talks to."""

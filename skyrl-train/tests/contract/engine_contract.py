@@ -1,10 +1,15 @@
-"""What every inference engine does. A backend's test module subclasses `EngineContract` and gives an `engine_kit`."""
+"""The contract of inference engines. A backend's test module subclasses `EngineContract` and provides an `engine_kit`.
+
+The tests use the protocol alone, because the engine may be in another process. Tests of threads, or with access to the
+engine's internals, belong to the backend's own test module.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any
@@ -13,7 +18,13 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
+from skyrl_train.inference_engines.base import (
+    EngineRequest,
+    EngineResult,
+    InferenceEngine,
+    SamplingParams,
+    TokenChunk,
+)
 from tests.contract.engine_kit import EngineKit, Listener
 
 LONG = {"n_new": 400, "ignore_eos": True}  # still running when a test looks at it
@@ -39,6 +50,18 @@ def assert_same(actual: EngineResult, expected: EngineResult, tolerance: float) 
 def assert_agrees(kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
     """The engine and the trainer say the same about the sampled tokens."""
     assert result.logprobs == pytest.approx(kit.trainer_logprobs(request, result), abs=kit.tolerance), request.sampling
+
+
+def start(engine: InferenceEngine, request: EngineRequest, method: str) -> asyncio.Task[EngineResult]:
+    """Serve a request by `generate` or by `stream`, in a task."""
+    if method == "stream":
+        return Listener(engine, request).task
+
+    async def generate() -> EngineResult:
+        (result,) = await engine.generate([request])
+        return result
+
+    return asyncio.create_task(generate())
 
 
 class EngineContract:
@@ -131,15 +154,28 @@ class EngineContract:
             for result, expected in zip(results, await engine.generate(group), strict=True):
                 assert_same(result, expected, engine_kit.tolerance)
 
-    async def test_tokens_are_told_as_they_are_sampled(self, engine_kit: EngineKit) -> None:
-        listener = Listener()
+    async def test_a_stream_yields_tokens_as_they_are_sampled(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
         requests = [engine_kit.request(10, 6, ignore_eos=True), engine_kit.request(12, 9, ignore_eos=True)]
-        results = await engine_kit.new().generate(requests, on_tokens=listener)
-        assert len(listener.told) == 15
-        for index, result in enumerate(results):
-            mine = [(token_ids, logprobs) for i, token_ids, logprobs in listener.told if i == index]
-            assert [token for token_ids, _ in mine for token in token_ids] == result.token_ids
-            assert [value for _, logprobs in mine for value in logprobs] == result.logprobs
+        listeners = [Listener(engine, request) for request in requests]
+        results = [await listener.result() for listener in listeners]
+        assert sum(len(listener.chunks) for listener in listeners) == 15
+        for listener, result in zip(listeners, results, strict=True):
+            assert listener.token_ids == result.token_ids
+            assert listener.logprobs == result.logprobs
+            assert [chunk.result for chunk in listener.chunks[:-1]] == [None] * (len(listener.chunks) - 1)
+        for result, expected in zip(results, await engine.generate(requests), strict=True):
+            assert_same(result, expected, engine_kit.tolerance)
+
+    async def test_a_stream_includes_the_tokens_that_end_the_response(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        requests = [engine_kit.request(9, 60, seed=seed, temperature=3.0, stop=tuple("aeiou")) for seed in range(8)]
+        listeners = [Listener(engine, request) for request in requests]
+        expected = await engine.generate(requests)
+        assert "stop" in {result.stop_reason for result in expected}
+        for listener, result in zip(listeners, expected, strict=True):
+            assert_same(await listener.result(), result, engine_kit.tolerance)
+            assert listener.token_ids == result.token_ids
 
     # -- when a response ends
 
@@ -166,7 +202,7 @@ class EngineContract:
     ) -> None:
         engine_kit.teach_spelling()
         engine = engine_kit.new()
-        await engine.sync_weights(1)
+        await engine_kit.sync(engine, 1)
         options = {"n_new": 100, **options}
         if letter := options.get("stop_token_ids"):
             options["stop_token_ids"] = (engine_kit.tokenizer.convert_tokens_to_ids(letter),)
@@ -187,8 +223,9 @@ class EngineContract:
 
     async def test_a_response_ends_with_the_context(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        n = engine.context_length
+        n = engine.info.context_length
         assert n == engine_kit.model.config.max_position_embeddings
+        assert engine.info.longest_sequence == n  # the engines under test have room for it
         request = engine_kit.request(n - 4, 50, ignore_eos=True)
         (result,) = await engine.generate([request])
         assert (len(result.token_ids), result.stop_reason) == (4, "length")
@@ -196,11 +233,13 @@ class EngineContract:
 
     async def test_a_prompt_that_cannot_be_served_is_refused_alone(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        n = engine.context_length
+        n = engine.info.context_length
         served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
         for n_prompt in (0, n, n + 88):
-            with pytest.raises(EngineError, match=f"a prompt of {n_prompt} tokens: .* between 1 and {n - 1}"):
-                await engine.generate([engine_kit.request(5), EngineRequest([5] * n_prompt, SamplingParams(4), 0)])
+            refused = EngineRequest([5] * n_prompt, SamplingParams(4), 0)
+            for call in (engine.generate([engine_kit.request(5), refused]), Listener(engine, refused).result()):
+                with pytest.raises(EngineError, match=f"a prompt of {n_prompt} tokens: .* between 1 and {n - 1}"):
+                    await call
         assert len((await served)[0].token_ids) == 20
 
     @pytest.mark.parametrize("token_id", [-1, 10_000])
@@ -216,16 +255,33 @@ class EngineContract:
             await engine.generate([engine_kit.request(5, stop_token_ids=(-1, 7, 99_999), min_new_tokens=2)])
         assert len((await served)[0].token_ids) == 20
 
-    async def test_what_a_listener_raises_is_its_callers_alone(self, engine_kit: EngineKit) -> None:
-        def refuse(*_: object) -> None:
-            raise ValueError("not interested")
+    @pytest.mark.parametrize("way", ["closes the generator", "raises"])
+    async def test_a_consumer_that_stops_in_the_middle_ends_its_own_request_and_no_other(
+        self, engine_kit: EngineKit, way: str
+    ) -> None:
+        async def consume(chunks: AsyncGenerator[TokenChunk, None]) -> None:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    assert chunk.result is None
+                    if way == "raises":
+                        raise ValueError("not interested")
+                    await chunks.aclose()
 
         engine = engine_kit.new()
-        served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
-        with pytest.raises(ValueError, match="not interested"):
-            await engine.generate([engine_kit.request(5, **LONG), engine_kit.request(6, **LONG)], refuse)
-        assert len((await served)[0].token_ids) == 20
-        assert len((await engine.generate([engine_kit.request(10, 1)]))[0].token_ids) == 1
+        kept = engine_kit.request(10, 40, ignore_eos=True)
+        (expected,) = await engine.generate([kept])
+        others = [start(engine, kept, method) for method in ("generate", "stream")]
+        consumers = [asyncio.create_task(consume(engine.stream(engine_kit.request(n, **LONG)))) for n in (5, 6)]
+        for consumer in consumers:
+            if way == "raises":
+                with pytest.raises(ValueError, match="not interested"):
+                    await consumer
+            else:
+                await consumer
+        for other in others:
+            assert_same(await other, expected, engine_kit.tolerance)
+        await engine_kit.sync(engine, 1)  # which an engine with unfinished requests refuses
+        assert_same((await engine.generate([kept]))[0], expected, engine_kit.tolerance)
 
     # -- what is read again
 
@@ -261,8 +317,8 @@ class EngineContract:
         engine = engine_kit.new()
         request = engine_kit.request(80, 8, session="game")
         (first,) = await engine.generate([request])
-        engine.end_session("game")
-        engine.end_session("never heard of")
+        await engine.end_session("game")
+        await engine.end_session("unknown")
         assert_same((await engine.generate([request]))[0], first, engine_kit.tolerance)
 
     async def test_long_prompts_are_read_in_pieces(self, engine_kit: EngineKit) -> None:
@@ -285,34 +341,33 @@ class EngineContract:
             engine_kit.add_noise(seed=version)
             outdated = engine_kit.trainer_logprobs(request, result)
             assert result.logprobs != pytest.approx(outdated, abs=10 * engine_kit.tolerance)
-            await engine.sync_weights(version + 1)
+            await engine_kit.sync(engine, version + 1)
         top = engine_kit.request(40, 6, temperature=0.0, ignore_eos=True)
         assert (await engine.generate([top]))[0].token_ids == engine_kit.greedy(top.prompt_ids, 6)
 
     async def test_a_sync_while_requests_run_is_refused(self, engine_kit: EngineKit) -> None:
-        engine, listener = engine_kit.new(), Listener()
-        call = asyncio.create_task(
-            engine.generate([engine_kit.request(10, **LONG), engine_kit.request(11, **LONG)], listener)
-        )
-        await listener.heard(3)
+        engine = engine_kit.new()
+        listeners = [Listener(engine, engine_kit.request(n, **LONG)) for n in (10, 11)]
+        for listener in listeners:
+            await listener.wait_for(2)
         with pytest.raises(EngineError, match="version 3 while 2 sequences were being generated"):
-            await engine.sync_weights(3)
-        assert {result.weight_spans for result in await call} == {((0, 400),)}
-        await engine.sync_weights(3)
+            await engine_kit.sync(engine, 3)
+        assert {(await listener.result()).weight_spans for listener in listeners} == {((0, 400),)}
+        await engine_kit.sync(engine, 3)
         assert (await engine.generate([engine_kit.request(10, 1)]))[0].weight_spans == ((3, 1),)
 
     async def test_new_weights_in_the_middle_of_a_response(self, engine_kit: EngineKit) -> None:
-        engine, listener, before = engine_kit.new(), Listener(), copy.deepcopy(engine_kit.model)
+        engine, before = engine_kit.new(), copy.deepcopy(engine_kit.model)
         request = engine_kit.request(70, 60, ignore_eos=True)
-        call = asyncio.create_task(engine.generate([request], listener))
-        await listener.heard(10)
+        listener = Listener(engine, request)
+        await listener.wait_for(10)
         await engine.pause()
-        n_before = listener.n_tokens
+        n_before = await listener.settle()
         engine_kit.add_noise()
-        await engine.sync_weights(5)
-        engine.resume()
-        (result,) = await call
-        assert [token for _, token_ids, _ in listener.told for token in token_ids] == result.token_ids
+        await engine_kit.sync(engine, 5)
+        await engine.resume()
+        result = await listener.result()
+        assert listener.token_ids == result.token_ids
         assert result.weight_spans == ((0, n_before), (5, 60 - n_before))
         old = replace(engine_kit, model=before).trainer_logprobs(request, result)
         new = engine_kit.trainer_logprobs(request, result)
@@ -325,94 +380,100 @@ class EngineContract:
         healthy = weight.detach().clone()
         with torch.no_grad():
             weight.fill_(torch.nan)
-        await engine.sync_weights(1)
+        await engine_kit.sync(engine, 1)
         for options in ({}, {"temperature": 0.0}, {"top_p": 0.9}):
             with pytest.raises(EngineError, match=r"logits are not finite \(weight version 1\)"):
                 await engine.generate([engine_kit.request(40, 4, **options)])
         with torch.no_grad():
             weight.copy_(healthy)
-        await engine.sync_weights(2)
+        await engine_kit.sync(engine, 2)
         assert_same((await engine.generate([request]))[0], expected, engine_kit.tolerance)
 
     # -- aborting, pausing, cancelling
 
     async def test_an_aborted_session_returns_what_it_has(self, engine_kit: EngineKit) -> None:
-        engine, listener = engine_kit.new(), Listener()
+        engine = engine_kit.new()
         kept, aborted = engine_kit.request(10, 30, session="kept"), engine_kit.request(11, session="game", **LONG)
         expected = await engine.generate([kept, replace(aborted, sampling=SamplingParams(100, ignore_eos=True))])
-        call = asyncio.create_task(engine.generate([kept, aborted], listener))
-        await listener.heard(10)
-        engine.abort("game")
-        engine.abort("another")
-        result, cut = await call
+        listeners = [Listener(engine, kept), Listener(engine, aborted)]
+        await listeners[1].wait_for(5)
+        await engine.abort("game")
+        await engine.abort("another")
+        result, cut = [await listener.result() for listener in listeners]
         assert_same(result, expected[0], engine_kit.tolerance)
         assert cut.stop_reason == "abort"
         n = len(cut.token_ids)
         assert 3 < n < 100
-        assert cut.token_ids == expected[1].token_ids[:n]
+        assert cut.token_ids == listeners[1].token_ids == expected[1].token_ids[:n]
         assert cut.logprobs == pytest.approx(expected[1].logprobs[:n], abs=2 * engine_kit.tolerance)
 
-    async def test_an_abort_ends_everything_also_what_waits_or_is_paused(self, engine_kit: EngineKit) -> None:
-        engine, listener = engine_kit.new(max_num_seqs=1), Listener()
-        requests = [engine_kit.request(n, **LONG) for n in (10, 11)]
-        calls = [asyncio.create_task(engine.generate([request], listener)) for request in requests]
-        await listener.heard(5)
+    async def test_an_abort_ends_all_requests_also_waiting_and_paused_ones(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new(max_num_seqs=1)
+        listeners = [Listener(engine, engine_kit.request(n, **LONG)) for n in (10, 11)]
+        await listeners[0].wait_for(5)
         await engine.pause()
-        engine.abort()
-        running, waiting = [(await call)[0] for call in calls]
+        n_before = await listeners[0].settle()
+        await engine.abort()
+        running, waiting = [await listener.result() for listener in listeners]
         assert running.stop_reason == waiting.stop_reason == "abort"
-        assert len(running.token_ids) == listener.n_tokens
+        assert len(running.token_ids) == listeners[0].n_tokens == n_before
         assert (waiting.token_ids, waiting.logprobs) == ([], [])
-        engine.resume()
+        assert listeners[1].n_tokens == 0
+        await engine.resume()
         assert len((await engine.generate([engine_kit.request(10, 4, ignore_eos=True)]))[0].token_ids) == 4
 
-    async def test_a_paused_engine_keeps_what_it_has_and_goes_on(self, engine_kit: EngineKit) -> None:
-        engine, listener = engine_kit.new(), Listener()
+    async def test_a_paused_engine_keeps_its_requests_and_continues_them(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
         request = engine_kit.request(10, 60, ignore_eos=True)
         (expected,) = await engine.generate([request])
-        call = asyncio.create_task(engine.generate([request], listener))
-        await listener.heard(5)
+        listener = Listener(engine, request)
+        await listener.wait_for(5)
         await engine.pause()
         with pytest.raises(EngineError, match="paused already"):
             await engine.pause()
-        n_told = listener.n_tokens
-        late = asyncio.create_task(engine.generate([engine_kit.request(12, 4, ignore_eos=True)], listener))
+        n_before = await listener.settle()
+        late = Listener(engine, engine_kit.request(12, 4, ignore_eos=True))
         await asyncio.sleep(0.1)
-        assert listener.n_tokens == n_told
-        assert not call.done()
-        engine.resume()
-        assert_same((await call)[0], expected, engine_kit.tolerance)
-        assert len((await late)[0].token_ids) == 4
+        assert (listener.n_tokens, late.n_tokens) == (n_before, 0)
+        assert not listener.task.done()
+        await engine.resume()
+        assert_same(await listener.result(), expected, engine_kit.tolerance)
+        assert len((await late.result()).token_ids) == 4
         with pytest.raises(EngineError, match="not paused"):
-            engine.resume()
+            await engine.resume()
 
-    async def test_a_cancelled_call_stops_and_leaves_the_others_alone(self, engine_kit: EngineKit) -> None:
-        engine, listener = engine_kit.new(max_num_seqs=2), Listener()
+    @pytest.mark.parametrize("method", ["generate", "stream"])
+    async def test_a_cancelled_call_stops_and_leaves_the_others_alone(self, engine_kit: EngineKit, method: str) -> None:
+        engine = engine_kit.new(max_num_seqs=2)
         kept = engine_kit.request(10, 40, ignore_eos=True)
         (expected,) = await engine.generate([kept])
-        running = asyncio.create_task(engine.generate([engine_kit.request(11, **LONG)], listener))
-        served = asyncio.create_task(engine.generate([kept]))
-        waiting = asyncio.create_task(engine.generate([engine_kit.request(12, **LONG)], listener))
-        await listener.heard(5)
+        running = start(engine, engine_kit.request(11, **LONG), method)
+        clock = Listener(engine, engine_kit.request(13, **LONG))  # one token a step
+        await clock.wait_for(1)
+        waiting = start(engine, engine_kit.request(12, **LONG), method)
+        served = start(engine, kept, "generate")
+        await clock.wait_for(5)
         running.cancel()
         waiting.cancel()
-        assert_same((await served)[0], expected, engine_kit.tolerance)
-        assert listener.n_tokens < 60  # nothing is generated for nobody
+        assert_same(await served, expected, engine_kit.tolerance)
+        assert clock.n_tokens < 100  # `served` had a place at once: cancelled requests take no more steps
         for task in (running, waiting):
             with pytest.raises(asyncio.CancelledError):
                 await task
-        await engine.sync_weights(1)
+        clock.task.cancel()
+        await asyncio.wait([clock.task])
+        await engine_kit.sync(engine, 1)
         assert_same((await engine.generate([kept]))[0], expected, engine_kit.tolerance)
 
     # -- rest and end
 
     async def test_an_engine_sleeps_when_nothing_runs_and_wakes_up(self, engine_kit: EngineKit) -> None:
-        engine, listener = engine_kit.new(), Listener()
+        engine = engine_kit.new()
         request = engine_kit.request(50, 8, session="s")
         (expected,) = await engine.generate([request])
         for _ in range(2):
             await engine.sleep()
-        for call in (engine.generate([request]), engine.sync_weights(1)):
+        for call in (engine.generate([request]), Listener(engine, request).result(), engine_kit.sync(engine, 1)):
             with pytest.raises(EngineError, match=r"asleep; wake_up\(\) it first"):
                 await call
         for _ in range(2):
@@ -420,23 +481,25 @@ class EngineContract:
         (result,) = await engine.generate([request])
         assert_same(result, expected, engine_kit.tolerance)
         assert result.n_reused == 0
-        call = asyncio.create_task(engine.generate([engine_kit.request(10, **LONG)], listener))
-        await listener.heard(2)
+        listener = Listener(engine, engine_kit.request(10, **LONG))
+        await listener.wait_for(2)
         with pytest.raises(EngineError, match="cannot sleep while 1 sequences"):
             await engine.sleep()
-        engine.abort()
-        await call
+        await engine.abort()
+        await listener.result()
 
-    async def test_closing_fails_who_waits_and_leaves_no_thread(self, engine_kit: EngineKit) -> None:
-        threads = set(threading.enumerate())
-        engine, listener = engine_kit.new(max_num_seqs=1), Listener()
-        calls = [asyncio.create_task(engine.generate([engine_kit.request(10, **LONG)], listener)) for _ in range(3)]
-        await listener.heard(2)
+    async def test_closing_fails_everyone_who_waits(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new(max_num_seqs=1)
+        listener = Listener(engine, engine_kit.request(10, **LONG))
+        methods = ("generate", "generate", "stream")
+        calls = [listener.task, *(start(engine, engine_kit.request(10, **LONG), method) for method in methods)]
+        await listener.wait_for(2)
         await engine.close()  # in the middle of a step
         outcomes: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
-        assert "closed" in str(outcomes[0])
-        assert set(threading.enumerate()) <= threads
+        assert [type(outcome) for outcome in outcomes] == [EngineError] * 4
+        assert all("closed" in str(outcome) for outcome in outcomes)
         await engine.close()
-        with pytest.raises(EngineError, match="the engine is closed"):
-            await engine.generate([engine_kit.request(10, 1)])
+        late = engine_kit.request(10, 1)
+        for call in (engine.generate([late]), Listener(engine, late).result()):
+            with pytest.raises(EngineError, match="the engine is closed"):
+                await call

@@ -1,9 +1,10 @@
-"""What the contract of engines needs: a backend under test, requests, and what they must come to."""
+"""Tools for the contract of engines: a backend under test, its requests, and the results they must have."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
 from string import ascii_lowercase
@@ -21,8 +22,20 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
+from skyrl_train.inference_engines.base import (
+    EngineRequest,
+    EngineResult,
+    InferenceEngine,
+    SamplingParams,
+    TokenChunk,
+)
 from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.types.specs import TensorSpec
+from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync, sender
+from skyrl_train.weight_sync.base import Transport
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+SYNC_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,8 @@ class EngineKit:
     """How far log-probs may be from the trainer's."""
     reused_at_once: int
     """A cache is used in pieces of this many tokens."""
+    transport: Transport = "shared"
+    """The way of new weights; "broadcast" where the engine is in another process."""
 
     @property
     def eos_id(self) -> int:
@@ -93,6 +108,10 @@ class EngineKit:
             logprobs.append(shaped.log_softmax(-1)[result.token_ids[i]].item())
         return logprobs
 
+    async def sync(self, engine: InferenceEngine, version: int) -> None:
+        """Give the engine the weights that `model` has now, as those of `version`."""
+        await sync_weights(engine, self.model.named_parameters, version, self.transport)
+
     def add_noise(self, scale: float = 0.02, seed: int = 1) -> None:
         """Change every weight of the policy."""
         generator = torch.Generator().manual_seed(seed)
@@ -114,24 +133,79 @@ class EngineKit:
 
 
 class Listener:
-    """An `on_tokens` that remembers, so that a test can wait for tokens."""
+    """A task that streams one request, and the chunks that it has received. A test can wait for tokens."""
 
-    def __init__(self) -> None:
-        self.told: list[tuple[int, list[int], list[float]]] = []
+    def __init__(self, engine: InferenceEngine, request: EngineRequest) -> None:
+        self.chunks: list[TokenChunk] = []
+        self.task = asyncio.create_task(self._listen(engine, request))
 
-    def __call__(self, index: int, token_ids: list[int], logprobs: list[float]) -> None:
-        self.told.append((index, token_ids, logprobs))
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens received so far."""
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-probs received so far."""
+        return [logprob for chunk in self.chunks for logprob in chunk.logprobs]
 
     @property
     def n_tokens(self) -> int:
-        """How many it heard of."""
-        return sum(len(token_ids) for _, token_ids, _ in self.told)
+        """Number of tokens received so far."""
+        return len(self.token_ids)
 
-    async def heard(self, n_tokens: int) -> None:
-        """Wait for so many tokens, for ten seconds at most."""
+    async def wait_for(self, n_tokens: int) -> None:
+        """Wait for this many tokens, for ten seconds at most."""
         async with asyncio.timeout(10):
             while self.n_tokens < n_tokens:
                 await asyncio.sleep(0.001)
+
+    async def settle(self) -> int:
+        """Return the number of tokens once no more arrive: those of a paused engine may still be on their way."""
+        async with asyncio.timeout(10):
+            n_before = -1
+            while self.n_tokens > n_before:
+                n_before = self.n_tokens
+                await asyncio.sleep(0.1)
+        return n_before
+
+    async def result(self) -> EngineResult:
+        """Return the result of the whole request."""
+        return await self.task
+
+    async def _listen(self, engine: InferenceEngine, request: EngineRequest) -> EngineResult:
+        async with aclosing(engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                self.chunks.append(chunk)
+        result = self.chunks[-1].result
+        assert result is not None
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A `WeightSource` in this process."""
+
+    named_tensors: Callable[[], NamedTensors]
+
+    async def tensor_specs(self) -> list[TensorSpec]:
+        """See `WeightSource.tensor_specs`."""
+        return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.named_tensors()]
+
+    async def send_weights(self, plan: SyncPlan) -> Receipt:
+        """See `WeightSource.send_weights`. A broadcast blocks until it was received."""
+        tensors = ((name, tensor.detach()) for name, tensor in self.named_tensors())
+        return await asyncio.to_thread(sender(plan).send, plan, tensors)
+
+
+async def sync_weights(
+    engine: InferenceEngine,
+    named_tensors: Callable[[], NamedTensors],
+    version: int,
+    transport: Transport = "shared",
+) -> None:
+    """Give the engine some weights, as those of `version`."""
+    await WeightSync(TensorSource(named_tensors), [engine], transport, timeout_s=SYNC_TIMEOUT_S)(version)
 
 
 def _shaped(logits: torch.Tensor, request: EngineRequest, sampled: list[int], eos_id: int) -> torch.Tensor:

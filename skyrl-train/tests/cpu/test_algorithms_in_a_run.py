@@ -15,9 +15,9 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.algorithms import dynamic_sampling
 from skyrl_train.entrypoints.main_base import main
-from skyrl_train.trainer import Trainer
+from skyrl_train.learner import Learner
+from skyrl_train.types import Metrics as StepMetrics
 from skyrl_train.types import TrainingBatch
-from skyrl_train.workers.ref import RefWorker
 
 Metrics = list[dict[str, Any]]
 
@@ -83,13 +83,14 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., Metrics]:
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[TrainingBatch]:
     """Every batch that an advantage was computed for."""
     seen: list[TrainingBatch] = []
-    advantages = Trainer.advantages
+    advantages = Learner.advantages
 
-    def recorded(self: Trainer, batch: TrainingBatch) -> TrainingBatch:
-        seen.append(advantages(self, batch))
-        return seen[-1]
+    def recorded(self: Learner, batch: TrainingBatch) -> tuple[TrainingBatch, StepMetrics]:
+        batch, metrics = advantages(self, batch)
+        seen.append(batch)
+        return batch, metrics
 
-    monkeypatch.setattr(Trainer, "advantages", recorded)
+    monkeypatch.setattr(Learner, "advantages", recorded)
     return seen
 
 
@@ -178,8 +179,14 @@ def test_an_epoch_that_ends_within_a_step_updates_the_reference_too(
     lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "more.jsonl").write_text("".join([*lines, *lines[:4]]))
     updates: list[int] = []
-    monkeypatch.setattr(RefWorker, "become", lambda self, model: updates.append(1))
-    monkeypatch.setattr(dynamic_sampling, "informative_groups", lambda rewards, uids, tolerance: set(uids[:8]))
+    refresh = Learner.refresh_reference
+
+    async def counted(self: Learner, version: int) -> None:
+        updates.append(version)
+        await refresh(self, version)
+
+    monkeypatch.setattr(Learner, "refresh_reference", counted)
+    monkeypatch.setattr(dynamic_sampling, "informative_groups", lambda rewards, draws, tolerance: set(draws[:8]))
     rows = train(
         "crossing",
         f"data.train_data=['{tmp_path}/more.jsonl']",
@@ -218,8 +225,8 @@ def test_remax_subtracts_what_a_greedy_rollout_gets(
     first_token = batch.advantages[:, 0]  # reward-to-go from the start is the total
     torch.testing.assert_close(first_token, batch.rewards.sum(dim=1) - batch.greedy_rewards)
     by_prompt = {
-        uid: {r for u, r in zip(batch.uids, batch.greedy_rewards.tolist(), strict=True) if u == uid}
-        for uid in batch.uids
+        uid: {r for u, r in zip(batch.draws.tolist(), batch.greedy_rewards.tolist(), strict=True) if u == uid}
+        for uid in batch.draws.tolist()
     }
     assert all(len(rewards) == 1 for rewards in by_prompt.values())
 
@@ -301,17 +308,17 @@ def test_groups_of_equal_rewards_are_left_out_of_the_loss(
     train: Callable[..., Metrics], batches: list[TrainingBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def half(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
-        return BaseTextEnvStepOutput(observations=[], reward=float("a" in action), done=True, metadata={})
+        return BaseTextEnvStepOutput(observations=[], reward=float("e" in action), done=True, metadata={})
 
     monkeypatch.setattr(LettersEnv, "step", half)
     rows = train("filtered", "trainer.algorithm.zero_variance_filter=true", "trainer.max_training_steps=2")
     n_masked = [row["reward/num_zero_variance_filtered"] for row in rows[1:]]
     for batch, n in zip(batches, n_masked, strict=True):
         spread = {
-            uid: {float(r) for u, r in zip(batch.uids, batch.rewards.sum(dim=1), strict=True) if u == uid}
-            for uid in batch.uids
+            uid: {float(r) for u, r in zip(batch.draws.tolist(), batch.rewards.sum(dim=1), strict=True) if u == uid}
+            for uid in batch.draws.tolist()
         }
-        is_flat = torch.tensor([len(spread[uid]) == 1 for uid in batch.uids])
+        is_flat = torch.tensor([len(spread[uid]) == 1 for uid in batch.draws.tolist()])
         assert is_flat.sum() == n
         assert ((batch.loss_mask.sum(dim=1) == 0) == is_flat).all()
     assert 0 < sum(n_masked) < 32, "choose another letter"
@@ -363,7 +370,6 @@ def test_every_turn_is_learned_from_with_the_advantage_of_its_trajectory(
 ) -> None:
     rows = train("steps", "generator.step_wise_trajectories=true", "trainer.max_training_steps=1")
     (batch,) = batches
-    assert batch.is_last_row is not None
     assert batch.is_last_row.tolist() == [False, True] * 16
     assert batch.advantages is not None
     for first, last in zip(range(0, 32, 2), range(1, 32, 2), strict=True):

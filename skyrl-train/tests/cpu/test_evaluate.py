@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trajectories import make_trajectory
+from trajectories import make_segment, make_trajectory
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, load_config
@@ -23,7 +23,7 @@ from skyrl_train.generators.base import (
 )
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, Segment, Trajectory, TrajectoryID, Turn
+from skyrl_train.types import Message, Trajectory, TrajectoryID, Turn
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
 
@@ -75,7 +75,8 @@ async def test_every_prompt_is_played_in_batches_with_the_evaluations_sampling(
     _, trajectories = await evaluate(dataset, judge, cfg, global_step=12)
     assert [len(asked["prompts"]) for asked in judge.asked] == [4, 4, 2]
     played = [id for asked in judge.asked for id in asked["trajectory_ids"]]
-    assert played == [TrajectoryID(str(uid), repetition) for uid in range(5) for repetition in range(2)]
+    first = 12 * 5  # no two evaluations share a draw
+    assert played == [TrajectoryID(str(uid), i, first + uid, "eval") for uid in range(5) for i in range(2)]
     assert [t.id for t in trajectories] == played
     for asked in judge.asked:
         assert asked["batch_metadata"] == BatchMetadata(12, "eval", cfg.trainer.seed)
@@ -185,8 +186,8 @@ def test_sources_whose_names_become_one_share_their_file_and_their_metrics(
 def test_a_trajectory_of_several_rows_is_dumped_with_all_of_them(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     chat = ChatEncoder(tiny_tokenizer)
     first, second = (tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("L", "R"))
-    turns = (Turn(0, len(first), 1, 0.5, "stop", segment=0), Turn(0, len(second), 1, 1.0, "stop", segment=1))
-    earlier = Segment(first, first, [1] * len(first), None, [0.5] * len(first))
+    turn = Turn(0, len(first), 1, 0.5, "stop")
+    earlier = make_segment([0.5] * len(first), prompt_ids=first, response_ids=first, logprobs=None, turns=[turn])
     whole = make_trajectory(
         prompt_ids=second,
         response_ids=second,
@@ -194,7 +195,7 @@ def test_a_trajectory_of_several_rows_is_dumped_with_all_of_them(tiny_tokenizer:
         logprobs=None,
         rewards=[1.0] * len(second),
         earlier=(earlier,),
-        turns=turns,
+        turns=[Turn(0, len(second), 1, 1.0, "stop")],
         n_attempts=2,
         reward_components={"right": 1.5},
     )
@@ -204,7 +205,7 @@ def test_a_trajectory_of_several_rows_is_dumped_with_all_of_them(tiny_tokenizer:
     assert [turn["segment"] for turn in row["turns"]] == [0, 1]
     assert row["total_reward"] == whole.total_reward
     assert (row["n_attempts"], row["reward_components"]) == (2, {"right": 1.5})
-    invalid = trajectory_row(replace(whole, rewards=None), chat)
+    invalid = trajectory_row(replace(whole, error="it broke"), chat)
     assert (invalid["score"], invalid["total_reward"], invalid["earlier"][0]["score"]) == (None, None, None)
 
 

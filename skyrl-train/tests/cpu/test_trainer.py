@@ -13,7 +13,7 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.callbacks import StepReport, is_due
 from skyrl_train.entrypoints.main_base import main
-from skyrl_train.workers.policy import PolicyWorker
+from skyrl_train.workers.worker import Worker
 
 
 class FlakyEnv(BaseTextEnv):
@@ -107,13 +107,13 @@ def test_old_logprobs_are_scored_only_when_the_update_needs_them(
     overrides: list[str],
     n_passes: int,
 ) -> None:
-    score, calls = PolicyWorker.score, []
+    score, calls = Worker.score, []
 
-    def counted(self: PolicyWorker, batch: Any) -> Any:
-        calls.append(batch)
-        return score(self, batch)
+    def counted(self: Worker, shard: Any) -> Any:
+        calls.append(shard)
+        return score(self, shard)
 
-    monkeypatch.setattr(PolicyWorker, "score", counted)
+    monkeypatch.setattr(Worker, "score", counted)
     assert train(*overrides)[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
     assert len(calls) == n_passes
 

@@ -10,32 +10,32 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trajectories import make_trajectory
+from trajectories import make_segment, make_trajectory
 
-from skyrl_train.types import TENSOR_FIELDS, PromptRow, TrainingBatch, TrajectoryID
+from skyrl_train.types import PromptRow, TrainingBatch, TrajectoryID
+from skyrl_train.types.batch import TENSOR_FIELDS
 
 TRAJECTORY = make_trajectory("17", [0.25, 0.0, 1.0], repetition=3)
 
 
-def batch_of(uids: list[str], length: int = 5, response_length: int = 3, **computed: torch.Tensor) -> TrainingBatch:
-    """A batch whose every number says where it stands: row · 100 + column."""
+def batch_of(draws: list[int], length: int = 5, response_length: int = 3, **computed: torch.Tensor) -> TrainingBatch:
+    """A batch in which every number is row · 100 + column."""
 
     def numbers(n_columns: int) -> torch.Tensor:
-        return torch.arange(len(uids))[:, None] * 100 + torch.arange(n_columns)
+        return torch.arange(len(draws))[:, None] * 100 + torch.arange(n_columns)
 
     return TrainingBatch(
         sequences=numbers(length),
-        attention_mask=torch.ones(len(uids), length, dtype=torch.long),
-        loss_mask=torch.ones(len(uids), response_length),
+        attention_mask=torch.ones(len(draws), length, dtype=torch.long),
+        loss_mask=torch.ones(len(draws), response_length),
         rewards=numbers(response_length).float(),
         rollout_logprobs=-numbers(response_length).float(),
-        uids=uids,
+        draws=torch.tensor(draws),
         **computed,
     )
 
 
 def assert_same(actual: TrainingBatch, expected: TrainingBatch) -> None:
-    assert actual.uids == expected.uids
     for name in TENSOR_FIELDS:
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=0, atol=0, msg=name)
 
@@ -44,16 +44,17 @@ def assert_same(actual: TrainingBatch, expected: TrainingBatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "logprobs", "rewards"])
-def test_a_trajectory_refuses_a_list_that_is_not_as_long_as_its_response(name: str) -> None:
+def test_a_segment_refuses_a_list_that_is_not_as_long_as_its_response(name: str) -> None:
     with pytest.raises(AssertionError, match=rf"{name}: 2 values, 3 tokens"):
-        replace(TRAJECTORY, **{name: [1, 1]})
+        replace(make_segment([0.25, 0.0, 1.0]), **{name: [1, 1]})
 
 
 def test_only_a_valid_trajectory_has_a_total_reward() -> None:
     assert TRAJECTORY.is_valid
     assert TRAJECTORY.total_reward == 1.25
-    invalid = replace(TRAJECTORY, rewards=None, error="the environment fell over")
+    invalid = replace(TRAJECTORY, error="the environment fell over")
     assert not invalid.is_valid
+    assert invalid.rewards is None
     with pytest.raises(AssertionError, match=r"17.*3.*is invalid: the environment fell over"):
         _ = invalid.total_reward
 
@@ -63,8 +64,18 @@ def test_a_trajectory_cannot_be_changed() -> None:
         TRAJECTORY.stop_reason = "length"  # type: ignore[misc]
 
 
-def test_the_session_of_a_rollout_is_its_prompt_and_repetition() -> None:
-    assert TrajectoryID("17", 3).to_string() == "17_3"
+def test_a_trajectory_has_a_name_for_people_and_one_for_each_session() -> None:
+    id = TrajectoryID("17", 3, draw=4711)
+    assert id.to_string() == "17_3"
+    assert id.session_id() == "train-4711-17-3-0"
+    others = [
+        id,
+        replace(id, draw=1),
+        replace(id, repetition_id=1),
+        replace(id, phase="eval"),
+        replace(id, instance_id="1"),
+    ]
+    assert len({other.session_id(attempt) for other in others for attempt in range(2)}) == 10
 
 
 @pytest.mark.parametrize(
@@ -81,7 +92,7 @@ def test_a_prompt_row_names_its_data_source(extras: dict[str, Any], data_source:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"uids": ["a"]}, "1 uids for 2 rows"),
+        ({"draws": torch.zeros(1)}, r"draws: \(1,\)"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask: \(2, 4\)"),
         ({"loss_mask": torch.ones(1, 3)}, r"loss_mask: \(1, 3\)"),
         ({"rewards": torch.ones(2, 2)}, r"rewards: \(2, 2\)"),
@@ -95,42 +106,43 @@ def test_a_prompt_row_names_its_data_source(extras: dict[str, Any], data_source:
 )
 def test_a_batch_refuses_tensors_that_do_not_fit_together(change: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        replace(batch_of(["a", "b"]), **change)
+        replace(batch_of([0, 1]), **change)
 
 
 def test_length_and_response_length() -> None:
-    batch = batch_of(["a", "a", "b"], length=7, response_length=4)
+    batch = batch_of([0, 0, 1], length=7, response_length=4)
     assert len(batch) == 3
     assert batch.response_length == 4
 
 
 def test_select_takes_every_tensor_in_the_order_asked_for_and_leaves_the_batch_alone() -> None:
-    batch = batch_of(["a", "b", "c"], values=torch.arange(9.0).reshape(3, 3))
+    batch = batch_of([0, 1, 2], values=torch.arange(9.0).reshape(3, 3))
     selected = batch.select([2, 0])
-    assert selected.uids == ["c", "a"]
+    assert selected.draws.tolist() == [2, 0]
     assert selected.sequences[:, 0].tolist() == [200, 0]
     assert selected.rollout_logprobs[:, 1].tolist() == [-201, -1]
     assert selected.values is not None
     assert selected.values.tolist() == [[6, 7, 8], [0, 1, 2]]
     assert selected.advantages is None
+    assert selected.rewards is not None
+    assert batch.rewards is not None
     selected.rewards.zero_()
     assert batch.rewards[2, 0] == 200
 
 
 def test_to_moves_every_tensor_and_keeps_the_rest() -> None:
-    moved = batch_of(["a", "b"], returns=torch.ones(2, 3)).to("meta")
-    assert moved.uids == ["a", "b"]
+    moved = batch_of([0, 1], returns=torch.ones(2, 3)).to("meta")
     tensors = {name: getattr(moved, name) for name in TENSOR_FIELDS if getattr(moved, name) is not None}
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
-    assert len(tensors) == 6
+    assert len(tensors) == 7
     assert moved.values is None
 
 
 def test_chunk_counts_prompts_whatever_rows_they_have() -> None:
-    batch = batch_of(["a", "a", "a", "b", "c", "c", "d"])
-    assert [part.uids for part in batch.chunk(2)] == [["a", "a", "a", "b"], ["c", "c", "d"]]
-    assert [part.uids for part in batch.chunk(3)] == [["a", "a", "a", "b", "c", "c"], ["d"]]
-    assert [part.uids for part in batch.chunk(9)] == [batch.uids]
+    batch = batch_of([0, 0, 0, 1, 2, 2, 3])
+    assert [part.draws.tolist() for part in batch.chunk(2)] == [[0, 0, 0, 1], [2, 2, 3]]
+    assert [part.draws.tolist() for part in batch.chunk(3)] == [[0, 0, 0, 1, 2, 2], [3]]
+    assert [part.draws.tolist() for part in batch.chunk(9)] == [batch.draws.tolist()]
     assert batch.chunk(2)[1].sequences[:, 0].tolist() == [400, 500, 600]
 
 
@@ -139,16 +151,24 @@ def test_chunk_counts_prompts_whatever_rows_they_have() -> None:
     n_prompts=st.integers(min_value=1, max_value=7),
 )
 def test_chunks_joined_again_are_the_batch(group_sizes: list[int], n_prompts: int) -> None:
-    uids = [str(group) for group, size in enumerate(group_sizes) for _ in range(size)]
-    batch = batch_of(uids, old_logprobs=torch.rand(len(uids), 3))
+    draws = [group for group, size in enumerate(group_sizes) for _ in range(size)]
+    batch = batch_of(draws, old_logprobs=torch.rand(len(draws), 3))
     parts = batch.chunk(n_prompts)
     assert_same(TrainingBatch.cat(parts), batch)
-    assert all(len(set(part.uids)) == n_prompts for part in parts[:-1])
-    assert not any(set(left.uids) & set(right.uids) for left, right in pairwise(parts))
+    assert all(len(set(part.draws.tolist())) == n_prompts for part in parts[:-1])
+    assert not any(set(left.draws.tolist()) & set(right.draws.tolist()) for left, right in pairwise(parts))
 
 
 def test_cat_refuses_to_drop_what_only_some_batches_have() -> None:
-    scored = batch_of(["a"], advantages=torch.ones(1, 3))
-    for batches in ([scored, batch_of(["b"])], [batch_of(["b"]), scored]):
+    scored = batch_of([0], advantages=torch.ones(1, 3))
+    for batches in ([scored, batch_of([1])], [batch_of([1]), scored]):
         with pytest.raises(AssertionError, match="advantages is there in 1 of 2 batches"):
             TrainingBatch.cat(batches)
+
+
+def test_a_batch_needs_no_rewards() -> None:
+    """A batch of supervised rows has none, and neither draws nor scores depend on them."""
+    batch = replace(batch_of([0, 0, 1]), rewards=None, rollout_logprobs=None)
+    assert [part.rewards for part in batch.chunk(1)] == [None, None]
+    assert TrainingBatch.cat(batch.chunk(1)).rewards is None
+    assert batch.select([0]).to("cpu").rewards is None

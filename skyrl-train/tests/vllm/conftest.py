@@ -26,14 +26,12 @@ def tiny_head_dim() -> int:
 
 @pytest.fixture
 def policy(tiny_model: PreTrainedModel) -> PreTrainedModel:
-    """A policy of the test's own, whose weights `new_engine` syncs."""
+    """A policy of the test's own, whose weights a test may change."""
     return copy.deepcopy(tiny_model)
 
 
 @pytest.fixture
-async def new_engine(
-    tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
-) -> AsyncIterator[NewEngine]:
+async def new_engine(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[NewEngine]:
     """Makes engines, one at a time, and closes them after the test."""
     engines = []
 
@@ -41,7 +39,6 @@ async def new_engine(
 
     def make(path: Path = tiny_model_path, **options: Any) -> VLLMEngine:
         defaults = {
-            "weights": policy.named_parameters,
             "dtype": "float32",
             "max_num_seqs": 32,
             "max_num_batched_tokens": 1024,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -21,4 +22,9 @@ def engine_kit(
 
 
 class TestContract(EngineContract):
-    """See there."""
+    """The contract, and what the engine leaves in this process."""
+
+    async def test_closing_in_the_middle_of_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
+        threads = set(threading.enumerate())
+        await self.test_closing_fails_everyone_who_waits(engine_kit)
+        assert set(threading.enumerate()) <= threads

@@ -78,7 +78,7 @@ async def test_a_second_engine_in_the_process_is_refused(new_engine: NewEngine) 
 
 async def test_options_reach_vllm(new_engine: NewEngine) -> None:
     engine = new_engine(max_model_len=100, engine_init_kwargs={"block_size": 32, "max_model_len": 64})
-    assert engine.context_length == 64
+    assert engine.info.context_length == 64
 
 
 async def test_an_engine_leaves_no_trace_in_the_process(

@@ -54,7 +54,7 @@ async def test_a_failing_step_fails_every_caller_and_the_engine_recovers(
     engine = kit.new(max_num_seqs=2)
     requests = [kit.request(70, 8, seed=seed, ignore_eos=True) for seed in range(3)]
     expected = await engine.generate(requests)
-    await engine.sync_weights(0)  # so that prompts are read again
+    await kit.sync(engine, 0)  # so that prompts are read again
     target, method = (model_of(engine), "forward") if place == "model" else (PositionSampler, "_draw")
     works, n_calls = getattr(target, method), 0
 
@@ -94,22 +94,22 @@ async def test_more_requests_than_memory_read_what_they_have_again(kit: EngineKi
 
 @pytest.mark.parametrize("way", ["cancelled", "aborted", "aborted while paused", "stop string"])
 async def test_vllm_forgets_requests_that_are_over(kit: EngineKit, way: str) -> None:
-    engine, listener = kit.new(), Listener()
+    engine = kit.new()
     scheduler = engine._core._client.engine_core.scheduler
     options = {"stop": tuple("aeiou \n")} if way == "stop string" else {}
-    call = asyncio.create_task(engine.generate([kit.request(10, 400, ignore_eos=True, **options)], listener))
-    await listener.heard(1)
+    listener = Listener(engine, kit.request(10, 400, ignore_eos=True, **options))
+    await listener.wait_for(1)
     if way == "cancelled":
-        call.cancel()
+        listener.task.cancel()
     elif way == "aborted":
-        engine.abort()
+        await engine.abort()
     elif way == "aborted while paused":
         await engine.pause()
-        engine.abort()
-        await engine.sync_weights(1)
+        await engine.abort()
+        await kit.sync(engine, 1)
         assert not scheduler.has_unfinished_requests()
-        engine.resume()
-    await asyncio.wait([call])
-    assert call.cancelled() or len(call.result()[0].token_ids) < 400
+        await engine.resume()
+    await asyncio.wait([listener.task])
+    assert listener.task.cancelled() or len(listener.task.result().token_ids) < 400
     assert len((await engine.generate([kit.request(10, 2, ignore_eos=True)]))[0].token_ids) == 2
     assert not scheduler.has_unfinished_requests()

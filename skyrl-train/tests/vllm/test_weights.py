@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,11 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.vllm import VLLMEngine
 from skyrl_train.models.loading import load_model
-from tests.contract.engine_kit import EngineKit
+from skyrl_train.weight_sync.base import Transport
+from tests.contract.engine_kit import EngineKit, NamedTensors, sync_weights
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
-
 
 SMALL = {
     "vocab_size": 488,
@@ -82,12 +81,12 @@ async def test_other_architectures_are_taken_over(
 ) -> None:
     path = save_model(ARCHITECTURES[name])
     model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
-    engine = new_engine(path, weights=model.named_parameters)
+    engine = new_engine(path)
     kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
     assert await distance(engine, kit) < 1e-4
     kit.add_noise()
     assert await distance(engine, kit) > 1e-2
-    await engine.sync_weights(1)
+    await kit.sync(engine, 1)
     assert await distance(engine, kit) < 1e-4
 
 
@@ -97,10 +96,10 @@ async def test_a_tied_head_may_be_named_as_well(
     path = save_model(ARCHITECTURES["llama"])
     model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
     assert "lm_head.weight" in model.state_dict().keys() - dict(model.named_parameters()).keys()
-    engine = new_engine(path, weights=lambda: model.state_dict().items())
+    engine = new_engine(path)
     kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
     kit.add_noise()
-    await engine.sync_weights(1)
+    await sync_weights(engine, lambda: model.state_dict().items(), 1)
     assert await distance(engine, kit) < 1e-4
 
 
@@ -110,13 +109,14 @@ async def test_a_mixture_of_experts_is_refused(new_engine: NewEngine, save_model
         new_engine(path)
 
 
+@pytest.mark.parametrize("transport", ["shared", "broadcast"])
 async def test_a_policy_in_float32_and_an_engine_in_bfloat16(
-    new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+    new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, transport: Transport
 ) -> None:
     engine = new_engine(dtype="bfloat16")
-    kit = EngineKit(new_engine, policy, tiny_tokenizer, 1e-4, 32)
+    kit = EngineKit(new_engine, policy, tiny_tokenizer, 1e-4, 32, transport)
     kit.add_noise()
-    await engine.sync_weights(1)
+    await kit.sync(engine, 1)
     assert await distance(engine, kit) < 0.1
 
 
@@ -124,10 +124,10 @@ async def test_a_tensor_that_the_policy_does_not_have_is_named(new_engine: NewEn
     def weights() -> NamedTensors:
         yield from ((name, tensor) for name, tensor in policy.named_parameters() if "layers.1.mlp" not in name)
 
-    engine = new_engine(weights=weights)
+    engine = new_engine()
     message = r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight and 1 other"
     with pytest.raises(EngineError, match=message):
-        await engine.sync_weights(1)
+        await sync_weights(engine, weights, 1)
 
 
 async def test_a_tensor_that_vllm_does_not_know_is_an_error(new_engine: NewEngine, policy: PreTrainedModel) -> None:
@@ -136,11 +136,11 @@ async def test_a_tensor_that_vllm_does_not_know_is_an_error(new_engine: NewEngin
     def weights() -> NamedTensors:
         yield from ((names.get(name, name), tensor) for name, tensor in policy.named_parameters())
 
-    engine = new_engine(weights=weights)
+    engine = new_engine()
     with pytest.raises(EngineError, match=r"cannot take over the policy's weights: .*standard"):
-        await engine.sync_weights(1)
+        await sync_weights(engine, weights, 1)
     names.clear()
-    await engine.sync_weights(1)
+    await sync_weights(engine, weights, 1)
     request = EngineRequest([5, 6, 7], SamplingParams(4, ignore_eos=True), seed=0)
     (result,) = await engine.generate([request])
     assert result.weight_spans == ((1, 4),)

@@ -122,7 +122,7 @@ class AgentGenerator(GeneratorInterface):
 
     async def _play(self, endpoint: Endpoint, sampling: SamplingParams, rollout: Rollout) -> None:
         async with self._slots:
-            session = endpoint.open_session(sampling, rollout.seed, rollout.request.id.to_string())
+            session = endpoint.open_session(sampling, rollout.seed, rollout.session_id)
             started = time.perf_counter()
             with _boundary(rollout, session):
                 try:

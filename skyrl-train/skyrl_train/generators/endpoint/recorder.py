@@ -95,7 +95,7 @@ class Recording(TokenConversation):
             self._begin_row(list(prompt.token_ids))
         row = self.rows[index]
         start = row.response_length
-        row.append_sampled(result)
+        row.append_sampled(result.token_ids, result.logprobs, result.sampling_logprobs)
         self.places.append(Place(index, start, row.response_length))
         self.turns.append(TurnRecord(result, len(prompt.token_ids)))
         moment = Moment(index, len(row.token_ids), result.stop_reason == "stop")

@@ -114,7 +114,7 @@ class Endpoint:
         self._sessions.pop(session.id, None)
         await self._calls.end(unknown_session(session.id), lambda owners: session in owners)
         for cache in session.caches:
-            self._service.engine.end_session(cache)
+            await self._service.engine.end_session(cache)
 
     def serve_others(self) -> None:
         """Answer requests without a session; so it is in the beginning."""
@@ -142,7 +142,7 @@ class Endpoint:
 
     def models(self) -> Json:
         """The one model there is."""
-        of_model = {"id": self._service.model_name, "max_model_len": self._service.engine.context_length}
+        of_model = {"id": self._service.model_name, "max_model_len": self._service.engine.info.context_length}
         return {"object": "list", "data": [{"object": "model", "created": 0, "owned_by": "skyrl", **of_model}]}
 
     def check_health(self) -> None:

@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +24,7 @@ from skyrl_train.generators.endpoint.reply_text import TextStream, reply_text
 from skyrl_train.generators.endpoint.responses import Answer, ChatAnswer, CompletionAnswer, Json, Reply, Scored
 from skyrl_train.generators.endpoint.session import Session, free_sampling
 from skyrl_train.generators.endpoint.wire import MOST_PROMPTS, ChatRequest, CompletionOptions, CompletionRequest
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, OnTokens, SamplingParams
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 
 TEMPLATE_VARIANTS = 64
 """Sets of tools and template variables whose renderings are kept."""
@@ -55,6 +56,9 @@ class Job:
 
 Exchange = tuple[EngineRequest, EngineResult]
 
+OnTokens = Callable[[int, Scored], None]
+"""Called with the index of a choice and its new tokens."""
+
 
 class ModelService:
     """One model under one name."""
@@ -71,7 +75,7 @@ class ModelService:
         max_input_length: int | None = None,
     ) -> None:
         """`max_input_length` is the longest prompt in tokens; None: what the engine has room for."""
-        longest = engine.longest_sequence - 1  # leaves room for a token
+        longest = engine.info.longest_sequence - 1  # leaves room for a token
         self.model_name = model_name
         self.engine = engine
         self.max_input_length = min(max_input_length or longest, longest)
@@ -156,7 +160,7 @@ class ModelService:
             sampling = session.sampling_for(asked, self._warned)
             request = partial(session.engine_request, prompt, sampling)
             return [Choice(prompt, sampling, session, request)] * asked.n_choices
-        sampling = free_sampling(asked, self.engine.longest_sequence - n_tokens)
+        sampling = free_sampling(asked, self.engine.info.longest_sequence - n_tokens)
         # of SkyRL's clients, who name a conversation for the sake of the engine's cache
         cache = f"client/{asked.session_id}" if isinstance(asked.session_id, str | int) else None
         base = secrets.randbits(64) if asked.seed is None else asked.seed
@@ -193,8 +197,7 @@ class ModelService:
             RequestError: the engine failed.
         """
         events: asyncio.Queue[tuple[int, Scored] | None] = asyncio.Queue()
-        told: OnTokens = lambda index, ids, logprobs: events.put_nowait((index, Scored(ids, logprobs)))  # noqa: E731
-        generating = asyncio.create_task(self._generate(job, told))
+        generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
         generating.add_done_callback(lambda _: events.put_nowait(None))
         keeps_stop = bool(job.asked.include_stop_str_in_output)
         texts = [TextStream(self.chat.decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
@@ -223,7 +226,8 @@ class ModelService:
         sessions = [session for session in job.owners if session is not None]
         requests = [choice.engine_request() for choice in job.choices]
         try:
-            return list(zip(requests, await self.engine.generate(requests, on_tokens), strict=True))
+            answering = self.engine.generate(requests) if on_tokens is None else self._follow(requests, on_tokens)
+            return list(zip(requests, await answering, strict=True))
         except BaseException as error:
             for choice, request in zip(job.choices, requests, strict=True):
                 if choice.session is not None:
@@ -236,6 +240,26 @@ class ModelService:
         finally:
             for session in sessions:
                 session.generate_s += time.perf_counter() - started
+
+    async def _follow(self, requests: Sequence[EngineRequest], on_tokens: OnTokens) -> list[EngineResult]:
+        """Stream every request, and return the results."""
+
+        async def follow(index: int, request: EngineRequest) -> EngineResult:
+            result: EngineResult | None = None
+            async with aclosing(self.engine.stream(request)) as chunks:
+                async for chunk in chunks:
+                    on_tokens(index, Scored(chunk.token_ids, chunk.logprobs))
+                    result = chunk.result
+            assert result is not None, "the last chunk has the result"
+            return result
+
+        tasks = [asyncio.create_task(follow(index, request)) for index, request in enumerate(requests)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[Reply]:
         replies = []

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineRequest
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.head import Head
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
@@ -31,6 +31,7 @@ from skyrl_train.inference_engines.stopping import all_eos_ids
 from skyrl_train.inference_engines.thread import EngineThread
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.memory import cache_bytes_per_token
+from skyrl_train.weight_sync import Receipt, SyncPlan, receiver
 
 
 class HFEngine(SteppedEngine[CachedSequence]):
@@ -71,11 +72,11 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._max_cache_bytes = max_cache_bytes
         size = max_cache_bytes // self._bytes_per_token // UNIT * UNIT
         self._memory = KVMemory(size)
-        self.longest_sequence = min(self.context_length, size)
+        self.info = EngineInfo(self.info.context_length, min(self.info.context_length, size))
         self._table = RegionTable(size)
         self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
 
-    def end_session(self, session_id: str) -> None:
+    async def end_session(self, session_id: str) -> None:
         """See `InferenceEngine.end_session`."""
         self._table.end_session(session_id)
 
@@ -112,9 +113,19 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._scheduler.waiting = deque()
         self._forget()
 
-    async def _take_weights(self) -> None:
-        """The tensors are the policy's own. While it trains, the memory of the caches is its to use."""
-        self._forget()
+    async def _take_weights(self, plan: SyncPlan) -> Receipt:
+        """Load weights; those that share the policy's memory are there already. Caches are dropped in any case."""
+        self._forget()  # first: a transfer that breaks off leaves some of the new weights
+        return await self._thread.run(self._load, plan)
+
+    @torch.no_grad()
+    def _load(self, plan: SyncPlan) -> Receipt:
+        own = dict(self._model.named_parameters())
+        link = receiver(plan)
+        for name, tensor in link.receive(plan):
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
+        return link.receipt
 
     async def _release_memory(self) -> None:
         self._forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,9 +41,6 @@ OWN_OPTIONS = {
     "tensor_parallel_size": 1,  # in this process
     "use_tqdm_on_load": False,
 }
-
-Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""The policy's current tensors, named as in a checkpoint."""
 
 
 class Output(NamedTuple):
@@ -104,7 +101,7 @@ class Core:
             self._client.add_request(self._request(request_id, sequence.request, sequence.max_tokens))
         return [_output(output) for output in self._client.get_output().outputs]
 
-    def load_weights(self, weights: Weights, dropped: list[str]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], dropped: list[str]) -> None:
         """Take over new weights; requests that are left read what they have again.
 
         Raises:
@@ -112,7 +109,7 @@ class Core:
         """
         self.forget(dropped)
         try:
-            (missing,) = self._client.collective_rpc(load_weights, args=(weights(),))
+            (missing,) = self._client.collective_rpc(load_weights, args=(weights,))
         except Exception as error:
             raise EngineError(f"vLLM cannot take over the policy's weights: {error}") from error
         if missing:

@@ -14,7 +14,8 @@ from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.sequence import ActiveSequence, Call
 from skyrl_train.inference_engines.stepped import SteppedEngine
 from skyrl_train.inference_engines.thread import EngineThread
-from skyrl_train.inference_engines.vllm.core import Core, Weights
+from skyrl_train.inference_engines.vllm.core import Core
+from skyrl_train.weight_sync import Receipt, SyncPlan, receiver
 
 
 class VLLMEngine(SteppedEngine[ActiveSequence]):
@@ -28,7 +29,6 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         self,
         path: str,
         tokenizer: PreTrainedTokenizerBase,
-        weights: Weights,
         *,
         dtype: str,
         max_num_seqs: int,
@@ -45,7 +45,6 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         Args:
             path: a Hugging Face folder.
             tokenizer: the policy's, to find stop strings.
-            weights: the policy's current tensors, named as in a checkpoint.
             dtype: what the engine computes in, e.g. `bfloat16`.
             max_num_seqs: how many sequences run at once.
             max_num_batched_tokens: how many tokens a step reads.
@@ -70,7 +69,6 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
             "enforce_eager": enforce_eager,
             **(engine_init_kwargs or {}),
         }
-        self._weights = weights
         thread = EngineThread(executor, "vllm-engine")
         self._core = thread.begin(Core, options, tokenizer.eos_token_id)
         super().__init__(
@@ -85,7 +83,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         self._running: dict[str, ActiveSequence] = {}
         self._dropped: list[str] = []  # vLLM still holds them
 
-    def end_session(self, session_id: str) -> None:
+    async def end_session(self, session_id: str) -> None:
         """See `InferenceEngine.end_session`. What a session stored may serve others; vLLM drops it in time."""
 
     def _sequence(self, request: EngineRequest, call: Call, index: int, max_tokens: int) -> ActiveSequence:
@@ -127,9 +125,11 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         self._running, self._waiting = {}, {}
         await self._thread.run(self._core.forget, self._take_dropped())
 
-    async def _take_weights(self) -> None:
-        """Copy every tensor of the policy into vLLM's model; EngineError if they do not fit."""
-        await self._thread.run(self._core.load_weights, self._weights, self._take_dropped())
+    async def _take_weights(self, plan: SyncPlan) -> Receipt:
+        """Copy every tensor into vLLM's model; EngineError if they do not fit."""
+        link = receiver(plan)
+        await self._thread.run(self._core.load_weights, link.receive(plan), self._take_dropped())
+        return link.receipt
 
     async def _release_memory(self) -> None:
         """On a CPU, vLLM keeps its memory."""

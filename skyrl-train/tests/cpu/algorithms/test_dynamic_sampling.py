@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trajectories import make_trajectory
 
-from skyrl_train.algorithms.dynamic_sampling import GroupCollector, original_uid
+from skyrl_train.algorithms.dynamic_sampling import GroupCollector
 from skyrl_train.config.algorithm import DynamicSamplingConfig
 from skyrl_train.errors import DataError
 from skyrl_train.types import Trajectory
@@ -32,12 +32,23 @@ def collector(n_prompts: int, seed: int = 0, **settings: Any) -> GroupCollector:
     return GroupCollector(DynamicSamplingConfig(**settings), 1e-6, n_prompts, Random(seed))
 
 
-def uids(trajectories: list[Trajectory]) -> list[str]:
-    """The groups, in order; their trajectories stand together."""
-    names = [t.id.instance_id for t in trajectories]
+def add(collected: GroupCollector, trajectories: list[Trajectory], n_failed: int = 0) -> None:
+    """Add a batch; `n_failed` more prompts were drawn for it, and all their rollouts failed."""
+    draws = list(dict.fromkeys(t.id.draw for t in trajectories))
+    collected.add(trajectories, [*draws, *range(1000, 1000 + n_failed)])
+
+
+def groups(trajectories: list[Trajectory]) -> list[tuple[int, str]]:
+    """The draw and the dataset row of each group, in order; their trajectories stand together."""
+    names = [(t.id.draw, t.id.instance_id) for t in trajectories]
     starts = [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
-    assert len(starts) == len(set(starts)), f"a group is torn apart: {names}"
+    assert len({draw for draw, _ in starts}) == len(starts), f"a group is torn apart: {names}"
     return starts
+
+
+def uids(trajectories: list[Trajectory]) -> list[str]:
+    """The dataset row of each group, in order."""
+    return [uid for _, uid in groups(trajectories)]
 
 
 def metrics(collected: GroupCollector) -> tuple[float, float, float, float]:
@@ -55,7 +66,7 @@ def test_without_dynamic_sampling_one_batch_is_the_step() -> None:
     collected = collector(n_prompts=2)
     assert not collected.is_complete
     batch = [*good("0"), *bad("1"), *good("2")]
-    collected.add(batch)
+    add(collected, batch)
     assert collected.is_complete
     assert collected.take() == batch
     assert metrics(collected) == (1, 0, 0, 2 / 3)
@@ -63,11 +74,11 @@ def test_without_dynamic_sampling_one_batch_is_the_step() -> None:
 
 def test_filter_adds_batches_until_enough_groups_are_good() -> None:
     collected = collector(n_prompts=3, type="filter")
-    collected.add([*bad("0"), *good("1"), *bad("2")])
+    add(collected, [*bad("0"), *good("1"), *bad("2")])
     assert not collected.is_complete
-    collected.add([*good("3"), *bad("4"), *bad("5")])
+    add(collected, [*good("3"), *bad("4"), *bad("5")])
     assert not collected.is_complete
-    collected.add([*good("6"), *good("7"), *bad("8")])
+    add(collected, [*good("6"), *good("7"), *bad("8")])
     assert collected.is_complete
     assert uids(collected.take()) == ["1", "3", "6"], "in the order they came, the surplus is dropped"
     assert len(collected.take()) == 6
@@ -76,21 +87,21 @@ def test_filter_adds_batches_until_enough_groups_are_good() -> None:
 
 def test_a_group_of_one_is_always_good() -> None:
     collected = collector(n_prompts=1, type="filter")
-    collected.add([*group("0", 1.0, 1.0), *group("1", 1.0)])
+    add(collected, [*group("0", 1.0, 1.0), *group("1", 1.0)])
     assert uids(collected.take()) == ["1"]
 
 
 def test_rewards_of_all_tokens_count() -> None:
     """Rewards that stand on different tokens but add up to the same teach nothing."""
     collected = collector(n_prompts=1, type="filter")
-    collected.add([make_trajectory("0", [1.0, 0.0]), make_trajectory("0", [0.0, 1.0])])
+    add(collected, [make_trajectory("0", [1.0, 0.0]), make_trajectory("0", [0.0, 1.0])])
     assert not collected.is_complete
 
 
 def test_rows_of_a_prompt_need_not_stand_together() -> None:
     collected = collector(n_prompts=2, type="filter")
     (a0, a1), (b0, b1) = good("a"), good("b")
-    collected.add([a0, b0, b1, a1])
+    add(collected, [a0, b0, b1, a1])
     assert collected.take() == [a0, a1, b0, b1]
 
 
@@ -99,70 +110,67 @@ def test_replace_puts_different_groups_in_the_places_of_bad_ones_while_there_are
     seen = set()
     for seed in range(20):
         collected = collector(n_prompts=5, seed=seed, type="replace")
-        collected.add(batch)
+        add(collected, batch)
         taken = collected.take()
         first, _, third, _, fifth = uids(taken)
         assert (first, third, fifth) == ("0", "2", "4")
         copies = (uids(taken)[1], uids(taken)[3])
         seen.add(copies)
         assert len(taken) == 10
+        assert [draw for draw, _ in groups(taken)] == [0, 1, 2, 3, 4], "a copy has the draw that it replaces"
         assert metrics(collected) == (1, 2, 2, 3 / 5)
-    assert seen == {(f"{a}#2", f"{b}#2") for a in "024" for b in "024" if a != b}
+    assert seen == {(a, b) for a in "024" for b in "024" if a != b}
 
 
-def test_a_copy_is_its_source_under_another_name() -> None:
+def test_a_copy_is_its_source_under_another_draw() -> None:
     collected = collector(n_prompts=2, type="replace")
-    collected.add([*bad("17"), *good("18@2")])
+    add(collected, [*bad("17"), *good("18")])
     copy, original = collected.take()[:2], collected.take()[2:]
-    assert [t.id.to_string() for t in copy] == ["18@2#2_0", "18@2#2_1"]
-    assert original == good("18@2")
+    assert [(t.id.instance_id, t.id.repetition_id, t.id.draw) for t in copy] == [("18", 0, 17), ("18", 1, 17)]
+    assert original == good("18")
     assert [t.rewards for t in copy] == [t.rewards for t in original]
-
-
-def test_a_copy_knows_what_it_is_a_copy_of() -> None:
-    assert [original_uid(uid) for uid in ("17", "17#2", "17@2", "17@2#13")] == ["17", "17", "17@2", "17@2"]
 
 
 def test_replace_takes_groups_more_than_twice_when_there_are_too_few() -> None:
     collected = collector(n_prompts=5, type="replace")
-    collected.add([*bad("0"), *bad("1"), *good("2"), *good("3"), *bad("4")])
+    add(collected, [*bad("0"), *bad("1"), *good("2"), *good("3"), *bad("4")])
     names = uids(collected.take())
     assert len(names) == 5, "every copy is a group of its own"
     assert names[2:4] == ["2", "3"]
-    assert {name.partition("#")[0] for name in names} <= {"2", "3"}
+    assert set(names) == {"2", "3"}
     assert metrics(collected) == (1, 3, 3, 2 / 5)
 
 
 @pytest.mark.parametrize(("ratio", "is_enough"), [(0.2, True), (0.25, False), (0.3, False)])
 def test_replace_samples_again_unless_more_than_a_share_is_good(ratio: float, is_enough: bool) -> None:
     collected = collector(n_prompts=4, type="replace", min_replace_ratio=ratio)
-    collected.add([*good("0"), *bad("1"), *bad("2"), *bad("3")])
+    add(collected, [*good("0"), *bad("1"), *bad("2"), *bad("3")])
     assert collected.is_complete == is_enough
     if not is_enough:
-        collected.add([*good("4"), *good("5"), *bad("6"), *good("7")])
+        add(collected, [*good("4"), *good("5"), *bad("6"), *good("7")])
         assert uids(collected.take())[:2] == ["4", "5"], "nothing of the first batch is kept"
         assert metrics(collected) == (2, 5, 1, 4 / 8)
 
 
 def test_a_batch_that_is_good_throughout_needs_no_replacement() -> None:
     collected = collector(n_prompts=2, type="replace", min_replace_ratio=1.0)
-    collected.add([*good("0"), *good("1")])
+    add(collected, [*good("0"), *good("1")])
     assert uids(collected.take()) == ["0", "1"]
     assert metrics(collected) == (1, 0, 0, 1)
 
 
 def test_replace_fills_the_places_of_prompts_that_failed() -> None:
     collected = collector(n_prompts=4, type="replace")
-    collected.add([*good("0"), *bad("1"), *good("2")])
+    add(collected, [*good("0"), *bad("1"), *good("2")], n_failed=1)
     names = uids(collected.take())
     assert (names[0], names[2]) == ("0", "2")
-    assert sorted([names[1], names[3]]) == ["0#2", "2#2"]
+    assert sorted([names[1], names[3]]) == ["0", "2"]
     assert metrics(collected) == (1, 1, 2, 2 / 3)
 
 
 def test_replace_drops_what_is_too_much() -> None:
     collected = collector(n_prompts=2, type="replace")
-    collected.add([*bad("0"), *good("1"), *bad("2"), *good("3"), *good("4")])
+    add(collected, [*bad("0"), *good("1"), *bad("2"), *good("3"), *good("4")])
     assert uids(collected.take()) == ["1", "3"]
     assert metrics(collected) == (1, 3, 0, 3 / 5)
 
@@ -172,7 +180,7 @@ def test_the_same_seed_chooses_the_same_copies() -> None:
 
     def names(seed: int) -> list[str]:
         collected = collector(n_prompts=8, seed=seed, type="replace")
-        collected.add(batch)
+        add(collected, batch)
         return uids(collected.take())
 
     assert names(3) == names(3)
@@ -184,41 +192,41 @@ def test_the_same_seed_chooses_the_same_copies() -> None:
 )
 def test_it_gives_up_after_so_many_batches(kind: str, needed: str) -> None:
     collected = collector(n_prompts=4, type=kind, max_sample_batches=2, min_replace_ratio=0.5)
-    collected.add([*good("0"), *bad("1")])
+    add(collected, [*good("0"), *bad("1")])
     with pytest.raises(DataError) as error:
-        collected.add([*good("2"), *bad("3"), *bad("4")])
+        add(collected, [*good("2"), *bad("3"), *bad("4")])
     for words in ("drew 2 batches", "2 of their 5 groups", needed, "temperature", "max_sample_batches=2", "too hard"):
         assert words in str(error.value)
 
 
 def test_the_last_batch_may_complete_the_step() -> None:
     collected = collector(n_prompts=2, type="filter", max_sample_batches=2)
-    collected.add(good("0"))
-    collected.add(good("1"))
+    add(collected, good("0"))
+    add(collected, good("1"))
     assert collected.is_complete
 
 
 def test_minus_one_never_gives_up() -> None:
     collected = collector(n_prompts=1, type="filter", max_sample_batches=-1)
     for i in range(100):
-        collected.add(bad(str(i)))
+        add(collected, bad(str(i)))
     assert not collected.is_complete
 
 
-def test_one_uid_stands_for_one_draw() -> None:
+def test_a_draw_is_added_once() -> None:
     collected = collector(n_prompts=2, type="filter")
-    collected.add(good("0"))
-    with pytest.raises(AssertionError, match=r"drawn twice under one uid: \['0'\]"):
-        collected.add(good("0"))
+    add(collected, good("0"))
+    with pytest.raises(AssertionError, match=r"drawn twice: \[0\]"):
+        add(collected, good("0"))
 
 
 def test_nothing_is_taken_before_and_nothing_added_after() -> None:
     collected = collector(n_prompts=1, type="filter")
     with pytest.raises(AssertionError, match="more batches"):
         collected.take()
-    collected.add(good("0"))
+    add(collected, good("0"))
     with pytest.raises(AssertionError, match="complete"):
-        collected.add(good("1"))
+        add(collected, good("1"))
 
 
 @given(
@@ -232,12 +240,12 @@ def test_the_books_balance(batches: list[list[bool]], kind: str, seed: int) -> N
     for batch in batches:
         if collected.is_complete:
             break
-        collected.add([t for i, is_good in enumerate(batch) for t in (good if is_good else bad)(f"{n_sampled + i}")])
+        add(collected, [t for i, is_good in enumerate(batch) for t in (good if is_good else bad)(f"{n_sampled + i}")])
         n_sampled += 3
     if collected.is_complete:
         taken = uids(collected.take())
         _, n_dropped, n_replaced, _ = metrics(collected)
         assert len(taken) == 3
         assert len(taken) == n_sampled - n_dropped + n_replaced
-        assert n_replaced == sum("#" in name for name in taken)
+        assert n_replaced == sum(draw != int(uid) for draw, uid in groups(collected.take()))
         assert all(len({t.total_reward for t in collected.take() if t.id.instance_id == uid}) == 2 for uid in taken)

@@ -129,10 +129,7 @@ def test_nothing_sampled_and_invalid_are_not_punished() -> None:
 
 def test_the_punishment_is_a_component_where_there_are_components() -> None:
     long, short = make_trajectory("0", [0.0, 0.0, 1.0]), make_trajectory("0", [1.0])
-    with_components = [
-        Trajectory(**{name: getattr(t, name) for name in t.__slots__} | {"reward_components": {"right": 1.0}})
-        for t in (long, short)
-    ]
+    with_components = [replace(t, reward_components={"right": 1.0}) for t in (long, short)]
     punished = punish_overlong(with_components, 4, buffer=2, factor=1.0)
     assert [t.reward_components for t in punished] == [
         {"right": 1.0, "overlong": -0.5},

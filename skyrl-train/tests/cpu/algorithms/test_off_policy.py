@@ -10,11 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.off_policy import correction_weights, rollout_gap_metrics, sequence_mask
+from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weights, sequence_mask
 from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+from skyrl_train.types import MetricSums
 
 RATIOS = torch.tensor([[1.0, 3.0, 0.5, 1.0], [1.0, 1.0, 0.1, 8.0]], dtype=torch.float64)
 MASK = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+
+
+def rollout_gap(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    sums = MetricSums()
+    add_rollout_gap(sums, old, rollout, mask)
+    return sums.metrics().numbers()
 
 
 def weigh(
@@ -254,7 +261,7 @@ def test_the_gap_by_hand() -> None:
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
     log_2 = math.log(2)
     gaps, kept = [log_2, log_2, 0, 2 * log_2], [2.0, 0.5, 1.0, 4.0]
-    assert rollout_gap_metrics(old, rollout, mask) == pytest.approx(
+    assert rollout_gap(old, rollout, mask) == pytest.approx(
         {
             "rollout_train_logprobs_abs_diff_mean": log_2,
             "rollout_train_logprobs_abs_diff_std": math.sqrt(sum((gap - log_2) ** 2 for gap in gaps) / 4),
@@ -271,17 +278,17 @@ def test_the_gap_by_hand() -> None:
 
 
 def test_the_gap_of_one_token_has_no_spread() -> None:
-    metrics = rollout_gap_metrics(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1))
+    metrics = rollout_gap(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1))
     assert metrics["is_ratio_std"] == 0
     assert metrics["is_ratio_ess_share"] == 1
 
 
 def test_the_gap_of_no_token_is_nothing() -> None:
-    assert rollout_gap_metrics(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)) == {}
+    assert rollout_gap(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)) == {}
 
 
 def test_a_huge_gap_is_still_a_number() -> None:
-    metrics = rollout_gap_metrics(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-1.0, -500.0]]), torch.ones(1, 2))
+    metrics = rollout_gap(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-1.0, -500.0]]), torch.ones(1, 2))
     assert metrics["rollout_train_logprobs_abs_diff_max"] == 500
     assert metrics["is_ratio_max"] == pytest.approx(math.exp(20))
     assert metrics["is_ratio_ess_share"] == pytest.approx(0.5)
@@ -293,7 +300,7 @@ def test_the_gap_estimates_the_divergence_without_bias() -> None:
     counts = torch.tensor([5, 3, 2])
     rollout, old = counts / counts.sum(), torch.tensor([0.3, 0.3, 0.4])
     drawn = torch.repeat_interleave(torch.arange(3), counts)[None]
-    metrics = rollout_gap_metrics(old.log()[drawn], rollout.log()[drawn], torch.ones(1, 10))
+    metrics = rollout_gap(old.log()[drawn], rollout.log()[drawn], torch.ones(1, 10))
     assert metrics["rollout_train_kl"] == pytest.approx((rollout * (rollout / old).log()).sum().item())
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
+
+from skyrl_train.checkpoint import CheckpointStore
 
 FILES = ("data.pt", "policy/model.pt")
 N_BYTES = 1000  # of one file
@@ -32,3 +35,12 @@ def read(folder: Path) -> str:
     text = texts.pop()
     assert len(text) == N_BYTES
     return text.strip()
+
+
+def save(store: CheckpointStore, step: int, write: Callable[[Path], None], expected_bytes: int = 0) -> Path:
+    """Save a checkpoint, without an event loop."""
+
+    async def fill(folder: Path) -> None:
+        write(folder)
+
+    return asyncio.run(store.save(step, fill, expected_bytes))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.folders import FILES, content_of, read
+from checkpoint.folders import FILES, content_of, read, save
 
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.store import POINTER
@@ -63,25 +63,25 @@ def first(folder: Path) -> CheckpointStore:
 
 
 def second(folder: Path) -> CheckpointStore:
-    CheckpointStore(folder).save(10, content_of("ten"))
+    save(CheckpointStore(folder), 10, content_of("ten"))
     return CheckpointStore(folder)
 
 
 def keeping_one(folder: Path) -> CheckpointStore:
     for step, name in ((8, "eight"), (10, "ten")):
-        CheckpointStore(folder).save(step, content_of(name))
+        save(CheckpointStore(folder), step, content_of(name))
     return CheckpointStore(folder, max_to_keep=1)
 
 
 def same_step_again(folder: Path) -> CheckpointStore:
     for step, name in ((10, "ten"), (20, "old twenty")):
-        CheckpointStore(folder).save(step, content_of(name))
+        save(CheckpointStore(folder), step, content_of(name))
     return CheckpointStore(folder, max_to_keep=2)
 
 
 def after_going_back(folder: Path) -> CheckpointStore:
     for step, name in ((20, "old twenty"), (30, "thirty"), (15, "fifteen")):
-        CheckpointStore(folder).save(step, content_of(name))
+        save(CheckpointStore(folder), step, content_of(name))
     return CheckpointStore(folder, max_to_keep=2)
 
 
@@ -127,7 +127,7 @@ def test_a_crash_anywhere_leaves_the_earlier_checkpoint_or_the_new_one(
         seen.add(after)
         assert after in {before, "twenty"}
         assert after == "twenty" or not is_done
-        CheckpointStore(folder, max_to_keep=1).save(25, content_of("twenty-five"))
+        save(CheckpointStore(folder, max_to_keep=1), 25, content_of("twenty-five"))
         assert latest_name(folder) == "twenty-five"
         assert {entry.name for entry in folder.iterdir()} == {"global_step_25", POINTER}
         if is_done and saboteur.n_left > 0:
@@ -140,7 +140,7 @@ def save_with(saboteur: Saboteur, store: CheckpointStore) -> bool:
     """Whether the save of step 20 went through."""
     try:
         with saboteur.at_work():
-            store.save(20, content_of("twenty", halfway=saboteur.tick), expected_bytes=1)
+            save(store, 20, content_of("twenty", halfway=saboteur.tick), expected_bytes=1)
     except (Killed, CheckpointError):
         return False
     return True
@@ -175,7 +175,7 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", log_fsync)
     monkeypatch.setattr(os, "rename", log_rename)
     monkeypatch.setattr(os, "replace", log_replace)
-    CheckpointStore(tmp_path).save(5, content_of("five"))
+    save(CheckpointStore(tmp_path), 5, content_of("five"))
     partial = ".global_step_5.partial"
     written = [*(f"{partial}/{file}" for file in FILES), f"{partial}/policy", partial]
     assert sorted(events[: len(written)]) == sorted(("sync", path) for path in written)

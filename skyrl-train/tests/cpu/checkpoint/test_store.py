@@ -9,7 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from checkpoint.folders import FILES, N_BYTES, content_of, read
+from checkpoint.folders import FILES, N_BYTES, content_of, read, save
 
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.store import POINTER, SPARE_BYTES, step_of
@@ -19,9 +19,9 @@ SIZE = len(FILES) * N_BYTES
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def save(store: CheckpointStore, *steps: int, expected_bytes: int = 0) -> None:
+def save_all(store: CheckpointStore, *steps: int, expected_bytes: int = 0) -> None:
     for step in steps:
-        store.save(step, content_of(f"step {step}"), expected_bytes)
+        save(store, step, content_of(f"step {step}"), expected_bytes)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def test_a_saved_checkpoint_is_the_latest_and_complete(store: CheckpointStore) -> None:
     assert store.latest() is None
-    folder = store.save(10, content_of("ten"))
+    folder = save(store, 10, content_of("ten"))
     assert folder == store.path / "global_step_10" == store.latest()
     assert read(folder) == "ten"
     assert sorted(entry.name for entry in store.path.iterdir()) == ["global_step_10", POINTER]
@@ -46,7 +46,7 @@ def test_a_saved_checkpoint_is_the_latest_and_complete(store: CheckpointStore) -
 
 
 def test_steps_are_ordered_as_numbers_and_other_entries_are_ignored(store: CheckpointStore) -> None:
-    save(store, 9, 100, 20)
+    save_all(store, 9, 100, 20)
     (store.path / "global_step_7_old").mkdir()
     (store.path / "notes.txt").touch()
     assert store.steps() == [9, 20, 100]
@@ -55,23 +55,23 @@ def test_steps_are_ordered_as_numbers_and_other_entries_are_ignored(store: Check
 @pytest.mark.parametrize(("max_to_keep", "kept"), [(1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4]), (-1, [1, 2, 3, 4])])
 def test_the_newest_are_kept(tmp_path: Path, max_to_keep: int, kept: list[int]) -> None:
     store = CheckpointStore(tmp_path, max_to_keep)
-    save(store, 1, 2, 3, 4)
+    save_all(store, 1, 2, 3, 4)
     assert store.steps() == kept
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [*(f"global_step_{step}" for step in kept), POINTER]
 
 
 def test_after_going_back_the_abandoned_future_goes_first(tmp_path: Path) -> None:
-    save(CheckpointStore(tmp_path), 10, 20, 30)
+    save_all(CheckpointStore(tmp_path), 10, 20, 30)
     resumed = CheckpointStore(tmp_path, max_to_keep=3)
-    save(resumed, 11)
+    save_all(resumed, 11)
     assert (resumed.steps(), resumed.latest()) == ([10, 11, 30], tmp_path / "global_step_11")
-    save(resumed, 12)
+    save_all(resumed, 12)
     assert (resumed.steps(), resumed.latest()) == ([10, 11, 12], tmp_path / "global_step_12")
 
 
 def test_a_step_that_comes_by_again_is_replaced(store: CheckpointStore) -> None:
-    save(store, 10, 20)
-    store.save(20, content_of("again"))
+    save_all(store, 10, 20)
+    save(store, 20, content_of("again"))
     latest = store.latest()
     assert latest is not None
     assert (store.steps(), read(latest)) == ([10, 20], "again")
@@ -79,23 +79,23 @@ def test_a_step_that_comes_by_again_is_replaced(store: CheckpointStore) -> None:
 
 
 def test_without_a_pointer_the_newest_is_the_latest(store: CheckpointStore) -> None:
-    save(store, 9, 10)
+    save_all(store, 9, 10)
     (store.path / POINTER).unlink()
     assert store.latest() == store.path / "global_step_10"
 
 
 @pytest.mark.parametrize("text", ["7", "", "../elsewhere", "10 20"])
 def test_a_pointer_to_nowhere_is_an_error_that_lists_what_is_there(store: CheckpointStore, text: str) -> None:
-    save(store, 10, 20)
+    save_all(store, 10, 20)
     (store.path / POINTER).write_text(text)
     with pytest.raises(CheckpointError, match=r"does not exist \(complete steps: 10, 20\); write one of them"):
         store.latest()
-    save(store, 30)
+    save_all(store, 30)
     assert store.latest() == store.path / "global_step_30"
 
 
 def test_step_of(store: CheckpointStore) -> None:
-    save(store, 10)
+    save_all(store, 10)
     assert step_of(store.path / "global_step_10") == 10
     for name, reason in (("policy", "must end in global_step_N"), ("global_step_11", "does not exist")):
         with pytest.raises(CheckpointError, match=reason):
@@ -104,14 +104,14 @@ def test_step_of(store: CheckpointStore) -> None:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 8")])
 def test_a_disk_that_refuses_is_a_checkpoint_error(store: CheckpointStore, error: Exception) -> None:
-    save(store, 10)
+    save_all(store, 10)
 
     def fail(folder: Path) -> None:
         (folder / FILES[0]).touch()
         raise error
 
     with pytest.raises(CheckpointError, match=rf"step 20 in {store.path}: .*{error.args[-1]}; the one before"):
-        store.save(20, fail)
+        save(store, 20, fail)
     assert (store.steps(), store.latest()) == ([10], store.path / "global_step_10")
 
 
@@ -119,13 +119,13 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, max_to_keep=1)
-    save(store, 10)
+    save_all(store, 10)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(os, "rmdir", busy)
-        save(store, 20)
+        save_all(store, 20)
     assert "The checkpoint of step 20 is saved; an old one could not be removed" in caplog.text
     assert (store.steps(), store.latest()) == ([20], tmp_path / "global_step_20")
-    save(store, 30)
+    save_all(store, 30)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["global_step_30", POINTER]
 
 
@@ -160,7 +160,7 @@ def disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_short_disk_gets_room_oldest_first_but_never_the_last(
     store: CheckpointStore, disk: Disk, capacity: int, kept: list[int]
 ) -> None:
-    save(store, 10, 20, 30)
+    save_all(store, 10, 20, 30)
     disk.capacity = capacity + SPARE_BYTES
     there: list[int] = []
 
@@ -168,7 +168,7 @@ def test_a_short_disk_gets_room_oldest_first_but_never_the_last(
         there.extend(store.steps())
         content_of("forty")(folder)
 
-    store.save(40, write, expected_bytes=SIZE)
+    save(store, 40, write, expected_bytes=SIZE)
     assert there == kept
     assert store.steps() == [*kept, 40]
 
@@ -178,7 +178,7 @@ def test_a_short_disk_never_loses_the_one_to_resume_from(
     store: CheckpointStore, disk: Disk, missing: int, kept: list[int]
 ) -> None:
     """After going back to step 10, step 30 is the highest, but a crash must find step 11."""
-    save(store, 10, 20, 30, 11)
+    save_all(store, 10, 20, 30, 11)
     disk.capacity = (5 - missing) * SIZE + SPARE_BYTES
 
     def crash(folder: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_short_disk_never_loses_the_one_to_resume_from(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.save(12, crash, expected_bytes=SIZE)
+        save(store, 12, crash, expected_bytes=SIZE)
     assert store.latest() == store.path / "global_step_11"
 
 
@@ -200,7 +200,7 @@ def test_a_first_run_needs_room_for_two(store: CheckpointStore, disk: Disk) -> N
 
 
 def test_what_saving_would_remove_counts_as_free(store: CheckpointStore, disk: Disk) -> None:
-    save(store, 10, 20, 30)
+    save_all(store, 10, 20, 30)
     disk.capacity = 3 * SIZE + SPARE_BYTES
     store.check_space(SIZE)
     store.check_space(2 * SIZE)
@@ -210,7 +210,7 @@ def test_what_saving_would_remove_counts_as_free(store: CheckpointStore, disk: D
 
 
 def test_what_a_crash_left_does_not_fill_the_disk(store: CheckpointStore, disk: Disk) -> None:
-    save(store, 10)
+    save_all(store, 10)
     disk.capacity = 2 * SIZE + SPARE_BYTES
     (store.path / ".global_step_20.partial").mkdir()
     content_of("twenty")(store.path / ".global_step_20.partial")

@@ -24,7 +24,7 @@ def test_a_batch_by_hand() -> None:
     assert batch.loss_mask.tolist() == [[1, 0, 1], [1, 0, 0]]
     assert batch.rewards.tolist() == [[0, 0, 1], [-1, 0, 0]]
     assert batch.rollout_logprobs.tolist() == [[-1, 0, -2], [-3, 0, 0]]
-    assert batch.uids == ["a", "b"]
+    assert batch.draws.tolist() == [ord("a"), ord("b")]
     assert (batch.sequences.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
 
 
@@ -55,7 +55,7 @@ def test_nothing_is_lost_in_a_batch(many: list[Trajectory]) -> None:
         is_token = batch.attention_mask[row].bool()
         n_response = int(is_token[first_response:].sum())
         rebuilt = make_trajectory(
-            batch.uids[row],
+            str(int(batch.draws[row])),
             prompt_ids=batch.sequences[row, :first_response][is_token[:first_response]].tolist(),
             response_ids=batch.sequences[row, first_response:][is_token[first_response:]].tolist(),
             loss_mask=batch.loss_mask[row, :n_response].int().tolist(),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.dataset.mixture import MixedPrompts
-from skyrl_train.dataset.prompts import ShuffledPrompts
+from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.types import PromptRow
 
@@ -43,7 +43,7 @@ def mixed(weights: dict[str, float] | None = None, batch_size: int = 4, **option
 
 
 def shares(prompts: MixedPrompts) -> Counter[str]:
-    return Counter(row.data_source for row in prompts.next_batch())
+    return Counter(prompt.row.data_source for prompt in prompts.next_batch())
 
 
 def test_shares_follow_the_weights_and_not_the_sizes() -> None:
@@ -83,7 +83,7 @@ def test_a_source_of_weight_0_is_left_out() -> None:
 
 def test_a_source_is_gone_through_before_it_comes_again() -> None:
     prompts = mixed({"games": 1, "maths": 1})
-    games = [row.uid for _ in range(9) for row in prompts.next_batch() if row.data_source == "games"]
+    games = [prompt.row.uid for _ in range(9) for prompt in prompts.next_batch() if prompt.row.data_source == "games"]
     epochs = [games[:6], games[6:12], games[12:]]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -112,12 +112,12 @@ def test_any_mixture_fills_its_batches_fairly_and_resumes(sizes: dict[str, int],
     n_least = data.draw(st.integers(0, batch_size // len(sizes)))
     prompts = mixed(weights, batch_size, n_least=n_least, sizes=sizes)
     n_before, n_after = data.draw(st.integers(0, 7)), 6
-    drawn = [[row.uid for row in prompts.next_batch()] for _ in range(n_before)]
+    drawn = [[prompt.row.uid for prompt in prompts.next_batch()] for _ in range(n_before)]
     state = prompts.state_dict()
-    drawn += [[row.uid for row in prompts.next_batch()] for _ in range(n_after)]
+    drawn += [[prompt.row.uid for prompt in prompts.next_batch()] for _ in range(n_after)]
     resumed = mixed(weights, batch_size, n_least=n_least, sizes=sizes)
     resumed.load_state_dict(state)
-    assert [[row.uid for row in resumed.next_batch()] for _ in range(n_after)] == drawn[n_before:]
+    assert [[prompt.row.uid for prompt in resumed.next_batch()] for _ in range(n_after)] == drawn[n_before:]
     assert {len(batch) for batch in drawn} == {batch_size}
     counts = Counter(uid[0] for batch in drawn for uid in batch)
     for name, weight in weights.items():

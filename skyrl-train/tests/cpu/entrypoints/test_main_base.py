@@ -32,9 +32,8 @@ def test_a_run_leaves_its_folder(catch_run: list[str], tmp_path: Path) -> None:
         "evals/global_step_2/aggregated_results.jsonl",
         "trajectories/global_step_1.jsonl",
         "ckpts/latest_ckpt_global_step.txt",
-        "ckpts/global_step_2/trainer_state.pt",
-        "ckpts/global_step_2/data.pt",
-        "ckpts/global_step_2/policy/model_world_size_1_rank_0.pt",
+        "ckpts/global_step_2/driver.pt",
+        "ckpts/global_step_2/policy/.metadata",
         "export/global_step_2/policy/model.safetensors",
         "export/global_step_2/policy/tokenizer.json",
     }

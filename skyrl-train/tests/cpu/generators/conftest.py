@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from skyrl_train.config import load_config
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, OnTokens, SamplingParams
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams, TokenChunk
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
 
@@ -31,20 +32,26 @@ class RecordedEngine(HFEngine):
         self.exchanges: list[tuple[EngineRequest, EngineResult]] = []
         self.ended: list[str] = []
 
-    async def generate(
-        self, requests: Sequence[EngineRequest], on_tokens: OnTokens | None = None
-    ) -> list[EngineResult]:
+    async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         asked = copy.deepcopy(list(requests))
-        results = await super().generate(requests, on_tokens)
+        results = await super().generate(requests)
         self.exchanges += zip(asked, results, strict=True)
         return results
 
-    def end_session(self, session_id: str) -> None:
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
+        asked = copy.deepcopy(request)
+        async with aclosing(super().stream(request)) as chunks:
+            async for chunk in chunks:
+                if chunk.result is not None:
+                    self.exchanges.append((asked, chunk.result))
+                yield chunk
+
+    async def end_session(self, session_id: str) -> None:
         self.ended.append(session_id)
-        super().end_session(session_id)
+        await super().end_session(session_id)
 
     def session(self, session_id: str) -> list[tuple[EngineRequest, EngineResult]]:
-        """The exchanges of one rollout, in order."""
+        """The exchanges of one attempt at a rollout, in order."""
         return [(request, result) for request, result in self.exchanges if request.session_id == session_id]
 
 
@@ -57,8 +64,8 @@ class Stage:
     chat: ChatEncoder
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=4))
 
-    async def play(self, requests: Sequence[RolloutRequest], step: int = 1) -> list[Trajectory]:
-        return await self.generator.rollout(requests, self.sampling, BatchMetadata(step, "train"))
+    async def play(self, requests: Sequence[RolloutRequest], step: int = 1, seed: int = 0) -> list[Trajectory]:
+        return await self.generator.rollout(requests, self.sampling, BatchMetadata(step, "train", seed))
 
 
 MakeStage = Callable[..., Stage]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trajectories import make_trajectory
+from trajectories import make_segment, make_trajectory
 
 from skyrl_train.config import load_config
 from skyrl_train.errors import DataError
@@ -20,6 +20,8 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     RolloutRequest,
+    play,
+    request_seed,
     rollout_requests,
     to_generator_input,
     to_generator_output,
@@ -29,7 +31,7 @@ from skyrl_train.generators.base import (
     to_trajectories,
 )
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID, Turn, WeightSpan
+from skyrl_train.types import DrawnPrompt, Message, PromptRow, Segment, Trajectory, TrajectoryID, Turn, WeightSpan
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, stop=("END",))
 
@@ -50,46 +52,39 @@ def two_answers(**changes: Any) -> GeneratorOutput:
 
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
-    n_tokens = draw(st.integers(1, 3))
+    n_tokens = draw(st.integers(1, 4))
     per_token = {"min_size": n_tokens, "max_size": n_tokens}
-    return Segment(
+    turn = Turn(0, n_tokens, 3, 0.5, "stop", weight_spans=(WeightSpan(draw(st.integers(0, 9)), n_tokens),))
+    return make_segment(
+        draw(st.lists(st.floats(-2, 2), **per_token)),
         prompt_ids=draw(st.lists(st.integers(0, 99), min_size=1, max_size=4)),
         response_ids=draw(st.lists(st.integers(0, 99), **per_token)),
         loss_mask=draw(st.lists(st.integers(0, 1), **per_token)),
         logprobs=draw(st.lists(st.floats(-9, 0), **per_token)),
-        rewards=draw(st.lists(st.floats(-2, 2), **per_token)),
         sampling_logprobs=draw(st.none() | st.lists(st.floats(-9, 0), **per_token)),
+        turns=draw(st.sampled_from([(), (turn,), (turn, turn)])),
     )
 
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     """Everything but `greedy_reward`, which no generator knows."""
-    n_tokens = draw(st.integers(1, 5))
-    per_token = {"min_size": n_tokens, "max_size": n_tokens}
     extras = draw(st.dictionaries(st.sampled_from(["data_source", "index"]), st.sampled_from(["x", "y"])))
-    rewards = draw(st.none() | st.lists(st.floats(-2, 2), **per_token))
-    stop_reason = draw(st.sampled_from(["stop", "length", "env_error"]))
-    turn = Turn(0, n_tokens, 3, 0.5, "stop", weight_spans=(WeightSpan(draw(st.integers(0, 9)), n_tokens),))
-    return make_trajectory(
-        draw(st.text(min_size=1, max_size=3)),
-        rewards,
-        repetition=draw(st.integers(0, 9)),
+    found = draw(st.lists(segments(), min_size=1, max_size=3))
+    error = draw(st.none() | st.sampled_from(["it broke", "it hung"]))
+    if error is not None:  # rewards of an invalid trajectory are read by nothing, and do not cross over
+        found = [replace(segment, rewards=[0.0] * len(segment.rewards)) for segment in found]
+    return Trajectory(
+        id=TrajectoryID(draw(st.text(min_size=1, max_size=3)), draw(st.integers(0, 9)), draw(st.integers(0, 99))),
         env_class=draw(st.sampled_from(["guess", "catch"])),
         data_source=extras.get("data_source", "unknown"),
-        prompt_ids=draw(st.lists(st.integers(0, 99), min_size=1, max_size=4)),
-        response_ids=draw(st.lists(st.integers(0, 99), **per_token)),
-        loss_mask=draw(st.lists(st.integers(0, 1), **per_token)),
-        logprobs=draw(st.lists(st.floats(-9, 0), **per_token)),
-        stop_reason=stop_reason,
+        segments=tuple(found),
+        stop_reason=draw(st.sampled_from(["stop", "length", "env_error"])),
+        error=error,
         env_metrics=draw(st.dictionaries(st.sampled_from("mn"), st.integers())),
         env_extras=extras,
-        earlier=() if rewards is None else tuple(draw(st.lists(segments(), max_size=2))),
-        error=draw(st.sampled_from(["it broke", "it hung"])) if rewards is None else None,
-        turns=draw(st.sampled_from([(), (turn,), (turn, turn)])) if n_tokens == 1 else (),
         timing=draw(st.dictionaries(st.sampled_from(["generate", "env"]), st.floats(0, 9))),
         n_attempts=draw(st.integers(1, 3)),
-        sampling_logprobs=draw(st.none() | st.lists(st.floats(-9, 0), **per_token)),
         reward_components=draw(st.dictionaries(st.sampled_from("ab"), st.floats(-2, 2))),
     )
 
@@ -173,30 +168,33 @@ async def test_a_generator_only_has_to_implement_generate() -> None:
             )
 
     requests = [request("a", 0), request("a", 1, env_class=None, data_source="birds")]
-    first, second = await Parrot().rollout(requests, SAMPLING, BatchMetadata(7, "eval"))
+    first, second = await play(Parrot(), requests, SAMPLING, BatchMetadata(7, "eval"))
     assert (first.id, first.env_class, first.rewards) == (TrajectoryID("a", 0), "guess", [0.0])
     assert (second.id, second.env_class, second.data_source) == (TrajectoryID("a", 1), "unknown", "birds")
 
 
 def test_requests_name_an_environment_and_repeat_prompts_side_by_side() -> None:
     rows = [PromptRow("0", [], None, {}), PromptRow("1", [], "catch", {})]
-    requests = rollout_requests(rows, 2, "gsm8k")
+    requests = rollout_requests([DrawnPrompt(7, rows[0]), DrawnPrompt(8, rows[1])], 2, "gsm8k")
     assert [request.id.to_string() for request in requests] == ["0_0", "0_1", "1_0", "1_1"]
+    assert [request.id.draw for request in requests] == [7, 7, 8, 8]
     assert [request.row.env_class for request in requests] == ["gsm8k", "gsm8k", "catch", "catch"]
     assert rows[0].env_class is None
 
 
-def test_a_rollouts_randomness_follows_from_what_it_is() -> None:
-    first = BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("0", 0))
+def test_the_randomness_of_a_turn_follows_from_what_it_is() -> None:
+    id = TrajectoryID("0", 0, draw=5)
+    first = request_seed(1, id, 0)
     others = [
-        BatchMetadata(1, "train", seed=2).rollout_seed(TrajectoryID("0", 0)),
-        BatchMetadata(2, "train", seed=1).rollout_seed(TrajectoryID("0", 0)),
-        BatchMetadata(1, "eval", seed=1).rollout_seed(TrajectoryID("0", 0)),
-        BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("1", 0)),
-        BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("0", 1)),
+        request_seed(2, id, 0),
+        request_seed(1, id, 1),
+        request_seed(1, replace(id, draw=6), 0),
+        request_seed(1, replace(id, phase="eval"), 0),
+        request_seed(1, replace(id, instance_id="1"), 0),
+        request_seed(1, replace(id, repetition_id=1), 0),
     ]
-    assert len({first, *others}) == 6
-    assert BatchMetadata(1, "train", seed=1).rollout_seed(TrajectoryID("0", 0)) == first
+    assert len({first, *others}) == 7
+    assert request_seed(1, TrajectoryID("0", 0, draw=5), 0) == first
 
 
 def test_log_probs_may_be_missing() -> None:
@@ -213,7 +211,7 @@ def test_what_no_longer_fits_a_shortened_response_is_left_out() -> None:
     for name in ("response_ids", "loss_masks", "rewards", "rollout_logprobs"):
         output[name] = [values[:1] for values in output[name]]  # type: ignore[literal-required]
     first, second = to_trajectories(output, two_prompts())
-    assert (first.turns, first.sampling_logprobs) == ((), None)
+    assert (first.turns, first.segments[0].sampling_logprobs) == ((), None)
     assert len(second.turns) == 1
 
 
@@ -299,18 +297,19 @@ async def test_generate_may_be_called_without_what_only_a_trainer_knows() -> Non
 
 async def test_the_most_derived_override_decides() -> None:
     doubled = Doubled()
-    (t,) = await doubled.rollout([request("a")], SAMPLING, BatchMetadata(3, "train"))
+    (t,) = await play(doubled, [request("a")], SAMPLING, BatchMetadata(3, "train"))
     assert (t.rewards, t.weight_versions, t.n_attempts) == ([2.0], [4], 2)
     ((requests, sampling, metadata),) = doubled.calls
     assert (requests, sampling, metadata) == ([request("a")], SAMPLING, BatchMetadata(3, "train"))
 
     class Again(Doubled):
         async def rollout(self, *arguments: Any) -> list[Trajectory]:
-            return [replace(t, rewards=[t.total_reward + 0.5]) for t in await super().rollout(*arguments)]
+            played = await super().rollout(*arguments)  # of `Played`: a `generate` in between is not asked
+            return [replace(t, segments=(make_segment([t.total_reward + 0.5]),)) for t in played]
 
-    (t,) = await Again().rollout([request("a")], SAMPLING, BatchMetadata(3, "train"))
-    assert t.rewards == [2.5]
-    assert (await Again().generate(two_prompts()))["rewards"] == [[2.5], [2.5]]
+    (t,) = await play(Again(), [request("a")], SAMPLING, BatchMetadata(3, "train"))
+    assert t.rewards == [1.5]
+    assert (await Again().generate(two_prompts()))["rewards"] == [[3.0], [3.0]], "twice what is played"
 
 
 async def test_an_override_may_be_mixed_in() -> None:
@@ -322,14 +321,14 @@ async def test_an_override_may_be_mixed_in() -> None:
     class Mixed(Tripled, Played):
         pass
 
-    (t,) = await Mixed().rollout([request("a")], SAMPLING, BatchMetadata(3, "train"))
+    (t,) = await play(Mixed(), [request("a")], SAMPLING, BatchMetadata(3, "train"))
     assert t.rewards == [3.0]
 
 
 async def test_metrics_of_a_generate_are_averaged_over_its_calls_and_taken_once() -> None:
     doubled = Doubled()
     for n in (1, 2):
-        await doubled.rollout([request("a", i) for i in range(n)], SAMPLING, BatchMetadata(3, "train"))
+        await play(doubled, [request("a", i) for i in range(n)], SAMPLING, BatchMetadata(3, "train"))
     assert doubled.take_metrics() == {"mine": 1.5}
     assert doubled.take_metrics() == {}
 

@@ -15,9 +15,8 @@ from generators.environments import Journal
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import TEMPLATES, ChatEncoder
-from skyrl_train.generators.conversation import Row
 from skyrl_train.inference_engines.base import EngineResult
-from skyrl_train.types import Trajectory, WeightSpan
+from skyrl_train.types import SegmentBuilder, Trajectory, WeightSpan
 
 ON = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}
 PROMPT = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "Story a"}]
@@ -71,9 +70,9 @@ async def test_turns_of_a_single_message_are_joined_by_plain_text(make_stage: Ma
 async def test_each_turn_is_a_row_with_the_history_before_it(make_stage: MakeStage) -> None:
     stage = make_stage(step_wise_trajectories=True)
     t = await play(stage, n_turns=3)
-    assert len(t.rows) == 3
+    assert len(t.segments) == 3
     history = list(PROMPT)
-    for k, (row, turn) in enumerate(zip(t.rows, sampled(stage), strict=True), start=1):
+    for k, (row, turn) in enumerate(zip(t.segments, sampled(stage), strict=True), start=1):
         assert row.prompt_ids == stage.chat.prompt_ids(history) == prompts(stage)[k - 1]
         assert (row.response_ids, row.loss_mask) == (turn, [1] * len(turn))
         assert row.rewards == [0.0] * (len(turn) - 1) + [k / 4]
@@ -82,7 +81,7 @@ async def test_each_turn_is_a_row_with_the_history_before_it(make_stage: MakeSta
             {"role": "assistant", "content": stage.chat.decode(turn)},
             {"role": "user", "content": f"And then? ({k} of 3)"},
         ]
-    assert [turn.segment for turn in t.turns] == [0, 1, 2]
+    assert [len(segment.turns) for segment in t.segments] == [1, 1, 1]
     assert t.total_reward == 1.5
 
 
@@ -94,16 +93,15 @@ async def test_rows_that_continue_each_other_are_merged(make_stage: MakeStage) -
     )
     whole = await play(merged, n_turns=4)
     parts = await play(separate, n_turns=4)
-    assert len(parts.rows) == 4
-    assert len(whole.rows) < 4
-    for k, row in enumerate(whole.rows):
-        turns = [turn for turn in whole.turns if turn.segment == k]
-        for earlier, later in pairwise(turns):
+    assert len(parts.segments) == 4
+    assert len(whole.segments) < 4
+    for row in whole.segments:
+        for earlier, later in pairwise(row.turns):
             assert later.prompt_length == len(row.prompt_ids) + later.start
             assert earlier.end < later.start
-        assert sum(row.loss_mask) == sum(turn.end - turn.start for turn in turns)
+        assert sum(row.loss_mask) == sum(turn.end - turn.start for turn in row.turns)
     assert whole.total_reward == parts.total_reward
-    assert sum(sum(row.loss_mask) for row in whole.rows) == sum(sum(row.loss_mask) for row in parts.rows)
+    assert sum(sum(row.loss_mask) for row in whole.segments) == sum(sum(row.loss_mask) for row in parts.segments)
 
 
 # -- a template of one's own
@@ -114,7 +112,7 @@ async def test_a_template_of_ones_own_masks_by_its_generation_blocks(make_stage:
     t = await play(stage, n_turns=3)
     chat = ChatEncoder(stage.generator._chat._tokenizer, (TEMPLATES / "qwen3_with_thinking.jinja").read_text())
     assert t.logprobs is None
-    assert len(t.rows) == 1
+    assert len(t.segments) == 1
     said = [chat.decode(turn) for turn in sampled(stage)]
     text = chat.decode_all([token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one])
     assert text == "".join(f"{turn}<|im_end|>" for turn in said)
@@ -236,8 +234,8 @@ async def test_a_row_that_no_turn_follows_in_takes_no_reward_with_it(
     stage = make_stage(max_input_length=400, max_turns=9, **mode)
     t = await play(stage, returns={"step": ON | {"observations": observations, "metadata": metadata}})
     assert (t.stop_reason, t.last_stop_reason in ("stop", "length")) == ("length", True)
-    assert t.turns[-1].segment == len(t.rows) - 1
-    assert all(row.response_ids for row in t.rows)
+    assert t.segments[-1].turns
+    assert all(row.response_ids for row in t.segments)
     batch = build_training_batch([t], 0)
     assert batch.rewards.sum() == t.total_reward == len(t.turns)
 
@@ -246,7 +244,7 @@ async def test_the_budget_of_a_trajectory_counts_observations_in_every_mode(make
     stage = make_stage(step_wise_trajectories=True, max_response_length=40)
     t = await play(stage, n_turns=9)
     assert t.stop_reason == "length"
-    assert len(t.rows[-1].prompt_ids) + len(t.response_ids) - len(t.rows[0].prompt_ids) <= 40
+    assert len(t.segments[-1].prompt_ids) + len(t.response_ids) - len(t.segments[0].prompt_ids) <= 40
 
 
 async def test_an_action_that_nobody_sampled_is_not_learned_from(make_stage: MakeStage, journal: Journal) -> None:
@@ -262,10 +260,10 @@ async def test_a_history_that_was_rewritten_begins_a_row(make_stage: MakeStage, 
     stage = make_stage(max_turns=3)
     t = await play(stage, returns={"step": ON | {"metadata": {"modified_chat_history": short}}})
     assert t.stop_reason == "max_turns"
-    assert len(t.rows) == 3
+    assert len(t.segments) == 3
     again = stage.chat.prompt_ids([*short, *ON["observations"]])  # type: ignore[misc]
-    assert [row.prompt_ids for row in t.rows] == [stage.chat.prompt_ids(PROMPT), again, again]
-    assert [row.response_ids for row in t.rows] == sampled(stage)
+    assert [row.prompt_ids for row in t.segments] == [stage.chat.prompt_ids(PROMPT), again, again]
+    assert [row.response_ids for row in t.segments] == sampled(stage)
     assert t.total_reward == 3.0
 
 
@@ -315,15 +313,15 @@ async def test_each_token_may_have_a_reward_of_its_own(make_stage: MakeStage, jo
 
 
 def test_a_row_knows_two_kinds_of_log_probs_once_a_turn_was_truncated() -> None:
-    row = Row([1, 2], 2)
-    row.append_sampled(result([5, 6]))
+    row = SegmentBuilder([1, 2], 2)
+    row.append_sampled([5, 6], [-0.5, -0.5], None)
     row.append_observed([7])
     assert row.sampling_logprobs is None
-    row.append_sampled(result([8], sampling_logprobs=[-0.1]))
+    row.append_sampled([8], [-0.5], [-0.1])
     row.append_observed([9])
     assert row.logprobs == [-0.5, -0.5, 0.0, -0.5, 0.0]
     assert row.sampling_logprobs == [-0.5, -0.5, 0.0, -0.1, 0.0]
-    row.cut(4)
+    row.truncate(4)
     assert (row.token_ids, row.loss_mask) == ([1, 2, 5, 6, 7, 8], [1, 1, 0, 1])
     assert row.sampling_logprobs == [-0.5, -0.5, 0.0, -0.1]
 
@@ -332,21 +330,23 @@ async def test_both_kinds_of_log_probs_are_on_the_trajectory(make_stage: MakeSta
     stage = make_stage()
     stage.sampling = replace(stage.sampling, top_p=0.7, repetition_penalty=1.2)
     t = await play(stage, n_turns=2)
+    sampling_logprobs = t.segments[-1].sampling_logprobs
     assert t.logprobs is not None
-    assert t.sampling_logprobs is not None
+    assert sampling_logprobs is not None
     for position, is_sampled in enumerate(t.loss_mask):
-        assert (t.sampling_logprobs[position] == 0.0) or is_sampled
-    assert t.sampling_logprobs != t.logprobs
+        assert (sampling_logprobs[position] == 0.0) or is_sampled
+    assert sampling_logprobs != t.logprobs
 
 
 async def test_a_least_length_changes_only_the_tokens_before_it(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.sampling = replace(stage.sampling, max_new_tokens=12, min_new_tokens=2)
     t = await play(stage, n_turns=3)
+    sampling_logprobs = t.segments[-1].sampling_logprobs
     assert t.logprobs is not None
-    assert t.sampling_logprobs is not None
+    assert sampling_logprobs is not None
     early = {position for turn in t.turns for position in (turn.start, turn.start + 1)}
-    for position, (sampled_from, model) in enumerate(zip(t.sampling_logprobs, t.logprobs, strict=True)):
+    for position, (sampled_from, model) in enumerate(zip(sampling_logprobs, t.logprobs, strict=True)):
         assert (sampled_from > model) == (position in early)
 
 

@@ -136,7 +136,7 @@ async def test_an_engine_error_is_the_rollouts_problem_and_is_tried_again(
     expected = await stage.play([faulty("a"), faulty("b")])
     generate, n_calls = stage.engine.generate, [0]
 
-    async def flaky(requests: list[EngineRequest], on_tokens: object = None) -> list[EngineResult]:
+    async def flaky(requests: list[EngineRequest]) -> list[EngineResult]:
         n_calls[0] += 1
         if n_calls[0] == 2:
             raise EngineError("out of memory")
@@ -147,7 +147,7 @@ async def test_an_engine_error_is_the_rollouts_problem_and_is_tried_again(
     assert sorted(t.n_attempts for t in trajectories) == [1, 2]
     assert tokens_and_rewards(trajectories) == tokens_and_rewards(expected)
 
-    async def broken(requests: object, on_tokens: object = None) -> list[EngineResult]:
+    async def broken(requests: object) -> list[EngineResult]:
         raise EngineError("out of memory")
 
     monkeypatch.setattr(stage.engine, "generate", broken)

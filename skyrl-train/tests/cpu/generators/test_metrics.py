@@ -6,7 +6,7 @@ import statistics
 from itertools import combinations
 
 import pytest
-from trajectories import make_trajectory
+from trajectories import make_segment, make_trajectory
 
 from skyrl_train.generators.metrics import (
     pass_at_k,
@@ -15,7 +15,7 @@ from skyrl_train.generators.metrics import (
     training_reward_metrics,
     with_prefix,
 )
-from skyrl_train.types import Segment, Trajectory, Turn
+from skyrl_train.types import Trajectory, Turn
 
 TURN = Turn(0, 1, 2, 0.0, "stop")
 
@@ -45,7 +45,7 @@ def test_rewards_by_hand(rollouts: list[Trajectory]) -> None:
 
 
 def test_rewards_of_earlier_rows_count() -> None:
-    earlier = Segment([1], [2, 3], [1, 1], None, [2.0, -1.0])
+    earlier = make_segment([2.0, -1.0])
     metrics = reward_metrics([make_trajectory("a", [1.0], earlier=(earlier,))], 1)
     assert metrics == {"avg_score": 2.0, "pass_at_1": 1.0, "mean_positive_reward": 3.0}
 

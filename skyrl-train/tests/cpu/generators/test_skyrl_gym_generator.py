@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +16,34 @@ from generators.environments import METHODS, Journal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.generators.base import BatchMetadata, RolloutRequest, to_generator_input
+from skyrl_train.generators.base import (
+    BatchMetadata,
+    RolloutRequest,
+    request_seed,
+    rollout_requests,
+    to_generator_input,
+)
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.types import Trajectory
+from skyrl_train.types import DrawnPrompt, Trajectory
+from skyrl_train.types.tokens import Phase
 
 REQUESTS = [story(str(uid), repetition, n_turns=uid + 1) for uid in range(4) for repetition in range(3)]
 BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["each on its own", "batched"])
 
 
 def check_same(some: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
-    """All but the time it took; log-probs depend on what the engine batches in their last digits."""
+    """Compare everything but timing; the last digits of log-probs depend on the engine's batches."""
     for one, other in zip(some, others, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-        assert replace(one, timing={}, logprobs=other.logprobs) == replace(other, timing={})
+        for segment, expected in zip(one.segments, other.segments, strict=True):
+            assert segment.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+            assert replace(segment, logprobs=expected.logprobs) == expected
+        assert replace(one, timing={}, segments=other.segments) == replace(other, timing={})
 
 
 def check_against_engine(t: Trajectory, stage: Stage) -> None:
     """Every turn of `t` continues the tokens of the turn before, and nothing else is in `t`."""
-    exchanges = stage.engine.session(t.id.to_string())
+    exchanges = stage.engine.session(t.id.session_id(t.n_attempts - 1))
     assert len(exchanges) == len(t.turns)
     conversation, loss_mask, logprobs, rewards = [], [], [], []
     for k, ((request, result), turn) in enumerate(zip(exchanges, t.turns, strict=True), start=1):
@@ -103,13 +113,75 @@ async def test_reported_logprobs_are_those_of_the_training_batch(
     torch.testing.assert_close(trained, batch.rollout_logprobs, atol=1e-5, rtol=0)
 
 
-async def test_randomness_follows_the_step_and_the_sample(make_stage: MakeStage) -> None:
+async def test_randomness_follows_the_draw_and_the_sample_and_not_the_step(make_stage: MakeStage) -> None:
     stage = make_stage()
     requests = [story("a", repetition, n_turns=1) for repetition in range(4)]
-    first = [t.response_ids for t in await stage.play(requests, step=1)]
+
+    async def responses(step: int = 1, seed: int = 0, **changes: Any) -> list[list[int]]:
+        changed = [replace(request, id=replace(request.id, **changes)) for request in requests]
+        return [t.response_ids for t in await stage.play(changed, step, seed)]
+
+    first = await responses()
     assert len({tuple(ids) for ids in first}) == 4
-    assert [t.response_ids for t in await stage.play(requests, step=1)] == first
-    assert [t.response_ids for t in await stage.play(requests, step=2)] != first
+    assert await responses() == first
+    assert await responses(step=2) == first
+    for changes in ({"draw": 1}, {"phase": "eval"}, {"instance_id": "b"}):
+        assert await responses(**changes) != first
+    assert await responses(seed=1) != first
+
+
+def fail_some_steps(journal: Journal) -> list[str]:
+    """Return a list of errors; each fails one step of an environment, and leaves the list."""
+    errors: list[str] = []
+
+    def fail() -> None:
+        if errors:
+            raise RuntimeError(errors.pop())
+
+    journal.do["step"] = fail
+    return errors
+
+
+@BATCHED
+async def test_each_turn_has_its_own_seed_and_a_retry_repeats_the_seeds(
+    make_stage: MakeStage, journal: Journal, batched: bool
+) -> None:
+    stage = make_stage(batched=batched, n_rollout_retries=1)
+    fail_some_steps(journal).append("bad luck")
+    trajectories = await stage.play([story("a", repetition, n_turns=3) for repetition in range(3)], seed=7)
+    assert sorted(t.n_attempts for t in trajectories) == [1, 1, 2]
+    seeds = []
+    for t in trajectories:
+        for attempt in range(t.n_attempts):
+            played = [request.seed for request, _ in stage.engine.session(t.id.session_id(attempt))]
+            assert played == [request_seed(7, t.id, turn) for turn in range(len(played))]
+            assert played
+        assert len(played) == 3
+        seeds += played
+    assert len(set(seeds)) == 9
+
+
+@BATCHED
+async def test_no_session_id_repeats_over_several_calls_with_retries(
+    make_stage: MakeStage, journal: Journal, batched: bool
+) -> None:
+    stage = make_stage(batched=batched, n_rollout_retries=2)
+    errors, rows = fail_some_steps(journal), [story(uid, n_turns=2).row for uid in "ab"]
+    phases: tuple[Phase, ...] = ("train", "eval")
+    trajectories: list[Trajectory] = []
+    for first_draw in (0, 2, 4):  # both rows are drawn three times, in training and in evaluations
+        for phase in phases:
+            prompts = [DrawnPrompt(first_draw + i, row) for i, row in enumerate(rows)]
+            errors += ["bad luck"] * 2
+            trajectories += await stage.play(rollout_requests(prompts, 3, "story", phase))
+            assert not errors
+    n_attempts = sum(t.n_attempts for t in trajectories)
+    assert all(t.is_valid for t in trajectories)
+    assert n_attempts == len(trajectories) + 6 * 2
+    assert len(stage.engine.ended) == len(set(stage.engine.ended)) == n_attempts
+    assert {request.session_id for request, _ in stage.engine.exchanges} == set(stage.engine.ended)
+    for t in trajectories:
+        check_against_engine(t, stage)
 
 
 @BATCHED
@@ -136,7 +208,7 @@ async def test_an_environment_that_never_ends_is_stopped_by_the_models_context(m
     (t,) = await stage.play([story("a", n_turns=-1)])
     assert (t.is_valid, t.stop_reason) == (True, "length")
     n_tokens = len(t.prompt_ids) + len(t.response_ids)
-    assert stage.engine.context_length - 100 < n_tokens <= stage.engine.context_length
+    assert stage.engine.info.context_length - 100 < n_tokens <= stage.engine.info.context_length
 
 
 async def test_a_first_prompt_that_is_too_long_makes_its_rollout_invalid(make_stage: MakeStage) -> None:
@@ -147,7 +219,8 @@ async def test_a_first_prompt_that_is_too_long_makes_its_rollout_invalid(make_st
     assert (short.is_valid, cut.is_valid) == (True, False)
     assert (cut.stop_reason, cut.response_ids, cut.turns) == ("prompt_too_long", [], ())
     assert cut.error == f"the prompt has {len(cut.prompt_ids)} tokens and the limit is 60"
-    assert stage.engine.session("long_0") == []
+    assert stage.engine.session(long.id.session_id()) == []
+    assert len(stage.engine.exchanges) == 1
 
 
 @pytest.mark.parametrize("prompt_length", [511, 512])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -21,10 +19,8 @@ async def end_of_response(
 ) -> tuple[str, StopReason | None]:
     """The prompt `abc` and then `RESPONSE`, one token after the other, up to where the rules end it."""
     prompt_ids = tokenizer.convert_tokens_to_ids(list("abc"))
-    call = Call([None], 1, asyncio.get_running_loop().create_future(), None)
-    sequence = ActiveSequence(
-        EngineRequest(prompt_ids, sampling, 0), call, 0, 3 + sampling.max_new_tokens, list(prompt_ids)
-    )
+    request = EngineRequest(prompt_ids, sampling, 0)
+    sequence = ActiveSequence(request, Call.of(1), 0, 3 + sampling.max_new_tokens, list(prompt_ids))
     rules, reason = StopRules(eos_ids, tokenizer), None
     for token_id in tokenizer.convert_tokens_to_ids(RESPONSE):
         sequence.append(Choice(token_id, -1.0), weight_version=0)

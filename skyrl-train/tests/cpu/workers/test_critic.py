@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.worker_batches import as_batch, config, largest_difference, random_trajectories
+from workers.worker_batches import Lone, as_batch, config, largest_difference, random_trajectories
 
+from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.value_head import load_value_model
 from skyrl_train.types import TrainingBatch
-from skyrl_train.workers.critic import CriticWorker
 
 VALUE_CLIP = 0.3
 
@@ -27,9 +27,10 @@ def value_model(tiny_model_path: Path) -> PreTrainedModel:
     return model
 
 
-def make_critic(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **trainer: Any) -> CriticWorker:
+def make_critic(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **trainer: Any) -> Lone:
     trainer = {"algorithm": {"value_clip": VALUE_CLIP}, **trainer}
-    return CriticWorker(model, tokenizer, config(**trainer).trainer, n_optimizer_steps=10)
+    cfg = config(**trainer).trainer
+    return Lone("critic", model, tokenizer, cfg, ValueObjective(cfg.algorithm.value_clip))
 
 
 def make_batch(n_tokens: int, seed: int = 0) -> TrainingBatch:
@@ -60,7 +61,7 @@ def naive_loss(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
     return torch.stack(rows).mean()
 
 
-def gradients(worker: CriticWorker, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+def gradients(worker: Lone, batch: TrainingBatch) -> dict[str, torch.Tensor]:
     worker.model.zero_grad()
     worker.forward_backward(batch)
     return {name: p.grad.clone() for name, p in worker.model.named_parameters() if p.grad is not None}
@@ -87,7 +88,7 @@ def test_scored_values_are_those_that_the_loss_starts_from(
 ) -> None:
     batch = make_batch(len(tiny_tokenizer))
     worker = make_critic(value_model, tiny_tokenizer, micro_forward_batch_size_per_gpu=5)
-    batch.values = worker.score(batch)
+    batch.values = worker.score(batch)["values"]
     assert (batch.values[batch.loss_mask == 0] == 0).all()
     assert batch.values[batch.loss_mask > 0].std() > 0.1
     metrics = worker.forward_backward(batch)
@@ -133,6 +134,6 @@ def test_save_and_load_continue_bit_for_bit(
     second.load(tmp_path / "critic")
     for batch in batches[2:]:
         assert first.update(batch) == second.update(batch)
-    (tmp_path / "critic/model_world_size_1_rank_0.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot resume the critic .*model_world_size_1_rank_0\.pt"):
+    (tmp_path / "critic/__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot resume the critic .*__0_0\.distcp"):
         second.load(tmp_path / "critic")

@@ -18,6 +18,7 @@ from workers.worker_batches import (
     perturbed,
     random_trajectories,
     rounding,
+    score_tokens,
 )
 
 from skyrl_train.algorithms import policy_loss
@@ -25,7 +26,6 @@ from skyrl_train.algorithms.reduction import reduce_loss
 from skyrl_train.algorithms.registry import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from skyrl_train.errors import ConfigError
-from skyrl_train.workers.scoring import score_tokens
 
 
 @pytest.mark.parametrize("reduction", get_args(LossReduction))

@@ -21,10 +21,10 @@ from workers.worker_batches import (
     make_worker,
     perturbed,
     random_trajectories,
+    score_tokens,
 )
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.workers.scoring import score_tokens
 
 
 @pytest.mark.parametrize("on_policy", [True, False], ids=["old log-probs are the current ones", "old policy differs"])
@@ -132,11 +132,42 @@ def test_save_and_load_continue_bit_for_bit(
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
-def test_loading_an_incomplete_folder_names_it(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+@pytest.mark.parametrize("name", ["__0_0.distcp", "schedule.pt", ".metadata"])
+def test_loading_an_incomplete_folder_names_the_file(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, name: str
 ) -> None:
     worker = make_worker(policy, tiny_tokenizer)
     worker.save(tmp_path / "policy")
-    (tmp_path / "policy" / "optim_world_size_1_rank_0.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"optim_world_size_1_rank_0\.pt"):
+    (tmp_path / "policy" / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"cannot resume the policy from .*{name}"):
         worker.load(tmp_path / "policy")
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    worker = make_worker(policy, tiny_tokenizer)
+    with torch.no_grad():
+        policy.base_model.layers[1].mlp.up_proj.weight[3, 4] = float("inf")
+    with pytest.raises(CheckpointError, match="weights of the policy are NaN or infinite"):
+        worker.save(tmp_path / "policy")
+    assert not (tmp_path / "policy").exists()
+
+
+def test_a_frozen_parameter_has_neither_gradient_nor_moments(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As where adapters are trained on a frozen base."""
+    policy.requires_grad_(False)
+    for layer in policy.base_model.layers:
+        layer.self_attn.q_proj.requires_grad_(True)
+    batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=8), config())
+    worker = make_worker(policy, tiny_tokenizer)
+    before = copy.deepcopy(policy.state_dict())
+    assert worker.update(batch)["policy/grad_norm"] > 0
+    changed = {name for name, tensor in policy.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "q_proj" in name}
+    worker.save(tmp_path / "policy")
+    resumed = make_worker(copy.deepcopy(policy), tiny_tokenizer)
+    resumed.load(tmp_path / "policy")
+    assert resumed.update(batch) == worker.update(batch)

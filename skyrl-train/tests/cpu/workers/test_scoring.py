@@ -8,11 +8,11 @@ import pytest
 import torch
 from trajectories import make_trajectory
 from transformers import PreTrainedModel
+from workers.worker_batches import score_tokens
 
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.workers.scoring import score_tokens
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from skyrl_train.generators.endpoint import AgentGenerator, AgentResult
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import PromptRow, Trajectory
+from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
+from tests.contract.engine_kit import sync_weights
 
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=0.7)
 
@@ -38,7 +39,7 @@ def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
     for i, row in enumerate(CatchDataset(train_size=n_games).train_rows()):
         extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
         rows.append(PromptRow(str(i), row["prompt"], "catch", extras))
-    return rollout_requests(rows, n_samples, "catch")
+    return rollout_requests([DrawnPrompt(i, row) for i, row in enumerate(rows)], n_samples, "catch")
 
 
 class Theatre:
@@ -104,7 +105,7 @@ async def test_openais_client_plays_catch(theatre: Theatre) -> None:
     trajectories = await theatre.play(play_catch, catch_requests(4, 2))
     assert len(theatre.engine.exchanges) == 8 * 5
     for t, request in zip(trajectories, catch_requests(4, 2), strict=True):
-        assert (t.id, t.is_valid, t.earlier, len(t.turns)) == (request.id, True, (), 5)
+        assert (t.id, t.is_valid, len(t.segments), len(t.turns)) == (request.id, True, 1, 5)
         assert t.env_metrics["steps"] == 5
         assert t.total_reward == pytest.approx(sum(turn.reward for turn in t.turns))
         assert len({turn.reward for turn in t.turns}) > 1
@@ -144,7 +145,7 @@ async def test_litellm_plays_catch(theatre: Theatre, litellm: Any) -> None:
         return AgentResult(rewards, metrics=game.get_metrics())
 
     for t in await theatre.play(player, catch_requests(3)):
-        assert (t.is_valid, t.earlier, len(t.turns), t.env_metrics["steps"]) == (True, (), 5, 5)
+        assert (t.is_valid, len(t.segments), len(t.turns), t.env_metrics["steps"]) == (True, 1, 5, 5)
         check_against_engine(t, theatre.engine)
 
 
@@ -219,11 +220,10 @@ async def test_an_agent_that_edits_its_history_has_several_rows(theatre: Theatre
         return 1.0
 
     (t,) = await theatre.play(forgetful, catch_requests(1))
-    assert (len(t.earlier), [turn.segment for turn in t.turns]) == (1, [0, 1])
-    assert (t.total_reward, sum(t.rewards), sum(t.earlier[0].rewards)) == (1.0, 1.0, 0.0)
-    first, second = theatre.engine.exchanges
-    assert t.earlier[0].prompt_ids + t.earlier[0].response_ids == first[0].prompt_ids + first[1].token_ids
-    assert t.prompt_ids + t.response_ids == second[0].prompt_ids + second[1].token_ids
+    assert [len(segment.turns) for segment in t.segments] == [1, 1]
+    assert (t.total_reward, [sum(segment.rewards) for segment in t.segments]) == (1.0, [0.0, 1.0])
+    for segment, (request, result) in zip(t.segments, theatre.engine.exchanges, strict=True):
+        assert segment.token_ids == request.prompt_ids + result.token_ids
     batch = build_training_batch([t], theatre.tokenizer.pad_token_id)
     assert batch.is_last_row.tolist() == [False, True]
 
@@ -348,8 +348,8 @@ async def test_an_aborted_reply_makes_the_rollout_invalid(theatre: Theatre) -> N
     rolling = asyncio.create_task(generator.rollout(catch_requests(1), SAMPLING, BatchMetadata(1, "train")))
     while not theatre.engine._unfinished():
         await asyncio.sleep(0.001)
-    theatre.engine.abort()
-    theatre.engine.resume()
+    await theatre.engine.abort()
+    await theatre.engine.resume()
     (t,) = await rolling
     assert (t.is_valid, t.stop_reason) == (False, "abort")
 
@@ -394,8 +394,8 @@ async def test_what_an_agent_leaves_behind_cannot_disturb_training(theatre: Thea
 
     (t,) = await theatre.play(leaves_a_request, catch_requests(1))
     assert (t.is_valid, len(t.turns)) == (True, 1)
-    theatre.engine.resume()
-    await theatre.engine.sync_weights(1)
+    await theatre.engine.resume()
+    await sync_weights(theatre.engine, theatre.model.named_parameters, 1)
     with pytest.raises(openai.NotFoundError):
         await left[0]
 

@@ -80,7 +80,7 @@ def test_the_limit_of_tokens_by_both_of_its_names(live: LiveEndpoint) -> None:
 
 def test_without_a_limit_a_reply_may_fill_the_context(live: LiveEndpoint) -> None:
     completion = ask(live, max_tokens=None, ignore_eos=True)
-    assert completion.usage.total_tokens == live.engine.context_length
+    assert completion.usage.total_tokens == live.engine.info.context_length
     assert completion.choices[0].finish_reason == "length"
 
 

@@ -14,7 +14,7 @@ from skyrl_train.config.problems import FIELDS
 from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.generators.endpoint.wire import NOT_OFFERED
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import PromptRow
+from skyrl_train.types import DrawnPrompt, PromptRow
 
 PAGE = (Path(__file__).parents[5] / "docs/endpoint.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -34,9 +34,10 @@ async def test_its_agent_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrain
     generator = experiment.get_generator(cfg, tiny_tokenizer, engine)
     row = PromptRow("0", HELLO, None, {"reward_spec": {"ground_truth": ""}})
     trajectories = await generator.rollout(
-        rollout_requests([row], 2, "maths"), SamplingParams(max_new_tokens=4), BatchMetadata(1, "train")
+        rollout_requests([DrawnPrompt(0, row)], 2, "maths"), SamplingParams(max_new_tokens=4), BatchMetadata(1, "train")
     )
-    assert [(t.is_valid, t.total_reward, len(t.turns), t.earlier) for t in trajectories] == [(True, 1.0, 2, ())] * 2
+    assert [(t.is_valid, t.total_reward) for t in trajectories] == [(True, 1.0)] * 2
+    assert [[len(segment.turns) for segment in t.segments] for t in trajectories] == [[2]] * 2
     await generator.close()
     await engine.close()
 

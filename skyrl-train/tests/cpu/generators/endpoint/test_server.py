@@ -17,6 +17,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.generators.endpoint import Endpoint, ModelService, Session
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.models.memory import cache_bytes_per_token
+from tests.contract.engine_kit import sync_weights
 
 LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
@@ -122,7 +123,7 @@ async def test_a_client_that_leaves_ends_the_generation(stage: Stage) -> None:
     await stage.until_asked()
     asking.cancel()
     await stage.until_idle()
-    stage.engine.resume()
+    await stage.engine.resume()
     assert (await chat(stage.client(session))).choices
     assert len(session.recording.turns) == len(stage.engine.exchanges) == 1
 
@@ -150,27 +151,29 @@ async def test_a_session_that_ends_ends_its_requests(stage: Stage) -> None:
         await asking
     with pytest.raises(openai.NotFoundError):
         await chat(client)
-    stage.engine.resume()
+    await stage.engine.resume()
     assert (await staying).choices
     assert set(stage.engine.ended) == session.caches
     assert len(session.recording.turns) == 1
 
 
-async def test_requests_without_a_session_wait_while_the_model_is_trained(stage: Stage) -> None:
+async def test_requests_without_a_session_wait_while_the_model_is_trained(
+    stage: Stage, talker: PreTrainedModel
+) -> None:
     session = stage.session()
     await stage.engine.pause()
     asking = asyncio.create_task(chat(stage.client(), **LONG))
     streaming = await chat(stage.client(), stream=True, **LONG)
     await stage.until_asked(2)
     await stage.endpoint.hold_others()
-    stage.engine.resume()
+    await stage.engine.resume()
     with pytest.raises(openai.InternalServerError, match="the model is being trained; ask again") as refused:
         await asking
     assert refused.value.status_code == 503
     with pytest.raises(openai.APIError, match="the model is being trained; ask again"):
         async for _ in streaming:
             pass
-    await stage.engine.sync_weights(1)
+    await sync_weights(stage.engine, talker.named_parameters, 1)
     waiting = asyncio.create_task(chat(stage.client()))
     assert (await chat(stage.client(session))).choices, "a session is part of a rollout: it does not wait"
     await asyncio.sleep(0.2)
@@ -201,7 +204,7 @@ async def test_closing_tells_who_waits_and_leaves_nothing(
             assert refused.value.status_code == 503
         with pytest.raises(openai.APIConnectionError):
             await chat(other)
-    engine.resume()
+    await engine.resume()
     await engine.close()
     await asyncio.get_running_loop().shutdown_default_executor()  # in which the clients looked for their server
     assert set(threading.enumerate()) == threads

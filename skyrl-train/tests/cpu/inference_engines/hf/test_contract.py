@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -31,4 +32,9 @@ async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedToke
 
 
 class TestContract(EngineContract):
-    """See there."""
+    """The contract, and what the engine leaves in this process."""
+
+    async def test_closing_in_the_middle_of_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
+        threads = set(threading.enumerate())
+        await self.test_closing_fails_everyone_who_waits(engine_kit)
+        assert set(threading.enumerate()) <= threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine, attention
 from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.weight_sync.base import Transport
+from tests.contract.engine_kit import sync_weights
 
 NewEngine = Callable[..., HFEngine]
 Passes = list[int]
@@ -130,6 +133,39 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
     assert {2, 3} <= set(forward_passes)  # they did share passes
 
 
+# -- weights
+
+
+@pytest.mark.parametrize("transport", ["shared", "broadcast"])
+async def test_an_engine_with_its_own_copy_of_the_model_takes_over_new_weights(
+    new_engine: NewEngine, tiny_model: PreTrainedModel, transport: Transport
+) -> None:
+    policy = copy.deepcopy(tiny_model)
+    engine, turn = new_engine(copy.deepcopy(tiny_model)), request(prompt(20), temperature=0.8)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    for version, model in enumerate((tiny_model, policy, tiny_model)):
+        if version:
+            await sync_weights(engine, model.named_parameters, version, transport)
+        (result,) = await engine.generate([turn])
+        assert result.weight_spans == ((version, len(result.token_ids)),)
+        assert result.n_reused == 0
+        assert result.logprobs == pytest.approx(trainer_logprobs(model, turn, result), abs=1e-5)
+
+
+async def test_a_sync_that_breaks_off_leaves_no_cache_of_the_old_weights(
+    new_engine: NewEngine, tiny_model: PreTrainedModel
+) -> None:
+    engine, turn = new_engine(copy.deepcopy(tiny_model)), request(prompt(80), session="game")
+    await engine.generate([turn])
+    (first, tensor), (second, _), *_ = tiny_model.named_parameters()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        await sync_weights(engine, lambda: [(first, tensor), (second, tensor)], 1)
+    (result,) = await engine.generate([turn])
+    assert (result.n_reused, {span.version for span in result.weight_spans}) == (0, {0})
+
+
 # -- what is read
 
 
@@ -170,7 +206,7 @@ async def test_a_shared_prompt_stays_while_any_of_its_samples_runs(
 
     async def play(seed: int) -> None:
         await engine.generate([request(prompt(200), n_new=4 + 3 * seed, seed=seed, session=str(seed))])
-        engine.end_session(str(seed))
+        await engine.end_session(str(seed))
 
     await asyncio.gather(*(play(seed) for seed in range(8)))
     assert [n_tokens for n_tokens in forward_passes if n_tokens >= 199] == [200]
@@ -241,7 +277,7 @@ async def test_bfloat16_autocast_runs_on_float32_weights(
 async def test_an_ended_session_is_read_anew(new_engine: NewEngine) -> None:
     engine = new_engine()
     await engine.generate([request(prompt(30), session="game")])
-    engine.end_session("game")
+    await engine.end_session("game")
     assert (await engine.generate([request(prompt(30), session="game")]))[0].n_reused == 0
 
 

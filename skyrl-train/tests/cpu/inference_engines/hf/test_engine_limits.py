@@ -23,6 +23,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.inference_engines.hf.kv_memory import KVMemory
+from tests.contract.engine_kit import sync_weights
 
 NewEngine = Callable[..., HFEngine]
 Passes = list[int]
@@ -200,12 +201,12 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 async def test_synchronising_waits_for_the_last_step_of_a_cancelled_call_and_later_ones_wait_for_it(
-    new_engine: NewEngine, gate: threading.Event
+    new_engine: NewEngine, tiny_model: PreTrainedModel, gate: threading.Event, eventually: Eventually
 ) -> None:
     engine = new_engine()
     await cancelled(await in_a_step(engine, gate))
-    sync = asyncio.create_task(engine.sync_weights(1))
-    await asyncio.sleep(0.01)
+    sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1))
+    await eventually(lambda: engine._n_holds == 1)
     late = asyncio.create_task(engine.generate([request(12, 4)]))
     await asyncio.sleep(0.01)
     assert not sync.done()
@@ -224,7 +225,7 @@ async def test_a_pause_that_is_cancelled_has_done_nothing(new_engine: NewEngine,
     gate.set()
     assert len((await call)[0].token_ids) == 4
     with pytest.raises(EngineError, match="not paused"):
-        engine.resume()
+        await engine.resume()
 
 
 async def test_a_pause_ends_with_the_step_although_the_engine_was_resumed(
@@ -234,11 +235,11 @@ async def test_a_pause_ends_with_the_step_although_the_engine_was_resumed(
     call = await in_a_step(engine, gate)
     pause = asyncio.create_task(engine.pause())
     await asyncio.sleep(0.01)
-    engine.resume()
+    await engine.resume()
     gate.set()
     await pause
     assert not call.done()
-    engine.abort()
+    await engine.abort()
     await call
 
 
@@ -265,7 +266,7 @@ async def test_a_session_that_ends_while_it_runs_keeps_nothing(new_engine: NewEn
     call = asyncio.create_task(engine.generate([request(80, 400, session="game")]))
     await asyncio.sleep(0.01)
     await cancelled(call)
-    engine.end_session("game")
+    await engine.end_session("game")
     gate.set()
     (result,) = await engine.generate([request(80, 1, session="other")])
     assert result.n_reused == 0

@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trajectories import make_trajectory
+from trajectories import make_segment, make_trajectory
 
 from skyrl_train.config import SkyRLConfig, load_config
-from skyrl_train.dataset.prompts import PromptDataset, ShuffledPrompts
+from skyrl_train.dataset.order import ShuffledPrompts
+from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import DataError, EnvError
 from skyrl_train.generators.base import (
     BatchMetadata,
     GeneratorInterface,
     RolloutRequest,
 )
-from skyrl_train.generators.step_rollouts import RolloutSampler, StepRollouts
+from skyrl_train.generators.source import LockstepRollouts, StepData
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import PromptRow, Trajectory
 
@@ -33,11 +34,9 @@ class Prompts(ShuffledPrompts):
         dataset._rows = rows
         super().__init__(dataset, batch_size, seed=0)
         self.batches: list[list[PromptRow]] = []
-        self._position = 0
 
-    def next_batch(self) -> list[PromptRow]:
-        rows = [self._dataset[(self._position + i) % len(self._dataset)] for i in range(self._batch_size)]
-        self._position += self._batch_size
+    def _next_rows(self) -> list[PromptRow]:
+        rows = [self._dataset[(self._n_drawn + i) % len(self._dataset)] for i in range(self._batch_size)]
         self.batches.append(rows)
         return rows
 
@@ -56,9 +55,7 @@ class Scripted(GeneratorInterface):
         rewards = [self._reward(r.id.instance_id, r.id.repetition_id) for r in requests]
         return [
             replace(
-                make_trajectory(rewards=None if reward is None else (reward,)),
-                id=request.id,
-                error="it broke" if reward is None else None,
+                make_trajectory(rewards=(reward or 0.0,)), id=request.id, error="it broke" if reward is None else None
             )
             for request, reward in zip(requests, rewards, strict=True)
         ]
@@ -77,9 +74,8 @@ def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
     )
 
 
-async def sample(cfg: SkyRLConfig, generator: Scripted, prompts: Prompts, *, greedy: bool = False) -> StepRollouts:
-    sampler = RolloutSampler(cfg, generator, prompts, with_greedy_rewards=greedy)
-    return await sampler.sample(prompts.next_batch(), step=1)
+async def sample(cfg: SkyRLConfig, generator: Scripted, prompts: Prompts, *, greedy: bool = False) -> StepData:
+    return await LockstepRollouts(cfg, generator, prompts, with_greedy_rewards=greedy).take(1)
 
 
 def uids(trajectories: Sequence[Trajectory]) -> list[str]:
@@ -89,17 +85,17 @@ def uids(trajectories: Sequence[Trajectory]) -> list[str]:
 async def test_one_batch_of_prompts_is_one_step() -> None:
     prompts = Prompts(n_rows=8, batch_size=3)
     found = await sample(config(3), Scripted(lambda uid, i: float(i)), prompts)
-    assert [t.id.to_string() for t in found.rollouts] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
-    assert found.played == found.rollouts
-    assert found.metrics["generate/n_sample_batches"] == 1
-    assert found.metrics["generate/n_left_alone"] == 0
+    assert [t.id.to_string() for t in found.trajectories] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
+    assert found.played == found.trajectories
+    assert found.metrics.numbers()["generate/n_sample_batches"] == 1
+    assert found.metrics.numbers()["generate/n_left_alone"] == 0
 
 
 async def test_what_a_generator_reports_is_among_the_metrics_of_the_step() -> None:
     generator = Scripted(lambda uid, i: float(i))
     generator._reported = [{"mine": 1.0}]
     found = await sample(config(3), generator, Prompts(8, 3))
-    assert found.metrics["mine"] == 1.0
+    assert found.metrics.numbers()["mine"] == 1.0
     assert generator.take_metrics() == {}
 
 
@@ -107,9 +103,9 @@ async def test_what_failed_is_played_and_not_learned_from() -> None:
     failing = {("0", 0), ("0", 1), ("1", 1)}  # all of prompt 0, one sample of prompt 1
     generator = Scripted(lambda uid, i: None if (uid, i) in failing else 1.0)
     found = await sample(config(3), generator, Prompts(8, 3))
-    assert uids(found.rollouts) == ["2"]
+    assert uids(found.trajectories) == ["2"]
     assert len(found.played) == 6
-    assert found.metrics["generate/n_left_alone"] == 1
+    assert found.metrics.numbers()["generate/n_left_alone"] == 1
     with pytest.raises(EnvError, match=r"6 of 6 rollouts of step 1 failed .*it broke"):
         await sample(config(3), Scripted(lambda uid, i: None), Prompts(8, 3))
 
@@ -117,8 +113,8 @@ async def test_what_failed_is_played_and_not_learned_from() -> None:
 async def test_a_lone_survivor_is_kept_where_samples_are_not_compared() -> None:
     generator = Scripted(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
     found = await sample(config(3, advantage_estimator="reinforce++"), generator, Prompts(8, 3))
-    assert [t.id.to_string() for t in found.rollouts] == ["0_0", "0_1", "1_0", "2_0", "2_1"]
-    assert found.metrics["generate/n_left_alone"] == 0
+    assert [t.id.to_string() for t in found.trajectories] == ["0_0", "0_1", "1_0", "2_0", "2_1"]
+    assert found.metrics.numbers()["generate/n_left_alone"] == 0
 
 
 async def test_greedy_rollouts_are_punished_for_their_length_as_the_others_are() -> None:
@@ -130,12 +126,11 @@ async def test_greedy_rollouts_are_punished_for_their_length_as_the_others_are()
     class Long(Scripted):
         async def rollout(self, *arguments: Any) -> list[Trajectory]:
             short = await super().rollout(*arguments)
-            two = {"response_ids": [3, 4], "loss_mask": [1, 1], "logprobs": [-0.5, -0.5]}
-            return [replace(t, rewards=[0.0, t.total_reward], **two) for t in short]
+            return [replace(t, segments=(make_segment([0.0, t.total_reward]),)) for t in short]
 
     found = await sample(cfg, Long(lambda uid, i: 1.0), Prompts(8, 2), greedy=True)
-    assert {t.total_reward for t in found.rollouts} == {-9.0}
-    assert {t.greedy_reward for t in found.rollouts} == {-9.0}
+    assert {t.total_reward for t in found.trajectories} == {-9.0}
+    assert {t.greedy_reward for t in found.trajectories} == {-9.0}
     assert {t.total_reward for t in found.played} == {1.0}, "metrics are about what the environment gave"
 
 
@@ -144,30 +139,31 @@ async def test_filter_draws_until_enough_groups_teach_something() -> None:
     prompts = Prompts(n_rows=12, batch_size=3)
     cfg = config(3, dynamic_sampling={"type": "filter"})
     found = await sample(cfg, Scripted(lambda uid, i: float(i) if uid in good else 1.0), prompts)
-    assert uids(found.rollouts) == ["1", "4", "5"]
-    assert len(found.rollouts) == 3 * N_SAMPLES
+    assert uids(found.trajectories) == ["1", "4", "5"]
+    assert len(found.trajectories) == 3 * N_SAMPLES
     assert len(prompts.batches) == 2
     assert len(found.played) == 6 * N_SAMPLES
-    assert found.metrics["generate/n_sample_batches"] == 2
-    assert found.metrics["generate/n_groups_dropped"] == 3
+    assert found.metrics.numbers()["generate/n_sample_batches"] == 2
+    assert found.metrics.numbers()["generate/n_groups_dropped"] == 3
 
 
 async def test_a_prompt_that_is_drawn_again_is_another_group() -> None:
     prompts = Prompts(n_rows=2, batch_size=2)
     cfg = config(2, dynamic_sampling={"type": "filter"})
-    generator = Scripted(lambda uid, i: float(i) if uid.startswith("1") else 0.0)
+    generator = Scripted(lambda uid, i: float(i) if uid == "1" else 0.0)
     found = await sample(cfg, generator, prompts)
-    assert uids(found.rollouts) == ["1", "1@2"]
-    requested = [request.id.to_string() for requests, _ in generator.calls for request in requests]
+    assert [t.id.draw for t in found.trajectories] == [1, 1, 3, 3]
+    assert uids(found.trajectories) == ["1"]
+    requested = [request.id.session_id() for requests, _ in generator.calls for request in requests]
     assert len(set(requested)) == len(requested), "equal names would sample equal tokens"
 
 
 async def test_replace_copies_good_groups_over_the_others() -> None:
     cfg = config(4, dynamic_sampling={"type": "replace"})
     found = await sample(cfg, Scripted(lambda uid, i: float(i) if uid in {"1", "3"} else 0.0), Prompts(8, 4))
-    assert len(found.rollouts) == 4 * N_SAMPLES
-    assert {uid.partition("#")[0] for uid in uids(found.rollouts)} == {"1", "3"}
-    assert len(uids(found.rollouts)) == 4
+    assert len(found.trajectories) == 4 * N_SAMPLES
+    assert set(uids(found.trajectories)) == {"1", "3"}
+    assert [t.id.draw for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 async def test_prompts_that_never_teach_anything_end_the_run_with_the_reason() -> None:
@@ -181,7 +177,7 @@ async def test_prompts_that_never_teach_anything_end_the_run_with_the_reason() -
 async def test_greedy_rewards_are_those_of_one_greedy_rollout_for_each_prompt() -> None:
     generator = Scripted(lambda uid, i: float(uid) + (0.5 if i == N_SAMPLES else 0.1 * i))
     found = await sample(config(3), generator, Prompts(8, 3), greedy=True)
-    assert [t.greedy_reward for t in found.rollouts] == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
+    assert [t.greedy_reward for t in found.trajectories] == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
     requests, sampling = generator.calls[-1]
     assert [request.id.to_string() for request in requests] == ["0_2", "1_2", "2_2"]
     assert sampling.temperature == 0.0
@@ -192,8 +188,8 @@ async def test_greedy_rewards_are_those_of_one_greedy_rollout_for_each_prompt() 
 async def test_a_prompt_whose_greedy_rollout_failed_is_left_out() -> None:
     generator = Scripted(lambda uid, i: None if (uid, i) == ("1", N_SAMPLES) else float(i))
     found = await sample(config(3), generator, Prompts(8, 3), greedy=True)
-    assert uids(found.rollouts) == ["0", "2"]
-    assert found.metrics["generate/n_without_baseline"] == N_SAMPLES
+    assert uids(found.trajectories) == ["0", "2"]
+    assert found.metrics.numbers()["generate/n_without_baseline"] == N_SAMPLES
     with pytest.raises(EnvError, match="all 3 greedy rollouts failed; the first: it broke"):
         await sample(config(3), Scripted(lambda uid, i: None if i == N_SAMPLES else 1.0), Prompts(8, 3), greedy=True)
 
@@ -202,5 +198,23 @@ async def test_copies_of_a_group_share_its_greedy_reward() -> None:
     cfg = config(4, dynamic_sampling={"type": "replace"})
     generator = Scripted(lambda uid, i: 9.0 if i == N_SAMPLES else float(i) if uid in {"1", "3"} else 0.0)
     found = await sample(cfg, generator, Prompts(8, 4), greedy=True)
-    assert {t.greedy_reward for t in found.rollouts} == {9.0}
+    assert {t.greedy_reward for t in found.trajectories} == {9.0}
     assert sorted(request.id.instance_id for request in generator.calls[-1][0]) == ["1", "3"]
+
+
+async def test_a_step_that_fails_leaves_its_prompts_to_the_next_attempt() -> None:
+    prompts = Prompts(8, 3)
+    position = prompts.state_dict()
+    with pytest.raises(EnvError):
+        await sample(config(3), Scripted(lambda uid, i: None), prompts)
+    assert prompts.state_dict() == position
+    assert uids((await sample(config(3), Scripted(lambda uid, i: 1.0), prompts)).trajectories) == ["0", "1", "2"]
+
+
+async def test_no_session_repeats_in_three_epochs() -> None:
+    generator, prompts = Scripted(lambda uid, i: float(i)), Prompts(6, 3)
+    source = LockstepRollouts(config(3), generator, prompts)
+    for step in range(1, 7):
+        await source.take(step)
+    sessions = [request.id.session_id() for requests, _ in generator.calls for request in requests]
+    assert len(set(sessions)) == len(sessions) == 3 * 6 * N_SAMPLES

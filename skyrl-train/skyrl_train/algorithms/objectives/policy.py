@@ -1,0 +1,158 @@
+"""The policy's objective: policy loss, KL divergence from the reference, and entropy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from skyrl_train.algorithms.entropy import top_entropy_mask
+from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
+from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weights, sequence_mask
+from skyrl_train.algorithms.reduction import token_weights, weighted_sum
+from skyrl_train.algorithms.registry import PolicyLoss, call_policy_loss, reads_whole_batch
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.types import Metrics, MetricSums, TokenScores, TrainingBatch
+
+
+class PolicyObjective:
+    """Σ loss_weights · policy loss + Σ sequence_weights · (kl_loss_coef · KL - entropy_loss_coef · entropy).
+
+    A policy loss that compares tokens across the mini-batch, or reduces to a scalar by itself, has the scope `batch`.
+    The driver evaluates it (`differentiate`), and by the chain rule its gradient in the log-probs is all that the
+    ranks need: they minimise Σ logprob_gradient · log π in its place.
+    """
+
+    def __init__(self, loss: PolicyLoss, algorithm: AlgorithmConfig, *, reduces: bool) -> None:
+        """`reduces`: the loss returns a scalar for the mini-batch rather than one value per token."""
+        self._loss = loss
+        self._algorithm = algorithm
+        self.scope = "batch" if reduces or reads_whole_batch(loss) else "token"
+        self._reduces = reduces
+        self.needs_entropy_grad = algorithm.use_entropy_loss
+
+    def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
+        """Return the mini-batch with its weights; tokens outside of the top entropies weigh nothing in the loss."""
+        algorithm, mask = self._algorithm, mini_batch.loss_mask
+        draws, trajectories = mini_batch.draws, mini_batch.trajectories
+        loss = token_weights(mask, algorithm.loss_reduction, algorithm.max_seq_len, draws, trajectories)
+        if algorithm.top_entropy_quantile < 1:
+            assert mini_batch.entropies is not None, "entropies are scored before the update"
+            loss = loss * top_entropy_mask(mini_batch.entropies, mask, algorithm.top_entropy_quantile)
+        by_sequence = token_weights(mask, "sequence_mean", trajectories=trajectories)
+        return replace(mini_batch, loss_weights=loss, sequence_weights=by_sequence)
+
+    def differentiate(self, log_probs: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """Return the weighed mini-batch with the gradient of its policy loss in `log_probs` (B, R), and metrics.
+
+        Only rows with a trained token are read, always in the same order.
+        """
+        rows = mini_batch.loss_mask.any(dim=1).nonzero()[:, 0]
+        gradient = torch.zeros_like(mini_batch.loss_mask)
+        sums = MetricSums()
+        if len(rows):
+            trained = mini_batch.select(rows)
+            chosen = log_probs[rows].detach().requires_grad_()
+            loss = self._policy_loss(chosen, trained, sums)
+            (gradient[rows],) = torch.autograd.grad(loss, chosen)
+            sums.add("mean", "policy_loss", loss)
+            sums.add("mean", "final_loss", loss, 0.0)  # the ranks add the other terms, and the weight
+        return replace(mini_batch, logprob_gradient=gradient), sums.metrics()
+
+    def __call__(self, scores: TokenScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
+        """Return the loss of these rows, differentiable in the scores, and its metrics."""
+        assert rows.sequence_weights is not None, "weigh() comes first"
+        weight = rows.sequence_weights.sum()  # 1 over the mini-batch
+        sums = MetricSums()
+        regularisation = self._regularisation(scores, rows, weight, sums)
+        if rows.logprob_gradient is None:
+            policy_loss = self._policy_loss(scores.logprobs, rows, sums)
+            loss = policy_loss + regularisation
+            sums.add("mean", "policy_loss", policy_loss, weight)
+            sums.add("mean", "final_loss", loss, weight)
+        else:
+            loss = (scores.logprobs * rows.logprob_gradient).sum() + regularisation
+            sums.add("mean", "final_loss", regularisation, weight)
+        if rows.rollout_logprobs is not None:
+            add_rollout_gap(sums, _start_logprobs(scores.logprobs, rows), rows.rollout_logprobs, rows.loss_mask)
+        return loss, sums.metrics()
+
+    def _policy_loss(self, log_probs: torch.Tensor, rows: TrainingBatch, sums: MetricSums) -> torch.Tensor:
+        """Return the policy loss of these rows, differentiable in `log_probs` (B, R)."""
+        assert rows.advantages is not None, "advantages are computed before the update"
+        assert rows.loss_weights is not None, "weigh() comes first"
+        old = _start_logprobs(log_probs, rows)
+        inputs = (log_probs, old, rows.advantages, self._algorithm, rows.loss_mask, rows.rollout_logprobs)
+        loss, metrics = call_policy_loss(self._loss, *inputs)
+        if not isinstance(metrics, dict):
+            metrics = {"ppo_clip_ratio": metrics}
+        if not self._reduces:
+            factor, factor_metrics = self._factors(log_probs, old, rows)
+            metrics = metrics | factor_metrics
+            loss = weighted_sum(loss, rows.loss_weights if factor is None else rows.loss_weights * factor)
+        for name, values in metrics.items():
+            _add_token_metric(sums, name, values, rows.loss_mask)
+        return loss
+
+    def _factors(
+        self, log_probs: torch.Tensor, old: torch.Tensor, rows: TrainingBatch
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Return the factor on each token's loss (B, R) because another policy sampled it; None is 1."""
+        algorithm, mask = self._algorithm, rows.loss_mask
+        factor: torch.Tensor | None = None
+        metrics: dict[str, torch.Tensor] = {}
+        if algorithm.off_policy_correction.is_on:
+            if rows.rollout_logprobs is None:
+                raise ConfigError(
+                    "trainer.algorithm.off_policy_correction needs the log-probs of the engine, and the generator "
+                    "reports none; return rollout_logprobs, or leave the correction out"
+                )
+            factor, metrics = correction_weights(old, rows.rollout_logprobs, mask, algorithm.off_policy_correction)
+        if algorithm.off_policy_sequence_mask_threshold is not None:
+            assert rows.advantages is not None
+            sampled = old if rows.rollout_logprobs is None else rows.rollout_logprobs
+            threshold = algorithm.off_policy_sequence_mask_threshold
+            kept = sequence_mask(log_probs, sampled, rows.advantages, mask, threshold)
+            factor = kept if factor is None else factor * kept
+            metrics = metrics | {"off_policy_sequence_masked": 1 - kept}
+        return factor, metrics
+
+    def _regularisation(
+        self, scores: TokenScores, rows: TrainingBatch, weight: torch.Tensor, sums: MetricSums
+    ) -> torch.Tensor:
+        """Return the KL and the entropy term; both are measured where they are not in the loss, too."""
+        algorithm, weights = self._algorithm, rows.sequence_weights
+        assert weights is not None
+        loss = scores.logprobs.new_zeros(())
+        entropy = weighted_sum(scores.entropy, weights)
+        sums.add("mean", "policy_entropy", entropy, weight)
+        if algorithm.use_entropy_loss:
+            loss = loss - algorithm.entropy_loss_coef * entropy
+        if rows.ref_logprobs is not None:
+            estimator, mask = algorithm.kl_estimator_type, rows.loss_mask
+            if algorithm.use_bias_correction_kl:
+                old = _start_logprobs(scores.logprobs, rows)
+                token_kl = importance_weighted_kl(scores.logprobs, rows.ref_logprobs, old, mask, estimator)
+            else:
+                token_kl = compute_approx_kl(scores.logprobs, rows.ref_logprobs, mask, estimator)
+            kl = weighted_sum(token_kl, weights)
+            sums.add("mean", "policy_kl", kl, weight)
+            if algorithm.use_kl_loss:
+                loss = loss + algorithm.kl_loss_coef * kl
+        return loss
+
+
+def _start_logprobs(log_probs: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:
+    """Return log-probs (B, R) at the start of the update; rows without them are in their first and only update."""
+    return log_probs.detach() if rows.old_logprobs is None else rows.old_logprobs
+
+
+def _add_token_metric(sums: MetricSums, name: str, values: Any, mask: torch.Tensor) -> None:
+    """Add the mean of (B, R) values over trained tokens; a number is its own mean."""
+    values = torch.as_tensor(values, dtype=torch.float64, device=mask.device)
+    if values.ndim:
+        sums.add_samples(name, values[mask > 0])
+    else:
+        sums.add("mean", name, values)

@@ -1,0 +1,122 @@
+"""The order in which training goes through its prompts: the n-th draw → a row."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.errors import DataError
+from skyrl_train.types import DrawnPrompt, PromptRow
+
+EPOCHS_PER_SEED = 1_000_003  # the second epoch of one seed is not the first of the next
+
+
+class PromptOrder(ABC):
+    """Batches of prompts, epoch after epoch, in an order that follows from the seed alone.
+
+    Every prompt that is drawn gets the next number. `state_dict` is the position after the last batch; an order that
+    loads it continues from there.
+    """
+
+    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
+        """DataError if the dataset does not fill one batch."""
+        if len(dataset) < batch_size:
+            raise DataError(
+                f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
+                f"{batch_size}; lower the batch size or add data"
+            )
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._seed = seed
+        self._n_drawn = 0  # prompts, over all epochs
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Full batches in the dataset."""
+        return len(self._dataset) // self._batch_size
+
+    @property
+    @abstractmethod
+    def n_epochs_over(self) -> int:
+        """Epochs that have no batch left."""
+
+    def next_batch(self) -> list[DrawnPrompt]:
+        """Draw the next batch; it starts the next epoch when this one is over."""
+        rows = self._next_rows()
+        first, self._n_drawn = self._n_drawn, self._n_drawn + len(rows)
+        return [DrawnPrompt(first + i, row) for i, row in enumerate(rows)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what identifies the data that it is a position in."""
+        return {**self._position(), "n_drawn": self._n_drawn, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`, with batches of any size.
+
+        Raises:
+            DataError: the data or the seed is another one, so the position means nothing here.
+        """
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise DataError(
+                    f"the checkpoint was made with {name}={state[name]} and this run has {name}={value}; resume with "
+                    "the same data and seed, or start anew with trainer.resume_mode=none and another trainer.run_name"
+                )
+        self._load(state)
+        self._n_drawn = state["n_drawn"]
+
+    @abstractmethod
+    def _next_rows(self) -> list[PromptRow]:
+        """Return the rows of the next batch."""
+
+    @abstractmethod
+    def _position(self) -> dict[str, Any]:
+        """Return the position."""
+
+    @abstractmethod
+    def _load(self, state: dict[str, Any]) -> None:
+        """Take over the position in `state`, which is of the same data."""
+
+    def _identity(self) -> dict[str, Any]:
+        return {"n_rows": len(self._dataset), "fingerprint": self._dataset.fingerprint, "seed": self._seed}
+
+
+class ShuffledPrompts(PromptOrder):
+    """All rows shuffled, anew in each epoch. The last batch of an epoch is dropped when it is not full."""
+
+    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
+        """See `PromptOrder`."""
+        super().__init__(dataset, batch_size, seed)
+        self._epoch = 0
+        self._row = 0  # of the epoch's order: where the next batch starts
+
+    @property
+    def n_epochs_over(self) -> int:
+        """See `PromptOrder`."""
+        return self._epoch + self._is_epoch_over
+
+    @property
+    def _is_epoch_over(self) -> bool:
+        return self._row + self._batch_size > len(self._dataset)
+
+    def _next_rows(self) -> list[PromptRow]:
+        if self._is_epoch_over:
+            self._epoch, self._row = self._epoch + 1, 0
+        generator = torch.Generator().manual_seed(self._seed * EPOCHS_PER_SEED + self._epoch)
+        order = torch.randperm(len(self._dataset), generator=generator)
+        start, self._row = self._row, self._row + self._batch_size
+        return [self._dataset[i] for i in order[start : self._row].tolist()]
+
+    def _position(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "row": self._row}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if "epoch" not in state:
+            raise DataError(
+                "the checkpoint was made with data.mixture, and this run has none; give it the same, or start anew "
+                "with another trainer.run_name"
+            )
+        self._epoch, self._row = state["epoch"], state["row"]

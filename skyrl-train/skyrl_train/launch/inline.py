@@ -1,0 +1,66 @@
+"""Everything in this process: one rank per model, and an engine that generates with the policy's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.config.policy import OptimizerConfig
+from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.distributed import SingleStrategy
+from skyrl_train.distributed.strategy import hf_model
+from skyrl_train.models.loading import default_device
+from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, World
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.ranks import LocalRank
+
+
+async def load_inline(
+    spec: ModelSpec, objective: Objective | None, executor: Executor
+) -> tuple[WorkerGroup, PreTrainedModel]:
+    """Load a model in this process; return its group, and the model for an engine that shares its tensors.
+
+    It computes in `executor`, which has one thread.
+    """
+    rank = LocalRank(executor, SingleStrategy(World(device=str(default_device()))))
+    group = WorkerGroup(spec, [rank], objective)
+    await group.load()
+    return group, hf_model(rank.worker.module)
+
+
+def model_spec(
+    role: Role,
+    load: Callable[[], PreTrainedModel],
+    save_tokenizer: Callable[[str], Any],
+    cfg: TrainerConfig,
+    optimizer: OptimizerSpec | None = None,
+) -> ModelSpec:
+    """Return the specification of one model of a run."""
+    return ModelSpec(
+        role=role,
+        load=load,
+        save_tokenizer=save_tokenizer,
+        optimizer=optimizer,
+        temperature=cfg.algorithm.temperature,
+        bf16=cfg.bf16,
+        max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,
+        max_rows_forward=cfg.micro_forward_batch_size_per_gpu,
+        max_rows_train=cfg.micro_train_batch_size_per_gpu,
+    )
+
+
+def optimizer_spec(cfg: OptimizerConfig, n_steps: int) -> OptimizerSpec:
+    """Return an optimizer whose schedule is laid over the `n_steps` optimizer steps of the whole run."""
+    return OptimizerSpec(
+        lr=cfg.lr,
+        betas=cfg.adam_betas,
+        weight_decay=cfg.weight_decay,
+        max_grad_norm=cfg.max_grad_norm,
+        scheduler=cfg.scheduler,
+        n_warmup_steps=cfg.num_warmup_steps,
+        n_steps=n_steps,
+    )

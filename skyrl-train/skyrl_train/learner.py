@@ -1,0 +1,212 @@
+"""From a batch to new weights: scores, advantages, updates, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_train.algorithms.advantages import normalize_over_batch
+from skyrl_train.algorithms.filters import informative_groups
+from skyrl_train.algorithms.inputs import FROM_POLICY, estimator_inputs, named_inputs, required_inputs
+from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
+from skyrl_train.algorithms.masked import masked_mean
+from skyrl_train.algorithms.objectives import PolicyObjective
+from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.algorithms.trajectories import TrajectoryView
+from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.types import Metric, Metrics, TrainingBatch
+from skyrl_train.weight_sync import WeightSync
+from skyrl_train.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """The models of a run and the mathematics between them. Every stage returns its metrics; none are kept here.
+
+    B rows of L tokens, the last R of them response.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainerConfig,
+        estimator: AdvantageEstimator,
+        *,
+        policy: WorkerGroup,
+        critic: WorkerGroup | None = None,
+        ref: WorkerGroup | None = None,
+        reference_sync: WeightSync | None = None,
+    ) -> None:
+        """`ref` and `critic` are given when the configuration, or the estimator, reads their log-probs and values.
+
+        `reference_sync` goes from policy to reference, where the reference becomes the policy after each epoch.
+        """
+        self.policy, self.critic, self.ref = policy, critic, ref
+        self._reference_sync = reference_sync
+        self._cfg = cfg
+        self._estimator = estimator
+        self._required = required_inputs(estimator)
+        self._kl_controller = kl_controller(cfg.algorithm)
+
+    # -- batch → weights
+
+    def filter_groups(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """Leave groups of equal rewards out of the loss, where the configuration asks for it."""
+        algorithm = self._cfg.algorithm
+        if not algorithm.zero_variance_filter:
+            return batch, Metrics()
+        view = TrajectoryView(batch)
+        assert batch.rewards is not None
+        totals = view.join(batch.rewards.double()).sum(dim=-1)  # (T,)
+        draws = view.of_last_rows(batch.draws).tolist()
+        kept = informative_groups(totals.tolist(), draws, algorithm.zero_variance_filter_tol)
+        is_kept = torch.tensor([draw in kept for draw in batch.draws.tolist()])  # (B,)
+        n_filtered = sum(draw not in kept for draw in draws)
+        metrics = Metrics.of({"reward/num_zero_variance_filtered": n_filtered})
+        return replace(batch, loss_mask=torch.where(is_kept[:, None], batch.loss_mask, 0.0)), metrics
+
+    async def score(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill in what advantages and update read: values, and log-probs (B, R) of the reference and the policy.
+
+        With one mini-batch and one epoch the policy at the start of the update is the policy in the update: its
+        log-probs are computed there anyway, and `old_logprobs` stay None unless something reads them before.
+        """
+        if self.critic is not None:
+            batch = replace(batch, values=(await self.critic.score(batch))["values"])
+        if self.ref is not None:
+            batch = replace(batch, ref_logprobs=(await self.ref.score(batch))["logprobs"])
+        if self._needs_old_logprobs(batch):
+            scores = await self.policy.score(batch)
+            batch = replace(
+                batch,
+                old_logprobs=scores["logprobs"],
+                entropies=scores["entropy"],
+                sum_pi_squared=scores["sum_pi_squared"],
+            )
+        return batch
+
+    def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:
+        cfg, algorithm = self._cfg, self._cfg.algorithm
+        is_updated_once = cfg.update_epochs_per_batch == 1 and batch.n_prompts <= cfg.policy_mini_batch_size
+        is_read_before = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
+        objective = self.policy.objective
+        is_whole_batch = isinstance(objective, PolicyObjective) and objective.scope == "batch"
+        return not is_updated_once or is_read_before or is_whole_batch or bool(self._required & FROM_POLICY)
+
+    def advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """Fill in `advantages` and `returns` (B, R), from rewards less the KL penalty if there is one."""
+        algorithm = self._cfg.algorithm
+        metrics = Metrics()
+        if algorithm.use_kl_in_reward:
+            batch, metrics = self._penalize_rewards(batch)
+        view = TrajectoryView(batch)
+        inputs = estimator_inputs(batch, view, algorithm)
+        advantages, returns = (
+            view.divide(values) for values in self._estimator(**named_inputs(self._estimator, inputs))
+        )
+        metrics |= Metrics.of(
+            {
+                "loss/avg_final_rewards": inputs["token_level_rewards"].sum(dim=-1).mean().item(),
+                "loss/avg_raw_advantages": masked_mean(advantages, batch.loss_mask).item(),
+                "loss/avg_raw_advantages_abs": masked_mean(advantages.abs(), batch.loss_mask).item(),
+            }
+        )
+        if algorithm.advantage_batch_normalize:
+            advantages = normalize_over_batch(advantages, batch.loss_mask)
+        return replace(batch, advantages=advantages, returns=returns), metrics
+
+    def _penalize_rewards(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """Subtract the divergence from the reference at each token from the rewards (B, R); moves the coefficient."""
+        assert batch.rewards is not None
+        assert batch.old_logprobs is not None, "scored for the KL penalty"
+        assert batch.ref_logprobs is not None, "scored for the KL penalty"
+        coefficient = self._kl_controller.value
+        rewards, kl = penalize_rewards(
+            batch.rewards,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.loss_mask,
+            coefficient,
+            self._cfg.algorithm.kl_estimator_type,
+        )
+        metrics = Metrics.of({"loss/kl_loss_coef": coefficient})
+        token_kl = kl[batch.loss_mask > 0]  # (N,)
+        if len(token_kl):
+            mean = token_kl.mean().item()
+            metrics |= {"loss/avg_kl": Metric("mean", mean), "loss/avg_kl_max": Metric("max", token_kl.max().item())}
+            self._kl_controller.update(mean, len(TrajectoryView(batch)))
+        return replace(batch, rewards=rewards), metrics
+
+    async def update_critic(self, batch: TrainingBatch) -> Metrics:
+        """Take one optimizer step of the critic for each mini-batch, `update_epochs_per_batch` times over."""
+        if self.critic is None:
+            return Metrics()
+        return await self._update("critic", self.critic, batch, self._cfg.critic_mini_batch_size)
+
+    async def update_policy(self, batch: TrainingBatch) -> Metrics:
+        """Take one optimizer step of the policy for each mini-batch, `update_epochs_per_batch` times over."""
+        return await self._update("policy", self.policy, batch, self._cfg.policy_mini_batch_size)
+
+    async def _update(self, role: str, group: WorkerGroup, batch: TrainingBatch, mini_batch_size: int) -> Metrics:
+        metrics = Metrics()
+        is_untouched = True  # the weights are those that scored the batch
+        for _ in range(self._cfg.update_epochs_per_batch):
+            for mini_batch in batch.chunk(mini_batch_size):
+                log_probs = mini_batch.old_logprobs if is_untouched else None
+                metrics = metrics.merge(await group.update(mini_batch, log_probs))
+                is_untouched = False
+        return metrics.with_prefix(role)
+
+    async def refresh_reference(self, version: int) -> None:
+        """Make the current policy, of `version`, the reference."""
+        assert self._reference_sync is not None
+        await self._reference_sync(version)
+
+    # -- state
+
+    async def checkpoint_bytes(self) -> int:
+        """Return about how large a checkpoint is."""
+        return sum([(await group.info()).checkpoint_bytes for group in self._changing().values()])
+
+    async def save(self, folder: Path) -> None:
+        """Write everything that changes into `folder`: one folder for each model.
+
+        Raises:
+            CheckpointError: a model's weights are NaN or infinite.
+        """
+        writing = [await group.save(folder / name) for name, group in self._changing().items()]
+        await asyncio.gather(*writing)
+
+    async def restore(self, folder: Path) -> None:
+        """Load what `save` wrote; CheckpointError if it is incomplete or of another model."""
+        for name, group in self._changing().items():
+            await group.load_state(folder / name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the part of the state that the driver keeps."""
+        return {"kl_controller": self._kl_controller.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._kl_controller.load_state_dict(state["kl_controller"])
+
+    async def export(self, folder: Path) -> None:
+        """Write policy and critic as plain Hugging Face folders."""
+        await self.policy.export(folder / "policy")
+        if self.critic is not None:
+            await self.critic.export(folder / "critic")
+
+    def _changing(self) -> dict[str, WorkerGroup]:
+        """Return the models whose state changes in a run, by the name of their folder."""
+        groups = {"policy": self.policy}
+        if self.critic is not None:
+            groups["critic"] = self.critic
+        if self.ref is not None and self._reference_sync is not None:
+            groups["ref"] = self.ref
+        return groups

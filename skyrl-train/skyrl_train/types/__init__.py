@@ -1,0 +1,46 @@
+"""The nouns every room speaks: trajectories from rollouts, the batch the trainer learns from, and metrics.
+
+Letters: P prompts in a step, G samples of each, B rows of L tokens, the last R of them response.
+"""
+
+from skyrl_train.types.batch import Scores, Shard, TokenScores, TrainingBatch, ValueScores
+from skyrl_train.types.metrics import Metric, MetricKind, Metrics, MetricSums
+from skyrl_train.types.tokens import (
+    DrawnPrompt,
+    Message,
+    PromptRow,
+    Segment,
+    SegmentBuilder,
+    Trajectory,
+    TrajectoryID,
+    Turn,
+    WeightSpan,
+    all_or_none,
+    last_sampled,
+)
+
+TrainingInputBatch = TrainingBatch
+
+__all__ = [
+    "DrawnPrompt",
+    "Message",
+    "Metric",
+    "MetricKind",
+    "MetricSums",
+    "Metrics",
+    "PromptRow",
+    "Scores",
+    "Segment",
+    "SegmentBuilder",
+    "Shard",
+    "TokenScores",
+    "TrainingBatch",
+    "TrainingInputBatch",
+    "Trajectory",
+    "TrajectoryID",
+    "Turn",
+    "ValueScores",
+    "WeightSpan",
+    "all_or_none",
+    "last_sampled",
+]

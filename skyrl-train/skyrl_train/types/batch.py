@@ -1,0 +1,142 @@
+"""Rows of tokens as tensors, and the part of them that one rank works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(slots=True)
+class TrainingBatch:
+    """B rows as tensors. Prompts are padded left, responses right: every response starts at column L - R.
+
+    Only the first four fields are always there; others are None until they are computed, or where a run has no use
+    for them. Rows of one draw stand side by side, and so do those of one trajectory.
+    """
+
+    sequences: torch.Tensor  # (B, L) int64
+    attention_mask: torch.Tensor  # (B, L) int64, 1 on tokens, 0 on padding
+    loss_mask: torch.Tensor  # (B, R) float, 1 on trained tokens
+    draws: torch.Tensor  # (B,) int64: rows that answer the same drawn prompt share it
+    trajectories: torch.Tensor | None = None  # (B,) int64: rows of one trajectory share it; None: a row each
+    rewards: torch.Tensor | None = None  # (B, R) float
+    rollout_logprobs: torch.Tensor | None = None  # (B, R) float, of the engine
+    versions: torch.Tensor | None = None  # (B, R) int32: weights that sampled each token; -1 elsewhere
+    old_logprobs: torch.Tensor | None = None  # (B, R) of the policy at the start of the update
+    ref_logprobs: torch.Tensor | None = None  # (B, R)
+    entropies: torch.Tensor | None = None  # (B, R) at the start of the update, of each token's distribution
+    sum_pi_squared: torch.Tensor | None = None  # (B, R) likewise, Σ_v π(v)²
+    values: torch.Tensor | None = None  # (B, R) of the critic at the start of the update
+    advantages: torch.Tensor | None = None  # (B, R)
+    returns: torch.Tensor | None = None  # (B, R)
+    greedy_rewards: torch.Tensor | None = None  # (B,) total reward of a greedy rollout of each row's prompt
+    loss_weights: torch.Tensor | None = None  # (B, R): Σ weights · loss is the loss of the whole mini-batch
+    sequence_weights: torch.Tensor | None = None  # (B, R): likewise for terms in which every row counts the same
+    logprob_gradient: torch.Tensor | None = None  # (B, R) of a loss that reads the whole mini-batch
+    reward_components: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,) each, totals by name
+
+    def __post_init__(self) -> None:
+        n_rows, length = self.sequences.shape
+        response_length = self.loss_mask.shape[1]
+        assert response_length <= length, f"responses of {response_length} tokens in sequences of {length}"
+        per_token = (n_rows, response_length)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("sequences", "attention_mask"), (n_rows, length))
+        shapes |= dict.fromkeys(("draws", "trajectories", "greedy_rewards"), (n_rows,))
+        for name in TENSOR_FIELDS:
+            tensor = getattr(self, name)
+            assert tensor is None or tensor.shape == shapes.get(name, per_token), f"{name}: {tuple(tensor.shape)}"
+        for name, tensor in self.reward_components.items():
+            assert tensor.shape == (n_rows,), f"reward_components[{name!r}]: {tuple(tensor.shape)}"
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def response_length(self) -> int:
+        """R, the longest response of the batch in tokens."""
+        return self.loss_mask.shape[1]
+
+    @property
+    def n_prompts(self) -> int:
+        """Drawn prompts that the rows answer."""
+        return len(self._starts())
+
+    @property
+    def is_last_row(self) -> torch.Tensor:
+        """True on the last row of each trajectory (B,)."""
+        if self.trajectories is None:
+            return torch.ones(len(self), dtype=torch.bool)
+        is_last = torch.ones(len(self), dtype=torch.bool)
+        is_last[:-1] = self.trajectories[1:] != self.trajectories[:-1]
+        return is_last
+
+    def _starts(self) -> list[int]:
+        """Return the first row of each draw."""
+        draws = self.draws.tolist()
+        return [row for row, draw in enumerate(draws) if row == 0 or draw != draws[row - 1]]
+
+    def select(self, rows: Sequence[int] | torch.Tensor) -> TrainingBatch:
+        """Return the given rows, in the given order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return self._map(lambda tensor: tensor[index.to(tensor.device)])
+
+    def to(self, device: torch.device | str) -> TrainingBatch:
+        """Return the batch on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def chunk(self, n_prompts: int) -> list[TrainingBatch]:
+        """Split into consecutive batches of `n_prompts` drawn prompts (the last may hold fewer), views of this one."""
+        edges = [*self._starts()[::n_prompts], len(self)]
+        return [self._map(lambda tensor, s=start, e=end: tensor[s:e]) for start, end in pairwise(edges)]  # type: ignore[misc]
+
+    @staticmethod
+    def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
+        """Join batches of the same L and R row by row."""
+        joined: dict[str, Any] = {}
+        for name in TENSOR_FIELDS:
+            parts = [getattr(batch, name) for batch in batches]
+            n_computed = sum(part is not None for part in parts)
+            assert n_computed in (0, len(parts)), f"{name} is there in {n_computed} of {len(parts)} batches"
+            joined[name] = torch.cat(parts) if n_computed else None
+        names = {name for batch in batches for name in batch.reward_components}
+        components = {name: torch.cat([batch.reward_components[name] for batch in batches]) for name in names}
+        return TrainingBatch(**joined, reward_components=components)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainingBatch:
+        mapped: dict[str, Any] = {
+            name: function(tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None
+        }
+        components = {name: function(tensor) for name, tensor in self.reward_components.items()}
+        return replace(self, **mapped, reward_components=components)
+
+
+TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "reward_components")
+
+
+@dataclass(slots=True)
+class Shard:
+    """The part of a batch that one data-parallel rank works on."""
+
+    rows: TrainingBatch  # (b, L); fillers, whose loss mask is 0, come after the rank's own rows
+    micro_batches: list[list[int]]  # rows of each pass; equally many on every rank
+
+
+class TokenScores(NamedTuple):
+    """A language model's view of chosen tokens, (B, R) or (N,) each; 0 where no token was chosen."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor  # of the distribution the token came from, in nats
+    sum_pi_squared: torch.Tensor  # Σ_v π(v)² of it, detached
+
+
+class ValueScores(NamedTuple):
+    """A critic's view of the states in which tokens were sampled, (B, R); 0 where no token was chosen."""
+
+    values: torch.Tensor
+
+
+Scores = TokenScores | ValueScores

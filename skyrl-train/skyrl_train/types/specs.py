@@ -1,0 +1,76 @@
+"""What a rank needs to know to load its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Role = Literal["policy", "critic", "ref"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank among the `size` data-parallel ranks of a model."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """AdamW with a learning-rate schedule over `n_steps` optimizer steps."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+    scheduler: str
+    n_warmup_steps: int
+    n_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model of a run: where it comes from, and how its ranks compute."""
+
+    role: Role
+    load: Callable[[], Any]
+    """Returns the `PreTrainedModel`, on the rank's device."""
+    save_tokenizer: Callable[[str], Any]
+    """Writes the tokenizer into a folder; called for exports and checkpoints."""
+    optimizer: OptimizerSpec | None = None  # None: the model does not learn
+    temperature: float = 1.0
+    bf16: bool = False  # compute in bfloat16 on a GPU
+    max_tokens_per_micro_batch: int = 16384
+    max_rows_forward: int | None = None
+    max_rows_train: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a model, named as in a Hugging Face checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the tensor."""
+        n_values = 1
+        for size in self.shape:
+            n_values *= size
+        return n_values * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about a loaded model."""
+
+    n_parameters: int
+    n_trainable: int
+    checkpoint_bytes: int  # about: weights, and two moments of what is trained

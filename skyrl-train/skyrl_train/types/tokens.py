@@ -1,0 +1,267 @@
+"""Prompts, turns and trajectories: tokens as lists, before they are a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+
+T = TypeVar("T")
+
+
+class Message(TypedDict):
+    """One chat message, e.g. `{"role": "user", "content": "What is 2 + 2?"}`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One row of a prompt dataset, e.g. a maths question and the answer its environment checks against."""
+
+    uid: str  # "17": the row's number in the dataset
+    prompt: list[Message]
+    env_class: str | None  # None: the config's `environment.env_class`
+    env_extras: dict[str, Any]  # every other column: reward_spec, data_source, extra_info, …
+
+    @property
+    def data_source(self) -> str:
+        """The dataset that the row comes from, for grouping metrics; "unknown" where the row does not name it."""
+        return str(self.env_extras.get("data_source") or "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPrompt:
+    """A prompt that was drawn from the dataset. Drawing a row again makes another draw of it."""
+
+    draw: int  # this run's n-th drawn prompt
+    row: PromptRow
+
+
+Phase = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryID:
+    """One sample of one drawn prompt: `TrajectoryID("17", 3, draw=4711)` is the fourth sample of draw 4711."""
+
+    instance_id: str  # dataset row; for metrics and people only
+    repetition_id: int  # 0 … G-1; G is the greedy sample
+    draw: int = 0  # this run's n-th drawn prompt, whichever step trains on it
+    phase: Phase = "train"
+
+    def to_string(self) -> str:
+        """Return the name that people read, e.g. "17_3"."""
+        return f"{self.instance_id}_{self.repetition_id}"
+
+    def session_id(self, attempt: int = 0) -> str:
+        """Return the engine's name for one attempt at this trajectory, e.g. "train-4711-17-3-0"; a run has it once."""
+        return f"{self.phase}-{self.draw}-{self.instance_id}-{self.repetition_id}-{attempt}"
+
+
+class WeightSpan(NamedTuple):
+    """`n_tokens` in a row were sampled with the weights of one version."""
+
+    version: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn: `response_ids[start:end]` of its segment, sampled from a prompt of `prompt_length` tokens."""
+
+    start: int
+    end: int
+    prompt_length: int  # tokens the engine was given for this turn, the first prompt included
+    reward: float
+    stop_reason: str  # the engine's: "stop", "length" or "abort"
+    weight_spans: tuple[WeightSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One row of tokens: a prompt, then sampled tokens (mask 1) and observations between them (mask 0, log-prob 0.0).
+
+    Rewards are per token, each turn's on its last sampled token.
+    """
+
+    token_ids: list[int]  # [n_prompt + r]
+    n_prompt: int
+    loss_mask: list[int]  # [r], like the next three
+    rewards: list[float]
+    logprobs: list[float] | None = None  # nats; None: the engine did not report them
+    sampling_logprobs: list[float] | None = None  # of the truncated or penalised distribution that was sampled from
+    turns: tuple[Turn, ...] = ()
+
+    def __post_init__(self) -> None:
+        n_tokens = len(self.token_ids) - self.n_prompt
+        for name in ("loss_mask", "logprobs", "rewards", "sampling_logprobs"):
+            values = getattr(self, name)
+            assert values is None or len(values) == n_tokens, f"{name}: {len(values)} values, {n_tokens} tokens"
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        return self.token_ids[: self.n_prompt]
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The tokens after the prompt [r]."""
+        return self.token_ids[self.n_prompt :]
+
+
+@dataclass(slots=True)
+class SegmentBuilder:
+    """A segment that grows turn by turn."""
+
+    token_ids: list[int]
+    n_prompt: int
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)  # None once a turn came without
+    sampling_logprobs: list[float] | None = None  # None until a turn was sampled from another distribution
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.loss_mask)
+
+    def append_sampled(
+        self, token_ids: list[int], logprobs: list[float] | None, sampling_logprobs: list[float] | None
+    ) -> None:
+        """Add sampled tokens; `sampling_logprobs` is None where they are the log-probs."""
+        n_tokens = len(token_ids)
+        if sampling_logprobs is not None and self.sampling_logprobs is None:
+            self.sampling_logprobs = list(self.logprobs or [0.0] * self.response_length)
+        if self.sampling_logprobs is not None:
+            self.sampling_logprobs += sampling_logprobs or logprobs or [0.0] * n_tokens
+        if logprobs is None:
+            self.logprobs = None
+        elif self.logprobs is not None:
+            self.logprobs += logprobs
+        self.token_ids += token_ids
+        self.loss_mask += [1] * n_tokens
+
+    def append_observed(self, token_ids: list[int]) -> None:
+        """Add tokens of an observation."""
+        zeros = [0.0] * len(token_ids)
+        self.token_ids += token_ids
+        self.loss_mask += [0] * len(token_ids)
+        for values in (self.logprobs, self.sampling_logprobs):
+            if values is not None:
+                values += zeros
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of the response."""
+        del self.token_ids[self.n_prompt + length :]
+        for values in (self.loss_mask, self.logprobs, self.sampling_logprobs):
+            if values is not None:
+                del values[length:]
+
+    def build(self, rewards: list[float], turns: Iterable[Turn]) -> Segment:
+        """Return the segment; `rewards` has one entry for each token of the response."""
+        return Segment(
+            self.token_ids, self.n_prompt, self.loss_mask, rewards, self.logprobs, self.sampling_logprobs, tuple(turns)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout, from the prompt to the last sampled token.
+
+    Most are one segment. A conversation whose history was rewritten between two turns has a segment for each version
+    of the history; they share the trajectory's reward and advantage. `prompt_ids`, `response_ids`, `loss_mask`,
+    `rewards` and `logprobs` read the last one.
+
+    A trajectory with an `error` is *invalid*: no baseline, metric or loss reads its rewards.
+    """
+
+    id: TrajectoryID
+    env_class: str
+    data_source: str
+    segments: tuple[Segment, ...]
+    stop_reason: str  # why it ended: its last turn's, or a limit's ("length", "max_turns"), or "env_error", …
+    error: str | None = None  # what made it invalid
+    reward_components: dict[str, float] = field(default_factory=dict)  # totals by name, where the environment says
+    greedy_reward: float | None = None  # total reward of a greedy rollout of the same prompt, where one was played
+    env_metrics: dict[str, Any] = field(default_factory=dict)
+    env_extras: dict[str, Any] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)  # seconds: "generate", "env"
+    n_attempts: int = 1  # how often it was played until it was valid, or given up
+
+    def __post_init__(self) -> None:
+        assert self.segments, f"trajectory {self.id} has no segment"
+
+    @property
+    def is_valid(self) -> bool:
+        """True unless it has an error."""
+        return self.error is None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt of the last segment."""
+        return self.segments[-1].prompt_ids
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The response of the last segment [r]."""
+        return self.segments[-1].response_ids
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 on the sampled tokens of the last segment [r]."""
+        return self.segments[-1].loss_mask
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """The engine's log-probs of the last segment [r]."""
+        return self.segments[-1].logprobs
+
+    @property
+    def rewards(self) -> list[float] | None:
+        """The rewards of the last segment's tokens [r]; None if the trajectory is invalid."""
+        return self.segments[-1].rewards if self.is_valid else None
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of all segments, in order."""
+        return tuple(turn for segment in self.segments for turn in segment.turns)
+
+    @property
+    def total_reward(self) -> float:
+        """Sum of all rewards of all segments; only valid trajectories have one."""
+        assert self.is_valid, f"trajectory {self.id} is invalid: {self.error}"
+        return sum(sum(segment.rewards) for segment in self.segments)
+
+    @property
+    def last_stop_reason(self) -> str:
+        """Why its last turn ended; where turns are not known, why the trajectory did."""
+        turns = self.turns
+        return turns[-1].stop_reason if turns else self.stop_reason
+
+    @property
+    def n_response_tokens(self) -> int:
+        """Tokens after the prompt, in all segments."""
+        return sum(len(segment.loss_mask) for segment in self.segments)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all segments, their prompts included."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """The versions of the weights that sampled it, ascending."""
+        return sorted({span.version for turn in self.turns for span in turn.weight_spans})
+
+
+def last_sampled(loss_mask: Sequence[int]) -> int:
+    """Return the position of the last sampled token [r]; the last token where none was sampled, -1 for no token."""
+    last = len(loss_mask) - 1
+    return next((position for position in range(last, -1, -1) if loss_mask[position]), last)
+
+
+def all_or_none(values: Sequence[T | None]) -> list[T] | None:
+    """Return the values as a list, or None when one of them is missing."""
+    present = [value for value in values if value is not None]
+    return present if len(present) == len(values) else None

@@ -1,0 +1,58 @@
+"""How the driver reaches a rank: in this process, or in another one."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.distributed import DistributedStrategy
+from skyrl_train.types.specs import ModelSpec
+from skyrl_train.workers.worker import Worker
+
+
+class Rank(Protocol):
+    """One rank of a worker group."""
+
+    dp: int
+    """Which data-parallel part it works on."""
+    is_leader: bool
+    """True if its results count; other ranks of the same part compute the same."""
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        """Load a model, in place of the one before."""
+        ...
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the rank's worker and return its result."""
+        ...
+
+    async def close(self) -> None:
+        """End the rank."""
+        ...
+
+
+class LocalRank:
+    """The only rank of a model, in this process. Its calls run in `executor`, one at a time."""
+
+    dp = 0
+    is_leader = True
+    worker: Worker
+
+    def __init__(self, executor: Executor, strategy: DistributedStrategy) -> None:
+        self._executor = executor
+        self._strategy = strategy
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        """See `Rank.load`."""
+        loop = asyncio.get_running_loop()
+        self.worker = await loop.run_in_executor(self._executor, Worker, spec, self._strategy, objective)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """See `Rank.call`."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, getattr(self.worker, method), *args)
+
+    async def close(self) -> None:
+        """See `Rank.close`."""
+        await self.call("close")

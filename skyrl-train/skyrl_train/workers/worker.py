@@ -1,0 +1,197 @@
+"""One rank of one model: policy, critic or reference."""
+
+from __future__ import annotations
+
+import logging
+import math
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import get_scheduler
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.distributed import DistributedStrategy, TrainState
+from skyrl_train.distributed.strategy import hf_model
+from skyrl_train.errors import CheckpointError
+from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
+from skyrl_train.types.specs import ModelInfo, ModelSpec, OptimizerSpec, TensorSpec
+from skyrl_train.weight_sync import Receipt, SyncPlan, receiver, sender
+from skyrl_train.workers.random_state import random_state, set_random_state
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """One rank of a model that scores tokens and, where its spec has an optimizer, learns.
+
+    Every method is synchronous. All ranks of a model get the same calls in the same order.
+    """
+
+    def __init__(self, spec: ModelSpec, strategy: DistributedStrategy, objective: Objective | None = None) -> None:
+        """Load the model. `objective` is what it minimises; the reference has none."""
+        self._spec = spec
+        self._strategy = strategy
+        self._objective = objective
+        self.module = strategy.build(spec, entropy_grad=objective is not None and objective.needs_entropy_grad)
+        self._state = TrainState(self.module)
+        if spec.optimizer is None:
+            self.module.requires_grad_(False)
+        else:
+            self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
+        self._saving: Future[Any] | None = None
+        self._saved_to = Path()
+
+    def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, Any]:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+        scheduler = get_scheduler(
+            spec.scheduler, optimizer, num_warmup_steps=spec.n_warmup_steps, num_training_steps=spec.n_steps
+        )
+        return optimizer, scheduler
+
+    def info(self) -> ModelInfo:
+        """Return facts about the whole model."""
+        specs = self._strategy.tensor_specs(self.module)
+        n_bytes = sum(spec.n_bytes for spec in specs)
+        n_parameters = sum(parameter.numel() for parameter in self.module.parameters())
+        n_trainable = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+        moments = 2 * n_bytes * n_trainable // n_parameters
+        return ModelInfo(n_parameters, n_trainable, n_bytes + moments)
+
+    def score(self, shard: Shard) -> dict[str, torch.Tensor]:
+        """Return the model's scores of the shard's rows, each (b, R) float32 on the CPU, 0 off the mask."""
+        rows = shard.rows
+        scores = {name: torch.zeros_like(rows.loss_mask) for name in self.module.scores_type._fields}
+        parts = self._strategy.run(
+            self.module,
+            self._micro_batches(shard),
+            lambda scored, _: (None, scored),
+            bf16=self._spec.bf16,
+            backward=False,
+        )
+        for part, indices in zip(parts, shard.micro_batches, strict=True):
+            for name, values in part._asdict().items():
+                scores[name][indices] = values.cpu()
+        return scores
+
+    def forward_backward(self, shard: Shard) -> Metrics:
+        """Add the gradient of the shard's part of the loss to the parameters."""
+        objective = self._objective
+        assert objective is not None, f"the {self._spec.role} has no objective"
+        metrics = self._strategy.run(
+            self.module, self._micro_batches(shard), objective, bf16=self._spec.bf16, backward=True
+        )
+        return Metrics().merge(*metrics)
+
+    def _micro_batches(self, shard: Shard) -> list[TrainingBatch]:
+        return [shard.rows.select(rows) for rows in shard.micro_batches]
+
+    def optim_step(self) -> Metrics:
+        """Clip the accumulated gradients and apply them, or drop them all if their norm is NaN or infinite.
+
+        Without a gradient, from a mini-batch without a trained token, no parameter moves.
+        """
+        state, role = self._state, self._spec.role
+        assert state.optimizer is not None
+        assert self._spec.optimizer is not None
+        norm = self._strategy.clip_gradients(self.module, self._spec.optimizer.max_grad_norm)
+        is_finite = math.isfinite(norm)
+        metrics = Metrics(
+            {
+                f"{role}_lr": Metric("mean", state.scheduler.get_last_lr()[0]),
+                "skipped_updates": Metric("sum", float(not is_finite)),
+            }
+        )
+        if is_finite:
+            if any(parameter.grad is not None for parameter in self.module.parameters()):
+                metrics["grad_norm"] = Metric("mean", norm)
+            state.optimizer.step()
+            state.scheduler.step()
+        else:
+            logger.warning("The gradient norm of the %s is %s: this update is skipped", role, norm)
+        state.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy weights, optimizer, schedule and this rank's random state to host memory; write them in the background.
+
+        Raises:
+            CheckpointError: a weight is NaN or infinite.
+        """
+        if not self._strategy.is_finite(self.module):
+            raise CheckpointError(
+                f"the weights of the {self._spec.role} are NaN or infinite: it has diverged, and no checkpoint of it "
+                "is written; resume from an earlier checkpoint with a lower learning rate"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(random_state(), folder / f"rng_{self._strategy.world.rank}.pt")
+        if self._strategy.world.rank == 0:
+            hf_model(self.module).config.save_pretrained(folder / "huggingface")
+            self._spec.save_tokenizer(str(folder / "huggingface"))
+        self._saving, self._saved_to = self._strategy.save(self._state, folder), folder
+
+    def finish_save(self) -> int:
+        """Wait until the last save is on disk; return the bytes that its folder takes."""
+        assert self._saving is not None, "begin_save comes first"
+        saving, self._saving = self._saving, None
+        try:
+            saving.result()
+        except CheckpointException as error:  # no Exception by itself
+            raise OSError(f"the {self._spec.role} could not be written: {_root_cause(error)}") from error
+        return sum(path.stat().st_size for path in self._saved_to.rglob("*") if path.is_file())
+
+    def load_state(self, folder: Path) -> None:
+        """Load what any number of ranks saved.
+
+        Raises:
+            CheckpointError: a file is missing, or belongs to another model.
+        """
+        try:
+            if not (folder / ".metadata").exists():
+                raise FileNotFoundError(f"{folder / '.metadata'} is missing")
+            self._strategy.load(self._state, folder)
+            rng = folder / f"rng_{self._strategy.world.rank}.pt"
+            if rng.exists():  # a rank that the saving run did not have keeps its own
+                set_random_state(torch.load(rng, weights_only=True))
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(
+                f"cannot resume the {self._spec.role} from {folder}: {_root_cause(error)}; it must hold a complete "
+                "checkpoint of the same model, written by this version"
+            ) from error
+
+    def export(self, folder: Path) -> None:
+        """Write a plain Hugging Face folder."""
+        self._strategy.export(self.module, folder)
+        if self._strategy.world.rank == 0:
+            self._spec.save_tokenizer(str(folder))
+
+    def tensor_specs(self) -> list[TensorSpec]:
+        """Return the tensors that `send_weights` sends, in order."""
+        return self._strategy.tensor_specs(self.module)
+
+    def send_weights(self, plan: SyncPlan) -> Receipt:
+        """Send the weights to the receivers of `plan`. Gathering is collective: every rank must call this."""
+        return sender(plan).send(plan, self._strategy.full_tensors(self.module))
+
+    def receive_weights(self, plan: SyncPlan) -> Receipt:
+        """Load the weights of another model of the same architecture, as the receiver `plan.rank` plus this rank."""
+        link = receiver(plan)
+        own_plan = replace(plan, rank=plan.rank + self._strategy.world.rank)
+        self._strategy.load_tensors(self.module, link.receive(own_plan))
+        return link.receipt
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._saving is not None:
+            self.finish_save()
+
+
+def _root_cause(error: BaseException) -> str:
+    """Return the first reason in the errors that DCP collects from its ranks."""
+    if isinstance(error, CheckpointException):
+        error = next((reason for reason, _ in error.failures.values()), error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,131 @@
+"""Estimators see trajectories: how one is divided into rows changes no advantage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from trajectories import make_segment, make_trajectory
+
+from skyrl_train.algorithms import advantage_estimator
+from skyrl_train.algorithms.inputs import estimator_inputs, named_inputs
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.trajectories import TrajectoryView
+from skyrl_train.config import AlgorithmConfig
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.types import TrainingBatch
+
+# Two prompts with two trajectories each: rewards of every turn, and the tokens of its sampled reply.
+TURNS: list[tuple[str, list[list[float]]]] = [
+    ("0", [[0.5, 0.0], [0.25], [0.0, 1.0]]),
+    ("0", [[0.0], [0.0, 0.0, -0.5], [0.75]]),
+    ("1", [[3.0, 0.0, 0.0], [-1.0], [0.0]]),
+    ("1", [[0.0, 0.0], [0.5], [0.0, 0.25]]),
+]
+
+
+def in_one_row() -> TrainingBatch:
+    """Turns follow each other in one row, with an observation of two tokens in between."""
+    many = []
+    for repetition, (uid, turns) in enumerate(TURNS):
+        rewards: list[float] = []
+        mask: list[int] = []
+        for turn in turns:
+            if rewards:
+                rewards, mask = [*rewards, 0.0, 0.0], [*mask, 0, 0]
+            rewards, mask = [*rewards, *turn], [*mask, *[1] * len(turn)]
+        components = {"total": sum(rewards)}
+        many.append(make_trajectory(uid, rewards, loss_mask=mask, repetition=repetition, reward_components=components))
+    return build_training_batch(many, pad_token_id=0)
+
+
+def in_several_rows() -> TrainingBatch:
+    """Each turn has a row of its own, as where the history was rewritten before it."""
+    many = []
+    for repetition, (uid, turns) in enumerate(TURNS):
+        *earlier, last = [make_segment(turn) for turn in turns]
+        components = {"total": sum(map(sum, turns))}
+        many.append(
+            make_trajectory(uid, last.rewards, earlier=earlier, repetition=repetition, reward_components=components)
+        )
+    return build_training_batch(many, pad_token_id=0)
+
+
+def scored(batch: TrainingBatch) -> TrainingBatch:
+    """Fill in what estimators read, the same for the n-th sampled token of the batch however it is laid out."""
+    generator = torch.Generator().manual_seed(0)
+    n_tokens = int(batch.loss_mask.sum())
+    for name, values in {
+        "values": torch.randn(n_tokens, generator=generator),
+        "old_logprobs": -torch.rand(n_tokens, generator=generator),
+        "ref_logprobs": -torch.rand(n_tokens, generator=generator),
+        "entropies": torch.rand(n_tokens, generator=generator),
+        "sum_pi_squared": torch.rand(n_tokens, generator=generator),
+    }.items():
+        setattr(batch, name, torch.zeros_like(batch.loss_mask).masked_scatter(batch.loss_mask > 0, values))
+    batch.greedy_rewards = torch.where(batch.draws == 0, 0.5, -0.5)
+    return batch
+
+
+def estimates(name: str, batch: TrainingBatch, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns of all sampled tokens of the batch, in order."""
+    view, estimator = TrajectoryView(batch), advantage_estimator(name)
+    inputs = estimator_inputs(batch, view, AlgorithmConfig(**algorithm))
+    advantages, returns = (view.divide(values) for values in estimator(**named_inputs(estimator, inputs)))
+    assert not advantages[batch.loss_mask == 0].any()
+    return advantages[batch.loss_mask > 0], returns[batch.loss_mask > 0]
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
+def test_an_advantage_does_not_depend_on_how_a_trajectory_is_divided_into_rows(name: str) -> None:
+    one, several = scored(in_one_row()), scored(in_several_rows())
+    assert (len(one), len(several)) == (4, 12)
+    settings = {"gamma": 0.9, "lambd": 0.8}
+    for left, right in zip(estimates(name, one, **settings), estimates(name, several, **settings), strict=True):
+        assert left.abs().max() > 0.01
+        torch.testing.assert_close(left, right)
+
+
+def test_the_baseline_of_opo_weighs_by_sampled_tokens_and_not_by_observations() -> None:
+    """Two trajectories of two sampled tokens each; one reads a long observation. Rewards 1 and 0: advantages ±0.5."""
+    first = make_trajectory("0", [0.0] * 8 + [1.0], loss_mask=[0] * 8 + [1], earlier=[make_segment([0.0])])
+    second = make_trajectory("0", [0.0], earlier=[make_segment([0.0])], repetition=1)
+    batch = build_training_batch([first, second], pad_token_id=0)
+    advantages, _ = estimates("opo", batch)
+    assert advantages.tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_rows_keep_their_rewards_and_share_their_trajectory() -> None:
+    batch = in_several_rows()
+    assert batch.rewards is not None
+    assert batch.rewards.sum(dim=-1).tolist() == [0.5, 0.25, 1.0, 0, -0.5, 0.75, 3.0, -1.0, 0, 0, 0.5, 0.25]
+    assert batch.draws.tolist() == [0] * 6 + [1] * 6
+    assert batch.is_last_row.tolist() == [False, False, True] * 4
+    assert build_training_batch([make_trajectory("0", [1.0])], 0).is_last_row.tolist() == [True]
+
+
+def test_join_and_divide_are_inverse() -> None:
+    batch = in_several_rows()
+    view = TrajectoryView(batch)
+    assert len(view) == 4
+    values = torch.rand(batch.loss_mask.shape) * batch.loss_mask
+    assert view.join(values).shape[0] == 4
+    assert torch.equal(view.divide(view.join(values)), values)
+
+
+def test_a_row_that_nothing_is_learned_from_still_counts_for_its_trajectory() -> None:
+    batch = in_several_rows()
+    batch.loss_mask[2] = 0  # the environment replaced the last action of the first trajectory
+    assert batch.rewards is not None
+    view = TrajectoryView(batch)
+    inputs = estimator_inputs(batch, view, AlgorithmConfig())
+    advantages = view.divide(advantage_estimator("grpo")(**inputs)[0])
+    assert advantages[0, 0] == advantages[1, 0] > 0, "its reward of 1.75 is above its group's mean"
+    assert not advantages[2].any()
+
+
+def test_mini_batches_keep_the_rows_of_a_prompt_together() -> None:
+    chunks = in_several_rows().chunk(1)
+    assert [len(chunk) for chunk in chunks] == [6, 6]
+    assert chunks[1].is_last_row.tolist() == [False, False, True] * 2

@@ -1,0 +1,263 @@
+"""A model sharded over gloo ranks learns what it learns in one process, and checkpoints move between both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import PreTrainedModel
+from workers.worker_batches import (
+    Immediately,
+    as_batch,
+    config,
+    largest_difference,
+    off_policy_batch,
+    policy_objective,
+    random_trajectories,
+)
+
+from skyrl_train.algorithms import policy_loss
+from skyrl_train.algorithms.objectives import Objective, ValueObjective
+from skyrl_train.config.algorithm import LossReduction
+from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.distributed import SingleStrategy
+from skyrl_train.errors import CheckpointError
+from skyrl_train.launch.inline import model_spec, optimizer_spec
+from skyrl_train.launch.process import ProcessRank, start_ranks
+from skyrl_train.models.loading import load_model
+from skyrl_train.models.value_head import load_value_model
+from skyrl_train.types import Metrics, TrainingBatch
+from skyrl_train.types.specs import ModelSpec, Role, World
+from skyrl_train.weight_sync import WeightSync
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.ranks import LocalRank
+
+BETAS = (0.9, 0.999)
+EXACT = 1e-6
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, 4])
+async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[ProcessRank]]:
+    """Processes of two or four ranks, which the tests of this module share."""
+    started = start_ranks(request.param)
+    yield started
+    for rank in started:
+        await rank.close()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def spec(role: Role, path: Path, cfg: TrainerConfig, max_grad_norm: float = 1e9) -> ModelSpec:
+    """A model in float32 whose gradient is not clipped, unless asked for."""
+    cpu = torch.device("cpu")
+    load = load_value_model if role == "critic" else load_model
+    optimizer = replace(optimizer_spec(cfg.policy.optimizer_config, 10), max_grad_norm=max_grad_norm, betas=BETAS)
+    return model_spec(
+        role, partial(load, str(path), dtype=torch.float32, device=cpu), partial(_save_nothing), cfg, optimizer
+    )
+
+
+def _save_nothing(folder: str) -> None:
+    """There is no tokenizer to save."""
+
+
+def lone_rank() -> LocalRank:
+    return LocalRank(Immediately(), SingleStrategy(World()))
+
+
+async def group_on(ranks: Any, spec: ModelSpec, objective: Objective) -> WorkerGroup:
+    group = WorkerGroup(spec, ranks, objective)
+    await group.load()
+    return group
+
+
+async def save(group: WorkerGroup, folder: Path) -> Path:
+    await (await group.save(folder))
+    return folder
+
+
+async def first_gradient(
+    group: WorkerGroup, spec: ModelSpec, objective: Objective, folder: Path
+) -> dict[str, torch.Tensor]:
+    """The gradient of a group's first optimizer step, from the moments of its checkpoint, read in one process."""
+    rank = lone_rank()
+    await (await group_on([rank], spec, objective)).load_state(await save(group, folder))
+    optimizer = rank.worker._state.optimizer
+    assert optimizer is not None
+    names = {id(parameter): name for name, parameter in rank.worker.module.named_parameters()}
+    return {names[id(parameter)]: state["exp_avg"] / (1 - BETAS[0]) for parameter, state in optimizer.state.items()}
+
+
+async def compare(
+    ranks: list[ProcessRank],
+    spec: ModelSpec,
+    objective: Objective,
+    batch: TrainingBatch,
+    tmp_path: Path,
+    tolerance: float = EXACT,
+) -> None:
+    """One optimizer step on `ranks` has the gradient and the metrics of one in this process."""
+    results: list[tuple[dict[str, torch.Tensor], Metrics]] = []
+    for name, where in (("alone", [lone_rank()]), ("sharded", ranks)):
+        torch.manual_seed(0)  # clip_cov chooses tokens at random
+        group = await group_on(where, spec, objective)
+        metrics = await group.update(batch)
+        results.append((await first_gradient(group, spec, objective, tmp_path / name), metrics))
+    (alone, alone_metrics), (sharded, sharded_metrics) = results
+    largest = max(values.abs().max().item() for values in alone.values())
+    assert largest > 1e-4
+    assert largest_difference(alone, sharded) < tolerance * max(1.0, largest)
+    assert sharded_metrics.numbers() == pytest.approx(alone_metrics.numbers(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 16])
+async def test_gradients_do_not_depend_on_ranks_or_micro_batches(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path, max_rows: int
+) -> None:
+    cfg = config(micro_train_batch_size_per_gpu=max_rows).trainer
+    batch = off_policy_batch(tiny_model, 400, seed=21)
+    await compare(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg), batch, tmp_path)
+
+
+@pytest.mark.parametrize("reduction", get_args(LossReduction))
+async def test_every_reduction_has_the_divisor_of_the_whole_mini_batch(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path, reduction: str
+) -> None:
+    algorithm = {"loss_reduction": reduction, "max_seq_len": 40, "use_entropy_loss": True, "top_entropy_quantile": 0.5}
+    cfg = config(algorithm=algorithm, micro_train_batch_size_per_gpu=3).trainer
+    batch = off_policy_batch(tiny_model, 400, seed=22)
+    await compare(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg), batch, tmp_path, 2 * EXACT)
+
+
+async def test_a_loss_of_the_whole_mini_batch(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(micro_train_batch_size_per_gpu=3, algorithm={"clip_cov": {"clip_ratio": 0.2}}).trainer
+    objective = policy_objective(cfg, policy_loss("clip_cov"))
+    batch = off_policy_batch(tiny_model, 400, seed=23)
+    await compare(ranks, spec("policy", tiny_model_path, cfg), objective, batch, tmp_path)
+
+
+async def test_a_critic(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(micro_train_batch_size_per_gpu=3).trainer
+    batch = off_policy_batch(tiny_model, 400, seed=24)
+    noise = torch.Generator().manual_seed(0)
+    batch.values = torch.randn(batch.loss_mask.shape, generator=noise) * batch.loss_mask
+    batch.returns = torch.randn(batch.loss_mask.shape, generator=noise) * batch.loss_mask
+    await compare(ranks, spec("critic", tiny_model_path, cfg), ValueObjective(0.2), batch, tmp_path)
+
+
+async def test_the_gradient_is_clipped_by_its_norm_over_all_ranks(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config().trainer
+    batch = off_policy_batch(tiny_model, 400, seed=25)
+    clipped = spec("policy", tiny_model_path, cfg, max_grad_norm=0.01)
+    await compare(ranks, clipped, policy_objective(cfg), batch, tmp_path, 1e-3)
+    group = await group_on(ranks, clipped, policy_objective(cfg))
+    assert (await group.update(batch)).numbers()["grad_norm"] > 0.1, "nothing was clipped"
+    gradient = await first_gradient(group, clipped, policy_objective(cfg), tmp_path / "clipped")
+    norm = torch.stack([values.norm() for values in gradient.values()]).norm().item()
+    assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+async def test_ranks_without_a_row_take_part(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config().trainer
+    batch = off_policy_batch(tiny_model, 400, seed=26)
+    batch.loss_mask[1:] = 0
+    await compare(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg), batch, tmp_path)
+    group = await group_on(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    batch.loss_mask.zero_()
+    metrics = (await group.update(batch)).numbers()
+    assert metrics["skipped_updates"] == 0
+    assert metrics["grad_norm"] == 0
+
+
+async def test_scores_are_those_of_one_process_before_and_after_an_update(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel
+) -> None:
+    cfg = config(micro_forward_batch_size_per_gpu=3).trainer
+    batch = as_batch(random_trajectories(3, 4, 400, seed=27), config())
+    scores = []
+    for where in ([lone_rank()], ranks):
+        group = await group_on(where, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+        before = await group.score(batch)
+        await group.update(batch)
+        after = await group.score(batch)
+        assert not torch.equal(before["logprobs"], after["logprobs"])
+        scores.append((before, after))
+    for alone, sharded in zip(*scores, strict=True):
+        for name in ("logprobs", "entropy", "sum_pi_squared"):
+            torch.testing.assert_close(sharded[name], alone[name], rtol=0, atol=2e-5, msg=name)
+
+
+async def test_a_checkpoint_of_several_ranks_continues_on_one_and_back(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    cfg = config(policy={"optimizer_config": {"scheduler": "linear", "num_warmup_steps": 2, "lr": 1e-4}}).trainer
+    here = spec("policy", tiny_model_path, cfg)
+    batches = [as_batch(random_trajectories(2, 3, 400, seed), config()) for seed in range(3)]
+    sharded = await group_on(ranks, here, policy_objective(cfg))
+    await sharded.update(batches[0])
+    folder = await save(sharded, tmp_path / "sharded")
+    expected = (await sharded.update(batches[1])).numbers()
+
+    alone = await group_on([lone_rank()], here, policy_objective(cfg))
+    await alone.load_state(folder)
+    assert (await alone.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    folder = await save(alone, tmp_path / "alone")
+    expected = (await alone.update(batches[2])).numbers()
+
+    resharded = await group_on(ranks, here, policy_objective(cfg))
+    await resharded.load_state(folder)
+    assert (await resharded.update(batches[2])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+async def test_an_export_is_a_plain_hugging_face_folder(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config().trainer
+    group = await group_on(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    await group.export(tmp_path / "export")
+    exported = load_model(str(tmp_path / "export"), dtype=torch.float32, device=torch.device("cpu"))
+    for name, tensor in tiny_model.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+async def test_weights_go_from_sharded_ranks_to_other_processes(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    cfg = config().trainer
+    here = spec("policy", tiny_model_path, cfg)
+    group = await group_on(ranks, here, policy_objective(cfg))
+    rank = lone_rank()
+    other = await group_on([rank], here, policy_objective(cfg))
+    batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
+    await group.update(batch)
+    before = await other.score(batch)
+    await WeightSync(group, [other], "broadcast", chunk_bytes=50_000, timeout_s=60)(1)
+    after, sharded = await other.score(batch), await group.score(batch)
+    assert not torch.equal(before["logprobs"], after["logprobs"])
+    torch.testing.assert_close(after["logprobs"], sharded["logprobs"], rtol=0, atol=2e-5)
+
+
+async def test_weights_that_are_not_finite_on_any_rank_are_not_saved(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    cfg = config(policy={"optimizer_config": {"lr": 1e38}}).trainer
+    group = await group_on(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    for seed in range(3):
+        await group.update(as_batch(random_trajectories(2, 3, 400, seed), config()))
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        await group.save(tmp_path / "policy")
