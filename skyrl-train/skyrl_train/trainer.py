@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from skyrl_train.algorithms.advantages import normalize_over_batch
+from skyrl_train.algorithms.contract import estimator_traits
 from skyrl_train.algorithms.filters import informative_groups
 from skyrl_train.algorithms.inputs import (
     FROM_GREEDY_ROLLOUTS,
@@ -32,7 +33,6 @@ from skyrl_train.algorithms.stepwise import of_all_rows
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
-from skyrl_train.config.built_in import PER_TOKEN
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.prompts import PromptOrder
 from skyrl_train.errors import CheckpointError, ConfigError
@@ -224,7 +224,7 @@ class Trainer:
             inputs = estimator_inputs(batch, self.cfg.trainer.algorithm)
             return self._estimator(**named_inputs(self._estimator, inputs))
         name = self.cfg.trainer.algorithm.advantage_estimator
-        if name in PER_TOKEN:
+        if estimator_traits(self.cfg.trainer.algorithm).per_token:
             raise ConfigError(
                 f"trainer.algorithm.advantage_estimator={name} takes a trajectory as one row of tokens, and an "
                 "environment has rewritten the history of some (modified_chat_history); try grpo"

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from skyrl_train.algorithms.contract import estimator_traits
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector, original_uid
 from skyrl_train.algorithms.filters import punish_overlong
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.built_in import COMPARE_SAMPLES, ESTIMATORS
 from skyrl_train.dataset.prompts import PromptOrder
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest, rollout_requests
@@ -96,7 +96,7 @@ class RolloutSampler:
     def _usable(self, trajectories: Sequence[Trajectory], step: int) -> tuple[list[Trajectory], int]:
         """The valid trajectories that have something to be compared with, and how many valid ones have not."""
         n_samples = self._cfg.generator.n_samples_per_prompt
-        compares = self._cfg.trainer.algorithm.advantage_estimator not in ESTIMATORS - COMPARE_SAMPLES
+        compares = estimator_traits(self._cfg.trainer.algorithm).compares_samples
         n_needed = 2 if compares and n_samples > 1 else 1
         n_valid = Counter(t.id.instance_id for t in trajectories if t.is_valid)
         usable = [t for t in trajectories if t.is_valid and n_valid[t.id.instance_id] >= n_needed]

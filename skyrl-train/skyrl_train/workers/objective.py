@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from skyrl_train.algorithms.contract import ResolvedPolicyLoss
 from skyrl_train.algorithms.entropy import top_entropy_mask
 from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
 from skyrl_train.algorithms.off_policy import correction_weights, sequence_mask
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
-from skyrl_train.algorithms.registry import PolicyLoss, call_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.logprobs import TokenScores
@@ -54,7 +53,7 @@ def start_logprobs(log_probs: torch.Tensor, part: TrainingBatch) -> torch.Tensor
 
 
 def policy_objective(
-    policy_loss: PolicyLoss,
+    policy_loss: ResolvedPolicyLoss,
     log_probs: torch.Tensor,
     part: TrainingBatch,
     weights: Weights,
@@ -63,21 +62,12 @@ def policy_objective(
     """The policy loss of these rows, differentiable in `log_probs` (B, R), and what it measured, without gradient."""
     assert part.advantages is not None, "the trainer computes advantages before it updates"
     old = start_logprobs(log_probs, part)
-    inputs = (log_probs, old, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs)
-    loss, metrics = call_policy_loss(policy_loss, *inputs)
-    if not isinstance(metrics, dict):
-        metrics = {"ppo_clip_ratio": metrics}
-    if loss.ndim > 0:
+    loss, metrics = policy_loss(log_probs, old, part.advantages, algorithm, part.loss_mask, part.rollout_logprobs)
+    if not policy_loss.reduces:
         factor, factor_metrics = _factors(log_probs, old, part.advantages, part, algorithm)
         metrics = metrics | factor_metrics
         loss = weighted_sum(loss, weights.loss if factor is None else weights.loss * factor)
-    return loss, {name: _average(values, weights.per_token) for name, values in metrics.items()}
-
-
-def _average(values: Any, weights: torch.Tensor) -> torch.Tensor:
-    """The mean of (B, R) values over trained tokens; a number is its own."""
-    values = torch.as_tensor(values, dtype=weights.dtype, device=weights.device).detach()
-    return weighted_sum(values, weights) if values.ndim else values
+    return loss, {name: weighted_sum(values, weights.per_token) for name, values in metrics.items()}
 
 
 def _factors(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.algorithms.contract import check_policy_loss
+from skyrl_train.algorithms.contract import ResolvedPolicyLoss
 from skyrl_train.algorithms.off_policy import rollout_gap_metrics
-from skyrl_train.algorithms.registry import PolicyLoss, reads_whole_batch
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.models.loading import checkpointed_layers
 from skyrl_train.models.logprobs import TokenScores
@@ -34,14 +33,14 @@ class PolicyWorker(TrainedModel):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         cfg: TrainerConfig,
-        policy_loss: PolicyLoss,
+        policy_loss: ResolvedPolicyLoss,
         n_optimizer_steps: int,
     ) -> None:
         """`n_optimizer_steps` is the length of the whole run, which the schedule is laid over."""
         super().__init__(model, tokenizer, cfg.policy.optimizer_config, n_optimizer_steps)
         self._cfg = cfg
         self._policy_loss = policy_loss
-        self._needs_whole_batch = check_policy_loss(policy_loss, cfg.algorithm) or reads_whole_batch(policy_loss)
+        self._needs_whole_batch = policy_loss.scope == "batch"
 
     def score(self, batch: TrainingBatch) -> TokenScores:
         """What the current weights say about the batch's sampled tokens (B, R)."""

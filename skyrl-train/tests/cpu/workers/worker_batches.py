@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workers.grpo_oracle import OracleTrajectory
 
-from skyrl_train.algorithms import advantage_estimator, policy_loss
-from skyrl_train.algorithms.registry import PolicyLoss
+from skyrl_train.algorithms import advantage_estimator
+from skyrl_train.algorithms.contract import check_policy_loss
+from skyrl_train.algorithms.registry import POLICY_LOSSES, PolicyLoss
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import TrainingBatch, Trajectory, TrajectoryID
@@ -33,10 +34,13 @@ def config(**trainer: Any) -> SkyRLConfig:
 
 
 def make_worker(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, loss: PolicyLoss | None = None, **trainer: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, loss: str | PolicyLoss = "regular", **trainer: Any
 ) -> PolicyWorker:
-    loss = loss or policy_loss("regular")
-    return PolicyWorker(model, tokenizer, config(**trainer).trainer, loss, n_optimizer_steps=10)
+    """A worker with a registered loss, by its name, or with any function."""
+    cfg = config(**trainer).trainer
+    function, traits = (POLICY_LOSSES.get(loss), POLICY_LOSSES.traits(loss)) if isinstance(loss, str) else (loss, None)
+    resolved = check_policy_loss(function, cfg.algorithm, traits)
+    return PolicyWorker(model, tokenizer, cfg, resolved, n_optimizer_steps=10)
 
 
 def random_trajectories(n_prompts: int, n_samples: int, n_tokens: int, seed: int) -> list[OracleTrajectory]:
