@@ -220,8 +220,8 @@ def _estimate(
         "sum_pi_squared": tokens.exp(),
         "greedy_rewards": torch.full((len(MASK),), 0.25 + baseline),
     }
-    components = dict.fromkeys([*config.gdpo.weights, "reward", "format", "length"], rewards[:, 1:].sum(dim=-1))
-    components[next(iter(components))] = rewards[:, 0]
+    first, *others = dict.fromkeys([*config.gdpo.weights, "reward", "format", "length"])
+    components = {first: rewards[:, 0]} | dict.fromkeys(others, rewards[:, 1:].sum(dim=-1) / len(others))
     required = required_inputs(estimator)
     inputs = {
         "token_level_rewards": rewards.clone(),

@@ -468,8 +468,14 @@ class TestYourOwnEstimator:
         def mine(token_level_rewards: torch.Tensor, ref_log_probs: torch.Tensor) -> Tensors:
             return token_level_rewards - ref_log_probs, token_level_rewards
 
-        load(updated)
         assert reads_reference(load(updated).trainer.algorithm)
+
+    def test_that_can_do_without_the_reference_has_none_loaded(self) -> None:
+        @register_advantage_estimator("mine")
+        def mine(token_level_rewards: torch.Tensor, ref_log_probs: torch.Tensor | None = None) -> Tensors:
+            return token_level_rewards, token_level_rewards
+
+        assert not reads_reference(load([estimator("mine"), NO_KL]).trainer.algorithm)
 
     def test_that_reads_no_rewards_of_tokens_gets_no_penalty_in_them(self) -> None:
         @register_advantage_estimator("mine")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from skyrl_train.algorithms import policy_loss
+from skyrl_train.algorithms.advantages import group_statistics
 from skyrl_train.algorithms.contract import MASK, estimator_traits, observe_estimator
 from skyrl_train.algorithms.inputs import readable_inputs, required_inputs
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorTraits, Registry
@@ -61,6 +62,21 @@ def test_an_estimator_without_a_signal_in_the_example_compares_no_samples() -> N
         return token_level_rewards * 0, token_level_rewards
 
     assert observe_estimator(mine, AlgorithmConfig()) == EstimatorTraits("baseline", per_token=False, whitens=False)
+
+
+def test_the_sum_of_components_is_the_total_of_samples_and_a_critic_is_a_baseline() -> None:
+    def sum_of_components(
+        response_mask: torch.Tensor, index: list[str], reward_components: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.stack(list(reward_components.values())).sum(dim=0)
+        advantages = (scores - group_statistics(scores, index)[0])[:, None] * response_mask
+        return advantages, advantages
+
+    def less_values(token_level_rewards: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_level_rewards - values, token_level_rewards
+
+    assert observe_estimator(sum_of_components, AlgorithmConfig()).compares == "samples"
+    assert observe_estimator(less_values, AlgorithmConfig()).compares == "baseline"
 
 
 def loss_of(name: str, rollout: torch.Tensor | None = None, **config: Any) -> torch.Tensor:
