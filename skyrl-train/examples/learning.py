@@ -18,9 +18,9 @@ from typing import Any
 
 from examples.tiny_model import N_STEPS, make_tiny_model
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_train.config import SkyRLConfig, parse_cli
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import read_rows
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.report import plot_learning_curve, write_report
 from skyrl_train.report.learning_curve import MetricRows

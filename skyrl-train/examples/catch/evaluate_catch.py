@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 
 from examples.catch.main_catch import register_catch
-from skyrl_train.config import parse_cli
-from skyrl_train.entrypoints.main_base import run_command
+from skyrl_train.entrypoints.main_base import parse_cli, run_command
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 
 from skyrl_gym.envs import register
-from skyrl_train.config import parse_cli
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
 
 
 def register_catch() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.config import SkyRLConfig, parse_cli
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.environment import SkyRLGymConfig
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_command
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface

@@ -1,47 +1,142 @@
-"""Whether an estimator or a loss keeps its contract, seen on a few made-up tokens before a run starts."""
+"""Checks of estimators and policy losses on a made-up example, before a run starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 
-from skyrl_train.algorithms.inputs import FROM_CRITIC, INPUTS, named_inputs, required_inputs, settings
-from skyrl_train.algorithms.registry import AdvantageEstimator, PolicyLoss, call_policy_loss
+from skyrl_train.algorithms.inputs import INPUTS, named_inputs, required_inputs, settings
+from skyrl_train.algorithms.registry import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    Comparison,
+    EstimatorTraits,
+    LossTraits,
+    PolicyLoss,
+)
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 RESERVED_METRICS = frozenset(
     {"policy_loss", "final_loss", "policy_kl", "policy_entropy", "policy_lr", "grad_norm", "skipped_updates"}
 )
-"""What the trainer itself logs of an update."""
+"""Metrics that the trainer logs for each update."""
+
+MASK = torch.tensor([[1.0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+"""Sampled tokens (4, 6) of the made-up example: two prompts with two trajectories each, some of several turns."""
 
 
-def check_advantage_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig, *, has_critic: bool) -> None:
-    """Raise ConfigError if something it requires will not be there, or if it does not return two tensors (B, R)."""
-    key = f"trainer.algorithm.advantage_estimator={config.advantage_estimator}"
-    required = required_inputs(estimator)
-    if unknown := sorted(required - INPUTS):
+@dataclass(frozen=True, slots=True)
+class ResolvedPolicyLoss:
+    """A policy loss with one signature and one return type, whoever wrote it; it pickles if `function` does."""
+
+    function: Callable[..., tuple[torch.Tensor, Any]]
+    traits: LossTraits
+    n_arguments: int
+    """How many of the six arguments `function` takes."""
+    reduces: bool
+    """Returns a scalar for the whole mini-batch instead of a loss for each token."""
+
+    @property
+    def scope(self) -> Literal["token", "batch"]:
+        """`batch` if the loss must be called once with the whole mini-batch, else `token`."""
+        return "batch" if self.reduces or self.traits.whole_batch else "token"
+
+    def __call__(
+        self,
+        log_probs: torch.Tensor,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        config: AlgorithmConfig,
+        loss_mask: torch.Tensor,
+        rollout_logprobs: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of each token (B, R), or a scalar if it `reduces`, and detached metrics (B, R) by name.
+
+        A metric that is a number has this value on every token, so that its mean is the number.
+        """
+        inputs = (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
+        loss, metrics = self.function(*inputs[: self.n_arguments])
+        return loss, {name: _on_tokens(value, log_probs) for name, value in _by_name(metrics).items()}
+
+
+def check_advantage_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) -> None:
+    """Raise ConfigError if an estimator requires an unknown input, or does not return two tensors (B, R)."""
+    if unknown := sorted(required_inputs(estimator) - INPUTS):
         raise ConfigError(
-            f"{key} requires {', '.join(unknown)}, which no run provides; give it a default, or take one of "
-            f"{', '.join(sorted(INPUTS))}"
+            f"{_estimator_key(config)} requires {', '.join(unknown)}, which no run provides; give it a default, or "
+            f"take one of {', '.join(sorted(INPUTS))}"
         )
-    if FROM_CRITIC & required and not has_critic:
+    outputs = _estimate(estimator, config, _noise())
+    if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(_has_shape(x, MASK.shape) for x in outputs)):
         raise ConfigError(
-            f"{key} needs the values of a critic, and there is none; set trainer.critic.model.path, or give the "
-            "argument `values` a default of None if it can do without"
-        )
-    outputs = _call(key, lambda: estimator(**named_inputs(estimator, _some_inputs(config, required))))
-    if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(_has_shape(x, (2, 3)) for x in outputs)):
-        raise ConfigError(
-            f"{key} returned {_describe(outputs)} for rewards of shape (2, 3); return advantages and returns, both of "
-            "the shape of the rewards"
+            f"{_estimator_key(config)} returned {_describe(outputs)} for rewards of shape {tuple(MASK.shape)}; return "
+            "advantages and returns, both of the shape of the rewards"
         )
 
 
-def check_policy_loss(loss: PolicyLoss, config: AlgorithmConfig) -> bool:
-    """Whether a policy loss reduces to a scalar by itself.
+def estimator_traits(config: AlgorithmConfig) -> EstimatorTraits:
+    """Return the traits of the configured estimator; those that it was not registered with are observed.
+
+    Raises:
+        ConfigError: the estimator is not registered, or fails on the made-up example.
+    """
+    name = config.advantage_estimator
+    declared = ADVANTAGE_ESTIMATORS.traits(name)
+    values = {field.name: getattr(declared, field.name) for field in fields(declared)}
+    if None not in values.values():
+        return declared
+    observed = observe_estimator(ADVANTAGE_ESTIMATORS.get(name), config)
+    return EstimatorTraits(**{key: getattr(observed, key) if value is None else value for key, value in values.items()})
+
+
+def observe_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) -> EstimatorTraits:
+    """Return the traits that an estimator shows on made-up rewards (4, 6) of two prompts with two trajectories each."""
+
+    def advantages(rewards: torch.Tensor, baseline: float = 0.0) -> torch.Tensor:
+        return _estimate(estimator, config, rewards, baseline)[0]
+
+    noise = _noise()
+    on_noise = advantages(noise)
+    sampled = on_noise[MASK > 0]
+    mean_of_row = (on_noise * MASK).sum(dim=-1, keepdim=True) / MASK.sum(dim=-1, keepdim=True)
+    return EstimatorTraits(
+        compares=_observe_comparison(advantages, noise) if bool(sampled.any()) else "baseline",
+        per_token=bool((((on_noise - mean_of_row) * MASK).abs() > 1e-4).any()),
+        whitens=bool(sampled.mean().abs() < 1e-4 and (sampled.std() - 1).abs() < 1e-3),
+    )
+
+
+def _observe_comparison(advantages: Callable[..., torch.Tensor], noise: torch.Tensor) -> Comparison:
+    others = torch.tensor([[0.0], [1], [1], [1]]) * MASK
+    if torch.allclose(advantages(noise + others, baseline=1.0)[0], advantages(noise - others, baseline=-1.0)[0]):
+        return "nothing"  # the first trajectory's advantages are the same whatever the others earned
+    equal, moved = torch.zeros_like(MASK), torch.zeros_like(MASK)
+    equal[:, 0] = moved[[0, 1, 2, 3], [0, 4, 0, 3]] = torch.tensor([1.0, 1.0, 0.5, 0.5])
+    if _is_not_zero(advantages(equal)):
+        return "baseline"
+    return "parts" if _is_not_zero(advantages(moved)) else "samples"
+
+
+def _is_not_zero(advantages: torch.Tensor) -> bool:
+    return bool((advantages[MASK > 0].abs() > 1e-4).any())
+
+
+def resolve_policy_loss(config: AlgorithmConfig) -> ResolvedPolicyLoss:
+    """Return the loss that is registered as `trainer.algorithm.policy_loss_type`, checked by `check_policy_loss`."""
+    name = config.policy_loss_type
+    return check_policy_loss(POLICY_LOSSES.get(name), config, POLICY_LOSSES.traits(name))
+
+
+def check_policy_loss(
+    loss: PolicyLoss, config: AlgorithmConfig, traits: LossTraits | None = None
+) -> ResolvedPolicyLoss:
+    """Call a policy loss on two made-up trajectories and return it with one signature.
 
     Raises:
         ConfigError: it returns neither a scalar nor a loss for each token, metrics that cannot be logged, or a scalar
@@ -51,27 +146,42 @@ def check_policy_loss(loss: PolicyLoss, config: AlgorithmConfig) -> bool:
     log_probs = torch.tensor([[-1.0, -0.5, -2.0], [-0.1, -1.5, -1.0]], requires_grad=True)
     old = log_probs.detach()
     advantages, mask = torch.tensor([[1.0, 1.0, 0.0], [-1.0, -1.0, -1.0]]), torch.tensor([[1.0, 1, 0], [1, 1, 1]])
-    outputs = _call(key, lambda: call_policy_loss(loss, log_probs, old, advantages, config, mask, old))
+    n_arguments = _count_arguments(loss)
+    inputs: tuple[Any, ...] = (log_probs, old, advantages, config, mask, old)
+    outputs = _call(key, lambda: loss(*inputs[:n_arguments]))
     if not (isinstance(outputs, tuple) and len(outputs) == 2 and (_has_shape(outputs[0], (2, 3), ()))):
         raise ConfigError(
             f"{key} returned {_describe(outputs)} for log-probs of shape (2, 3); return the loss of each token, or of "
             "the whole, and metrics beside it"
         )
     _check_metrics(key, outputs[1])
-    is_scalar = outputs[0].ndim == 0
-    if is_scalar and (factors := _factors_on_tokens(config)):
+    reduces = outputs[0].ndim == 0
+    if reduces and (factors := _factors_on_tokens(config)):
         raise ConfigError(
             f"{key} returns a scalar, of which {' and '.join(factors)} cannot weigh single tokens; return the loss of "
             "each token, or leave them out"
         )
-    return is_scalar
+    return ResolvedPolicyLoss(loss, traits or LossTraits(), n_arguments, reduces)
+
+
+def _count_arguments(loss: PolicyLoss) -> int:
+    parameters = inspect.signature(loss).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 6
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _by_name(metrics: Any) -> dict[str, Any]:
+    """Return metrics by name; a single value is SkyRL's share of clipped tokens."""
+    return metrics if isinstance(metrics, dict) else {"ppo_clip_ratio": metrics}
+
+
+def _on_tokens(value: Any, log_probs: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=log_probs.dtype, device=log_probs.device).detach().expand_as(log_probs)
 
 
 def _check_metrics(key: str, metrics: object) -> None:
-    """The share of clipped tokens as a number, or numbers and tensors by name."""
-    if not isinstance(metrics, dict):
-        metrics = {"ppo_clip_ratio": metrics}
-    for name, value in metrics.items():
+    for name, value in _by_name(metrics).items():
         if not (isinstance(value, int | float) or _has_shape(value, (2, 3), ())):
             raise ConfigError(
                 f"{key} returned {_describe(value)} as metric {name!r}; return a number, or one for each token, and no "
@@ -82,7 +192,7 @@ def _check_metrics(key: str, metrics: object) -> None:
 
 
 def _factors_on_tokens(config: AlgorithmConfig) -> list[str]:
-    """The settings under `trainer.algorithm` that multiply the loss of single tokens."""
+    """Return the settings under `trainer.algorithm` that multiply the loss of single tokens."""
     is_on = {
         "off_policy_correction": config.off_policy_correction.is_on,
         "off_policy_sequence_mask_threshold": config.off_policy_sequence_mask_threshold is not None,
@@ -91,20 +201,41 @@ def _factors_on_tokens(config: AlgorithmConfig) -> list[str]:
     return [f"trainer.algorithm.{name}" for name, on in is_on.items() if on]
 
 
-def _some_inputs(config: AlgorithmConfig, required: Iterable[str]) -> dict[str, Any]:
-    """Two trajectories of one prompt, three tokens each; the second ends early."""
-    tokens = torch.tensor([[-0.5, -1.0, -0.2], [-0.3, -0.7, 0.0]])
-    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-    computed: dict[str, Any] = dict.fromkeys(("old_log_probs", "ref_log_probs", "values"), tokens)
-    computed |= {"entropies": -tokens, "sum_pi_squared": tokens.exp(), "greedy_rewards": torch.zeros(2)}
-    return {
-        "token_level_rewards": torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
-        "response_mask": mask,
-        "index": ["prompt", "prompt"],
-        "reward_components": {name: torch.tensor([1.0, 0.0]) for name in config.gdpo.weights or ("reward",)},
-        **settings(config),
-        **{name: computed[name] for name in required if name in computed},
+def _noise() -> torch.Tensor:
+    """Rewards (4, 6) on every sampled token."""
+    return torch.rand(MASK.shape, generator=torch.Generator().manual_seed(1)) * MASK
+
+
+def _estimate(
+    estimator: AdvantageEstimator, config: AlgorithmConfig, rewards: torch.Tensor, baseline: float = 0.0
+) -> Any:
+    """Call an estimator on the made-up example; `baseline` is added to values and to rewards of greedy rollouts."""
+    random = torch.Generator().manual_seed(0)
+    tokens = -torch.rand(MASK.shape, generator=random)
+    computed: dict[str, Any] = {
+        "values": torch.rand(MASK.shape, generator=random) + baseline,
+        "old_log_probs": tokens,
+        "ref_log_probs": tokens - torch.rand(MASK.shape, generator=random),
+        "entropies": -tokens,
+        "sum_pi_squared": tokens.exp(),
+        "greedy_rewards": torch.full((len(MASK),), 0.25 + baseline),
     }
+    first, *others = dict.fromkeys([*config.gdpo.weights, "reward", "format", "length"])
+    components = {first: rewards[:, 0]} | dict.fromkeys(others, rewards[:, 1:].sum(dim=-1) / len(others))
+    required = required_inputs(estimator)
+    inputs = {
+        "token_level_rewards": rewards.clone(),
+        "response_mask": MASK.clone(),
+        "index": ["a", "a", "b", "b"],
+        "reward_components": components,
+        **settings(config),
+        **{name: value for name, value in computed.items() if name in required},
+    }
+    return _call(_estimator_key(config), lambda: estimator(**named_inputs(estimator, inputs)))
+
+
+def _estimator_key(config: AlgorithmConfig) -> str:
+    return f"trainer.algorithm.advantage_estimator={config.advantage_estimator}"
 
 
 def _call(key: str, call: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What an advantage estimator may ask for, and what a scored batch gives it."""
+"""Inputs of advantage estimators: their names, and their values for a scored batch."""
 
 from __future__ import annotations
 
@@ -11,38 +11,36 @@ from skyrl_train.algorithms.trajectories import TrajectoryView
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.types import TrainingBatch
 
-ALWAYS_THERE = frozenset(
-    {
-        "token_level_rewards",
-        "response_mask",
-        "index",
-        "reward_components",
-        "config",
-        "gamma",
-        "lambd",
-        "grpo_norm_by_std",
-    }
-)
-"""What every estimator is given."""
-
 FROM_POLICY = frozenset({"old_log_probs", "entropies", "sum_pi_squared"})
-FROM_REFERENCE = frozenset({"ref_log_probs"})
-FROM_CRITIC = frozenset({"values"})
 FROM_GREEDY_ROLLOUTS = frozenset({"greedy_rewards"})
-"""What is computed when an estimator requires it; values only where there is a critic."""
+"""Inputs that are computed when an estimator requires them."""
 
-INPUTS = ALWAYS_THERE | FROM_POLICY | FROM_REFERENCE | FROM_CRITIC | FROM_GREEDY_ROLLOUTS
+INPUTS = (
+    frozenset({"token_level_rewards", "response_mask", "index", "reward_components", "values", "ref_log_probs"})
+    | frozenset({"config", "gamma", "lambd", "grpo_norm_by_std"})
+    | FROM_POLICY
+    | FROM_GREEDY_ROLLOUTS
+)
+"""Inputs that a run may provide."""
 
 
 def required_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
-    """The arguments that an estimator cannot do without."""
+    """Return the arguments of an estimator that have no default."""
     parameters = inspect.signature(estimator).parameters.values()
     named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return frozenset(p.name for p in named if p.default is p.empty)
 
 
+def readable_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
+    """Return the inputs that an estimator may read: those it names, or all with `**kwargs`; `**_` is not read."""
+    parameters = inspect.signature(estimator).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters):
+        return INPUTS
+    return INPUTS & {p.name for p in parameters}
+
+
 def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) -> dict[str, Any]:
-    """What an estimator is called with: of what is available, the arguments it names, or all with `**kwargs`."""
+    """Return the available inputs that an estimator names, or all of them if it takes `**kwargs`."""
     parameters = inspect.signature(estimator).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(available)
@@ -73,7 +71,7 @@ def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: Algorit
 
 
 def settings(config: AlgorithmConfig) -> dict[str, Any]:
-    """The settings that every estimator is given."""
+    """Return the inputs that are settings."""
     return {
         "config": config,
         "gamma": config.gamma,

@@ -11,7 +11,7 @@ import math
 import torch
 
 from skyrl_train.algorithms.masked import masked_mean
-from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 from skyrl_train.types import MetricKind, MetricSums
 
 Metrics = dict[str, torch.Tensor]

@@ -1,14 +1,14 @@
-"""Names for advantage estimators and policy losses: two registries and their decorators."""
+"""Registries of advantage estimators and policy losses: functions by name, with the traits that rules depend on."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from skyrl_train.errors import ConfigError
 
 
@@ -55,91 +55,146 @@ class PolicyLoss(Protocol):
         ...
 
 
+Comparison = Literal["samples", "parts", "baseline", "nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorTraits:
+    """Properties of an advantage estimator that its signature does not show.
+
+    None means that the property was not declared; `contract.estimator_traits` then observes it on a made-up example.
+    """
+
+    compares: Comparison | None = None
+    """What rewards are compared with: the total rewards of a prompt's `samples`, `parts` of them (components, turns or
+    tokens), another `baseline` (a critic, the batch, a greedy rollout), or `nothing`."""
+
+    per_token: bool | None = None
+    """Advantages differ between the tokens of a trajectory."""
+
+    whitens: bool | None = None
+    """Advantages of a batch have mean 0 and variance 1."""
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether a trajectory needs other samples of its prompt."""
+        return self.compares in ("samples", "parts")
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    """Properties of a policy loss; the defaults restrict nothing."""
+
+    whole_batch: bool = False
+    """Compares tokens across the mini-batch, so that it must be called with all of it."""
+
+    per_sequence: bool = False
+    """Takes one advantage for each trajectory."""
+
+    reads_rollout_logprobs: bool = False
+    """Corrects for the engine's log-probs itself."""
+
+    reads_eps_clip: bool = True
+    """Reads `eps_clip_low` and `eps_clip_high`."""
+
+    loss_reduction: LossReduction | None = None
+    """Reduction that the method was published with, if it matters."""
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+Traits = TypeVar("Traits")
 
 
-class Registry(Generic[Function]):
-    """Functions by name, for one configuration key."""
+class Registry(Generic[Function, Traits]):
+    """Functions by name with their traits, for one configuration key."""
 
-    def __init__(self, kind: str, key: str) -> None:
+    def __init__(self, kind: str, key: str, default_traits: Traits) -> None:
         self._kind = kind
         self._key = key
-        self._functions: dict[str, Function] = {}
+        self._default_traits = default_traits
+        self._entries: dict[str, tuple[Function, Traits]] = {}
 
-    def register(self, name: str, function: Function) -> None:
+    def register(self, name: str, function: Function, traits: Traits | None = None) -> None:
         """Add a function; ConfigError if the name is taken."""
-        if name in self._functions:
-            there = self._functions[name]
-            raise ConfigError(f"{self._kind} {name!r} is already registered as {there!r}; choose another name")
-        self._functions[name] = function
+        if name in self._entries:
+            raise ConfigError(f"{self._kind} {name!r} is already registered as {self.get(name)!r}; choose another name")
+        self._entries[name] = (function, traits or self._default_traits)
 
     def unregister(self, name: str) -> None:
         """Remove a function; ConfigError if there is none."""
         self.get(name)
-        del self._functions[name]
+        del self._entries[name]
 
     def get(self, name: str) -> Function:
-        """The function registered under `name`; ConfigError lists the names there are."""
-        if name not in self._functions:
+        """Return the function registered under `name`; ConfigError lists the available names."""
+        if name not in self._entries:
             raise ConfigError(f"{self._key}={name!r} is not registered; available: {', '.join(self.list_available())}")
-        return self._functions[name]
+        return self._entries[name][0]
+
+    def traits(self, name: str) -> Traits:
+        """Return the traits that the function under `name` was registered with; ConfigError if there is none."""
+        self.get(name)
+        return self._entries[name][1]
 
     def list_available(self) -> list[str]:
-        """Every name, sorted."""
-        return sorted(self._functions)
+        """Return every name, sorted."""
+        return sorted(self._entries)
 
 
-ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
-    "advantage estimator", "trainer.algorithm.advantage_estimator"
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator, EstimatorTraits] = Registry(
+    "advantage estimator", "trainer.algorithm.advantage_estimator", EstimatorTraits()
 )
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "trainer.algorithm.policy_loss_type")
+POLICY_LOSSES: Registry[PolicyLoss, LossTraits] = Registry(
+    "policy loss", "trainer.algorithm.policy_loss_type", LossTraits()
+)
 
 
-def register_advantage_estimator(name: str) -> Callable[[Function], Function]:
+def register_advantage_estimator(
+    name: str,
+    *,
+    compares: Comparison | None = None,
+    per_token: bool | None = None,
+    whitens: bool | None = None,
+) -> Callable[[Function], Function]:
     """Make a function available as `trainer.algorithm.advantage_estimator=name`.
 
+    The keyword arguments declare its `EstimatorTraits`; those left out are observed on a made-up example.
+
     Raises:
         ConfigError: the name is taken.
     """
 
     def decorator(function: Function) -> Function:
-        ADVANTAGE_ESTIMATORS.register(name, function)
+        ADVANTAGE_ESTIMATORS.register(name, function, EstimatorTraits(compares, per_token, whitens))
         return function
 
     return decorator
 
 
-def register_policy_loss(name: str, *, whole_batch: bool = False) -> Callable[[Function], Function]:
+def register_policy_loss(
+    name: str,
+    *,
+    whole_batch: bool = False,
+    per_sequence: bool = False,
+    reads_rollout_logprobs: bool = False,
+    reads_eps_clip: bool = True,
+    loss_reduction: LossReduction | None = None,
+) -> Callable[[Function], Function]:
     """Make a function available as `trainer.algorithm.policy_loss_type=name`.
 
-    `whole_batch` is for a loss that compares tokens across the mini-batch: it is called once with all of it, at the
-    price of one more forward pass where the mini-batch is worked through in several parts.
+    The keyword arguments declare its `LossTraits`. A loss with `whole_batch` is called once with the whole mini-batch,
+    which costs one more forward pass where the mini-batch is split into several parts.
 
     Raises:
         ConfigError: the name is taken.
     """
+    traits = LossTraits(whole_batch, per_sequence, reads_rollout_logprobs, reads_eps_clip, loss_reduction)
 
     def decorator(function: Function) -> Function:
-        POLICY_LOSSES.register(name, function)
-        if whole_batch:
-            function.reads_whole_batch = True  # type: ignore[attr-defined]
+        POLICY_LOSSES.register(name, function, traits)
         return function
 
     return decorator
-
-
-def reads_whole_batch(loss: PolicyLoss) -> bool:
-    """Whether a loss was registered with `whole_batch`."""
-    return getattr(loss, "reads_whole_batch", False)
-
-
-def call_policy_loss(loss: PolicyLoss, *inputs: Any) -> tuple[torch.Tensor, Any]:
-    """The loss of its six arguments in their order, or of as many of the first as it takes."""
-    parameters = inspect.signature(loss).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return loss(*inputs)
-    n_taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    return loss(*inputs[:n_taken])
 
 
 advantage_estimator = ADVANTAGE_ESTIMATORS.get

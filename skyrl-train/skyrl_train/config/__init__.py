@@ -8,7 +8,6 @@ from skyrl_train.config.data import DataConfig
 from skyrl_train.config.environment import EnvironmentConfig, SkyRLGymConfig
 from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.config.loading import changed_settings, load_config, to_yaml, validate_cfg
-from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.policy import (
     CriticConfig,
@@ -19,10 +18,10 @@ from skyrl_train.config.policy import (
     RefConfig,
     RefModelConfig,
 )
+from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.runtime import what_runs_here
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.config.validation import validate_batch_sizes
 
 __all__ = [
     "AlgorithmConfig",
@@ -54,7 +53,6 @@ __all__ = [
     "parse_cli",
     "rewrite_overrides",
     "to_yaml",
-    "validate_batch_sizes",
     "validate_cfg",
     "what_runs_here",
 ]

@@ -18,7 +18,6 @@ from skyrl_train.config.base import (
     Text,
     resolved_later,
 )
-from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
 from skyrl_train.config.policy_loss import (
     CispoConfig,
     ClipCovConfig,
@@ -26,6 +25,7 @@ from skyrl_train.config.policy_loss import (
     DroConfig,
     GmpoConfig,
     KLCovConfig,
+    OffPolicyCorrectionConfig,
     RolloutIsConfig,
     SapoConfig,
     VespoConfig,

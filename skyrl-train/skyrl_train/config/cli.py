@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_train.config.loading import validate_cfg
-from skyrl_train.config.problems import FIELDS, raise_problems
+from skyrl_train.config.problems import FIELDS, Rule, raise_problems
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
@@ -31,13 +31,14 @@ config_dir = str(Path(__file__).parent)
 CONFIG_NAME = "ppo_base_config"
 
 
-def parse_cli(argv: Sequence[str]) -> SkyRLConfig:
-    """The checked configuration of one run from overrides: `["trainer.epochs=3", "trainer.logger=[console,wandb]"]`.
+def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
+    """Return the checked configuration of a run: `parse_cli(["trainer.epochs=3", "trainer.logger=[console,wandb]"])`.
 
-    Raises ConfigError, which lists every problem.
+    Raises one ConfigError that lists every problem, those of `extra_rules` included. For rules of estimators and
+    losses, use `skyrl_train.entrypoints.main_base.parse_cli`.
     """
     raise_problems(sentence for text in argv for sentence in _not_one_override(text))
-    return validate_cfg(compose_config(rewrite_overrides(argv)))
+    return validate_cfg(compose_config(rewrite_overrides(argv)), extra_rules)
 
 
 def get_default_config() -> DictConfig:

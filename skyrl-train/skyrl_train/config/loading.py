@@ -32,15 +32,16 @@ def load_config(source: ConfigSource = None) -> SkyRLConfig:
     return _load(source, RULES)
 
 
-def validate_cfg(cfg: SkyRLConfig | ConfigSource) -> SkyRLConfig:
-    """Check everything that can be checked before a run starts, the machine's part (keys of trackers) included.
+def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
+    """Check a configuration and what it needs from the machine (keys of trackers), and return it typed.
 
-    Returns the typed configuration; raises one ConfigError that lists every problem.
+    Raises one ConfigError that lists every problem, those of `extra_rules` included.
     """
+    rules = RULES + extra_rules + MACHINE_RULES
     if not isinstance(cfg, SkyRLConfig):
-        return _load(cfg, RULES + MACHINE_RULES)
+        return _load(cfg, rules)
     cfg = resolve(cfg)
-    raise_problems(find_problems(cfg, RULES + MACHINE_RULES))
+    raise_problems(find_problems(cfg, rules))
     return cfg
 
 

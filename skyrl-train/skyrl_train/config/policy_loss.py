@@ -1,4 +1,4 @@
-"""`trainer.algorithm.<name>.*`: the settings of one policy loss each."""
+"""Settings of each policy loss, `trainer.algorithm.<name>.*`, and `trainer.algorithm.off_policy_correction.*`."""
 
 from __future__ import annotations
 
@@ -110,3 +110,58 @@ class RolloutIsConfig(Section):
 
     ratio_high: Positive = 2.0
     """Tokens whose ratio is above this are left out."""
+
+
+class OffPolicyCorrectionConfig(Section):
+    """What to do about κ = π_old / π_rollout, the ratio of the trainer's probability of a token to the engine's.
+
+    All off by default; how far κ is from 1 is logged in any case.
+    """
+
+    tis_ratio_type: Literal["token", "sequence"] | None = None
+    """Truncated importance sampling: multiply the policy loss by min(κ, cap), per token or by the product over the
+    trajectory."""
+
+    token_tis_ratio_clip_high: Positive = 2.0
+    """The cap when `tis_ratio_type=token`."""
+
+    sequence_tis_ratio_clip_high: Positive = 5.0
+    """The cap when `tis_ratio_type=sequence`."""
+
+    sequence_mask_metric: Literal["product", "geometric"] | None = None
+    """Leave out trajectories whose product, or geometric mean, of κ is outside of its interval."""
+
+    product_mask_low: Positive = 0.5
+    """Lower end of the interval for `product`."""
+
+    product_mask_high: Positive = 2.0
+    """Upper end of the interval for `product`."""
+
+    geo_mask_low: Positive = 0.99
+    """Lower end of the interval for `geometric`."""
+
+    geo_mask_high: Positive = 1.01
+    """Upper end of the interval for `geometric`."""
+
+    token_mask_is_threshold_low: Positive | None = None
+    """Leave out tokens whose κ is below this; needs `token_mask_is_threshold_high`."""
+
+    token_mask_is_threshold_high: Positive | None = None
+    """Leave out tokens whose κ is above this; needs `token_mask_is_threshold_low`."""
+
+    outlier_token_is_threshold_low: Positive | None = None
+    """Leave out trajectories with a token whose κ is below this."""
+
+    outlier_token_is_threshold_high: Positive | None = None
+    """Leave out trajectories with a token whose κ is above this."""
+
+    @property
+    def switches(self) -> dict[str, object]:
+        """Settings that turn a part of the correction on."""
+        optional = [name for name, field in type(self).model_fields.items() if field.default is None]
+        return {name: value for name in optional if (value := getattr(self, name)) is not None}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is corrected."""
+        return bool(self.switches)

@@ -1,7 +1,7 @@
 """The rules that tie several keys together: each is a small function that yields one sentence per problem.
 
-What one key accepts on its own (its type, its range) stands on the field. The rules of `trainer.algorithm.*` have
-modules of their own.
+The type and the range of a single key belong to its field. Rules of `trainer.algorithm.*` are in `algorithm_rules`;
+those that need the registered functions are in `skyrl_train.algorithms.rules`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
-from skyrl_train.config.algorithm_warnings import ALGORITHM_WARNINGS
-from skyrl_train.config.built_in import reads_reference
-from skyrl_train.config.problems import Rule, raise_problems, show
+from skyrl_train.config.algorithm_rules import ALGORITHM_RULES, ALGORITHM_WARNINGS
+from skyrl_train.config.problems import Rule, show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.wandb_login import wandb_login_problem
 
@@ -44,40 +42,12 @@ def mini_batches_fill_workers(cfg: SkyRLConfig, policy_dp: int, critic_dp: int) 
             )
 
 
-def batch_fills_workers(cfg: SkyRLConfig, policy_dp: int, ref_dp: int) -> Iterator[str]:
-    """No worker of the policy or of the reference is left without a trajectory."""
-    batch, n_samples = cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt
-    lcm = math.lcm(policy_dp, ref_dp) if reads_reference(cfg.trainer.algorithm) else policy_dp
-    if batch * n_samples < lcm:
-        yield (
-            f"trainer.train_batch_size={batch} times generator.n_samples_per_prompt={n_samples} is "
-            f"{batch * n_samples} trajectories, fewer than {lcm}, the least common multiple of {policy_dp} policy "
-            f"workers and {ref_dp} reference workers; try trainer.train_batch_size={math.ceil(lcm / n_samples)}"
-        )
-
-
 def _mini_batches(cfg: SkyRLConfig) -> dict[str, tuple[str, int]]:
     """Key and size of the mini-batches of each model that is trained."""
     sizes = {"policy": ("trainer.policy_mini_batch_size", cfg.trainer.policy_mini_batch_size)}
     if cfg.trainer.critic.model.path is not None:
         sizes["critic"] = ("trainer.critic_mini_batch_size", cfg.trainer.critic_mini_batch_size)
     return sizes
-
-
-def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
-    """Two models on the same GPUs have the same number of them."""
-    placement = cfg.trainer.placement
-    is_shared = placement.colocate_policy_ref and not placement.colocate_all
-    if not is_shared or not reads_reference(cfg.trainer.algorithm):
-        return
-    for name in ("num_nodes", "num_gpus_per_node"):
-        policy, ref = getattr(placement, f"policy_{name}"), getattr(placement, f"ref_{name}")
-        if policy != ref:
-            yield (
-                f"trainer.placement.ref_{name}={ref} must equal trainer.placement.policy_{name}={policy} when "
-                f"trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_{name}={policy} or "
-                f"trainer.placement.colocate_policy_ref=false"
-            )
 
 
 def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
@@ -179,7 +149,6 @@ RULES: tuple[Rule, ...] = (
     training_has_prompts,
     evaluation_has_prompts,
     mini_batches_divide_batch,
-    policy_and_ref_share_gpus,
     sequence_norm_has_a_length,
     training_temperature_is_positive,
     input_length_covers_prompts,
@@ -199,20 +168,6 @@ WARNINGS: tuple[Rule, ...] = (*ALGORITHM_WARNINGS, resume_path_is_read)
 def find_problems(cfg: SkyRLConfig, rules: tuple[Rule, ...] = RULES) -> list[str]:
     """The sentences of every rule that a configuration breaks."""
     return [sentence for rule in rules for sentence in rule(cfg)]
-
-
-def validate_batch_sizes(cfg: SkyRLConfig, policy_dp: int = 1, ref_dp: int = 1, critic_dp: int = 1) -> None:
-    """Raise ConfigError unless the batches split evenly over so many data-parallel workers.
-
-    `ref_dp` and `critic_dp` count only where the configuration has a reference and a critic.
-    """
-    raise_problems(
-        [
-            *mini_batches_divide_batch(cfg),
-            *mini_batches_fill_workers(cfg, policy_dp, critic_dp),
-            *batch_fills_workers(cfg, policy_dp, ref_dp),
-        ]
-    )
 
 
 def find_warnings(cfg: SkyRLConfig) -> list[str]:

@@ -8,15 +8,20 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from transformers.utils.logging import disable_progress_bar
 
-from skyrl_train.config import SkyRLConfig, config_dir, parse_cli
+from skyrl_train import config
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS
+from skyrl_train.config import SkyRLConfig, config_dir
+from skyrl_train.config.validation import WARNINGS, find_problems
 from skyrl_train.errors import SkyRLError
 
 
@@ -34,6 +39,25 @@ def run_command(command: Callable[[], None]) -> None:
             "Stopped. Given again, the same command goes on from its last checkpoint, if it has one.", file=sys.stderr
         )
         sys.exit(130)
+
+
+def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConfig:
+    """Check everything that can be checked before a run starts, and return the typed configuration.
+
+    Raises one ConfigError that lists every problem. Register estimators and losses of your own before: the rules apply
+    to them, too.
+    """
+    return config.validate_cfg(cfg, ALGORITHM_RULES)
+
+
+def parse_cli(argv: Sequence[str]) -> SkyRLConfig:
+    """Return the configuration of `key=value` overrides, checked as by `validate_cfg`."""
+    return config.parse_cli(argv, ALGORITHM_RULES)
+
+
+def find_warnings(cfg: SkyRLConfig) -> list[str]:
+    """Return a sentence for each setting that is allowed, but most likely not meant."""
+    return find_problems(cfg, WARNINGS + ALGORITHM_WARNINGS)
 
 
 def run_main(doc: str | None, run: Callable[[SkyRLConfig], None], argv: Sequence[str] | None) -> None:

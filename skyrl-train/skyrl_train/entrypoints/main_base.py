@@ -23,11 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_gym.entry_point import load_attribute
 from skyrl_gym.envs.registration import spec as env_spec
 from skyrl_gym.error import InvalidSpec, UnregisteredEnv
-from skyrl_train.algorithms import advantage_estimator, policy_loss, required_inputs
-from skyrl_train.algorithms.contract import check_advantage_estimator, check_policy_loss
+from skyrl_train.algorithms import advantage_estimator, required_inputs
+from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference
 from skyrl_train.callbacks import (
     Callback,
     Checkpointing,
@@ -41,7 +42,9 @@ from skyrl_train.callbacks import (
     TrajectoryDump,
 )
 from skyrl_train.checkpoint import folder_lock
-from skyrl_train.config import SkyRLConfig, config_dir, validate_cfg, what_runs_here
+from skyrl_train.config import SkyRLConfig, config_dir, what_runs_here
+from skyrl_train.config.problems import raise_problems
+from skyrl_train.config.validation import find_problems
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -50,8 +53,10 @@ from skyrl_train.entrypoints.command import (
     compute_thread,
     log_to_console,
     on_first_interrupt,
+    parse_cli,
     run_command,
     run_main,
+    validate_cfg,
 )
 from skyrl_train.entrypoints.engine import is_vllm_installed, new_engine
 from skyrl_train.errors import ConfigError
@@ -77,7 +82,7 @@ from skyrl_train.types.specs import OptimizerSpec, Role
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
-__all__ = ["BasePPOExp", "config_dir", "main", "run_command", "validate_cfg"]
+__all__ = ["BasePPOExp", "config_dir", "main", "parse_cli", "run_command", "validate_cfg"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +96,8 @@ class BasePPOExp:
     def __init__(self, cfg: SkyRLConfig | DictConfig) -> None:
         """Check the configuration, ConfigError lists everything that is wrong with it, and make the run folder."""
         self.cfg = validate_cfg(cfg)
+        for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
+            logger.warning(sentence)
         self.run_folder = RunFolder.create(
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
@@ -219,9 +226,8 @@ class BasePPOExp:
         assert self._compute is not None
         cfg = self.cfg.trainer
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
-        check_advantage_estimator(estimator, cfg.algorithm, has_critic=cfg.critic.model.path is not None)
-        loss = policy_loss(cfg.algorithm.policy_loss_type)
-        objective = PolicyObjective(loss, cfg.algorithm, reduces=check_policy_loss(loss, cfg.algorithm))
+        objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
+        raise_problems(find_problems(self.cfg, ALGORITHM_RULES))  # of functions that were registered since
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self.check_environments(datasets)
@@ -285,7 +291,7 @@ class BasePPOExp:
                 ValueObjective(cfg.algorithm.value_clip),
                 optimizer_spec(cfg.critic.optimizer_config, n_updates // cfg.critic_mini_batch_size),
             )
-        if cfg.algorithm.compares_with_reference or "ref_log_probs" in required_inputs(estimator):
+        if reads_reference(cfg.algorithm):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
             ref, _ = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
             if cfg.update_ref_every_epoch:

@@ -114,7 +114,9 @@ def _segments(rows: list[SegmentBuilder], places: list[Place], records: list[Tur
                 weight_spans=record.result.weight_spans,
             )
         )
-    return tuple(row.build(*parts) for row, *parts in zip(rows, rewards, turns, strict=True))
+    return tuple(
+        row.build(row_rewards, row_turns) for row, row_rewards, row_turns in zip(rows, rewards, turns, strict=True)
+    )
 
 
 def _total(reward: float | list[float]) -> float:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from skyrl_train.algorithms.contract import estimator_traits
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector
 from skyrl_train.algorithms.filters import punish_overlong
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.built_in import COMPARE_SAMPLES, ESTIMATORS
 from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest, play, rollout_requests
@@ -70,6 +70,7 @@ class LockstepRollouts:
         self._generator = generator
         self._prompts = prompts
         self._with_greedy_rewards = with_greedy_rewards
+        self._compares_samples = estimator_traits(cfg.trainer.algorithm).compares_samples
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
 
     async def take(self, step: int) -> StepData:
@@ -133,8 +134,7 @@ class LockstepRollouts:
     def _usable(self, trajectories: Sequence[Trajectory], step: int) -> tuple[list[Trajectory], int]:
         """Return the valid trajectories that have something to be compared with, and how many valid ones have not."""
         n_samples = self._cfg.generator.n_samples_per_prompt
-        compares = self._cfg.trainer.algorithm.advantage_estimator not in ESTIMATORS - COMPARE_SAMPLES
-        n_needed = 2 if compares and n_samples > 1 else 1
+        n_needed = 2 if self._compares_samples and n_samples > 1 else 1
         n_valid = Counter(t.id.draw for t in trajectories if t.is_valid)
         usable = [t for t in trajectories if t.is_valid and n_valid[t.id.draw] >= n_needed]
         if not usable:

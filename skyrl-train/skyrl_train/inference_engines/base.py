@@ -133,8 +133,10 @@ class InferenceEngine(Protocol):
         """Limits of this engine."""
         ...
 
-    n_weight_copies: int
-    """Processes that receive new weights; see `WeightSync`."""
+    @property
+    def n_weight_copies(self) -> int:
+        """Processes that receive new weights; see `WeightSync`."""
+        ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         """Return one result for each request, in order. Concurrent calls share the engine's batches.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from transformers import PreTrainedModel
 
@@ -31,11 +29,10 @@ class ScoringModule(torch.nn.Module):
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
         """Return scores (B, R), 0 outside of the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""
-        model = cast(PreTrainedModel, self.model)
         if self.scores_type is ValueScores:
-            return ValueScores(response_values(model, sequences, attention_mask, loss_mask))
+            return ValueScores(response_values(self.model, sequences, attention_mask, loss_mask))
         return response_logprobs(
-            model, sequences, attention_mask, loss_mask, self._temperature, entropy_grad=self._entropy_grad
+            self.model, sequences, attention_mask, loss_mask, self._temperature, entropy_grad=self._entropy_grad
         )
 
     def score(self, rows: TrainingBatch) -> Scores:

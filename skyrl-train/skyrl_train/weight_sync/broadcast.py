@@ -88,7 +88,7 @@ def chunked(specs: list[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec
     return tuple(tuple(chunk) for chunk in chunks)
 
 
-def _connect(plan: SyncPlan) -> dist.ProcessGroup:
+def _connect(plan: SyncPlan) -> dist.ProcessGroupGloo:
     host, _, port = plan.address.rpartition(":")
     timeout = timedelta(seconds=plan.timeout_s)
     try:
@@ -98,7 +98,7 @@ def _connect(plan: SyncPlan) -> dist.ProcessGroup:
         raise SyncError(f"weight sync {plan.version} could not connect at {plan.address}: {error}") from error
 
 
-def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, plan: SyncPlan) -> None:
+def _broadcast(group: dist.ProcessGroupGloo, buffer: torch.Tensor, plan: SyncPlan) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:

@@ -30,8 +30,10 @@ class WeightSource(Protocol):
 class WeightSink(Protocol):
     """A holder of a copy: an `InferenceEngine`, or a `WorkerGroup`."""
 
-    n_weight_copies: int
-    """Processes that receive; each is a receiver of its own."""
+    @property
+    def n_weight_copies(self) -> int:
+        """Processes that receive; each is a receiver of its own."""
+        ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Receive weights, as the receivers `plan.rank` and following."""

@@ -97,12 +97,13 @@ class Worker:
         """
         state, role = self._state, self._spec.role
         assert state.optimizer is not None
+        assert state.scheduler is not None
         assert self._spec.optimizer is not None
         norm = self._strategy.clip_gradients(self.module, self._spec.optimizer.max_grad_norm)
         is_finite = math.isfinite(norm)
         metrics = Metrics(
             {
-                f"{role}_lr": Metric("mean", state.scheduler.get_last_lr()[0]),
+                f"{role}_lr": Metric("mean", float(state.scheduler.get_last_lr()[0])),
                 "skipped_updates": Metric("sum", float(not is_finite)),
             }
         )

@@ -15,7 +15,6 @@ from skyrl_train.algorithms.losses import clipped_surrogate, value_loss
 from skyrl_train.algorithms.off_policy import correction_weights
 from skyrl_train.algorithms.reduction import reduce_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
-from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
 from skyrl_train.config.policy_loss import (
     CispoConfig,
     ClipCovConfig,
@@ -23,6 +22,7 @@ from skyrl_train.config.policy_loss import (
     DroConfig,
     GmpoConfig,
     KLCovConfig,
+    OffPolicyCorrectionConfig,
     RolloutIsConfig,
 )
 

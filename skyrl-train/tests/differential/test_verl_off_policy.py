@@ -20,7 +20,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 
 from skyrl_train.algorithms.off_policy import correction_weights, rollout_gap_metrics
-from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 
 LOW, HIGH = 0.6, 1.5
 

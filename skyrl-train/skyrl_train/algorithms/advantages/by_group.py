@@ -18,7 +18,7 @@ from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
 
 
-@register_advantage_estimator("grpo")
+@register_advantage_estimator("grpo", compares="samples", per_token=False, whitens=False)
 def grpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -39,7 +39,7 @@ def grpo(
     return _same_for_every_token(group_normalised(scores, index, grpo_norm_by_std), response_mask)
 
 
-@register_advantage_estimator("rloo")
+@register_advantage_estimator("rloo", compares="samples", per_token=False, whitens=False)
 def rloo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -57,7 +57,7 @@ def rloo(
     return _same_for_every_token(centred * size / (size - 1).clamp(min=1), response_mask)
 
 
-@register_advantage_estimator("reinforce++-baseline")
+@register_advantage_estimator("reinforce++-baseline", compares="samples", per_token=False, whitens=True)
 def reinforce_plus_plus_baseline(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -77,7 +77,7 @@ def reinforce_plus_plus_baseline(
     return advantages, advantages
 
 
-@register_advantage_estimator("opo")
+@register_advantage_estimator("opo", compares="samples", per_token=False, whitens=False)
 def opo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -99,7 +99,7 @@ def opo(
     return _same_for_every_token(advantages, response_mask)
 
 
-@register_advantage_estimator("gpg")
+@register_advantage_estimator("gpg", compares="samples", per_token=False, whitens=False)
 def gpg(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -122,7 +122,7 @@ def gpg(
     return _same_for_every_token(torch.where(std > 0, (scores - mean) * alpha, 0.0), response_mask)
 
 
-@register_advantage_estimator("maxrl")
+@register_advantage_estimator("maxrl", compares="samples", per_token=False, whitens=False)
 def maxrl(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -149,7 +149,7 @@ def maxrl(
     return _same_for_every_token(torch.where(size > 1, advantages, scores), response_mask)
 
 
-@register_advantage_estimator("grpo_passk")
+@register_advantage_estimator("grpo_passk", compares="samples", per_token=False, whitens=False)
 def grpo_passk(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -14,7 +14,7 @@ from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
 
 
-@register_advantage_estimator("reinforce++")
+@register_advantage_estimator("reinforce++", compares="baseline", per_token=True, whitens=True)
 def reinforce_plus_plus(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -31,7 +31,7 @@ def reinforce_plus_plus(
     return masked_whiten(returns, response_mask), returns
 
 
-@register_advantage_estimator("gae")
+@register_advantage_estimator("gae", compares="baseline", per_token=True, whitens=True)
 def gae(
     token_level_rewards: torch.Tensor,
     *,
@@ -60,7 +60,7 @@ def gae(
     return masked_whiten(advantages, response_mask), on_sampled_tokens(advantages + values, response_mask)
 
 
-@register_advantage_estimator("remax")
+@register_advantage_estimator("remax", compares="baseline", per_token=True, whitens=False)
 def remax(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -78,7 +78,7 @@ def remax(
     return on_sampled_tokens(returns - greedy_rewards[:, None], response_mask), returns
 
 
-@register_advantage_estimator("optimal_token_baseline")
+@register_advantage_estimator("optimal_token_baseline", compares="parts", per_token=True, whitens=False)
 def optimal_token_baseline(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -113,7 +113,7 @@ def optimal_token_baseline(
     return advantages, returns
 
 
-@register_advantage_estimator("on_policy_distillation")
+@register_advantage_estimator("on_policy_distillation", compares="nothing", per_token=True, whitens=False)
 def on_policy_distillation(
     response_mask: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -132,7 +132,7 @@ def on_policy_distillation(
     return advantages, advantages
 
 
-@register_advantage_estimator("token_rewards")
+@register_advantage_estimator("token_rewards", compares="nothing", per_token=True, whitens=False)
 def token_rewards(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -26,7 +26,7 @@ def turn_index(response_mask: torch.Tensor) -> torch.Tensor:
     return torch.where(is_sampled, _starts(is_sampled).cumsum(dim=-1) - 1, -1)
 
 
-@register_advantage_estimator("grpo_per_turn")
+@register_advantage_estimator("grpo_per_turn", compares="parts", per_token=True, whitens=False)
 def grpo_per_turn(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -52,7 +52,7 @@ def grpo_per_turn(
     return _on_tokens(advantages, turns), _on_tokens(returns, turns)
 
 
-@register_advantage_estimator("rloo_per_turn")
+@register_advantage_estimator("rloo_per_turn", compares="parts", per_token=True, whitens=False)
 def rloo_per_turn(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -76,7 +76,7 @@ def rloo_per_turn(
     return _on_tokens(advantages, turns), _on_tokens(returns, turns)
 
 
-@register_advantage_estimator("gae_per_turn")
+@register_advantage_estimator("gae_per_turn", compares="baseline", per_token=True, whitens=True)
 def gae_per_turn(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

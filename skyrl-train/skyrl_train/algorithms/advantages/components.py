@@ -15,7 +15,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 
-@register_advantage_estimator("gdpo")
+@register_advantage_estimator("gdpo", compares="parts", per_token=False, whitens=True)
 def gdpo(
     response_mask: torch.Tensor,
     index: list[str],

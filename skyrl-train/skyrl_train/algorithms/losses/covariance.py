@@ -39,7 +39,7 @@ def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     }
 
 
-@register_policy_loss("kl_cov", whole_batch=True)
+@register_policy_loss("kl_cov", whole_batch=True, reads_eps_clip=False)
 @within_mask
 def kl_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-ρA, plus ppo_kl_coef · |log ρ| on the tokens of highest covariance, with ρ = π / π_old.

@@ -10,7 +10,7 @@ from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
-@register_policy_loss("dppo")
+@register_policy_loss("dppo", reads_rollout_logprobs=True, reads_eps_clip=False)
 @within_mask
 def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside of the trust region.

@@ -12,8 +12,8 @@ from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
-@register_policy_loss("gspo_token")
-@register_policy_loss("gspo")
+@register_policy_loss("gspo_token", loss_reduction="sequence_mean")
+@register_policy_loss("gspo", loss_reduction="sequence_mean")
 @within_mask
 def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """PPO's clip of the trajectory's ratio: -min(s_t A, clip(s_t) A) with s_t = sg(s) · π / sg(π), sg without gradient.
@@ -33,7 +33,7 @@ def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
 
 
-@register_policy_loss("luspo")
+@register_policy_loss("luspo", per_sequence=True, loss_reduction="sequence_mean")
 @within_mask
 def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """GSPO's loss of a trajectory times the number of its tokens, so that long ones are not held back.
@@ -50,7 +50,7 @@ def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return n_tokens * loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
 
 
-@register_policy_loss("gmpo")
+@register_policy_loss("gmpo", per_sequence=True, reads_eps_clip=False, loss_reduction="sequence_mean")
 @within_mask
 def gmpo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-A · exp(mean_t l_t): the geometric mean of the ratios, each clipped before and only where A pushes it.
@@ -67,7 +67,7 @@ def gmpo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return loss, {"ppo_clip_ratio": (clipped != tokens.log_ratio).to(loss.dtype)}
 
 
-@register_policy_loss("vespo")
+@register_policy_loss("vespo", per_sequence=True, reads_eps_clip=False)
 @within_mask
 def vespo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-φ(w) · A · log π with φ(w) = w^k e^(λ(1 - w)), without gradient, of the trajectory's full ratio w = Π_t ρ_t.

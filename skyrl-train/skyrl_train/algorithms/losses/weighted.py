@@ -11,7 +11,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 
-@register_policy_loss("policy_gradient")
+@register_policy_loss("policy_gradient", reads_eps_clip=False)
 @within_mask
 def policy_gradient(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """The plain policy gradient: -A log π, without correction for what was sampled by an older policy.
@@ -24,14 +24,14 @@ def policy_gradient(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return -tokens.advantages * tokens.log_probs, {}
 
 
-@register_policy_loss("cross_entropy")
+@register_policy_loss("cross_entropy", reads_eps_clip=False)
 @within_mask
 def cross_entropy(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-log π: imitate the tokens, whatever their advantages. All tensors (B, R); no metrics."""
     return -tokens.log_probs, {}
 
 
-@register_policy_loss("importance_sampling")
+@register_policy_loss("importance_sampling", reads_eps_clip=False)
 @within_mask
 def importance_sampling(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-ρA with ρ = π / π_old and no clip at all. All tensors (B, R). Metric `importance_ratio`: ρ.
@@ -41,7 +41,7 @@ def importance_sampling(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return -tokens.ratio * tokens.advantages, {"importance_ratio": tokens.ratio.detach()}
 
 
-@register_policy_loss("rollout_is")
+@register_policy_loss("rollout_is", reads_rollout_logprobs=True, reads_eps_clip=False)
 @within_mask
 def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-sg(ρ) · A · log π with ρ = π / π_rollout, and 0 where ρ is outside of [ratio_low, ratio_high].
@@ -65,7 +65,7 @@ def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return loss, {"masked_token_ratio": is_left_out.to(loss.dtype)}
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", reads_eps_clip=False)
 @within_mask
 def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-sg(clip(ρ, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A · log π with ρ = π / π_old.
@@ -81,7 +81,7 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return loss, {"ppo_clip_ratio": (weight != ratio).to(loss.dtype)}
 
 
-@register_policy_loss("sapo")
+@register_policy_loss("sapo", reads_eps_clip=False, loss_reduction="sequence_mean")
 @within_mask
 def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-(4 / τ) σ(τ(ρ - 1)) · A with ρ = π / π_old: a sigmoid in the place of the clip.
@@ -97,7 +97,7 @@ def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     return -(4 / tau) * gate * tokens.advantages, {"sapo_gate": (4 * gate * (1 - gate)).detach()}
 
 
-@register_policy_loss("dro")
+@register_policy_loss("dro", reads_eps_clip=False)
 @within_mask
 def dro(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-(A log π - β/2 · (log ρ)²) with ρ = π / π_old: a spring to the old policy in the place of a clip.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from skyrl_train.algorithms.contract import ResolvedPolicyLoss
 from skyrl_train.algorithms.entropy import top_entropy_mask
 from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
 from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weights, sequence_mask
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
-from skyrl_train.algorithms.registry import PolicyLoss, call_policy_loss, reads_whole_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.types import Metrics, MetricSums, TokenScores, TrainingBatch
@@ -25,12 +24,10 @@ class PolicyObjective:
     ranks need: they minimise Σ logprob_gradient · log π in its place.
     """
 
-    def __init__(self, loss: PolicyLoss, algorithm: AlgorithmConfig, *, reduces: bool) -> None:
-        """`reduces`: the loss returns a scalar for the mini-batch rather than one value per token."""
+    def __init__(self, loss: ResolvedPolicyLoss, algorithm: AlgorithmConfig) -> None:
         self._loss = loss
         self._algorithm = algorithm
-        self.scope = "batch" if reduces or reads_whole_batch(loss) else "token"
-        self._reduces = reduces
+        self.scope = loss.scope
         self.needs_entropy_grad = algorithm.use_entropy_loss
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
@@ -85,15 +82,13 @@ class PolicyObjective:
         assert rows.loss_weights is not None, "weigh() comes first"
         old = _start_logprobs(log_probs, rows)
         inputs = (log_probs, old, rows.advantages, self._algorithm, rows.loss_mask, rows.rollout_logprobs)
-        loss, metrics = call_policy_loss(self._loss, *inputs)
-        if not isinstance(metrics, dict):
-            metrics = {"ppo_clip_ratio": metrics}
-        if not self._reduces:
+        loss, metrics = self._loss(*inputs)
+        if not self._loss.reduces:
             factor, factor_metrics = self._factors(log_probs, old, rows)
             metrics = metrics | factor_metrics
             loss = weighted_sum(loss, rows.loss_weights if factor is None else rows.loss_weights * factor)
         for name, values in metrics.items():
-            _add_token_metric(sums, name, values, rows.loss_mask)
+            sums.add_samples(name, values[rows.loss_mask > 0])
         return loss
 
     def _factors(
@@ -147,12 +142,3 @@ class PolicyObjective:
 def _start_logprobs(log_probs: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:
     """Return log-probs (B, R) at the start of the update; rows without them are in their first and only update."""
     return log_probs.detach() if rows.old_logprobs is None else rows.old_logprobs
-
-
-def _add_token_metric(sums: MetricSums, name: str, values: Any, mask: torch.Tensor) -> None:
-    """Add the mean of (B, R) values over trained tokens; a number is its own mean."""
-    values = torch.as_tensor(values, dtype=torch.float64, device=mask.device)
-    if values.ndim:
-        sums.add_samples(name, values[mask > 0])
-    else:
-        sums.add("mean", name, values)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
-from skyrl_train.algorithms.contract import RESERVED_METRICS, check_advantage_estimator, check_policy_loss
+from skyrl_train.algorithms.contract import (
+    RESERVED_METRICS,
+    check_advantage_estimator,
+    check_policy_loss,
+    resolve_policy_loss,
+)
 from skyrl_train.algorithms.inputs import named_inputs, required_inputs
-from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, call_policy_loss, reads_whole_batch
+from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, LossTraits
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.off_policy import OffPolicyCorrectionConfig
+from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 from skyrl_train.errors import ConfigError
 
 CONFIG = AlgorithmConfig(advantage_estimator="mine", policy_loss_type="mine")
@@ -20,14 +27,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
 def test_every_estimator_keeps_its_contract(name: str) -> None:
-    check_advantage_estimator(ADVANTAGE_ESTIMATORS.get(name), CONFIG, has_critic=True)
-
-
-@pytest.mark.parametrize("name", ["gae", "gae_per_turn"])
-def test_values_without_a_critic_are_refused(name: str) -> None:
-    config = AlgorithmConfig(advantage_estimator=name)
-    with pytest.raises(ConfigError, match=rf"{name} needs the values of a critic.*trainer\.critic\.model\.path"):
-        check_advantage_estimator(ADVANTAGE_ESTIMATORS.get(name), config, has_critic=False)
+    check_advantage_estimator(ADVANTAGE_ESTIMATORS.get(name), CONFIG)
 
 
 def test_an_argument_that_no_run_provides_is_refused() -> None:
@@ -35,7 +35,7 @@ def test_an_argument_that_no_run_provides_is_refused() -> None:
         return token_level_rewards, verifier_scores
 
     with pytest.raises(ConfigError, match=r"=mine requires verifier_scores, which no run provides.*old_log_probs"):
-        check_advantage_estimator(mine, CONFIG, has_critic=True)
+        check_advantage_estimator(mine, CONFIG)
 
 
 def test_an_estimator_in_skyrls_form_is_accepted() -> None:
@@ -46,7 +46,7 @@ def test_an_estimator_in_skyrls_form_is_accepted() -> None:
         assert kwargs["grpo_norm_by_std"]
         return token_level_rewards * response_mask, token_level_rewards * response_mask
 
-    check_advantage_estimator(mine, CONFIG, has_critic=False)
+    check_advantage_estimator(mine, CONFIG)
 
 
 def test_an_estimator_is_called_with_what_it_names() -> None:
@@ -73,7 +73,7 @@ def test_an_estimator_is_called_with_what_it_names() -> None:
 )
 def test_an_estimator_that_returns_something_else_is_refused(outputs: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"advantage_estimator=mine {reason}.*return advantages and returns"):
-        check_advantage_estimator(lambda **_: outputs, CONFIG, has_critic=False)
+        check_advantage_estimator(lambda **_: outputs, CONFIG)
 
 
 def test_an_estimator_that_fails_is_refused_with_its_error() -> None:
@@ -81,16 +81,16 @@ def test_an_estimator_that_fails_is_refused_with_its_error() -> None:
         return token_level_rewards.undefined, token_level_rewards
 
     with pytest.raises(ConfigError, match=r"=mine failed on a made-up example: AttributeError: .*undefined"):
-        check_advantage_estimator(mine, CONFIG, has_critic=False)
+        check_advantage_estimator(mine, CONFIG)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.list_available())
 def test_every_loss_returns_that_of_each_token(name: str) -> None:
-    assert not check_policy_loss(POLICY_LOSSES.get(name), CONFIG)
+    assert not check_policy_loss(POLICY_LOSSES.get(name), CONFIG).reduces
 
 
 def test_a_loss_may_reduce_by_itself() -> None:
-    assert check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG)
+    assert check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG).reduces
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,6 @@ def test_a_loss_may_reduce_by_itself() -> None:
 def test_a_loss_that_returns_something_else_is_refused(outputs: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"policy_loss_type=mine {reason}"):
         check_policy_loss(lambda *_: outputs, CONFIG)
-
-
-def test_losses_that_compare_tokens_across_the_mini_batch_say_so() -> None:
-    assert [name for name in POLICY_LOSSES.list_available() if reads_whole_batch(POLICY_LOSSES.get(name))] == [
-        "clip_cov",
-        "kl_cov",
-    ]
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_METRICS))
@@ -143,12 +136,71 @@ def test_what_weighs_tokens_refuses_a_scalar(settings: dict[str, Any]) -> None:
     config = AlgorithmConfig(policy_loss_type="mine", **settings)
     with pytest.raises(ConfigError, match=rf"returns a scalar, of which trainer\.algorithm\.{next(iter(settings))}"):
         check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), config)
-    assert not check_policy_loss(lambda log_probs, *_: (log_probs, 0.0), config)
+    assert not check_policy_loss(lambda log_probs, *_: (log_probs, 0.0), config).reduces
+
+
+INPUTS = tuple(torch.full((2, 3), float(n)) for n in range(3))
+
+
+def resolved(function: Any) -> Any:
+    """Loss and metrics of a function, called as any other."""
+    mask, rollout = torch.ones(2, 3), torch.zeros(2, 3)
+    return check_policy_loss(function, CONFIG)(*INPUTS, CONFIG, mask, rollout)
 
 
 def test_a_loss_gets_as_many_arguments_as_it_takes() -> None:
-    def three(log_probs: int, old_log_probs: int, advantages: int) -> Any:
-        return log_probs, old_log_probs, advantages
+    def three(log_probs: Any, old_log_probs: Any, advantages: Any) -> Any:
+        return log_probs, {"old": old_log_probs, "advantages": advantages}
 
-    assert call_policy_loss(three, 1, 2, 3, 4, 5, 6) == (1, 2, 3)  # type: ignore[arg-type]
-    assert call_policy_loss(lambda *inputs: inputs, 1, 2, 3, 4, 5, 6) == (1, 2, 3, 4, 5, 6)  # type: ignore[arg-type]
+    def four(log_probs: Any, old_log_probs: Any, advantages: Any, config: Any) -> Any:
+        assert config is CONFIG
+        return log_probs, {}
+
+    def five(log_probs: Any, old_log_probs: Any, advantages: Any, config: Any, loss_mask: Any = None) -> Any:
+        return log_probs, {"mask": loss_mask}
+
+    def all_of_them(*inputs: Any) -> Any:
+        assert len(inputs) == 6
+        return inputs[0], 0.0
+
+    loss, metrics = resolved(three)
+    assert loss is INPUTS[0]
+    assert [value.unique().tolist() for value in metrics.values()] == [[1.0], [2.0]]
+    assert resolved(four)[1] == {}
+    assert resolved(five)[1]["mask"].tolist() == [[1.0] * 3] * 2
+    assert resolved(all_of_them)[1].keys() == {"ppo_clip_ratio"}
+
+
+@pytest.mark.parametrize(
+    "metrics", [0.25, {"ppo_clip_ratio": torch.tensor(0.25)}, {"ppo_clip_ratio": INPUTS[0] + 0.25}]
+)
+def test_metrics_come_as_detached_tensors_by_name(metrics: Any) -> None:
+    def mine(log_probs: torch.Tensor, *_: Any) -> Any:
+        scaled = (
+            {name: value * log_probs.exp() for name, value in metrics.items()} if isinstance(metrics, dict) else 0.25
+        )
+        return log_probs, scaled
+
+    log_probs = torch.zeros(2, 3, requires_grad=True)
+    loss, measured = check_policy_loss(mine, CONFIG)(log_probs, *INPUTS[1:], CONFIG, torch.ones(2, 3), None)
+    assert loss is log_probs
+    assert measured["ppo_clip_ratio"].tolist() == [[0.25] * 3] * 2
+    assert not measured["ppo_clip_ratio"].requires_grad
+
+
+def test_a_loss_of_the_whole_mini_batch_reduces_or_says_so() -> None:
+    assert check_policy_loss(clipped_surrogate, CONFIG).scope == "token"
+    assert check_policy_loss(clipped_surrogate, CONFIG, LossTraits(whole_batch=True)).scope == "batch"
+    assert check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG).scope == "batch"
+    for name, scope in (("regular", "token"), ("kl_cov", "batch")):
+        assert resolve_policy_loss(AlgorithmConfig(policy_loss_type=name)).scope == scope
+
+
+def test_a_resolved_loss_pickles_where_the_function_does() -> None:
+    loss = resolve_policy_loss(AlgorithmConfig(policy_loss_type="clip_cov"))
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_a_loss_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"policy_loss_type='nobodys' is not registered; available: .*cispo"):
+        resolve_policy_loss(AlgorithmConfig(policy_loss_type="nobodys"))

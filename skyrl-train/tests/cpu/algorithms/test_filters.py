@@ -15,7 +15,7 @@ from skyrl_train.algorithms.filters import (
     soft_overlong_punishment,
     zero_reward_on_non_stop,
 )
-from skyrl_train.types import Trajectory, Turn
+from skyrl_train.types import Segment, Trajectory, Turn
 
 
 def test_groups_of_unequal_rewards_and_groups_of_one_are_informative() -> None:
@@ -50,6 +50,28 @@ def test_truncated_trajectories_are_left_out_of_the_loss_and_keep_their_rewards(
     assert CUT_OFF.loss_mask == [1, 0, 1], "the one that came in is left as it was"
     assert (ended, invalid, failed) == (ENDED, INVALID, FAILED)
     assert empty.loss_mask == []
+
+
+def rewritten(**fields: Any) -> Trajectory:
+    """A trajectory whose history was rewritten once, so that it has an earlier row."""
+    earlier = Segment([1, 2], [3, 4, 5], [1, 0, 1], [-0.5] * 3, [0.0, 0.0, 0.75])
+    return make_trajectory("rewritten", [0.0, 1.0], earlier=(earlier,), **fields)
+
+
+def test_earlier_rows_of_truncated_trajectories_are_left_out_too() -> None:
+    (left_out,) = leave_out_truncated([rewritten(stop_reason="length")])
+    assert left_out.loss_mask == [0, 0]
+    assert [row.loss_mask for row in left_out.earlier] == [[0, 0, 0]]
+    assert [row.rewards for row in left_out.earlier] == [[0.0, 0.0, 0.75]]
+    assert leave_out_truncated([rewritten()]) == [rewritten()]
+
+
+def test_earlier_rows_of_what_did_not_end_by_itself_have_no_rewards() -> None:
+    (zeroed,) = zero_reward_on_non_stop([rewritten(stop_reason="max_turns")])
+    assert zeroed.total_reward == 0
+    assert [row.rewards for row in zeroed.earlier] == [[0.0, 0.0, 0.0]]
+    assert [row.loss_mask for row in zeroed.earlier] == [[1, 0, 1]]
+    assert zero_reward_on_non_stop([rewritten()]) == [rewritten()]
 
 
 def test_a_reply_that_was_ended_by_a_stop_string_is_not_truncated() -> None:

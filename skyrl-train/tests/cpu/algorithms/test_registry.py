@@ -21,7 +21,7 @@ LOSSES = (registry.register_policy_loss, registry.policy_loss, "policy_loss_type
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone afterwards."""
     for functions in (registry.ADVANTAGE_ESTIMATORS, registry.POLICY_LOSSES):
-        monkeypatch.setattr(functions, "_functions", dict(functions._functions))
+        monkeypatch.setattr(functions, "_entries", dict(functions._entries))
 
 
 def my_function(**_: Any) -> None: ...

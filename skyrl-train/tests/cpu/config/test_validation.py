@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_train.config import load_config, parse_cli, validate_batch_sizes, validate_cfg
+from skyrl_train.config import load_config, parse_cli, validate_cfg
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
 from skyrl_train.config.validation import MACHINE_RULES, RULES
 from skyrl_train.config.wandb_login import wandb_login_problem
@@ -20,7 +20,6 @@ def tree(overrides: list[str]) -> dict[str, Any]:
 
 
 CRITIC = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
-NO_KL_LOSS = "trainer.algorithm.use_kl_loss=false"
 
 FAILING = [
     (
@@ -37,40 +36,6 @@ FAILING = [
         "mini_batches_divide_batch",
         [*CRITIC, "trainer.critic_mini_batch_size=100"],
         "trainer.critic_mini_batch_size=100 must divide trainer.train_batch_size=1024; try 64 or 128",
-    ),
-    (
-        "policy_and_ref_share_gpus",
-        ["trainer.placement.colocate_all=false", "trainer.placement.policy_num_gpus_per_node=4"],
-        "trainer.placement.ref_num_gpus_per_node=1 must equal trainer.placement.policy_num_gpus_per_node=4 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_gpus_per_node=4 or "
-        "trainer.placement.colocate_policy_ref=false",
-    ),
-    (
-        "policy_and_ref_share_gpus",
-        ["trainer.placement.colocate_all=false", "trainer.placement.ref_num_nodes=2"],
-        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_nodes=1 or "
-        "trainer.placement.colocate_policy_ref=false",
-    ),
-    (
-        "policy_and_ref_share_gpus",
-        [
-            *["trainer.placement.colocate_all=false", "trainer.placement.ref_num_nodes=2", NO_KL_LOSS],
-            "trainer.algorithm.use_kl_in_reward=true",
-        ],
-        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_nodes=1 or "
-        "trainer.placement.colocate_policy_ref=false",
-    ),
-    (
-        "policy_and_ref_share_gpus",
-        [
-            *["trainer.placement.colocate_all=false", "trainer.placement.ref_num_nodes=2", NO_KL_LOSS],
-            *["trainer.algorithm.advantage_estimator=on_policy_distillation", "trainer.ref.model.path=teacher"],
-        ],
-        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_nodes=1 or "
-        "trainer.placement.colocate_policy_ref=false",
     ),
     (
         "sequence_norm_has_a_length",
@@ -151,17 +116,6 @@ def test_every_rule_was_seen_failing() -> None:
         ["trainer.critic_mini_batch_size=48"],
         [*CRITIC, "trainer.critic_mini_batch_size=128"],
         [*CRITIC, "trainer.policy_mini_batch_size=1024", "trainer.critic_mini_batch_size=1"],
-        ["trainer.placement.policy_num_gpus_per_node=4", "generator.num_inference_engines=2"],
-        [
-            "trainer.placement.colocate_all=false",
-            "trainer.placement.colocate_policy_ref=false",
-            "trainer.placement.policy_num_gpus_per_node=4",
-        ],
-        [
-            "trainer.placement.colocate_all=false",
-            "trainer.placement.policy_num_gpus_per_node=4",
-            "trainer.algorithm.use_kl_loss=false",
-        ],
         ["trainer.algorithm.loss_reduction=seq_mean_token_sum_norm"],
         [
             "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm",
@@ -181,73 +135,6 @@ def test_every_rule_was_seen_failing() -> None:
 )
 def test_what_is_meant_is_accepted(overrides: list[str]) -> None:
     load_config(tree(overrides))
-
-
-THREE_MODELS = [*CRITIC, "trainer.train_batch_size=12", "trainer.policy_mini_batch_size=12"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "workers", "expected"),
-    [
-        (
-            ["trainer.train_batch_size=12", "trainer.policy_mini_batch_size=3"],
-            {"policy_dp": 4, "ref_dp": 4},
-            "trainer.policy_mini_batch_size=3 times generator.n_samples_per_prompt=5 is 15 trajectories, which do not "
-            "split evenly over 4 policy workers; try trainer.policy_mini_batch_size=4 or "
-            "generator.n_samples_per_prompt=8",
-        ),
-        (
-            ["trainer.train_batch_size=3", "trainer.policy_mini_batch_size=3", "generator.n_samples_per_prompt=1"],
-            {"policy_dp": 2},
-            "trainer.policy_mini_batch_size=3 times generator.n_samples_per_prompt=1 is 3 trajectories, which do not "
-            "split evenly over 2 policy workers; try generator.n_samples_per_prompt=2",
-        ),
-        (
-            ["trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2"],
-            {"policy_dp": 4, "ref_dp": 3},
-            "trainer.train_batch_size=2 times generator.n_samples_per_prompt=2 is 4 trajectories, fewer than 12, the "
-            "least common multiple of 4 policy workers and 3 reference workers; try trainer.train_batch_size=6",
-        ),
-        (
-            [*THREE_MODELS, "trainer.critic_mini_batch_size=3"],
-            {"policy_dp": 4, "ref_dp": 4, "critic_dp": 2},
-            "trainer.critic_mini_batch_size=3 times generator.n_samples_per_prompt=5 is 15 trajectories, which do not "
-            "split evenly over 2 critic workers; try trainer.critic_mini_batch_size=2 or 4 or "
-            "generator.n_samples_per_prompt=6",
-        ),
-    ],
-)
-def test_batches_must_fill_the_workers(overrides: list[str], workers: dict[str, int], expected: str) -> None:
-    cfg = load_config(tree(overrides))
-    validate_batch_sizes(cfg)
-    with pytest.raises(ConfigError) as caught:
-        validate_batch_sizes(cfg, **workers)
-    assert str(caught.value) == expected
-
-
-def test_without_a_reference_its_workers_do_not_count() -> None:
-    sizes = ["trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2"]
-    validate_batch_sizes(load_config(tree([*sizes, NO_KL_LOSS])), policy_dp=4, ref_dp=3)
-    for reading in (
-        [NO_KL_LOSS, "trainer.algorithm.use_kl_in_reward=true"],
-        [NO_KL_LOSS, "trainer.algorithm.advantage_estimator=on_policy_distillation", "trainer.ref.model.path=teacher"],
-    ):
-        with pytest.raises(ConfigError, match="3 reference workers"):
-            validate_batch_sizes(load_config(tree([*sizes, *reading])), policy_dp=4, ref_dp=3)
-
-
-def test_without_a_critic_its_workers_do_not_count() -> None:
-    sizes = ["trainer.train_batch_size=12", "trainer.policy_mini_batch_size=12", "trainer.critic_mini_batch_size=5"]
-    validate_batch_sizes(load_config(tree(sizes)), policy_dp=4, ref_dp=4, critic_dp=7)
-
-
-def test_the_advice_for_workers_is_good_advice() -> None:
-    sizes = ["trainer.train_batch_size=12", "trainer.policy_mini_batch_size=3"]
-    for fix in (["trainer.policy_mini_batch_size=4"], ["generator.n_samples_per_prompt=8"]):
-        validate_batch_sizes(load_config(tree([*sizes, *fix])), policy_dp=4, ref_dp=4)
-    for size in (2, 4):
-        cfg = load_config(tree([*THREE_MODELS, f"trainer.critic_mini_batch_size={size}"]))
-        validate_batch_sizes(cfg, policy_dp=4, ref_dp=4, critic_dp=2)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from workers.worker_batches import (
     random_trajectories,
 )
 
-from skyrl_train.algorithms import policy_loss
 from skyrl_train.algorithms.objectives import Objective, ValueObjective
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.trainer import TrainerConfig
@@ -140,7 +139,7 @@ async def test_a_loss_of_the_whole_mini_batch(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:
     cfg = config(micro_train_batch_size_per_gpu=3, algorithm={"clip_cov": {"clip_ratio": 0.2}}).trainer
-    objective = policy_objective(cfg, policy_loss("clip_cov"))
+    objective = policy_objective(cfg, "clip_cov")
     batch = off_policy_batch(tiny_model, 400, seed=23)
     await compare(ranks, spec("policy", tiny_model_path, cfg), objective, batch, tmp_path)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 
+import pytest
 import torch
 
-from skyrl_train.entrypoints.command import collect_rarely, compute_thread
+from skyrl_train.config import get_default_config, load_config
+from skyrl_train.entrypoints.command import collect_rarely, compute_thread, find_warnings, parse_cli, validate_cfg
+from skyrl_train.errors import ConfigError
 
 
 def test_one_thread_has_all_cores_meanwhile() -> None:
@@ -30,3 +33,34 @@ def test_the_garbage_collector_is_as_it_was() -> None:
         assert gc.get_threshold()[0] > before[0][0]
         assert gc.get_freeze_count() > before[1]
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_problems_of_the_configuration_and_of_its_functions_are_listed_together() -> None:
+    composed = get_default_config()
+    composed.trainer.policy_mini_batch_size = 48
+    composed.trainer.algorithm.advantage_estimator = "gae"
+    for check in (
+        lambda: validate_cfg(composed),
+        lambda: validate_cfg(
+            {"trainer": {"policy_mini_batch_size": 48, "algorithm": {"advantage_estimator": "gae"}}},
+        ),
+        lambda: parse_cli(["trainer.policy_mini_batch_size=48", "trainer.algorithm.advantage_estimator=gae"]),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"^2 problems(.|\n)*=48 must divide(.|\n)*=gae reads the values of a critic"
+        ):
+            check()
+
+
+def test_a_typed_configuration_is_checked_too() -> None:
+    cfg = load_config({"trainer": {"algorithm": {"advantage_estimator": "gae"}}})
+    with pytest.raises(ConfigError, match="reads the values of a critic"):
+        validate_cfg(cfg)
+    assert validate_cfg(load_config()) == load_config()
+
+
+def test_warnings_are_of_both_kinds() -> None:
+    cfg = load_config({"trainer": {"algorithm": {"policy_loss_type": "gspo", "kl_estimator_type": "k1"}}})
+    k1, reduction = find_warnings(cfg)
+    assert "kl_estimator_type=k1 " in k1
+    assert "published as a mean over trajectories" in reduction

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.entrypoints.main_base import main
+from skyrl_train.algorithms import register_advantage_estimator
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
+from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
+from skyrl_train.errors import ConfigError
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -102,6 +105,27 @@ def test_a_mistake_is_named_before_anything_starts(
     for word in words:
         assert word in message
     assert not (tmp_path / "skyrl/test_run/metrics.jsonl").exists()
+
+
+def test_a_setting_that_the_loss_does_not_read_is_logged_once(
+    catch_run: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    BasePPOExp(
+        parse_cli([*catch_run, "trainer.algorithm.policy_loss_type=cispo", "trainer.algorithm.eps_clip_low=0.1"])
+    )
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "trainer.algorithm.eps_clip_low=0.1 is not read by trainer.algorithm.policy_loss_type=cispo"
+    ]
+
+
+def test_an_estimator_that_is_registered_late_obeys_the_rules(catch_run: list[str]) -> None:
+    experiment = BasePPOExp(parse_cli([*catch_run, "trainer.algorithm.advantage_estimator=late"]))
+    register_advantage_estimator("late")(lambda token_level_rewards, values: (token_level_rewards, values))
+    try:
+        with pytest.raises(ConfigError, match="=late reads the values of a critic"):
+            experiment.run()
+    finally:
+        ADVANTAGE_ESTIMATORS.unregister("late")
 
 
 def test_wandb_without_a_key_is_refused(

@@ -20,9 +20,8 @@ from skyrl_gym.envs.openspiel.game_env import GameConfig
 from skyrl_gym.envs.openspiel.opponents import MctsConfig
 from skyrl_gym.envs.search.env import SearchEnvConfig
 from skyrl_gym.envs.sql.env import SQLEnvConfig
-from skyrl_train.config import parse_cli
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.validation import find_warnings
+from skyrl_train.entrypoints.command import find_warnings, parse_cli
 
 FOLDER = Path(__file__).parents[3] / "examples"
 NAMES = ("aime", "gsm8k", "livecodebench", "multiply", "openspiel", "search", "text_to_sql")

@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from trajectories import make_segment, make_trajectory
 
+from skyrl_train.algorithms.advantages import group_statistics
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -115,6 +118,25 @@ async def test_a_lone_survivor_is_kept_where_samples_are_not_compared() -> None:
     found = await sample(config(3, advantage_estimator="reinforce++"), generator, Prompts(8, 3))
     assert [t.id.to_string() for t in found.trajectories] == ["0_0", "0_1", "1_0", "2_0", "2_1"]
     assert found.metrics.numbers()["generate/n_left_alone"] == 0
+
+
+@pytest.mark.parametrize(("baseline", "n_left_alone"), [("constant", 0), ("of the group", 1)])
+async def test_a_lone_survivor_is_kept_where_your_own_estimator_compares_no_samples(
+    baseline: str, n_left_alone: int
+) -> None:
+    def mine(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str]) -> Any:
+        scores = token_level_rewards.sum(dim=-1)
+        mean = 0.5 if baseline == "constant" else group_statistics(scores, index)[0]
+        advantages = (scores - mean)[:, None] * response_mask
+        return advantages, advantages
+
+    ADVANTAGE_ESTIMATORS.register("mine", mine)
+    try:
+        generator = Scripted(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
+        found = await sample(config(3, advantage_estimator="mine"), generator, Prompts(8, 3))
+    finally:
+        ADVANTAGE_ESTIMATORS.unregister("mine")
+    assert found.metrics.numbers()["generate/n_left_alone"] == n_left_alone
 
 
 async def test_greedy_rollouts_are_punished_for_their_length_as_the_others_are() -> None:

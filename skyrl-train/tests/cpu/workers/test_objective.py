@@ -21,7 +21,6 @@ from workers.worker_batches import (
     score_tokens,
 )
 
-from skyrl_train.algorithms import policy_loss
 from skyrl_train.algorithms.reduction import reduce_loss
 from skyrl_train.algorithms.registry import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
@@ -65,7 +64,7 @@ def scalar_reinforce(
 def test_no_loss_depends_on_micro_batches(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
-    loss = policy_loss(name) if name in POLICY_LOSSES.list_available() else scalar_reinforce
+    loss = name if name in POLICY_LOSSES.list_available() else scalar_reinforce
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=11)
     results = []
     for split in (16, 3, 1):
@@ -89,7 +88,7 @@ def test_rows_that_are_left_out_do_not_matter_to_a_loss_of_the_whole_batch(
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=17)
     batch.loss_mask[::2] = 0
     chosen = {"clip_cov": {"clip_ratio": 0.2, "clip_cov_lb": -0.5}, "kl_cov": {"kl_cov_frac": 0.2}}
-    loss = policy_loss(name) if name in chosen else mean
+    loss = name if name in chosen else mean
     results = []
     for split in (16, 3):
         torch.manual_seed(0)
@@ -114,14 +113,26 @@ def test_a_metric_of_a_loss_never_touches_the_kl_loss(
     assert kl["policy/final_loss"] == pytest.approx(KL_COEF * kl["policy/policy_kl"])
 
 
+def test_a_number_as_metric_is_logged_as_it_is_however_the_mini_batch_is_split(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    def measured(log_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, float]:
+        return -log_probs, 0.25
+
+    batch = off_policy_batch(policy, len(tiny_tokenizer), seed=18)
+    for split in (16, 1):
+        worker = make_worker(policy, tiny_tokenizer, measured, micro_train_batch_size_per_gpu=split)
+        assert worker.forward_backward(batch)["policy/ppo_clip_ratio"] == pytest.approx(0.25)
+
+
 def test_a_scalar_loss_is_that_of_its_tokens(policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=12)
     split = {"micro_train_batch_size_per_gpu": 5}
-    by_token = make_worker(policy, tiny_tokenizer, policy_loss("policy_gradient"), **split)
+    by_token = make_worker(policy, tiny_tokenizer, "policy_gradient", **split)
     by_itself = make_worker(policy, tiny_tokenizer, scalar_reinforce, **split)
     assert largest_difference(gradients(by_token, batch), gradients(by_itself, batch)) < 1e-6
     metrics = by_itself.forward_backward(batch)
-    assert metrics["policy/ppo_clip_ratio"] == 0.25
+    assert metrics["policy/ppo_clip_ratio"] == pytest.approx(0.25)
     assert metrics["policy/policy_loss"] == pytest.approx(by_token.forward_backward(batch)["policy/policy_loss"])
 
 

@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workers.grpo_oracle import OracleTrajectory
 
-from skyrl_train.algorithms import advantage_estimator, policy_loss
+from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.contract import check_policy_loss
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective
-from skyrl_train.algorithms.registry import PolicyLoss
+from skyrl_train.algorithms.registry import POLICY_LOSSES, PolicyLoss
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.dataset.batch import build_training_batch
@@ -103,17 +103,17 @@ class Lone:
 
 
 def make_worker(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, loss: PolicyLoss | None = None, **trainer: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, loss: str | PolicyLoss = "regular", **trainer: Any
 ) -> Lone:
-    """A policy; `trainer` are sections that are merged into the defaults of these tests."""
+    """A policy with a registered loss, by its name, or with any function; `trainer` changes the configuration."""
     cfg = config(**trainer).trainer
     return Lone("policy", model, tokenizer, cfg, policy_objective(cfg, loss))
 
 
-def policy_objective(cfg: TrainerConfig, loss: PolicyLoss | None = None) -> PolicyObjective:
+def policy_objective(cfg: TrainerConfig, loss: str | PolicyLoss = "regular") -> PolicyObjective:
     """The objective of a configuration, with PPO's loss unless another one is given."""
-    loss = loss or policy_loss("regular")
-    return PolicyObjective(loss, cfg.algorithm, reduces=check_policy_loss(loss, cfg.algorithm))
+    function, traits = (POLICY_LOSSES.get(loss), POLICY_LOSSES.traits(loss)) if isinstance(loss, str) else (loss, None)
+    return PolicyObjective(check_policy_loss(function, cfg.algorithm, traits), cfg.algorithm)
 
 
 def score_tokens(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig) -> TokenScores:

@@ -80,6 +80,20 @@ def test_one_component_is_grpo_whitened() -> None:
     torch.testing.assert_close(advantages, masked_whiten(normalised, MASK))
 
 
+def test_components_that_nearly_cancel_are_not_lost_in_single_precision() -> None:
+    answer = torch.tensor([0.1, 0.7, 0.4, 0.9])
+    components = {"answer": answer, "format": 2 - 3 * answer + torch.tensor([0.0, 1e-3, 0.0, -1e-3])}
+    in_single, _ = gdpo(response_mask=MASK.float(), index=["a"] * 4, reward_components=components, config=config())
+    in_double, _ = gdpo(
+        response_mask=MASK,
+        index=["a"] * 4,
+        reward_components={name: scores.double() for name, scores in components.items()},
+        config=config(),
+    )
+    assert in_single.dtype == torch.float32
+    torch.testing.assert_close(in_single.double(), in_double, atol=1e-6, rtol=0)
+
+
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(ConfigError, match=r"gdpo\.weights names anwser,.* the components are: answer, format$"):
         estimate(config(anwser=1.0))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms import policy_loss, registry
+from skyrl_train.algorithms.losses.covariance import token_covariance
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.policy_loss import ClipCovConfig, KLCovConfig
 
@@ -28,16 +28,12 @@ def marked(rows: list[list[float]]) -> list[tuple[int, int]]:
     return [(i, j) for i, row in enumerate(rows) for j, value in enumerate(row) if value]
 
 
-def test_both_are_given_the_whole_mini_batch() -> None:
-    whole = {name for name in registry.POLICY_LOSSES.list_available() if registry.reads_whole_batch(policy_loss(name))}
-    assert whole == {"clip_cov", "kl_cov"}
-
-
 @pytest.mark.parametrize(
     ("share", "bounds", "candidates", "n_left_out"),
     [
         (2e-4, {}, HIGH, 1),  # a share of less than one token is one
         (0.34, {}, HIGH, 2),  # ⌊0.34 · 6⌋
+        (0.45, {"clip_cov_lb": -9.0}, [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1), (1, 2)], 2),  # ⌊2.7⌋
         (1.0, {}, HIGH, 2),  # no more than there are
         (1.0, {"clip_cov_lb": 1.95}, [], 0),
         (1.0, {"clip_cov_ub": 1.85}, [], 0),
@@ -97,6 +93,13 @@ def test_clip_cov_clips_the_others_as_ppo_does(score: Callable[..., Any]) -> Non
     assert [scored.gradient[i][j] for i, j in marked(MASK)] == pytest.approx([0, 1.5, 0, 1.5, 0, 4.5])
 
 
+def test_the_covariance_is_detached() -> None:
+    log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
+    covariance = token_covariance(log_probs, torch.tensor(ADVANTAGES), torch.tensor(MASK))
+    assert [covariance[i, j].item() for i, j in marked(MASK)] == pytest.approx([1.9, -1.9, 0.0, 1.9, -1.9, 0.0])
+    assert not covariance.requires_grad
+
+
 # Covariances with means -1.4 and 0.5: 1.95, -1.35 | 0.8, -0.3; log-ratios 0.2, 0.4 | -0.5, -0.1
 KL_LOG_PROBS, KL_ADVANTAGES = [[-0.1, -0.5, -50.0], [-3.0, -2.0, 50.0]], [[2.0, -1.0, 70.0], [0.0, 1.0, -70.0]]
 KL_OLD, KL_MASK = [[-0.3, -0.9, -1.0], [-2.5, -1.9, -1.0]], [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
@@ -107,6 +110,7 @@ KL_OLD, KL_MASK = [[-0.3, -0.9, -1.0], [-2.5, -1.9, -1.0]], [[1.0, 1.0, 0.0], [1
     [
         (0.2, [(0, 0)]),  # a share of less than one token is one
         (0.5, [(0, 0), (1, 0)]),
+        (0.7, [(0, 0), (1, 0)]),  # ⌊0.7 · 4⌋
         (0.75, [(0, 0), (1, 0), (1, 1)]),
         (1.0, [(0, 0), (0, 1), (1, 0), (1, 1)]),
     ],

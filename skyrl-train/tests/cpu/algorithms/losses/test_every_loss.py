@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.algorithms import policy_loss
 from skyrl_train.algorithms.losses.covariance import token_covariance
-from skyrl_train.algorithms.registry import POLICY_LOSSES, reads_whole_batch
+from skyrl_train.algorithms.registry import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.policy_loss import CispoConfig, ClipCovConfig, DppoConfig, KLCovConfig
 
@@ -183,7 +183,7 @@ def test_what_is_outside_of_the_mask_reaches_nothing(name: str, garbage: float, 
 @PROPERTY
 @given(batch=batches(), part_size=st.integers(1, 5))
 def test_splitting_the_rows_changes_no_token(name: str, batch: Batch, part_size: int) -> None:
-    if reads_whole_batch(policy_loss(name)):
+    if POLICY_LOSSES.traits(name).whole_batch:
         part_size = len(batch.mask)  # these are never split
     parts = [
         outcome_of(name, Batch(*tensors))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config import parse_cli
-from skyrl_train.config.validation import find_warnings
+from skyrl_train.entrypoints.command import find_warnings, parse_cli
 
 FOLDER = Path(__file__).parents[4] / "examples/algorithms"
 READMES = sorted(FOLDER.rglob("README.md"))

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from skyrl_train.config import parse_cli
-from skyrl_train.config.validation import find_warnings
+from skyrl_train.entrypoints.command import find_warnings, parse_cli
 
 ROOT = Path(__file__).parents[5]
 SCRIPTS = sorted((ROOT / "skyrl-train/examples/algorithms").glob("*/run_*.sh"))

@@ -1,0 +1,238 @@
+"""Rules of `trainer.algorithm.*` that depend on the configured estimator and policy loss.
+
+They read the registry, so that a function of the user's own obeys the same rules as one that comes with the package.
+The rules that read the configuration alone are in `skyrl_train.config`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from skyrl_train.algorithms.contract import check_advantage_estimator, estimator_traits, resolve_policy_loss
+from skyrl_train.algorithms.inputs import INPUTS, readable_inputs, required_inputs
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorTraits, LossTraits
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm_rules import group_filters
+from skyrl_train.config.problems import FIELDS, Rule, raise_problems, show
+from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.validation import mini_batches_divide_batch, mini_batches_fill_workers
+from skyrl_train.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Functions:
+    """Properties of the configured functions; the defaults break no rule."""
+
+    estimator: EstimatorTraits = field(default_factory=EstimatorTraits)
+    loss: LossTraits = field(default_factory=LossTraits)
+    required: frozenset[str] = frozenset()
+    """Inputs that the estimator requires."""
+    readable: frozenset[str] = INPUTS
+    """Inputs that the estimator may read."""
+
+
+def look_up(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
+    """Return the properties of the functions that are registered, and a sentence for each that breaks its contract."""
+    functions, problems = Functions(), []
+    if config.advantage_estimator in ADVANTAGE_ESTIMATORS.list_available():
+        estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
+        functions.required, functions.readable = required_inputs(estimator), readable_inputs(estimator)
+        try:
+            check_advantage_estimator(estimator, config)
+            functions.estimator = estimator_traits(config)
+        except ConfigError as error:
+            problems.append(str(error))
+    if config.policy_loss_type in POLICY_LOSSES.list_available():
+        try:
+            functions.loss = resolve_policy_loss(config).traits
+        except ConfigError as error:
+            problems.append(str(error))
+    return functions, problems
+
+
+def reads_reference(config: AlgorithmConfig) -> bool:
+    """Return whether the KL divergence or the configured estimator needs the log-probs of the reference."""
+    name = config.advantage_estimator
+    if config.compares_with_reference or name not in ADVANTAGE_ESTIMATORS.list_available():
+        return config.compares_with_reference
+    return "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+
+
+def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an estimator or a loss that breaks its contract, or that the rest of the configuration does not fit."""
+    functions, problems = look_up(cfg.trainer.algorithm)
+    yield from problems
+    yield from _inputs_are_there(cfg, functions)
+    yield from _rewards_suit_the_estimator(cfg, functions)
+    yield from _advantages_suit_the_loss(cfg, functions)
+
+
+def _inputs_are_there(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
+    algorithm = cfg.trainer.algorithm
+    estimator = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    if "values" in functions.required and cfg.trainer.critic.model.path is None:
+        yield (
+            f"{estimator} reads the values of a critic, and trainer.critic.model.path=null trains none; set "
+            f"trainer.critic.model.path={show(cfg.trainer.policy.model.path)}, or "
+            "trainer.algorithm.advantage_estimator=grpo"
+        )
+    if algorithm.use_kl_in_reward and "token_level_rewards" not in functions.readable:
+        yield (
+            f"trainer.algorithm.use_kl_in_reward=true changes the rewards of tokens, which {estimator} does not read; "
+            "set trainer.algorithm.use_kl_in_reward=false, and trainer.algorithm.use_kl_loss=true for a KL loss"
+        )
+    is_compared = algorithm.compares_with_reference or "ref_log_probs" in functions.readable
+    if cfg.trainer.update_ref_every_epoch and not is_compared:
+        yield (
+            "trainer.update_ref_every_epoch=true updates a reference that nothing reads, with "
+            "trainer.algorithm.use_kl_loss=false and trainer.algorithm.use_kl_in_reward=false; set one of them to "
+            "true, or trainer.update_ref_every_epoch=false"
+        )
+
+
+def _rewards_suit_the_estimator(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
+    name, traits = cfg.trainer.algorithm.advantage_estimator, functions.estimator
+    estimator = f"trainer.algorithm.advantage_estimator={name}"
+    is_alone = cfg.generator.n_samples_per_prompt == 1
+    if is_alone and traits.compares_samples and name != "grpo":  # SkyRL's scripts run grpo with one sample: a warning
+        yield (
+            f"{estimator} compares the samples of one prompt, and generator.n_samples_per_prompt=1 leaves nothing to "
+            "compare; try generator.n_samples_per_prompt=5, or trainer.algorithm.advantage_estimator=reinforce++"
+        )
+    if cfg.generator.step_wise_trajectories and traits.per_token:
+        yield (
+            f"generator.step_wise_trajectories=true gives all rows of a trajectory one advantage, and those of "
+            f"{estimator} differ from token to token; try grpo, or leave step_wise_trajectories out: by default, too, "
+            "a trajectory's turns are learned from together"
+        )
+    for key, value, off in group_filters(cfg):
+        if traits.compares == "nothing":
+            yield (
+                f"{key}={value} leaves groups of equal rewards out, but {estimator} compares no rewards and learns as "
+                f"much from them; set {key}={off}"
+            )
+
+
+def _advantages_suit_the_loss(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
+    algorithm = cfg.trainer.algorithm
+    loss = f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
+    if functions.loss.per_sequence and functions.estimator.per_token:
+        yield (
+            f"{loss} takes one advantage for each trajectory, and "
+            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} gives each token its own; try "
+            "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
+        )
+    conflicts = {
+        "chooses tokens by comparing them all, corrected or not": functions.loss.whole_batch,
+        "reads the engine's log-probs itself, so that they would count twice": functions.loss.reads_rollout_logprobs,
+    }
+    reasons = [reason for reason, is_one in conflicts.items() if is_one]
+    for name, value in algorithm.off_policy_correction.switches.items():
+        if reasons:
+            key = f"trainer.algorithm.off_policy_correction.{name}"
+            yield (
+                f"{key}={show(value)} cannot go with {loss}, which {reasons[0]}; set {key}=null, or "
+                "trainer.algorithm.policy_loss_type=dual_clip"
+            )
+
+
+def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of settings that the estimator or the loss most likely is not meant for."""
+    functions, _problems = look_up(cfg.trainer.algorithm)
+    yield from _estimator_is_used_as_intended(cfg, functions)
+    yield from _loss_is_used_as_intended(cfg, functions.loss)
+
+
+def _estimator_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
+    algorithm, critic = cfg.trainer.algorithm, cfg.trainer.critic.model.path
+    estimator = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    for key, value, off in group_filters(cfg):
+        if functions.estimator.compares in ("parts", "baseline"):
+            yield (
+                f"{key}={value} leaves groups of equal total rewards out, from which {estimator} learns too; "
+                f"{key}={off} keeps them"
+            )
+    if critic is not None and "values" not in functions.readable:
+        yield (
+            f"trainer.critic.model.path={show(critic)} trains a critic whose values {estimator} does not read; set "
+            "trainer.critic.model.path=null, or trainer.algorithm.advantage_estimator=gae"
+        )
+    if algorithm.advantage_batch_normalize and functions.estimator.whitens:
+        yield (
+            f"trainer.algorithm.advantage_batch_normalize=true does what {estimator} has done already; set "
+            "trainer.algorithm.advantage_batch_normalize=false"
+        )
+
+
+def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[str]:
+    algorithm, published = cfg.trainer.algorithm, traits.loss_reduction
+    loss = f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
+    if published is not None and algorithm.loss_reduction != published:
+        mean = "a mean over trajectories" if published == "sequence_mean" else published
+        yield (
+            f"{loss} was published as {mean}, and trainer.algorithm.loss_reduction={algorithm.loss_reduction} weighs "
+            f"them otherwise; set trainer.algorithm.loss_reduction={published}"
+        )
+    own = [key for key in FIELDS if key.startswith(f"trainer.algorithm.{algorithm.policy_loss_type}.")]
+    for name in ("eps_clip_low", "eps_clip_high"):
+        value = getattr(algorithm, name)
+        if not traits.reads_eps_clip and value != FIELDS[f"trainer.algorithm.{name}"].get_default():
+            bounds = f"; its settings are {', '.join(own)}" if own else ", which clips nothing"
+            yield f"trainer.algorithm.{name}={value} is not read by {loss}{bounds}"
+    for name in ("tis_ratio_type", "token_mask_is_threshold_high"):
+        value = algorithm.off_policy_correction.switches.get(name, "sequence")
+        if traits.per_sequence and value != "sequence":
+            yield (
+                f"trainer.algorithm.off_policy_correction.{name}={show(value)} weighs single tokens, and {loss} has "
+                "one ratio for all tokens of a trajectory; try "
+                "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence, or "
+                "trainer.algorithm.policy_loss_type=gspo"
+            )
+
+
+def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse two models on the same GPUs with different numbers of them."""
+    placement = cfg.trainer.placement
+    is_shared = placement.colocate_policy_ref and not placement.colocate_all
+    if not is_shared or not reads_reference(cfg.trainer.algorithm):
+        return
+    for name in ("num_nodes", "num_gpus_per_node"):
+        policy, ref = getattr(placement, f"policy_{name}"), getattr(placement, f"ref_{name}")
+        if policy != ref:
+            yield (
+                f"trainer.placement.ref_{name}={ref} must equal trainer.placement.policy_{name}={policy} when "
+                f"trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_{name}={policy} or "
+                "trainer.placement.colocate_policy_ref=false"
+            )
+
+
+def batch_fills_workers(cfg: SkyRLConfig, policy_dp: int, ref_dp: int) -> Iterator[str]:
+    """Refuse a batch that leaves a worker of the policy or of the reference without a trajectory."""
+    batch, n_samples = cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt
+    lcm = math.lcm(policy_dp, ref_dp) if reads_reference(cfg.trainer.algorithm) else policy_dp
+    if batch * n_samples < lcm:
+        yield (
+            f"trainer.train_batch_size={batch} times generator.n_samples_per_prompt={n_samples} is "
+            f"{batch * n_samples} trajectories, fewer than {lcm}, the least common multiple of {policy_dp} policy "
+            f"workers and {ref_dp} reference workers; try trainer.train_batch_size={math.ceil(lcm / n_samples)}"
+        )
+
+
+def validate_batch_sizes(cfg: SkyRLConfig, policy_dp: int = 1, ref_dp: int = 1, critic_dp: int = 1) -> None:
+    """Raise ConfigError unless the batches split evenly over so many data-parallel workers.
+
+    `ref_dp` and `critic_dp` count only where the configuration has a reference and a critic.
+    """
+    raise_problems(
+        [
+            *mini_batches_divide_batch(cfg),
+            *mini_batches_fill_workers(cfg, policy_dp, critic_dp),
+            *batch_fills_workers(cfg, policy_dp, ref_dp),
+        ]
+    )
+
+
+ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run, policy_and_ref_share_gpus)
+ALGORITHM_WARNINGS: tuple[Rule, ...] = (functions_are_used_as_intended,)
