@@ -21,12 +21,12 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     RolloutRequest,
 )
-from skyrl_train.generators.call_pool import CallPool
 from skyrl_train.generators.chat_template import custom_chat_template
 from skyrl_train.generators.endpoint.agents import Agent, AgentResult, NoReward, checked_result, is_async
 from skyrl_train.generators.endpoint.server import Endpoint
 from skyrl_train.generators.endpoint.service import ModelService
 from skyrl_train.generators.endpoint.session import Session
+from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
@@ -77,7 +77,7 @@ class AgentGenerator(GeneratorInterface):
         self._rewards = RewardFunctions(generator_cfg, self._service.chat)
         self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
         self._slots = asyncio.Semaphore(max_concurrent_agents)
-        self._pool = None if is_async(agent) else CallPool(max_concurrent_agents, None, "skyrl-agent")
+        self._pool = None if is_async(agent) else ThreadPool(max_concurrent_agents, None, "skyrl-agent")
         self._endpoint: Endpoint | None = None
         self._starting = asyncio.Lock()
         self._n_rolling = 0
@@ -96,7 +96,7 @@ class AgentGenerator(GeneratorInterface):
         if self._endpoint is not None:
             await self._endpoint.close()
         if self._pool is not None:
-            await asyncio.to_thread(self._pool.close)
+            await self._pool.close()
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[Endpoint]:
