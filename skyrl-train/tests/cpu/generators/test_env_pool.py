@@ -171,6 +171,18 @@ async def test_a_call_that_is_cancelled_in_the_middle_leaves_its_owner_stuck(mak
     await until(lambda: owner.closed_in)
 
 
+async def test_a_call_that_is_cancelled_as_its_time_runs_out_is_cancelled(make_pool: MakePool) -> None:
+    pool, gate, begun = make_pool(limit_s=0.0), threading.Event(), threading.Event()
+    call = asyncio.create_task(pool.run(lambda: (begun.set(), gate.wait())))
+    await asyncio.sleep(0)
+    assert begun.wait(timeout=10)  # in the event loop, so that no check comes in between
+    call.cancel()
+    pool._check(asyncio.get_running_loop())
+    await asyncio.wait([call])
+    assert call.cancelled()
+    gate.set()
+
+
 async def test_whenever_a_call_is_cancelled_its_owner_knows_and_the_others_are_answered(make_pool: MakePool) -> None:
     pool, rng = make_pool(max_threads=4, limit_s=None), random.Random(0)
     owners, begun = [Owner() for _ in range(300)], set[int]()
