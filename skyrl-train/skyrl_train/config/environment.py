@@ -21,11 +21,12 @@ class SkyRLGymConfig(Section):
     """Threads that environment calls run in, or processes; 0 calls them inline, without a limit in time."""
 
     call_timeout_seconds: Annotated[float, Gt(0)] | None = 300.0
-    """A call into an environment that takes longer makes its rollout invalid (`env_timeout`); null waits forever."""
+    """Time limit of a call into an environment. A call that exceeds it is abandoned, and its rollout is invalid
+    (`env_timeout`); null waits forever."""
 
     isolation: Literal["thread", "process"] = "thread"
-    """`process` gives each environment a process of its own while it is played, at most `max_env_workers` at once: what
-    hangs there is killed, what crashes there hurts nobody. `thread` is faster."""
+    """`process` runs each environment in a separate worker process, at most `max_env_workers` at once. Workers that
+    hang are killed; a crash affects only its own environment. `thread` is faster, but a hanging call never ends."""
 
     python: Text | None = None
     """With `isolation=process`, the Python interpreter that environments run in; null takes the trainer's own."""

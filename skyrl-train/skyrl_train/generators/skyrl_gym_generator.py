@@ -38,8 +38,9 @@ from skyrl_train.generators.base import (
 )
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
 from skyrl_train.generators.conversation import conversation_class
+from skyrl_train.generators.env_pool import LocalEpisodes
 from skyrl_train.generators.env_processes import ProcessEpisodes
-from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episodes, LocalEpisodes
+from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episodes
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, TurnRecord
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams

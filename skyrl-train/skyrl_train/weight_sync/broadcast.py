@@ -102,6 +102,6 @@ def _broadcast(group: dist.ProcessGroupGloo, buffer: torch.Tensor, plan: SyncPla
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
-        group.broadcast([buffer], options).wait()
+        group.broadcast([buffer], options).wait()  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise SyncError(f"weight sync {plan.version} broke off at {plan.address}: {error}") from error

@@ -1,4 +1,4 @@
-"""Rollouts that agents play: programs that talk to the model under training as if it were OpenAI's."""
+"""Rollouts of agents: programs that talk to the model under training through OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import asyncio
 import copy
 import inspect
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.contract import is_reward
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.generators.answers import weighted_reward
 from skyrl_train.generators.attempts import play_until_valid
-from skyrl_train.generators.base import (
-    BatchMetadata,
-    GeneratorInterface,
-    RolloutRequest,
-)
-from skyrl_train.generators.call_pool import CallPool
+from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import custom_chat_template
-from skyrl_train.generators.endpoint.agents import Agent, AgentResult, NoReward, checked_result, is_async
 from skyrl_train.generators.endpoint.server import Endpoint
 from skyrl_train.generators.endpoint.service import ModelService
 from skyrl_train.generators.endpoint.session import Session
+from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
@@ -36,11 +34,41 @@ AGENT_TIMEOUT_S = 1800.0
 """For agents, where `generator.trajectory_timeout_seconds` is null."""
 
 
-class AgentGenerator(GeneratorInterface):
-    """Serves the model to agents, and makes trajectories of what they asked.
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """The outcome of an episode, e.g. `AgentResult(1.0, metrics={"solved": 1})`."""
 
-    Of `generator.*` it reads what concerns sampling, the chat template, retries, filters and time; turns are the
-    agents' own business.
+    reward: float | Sequence[float] | None  # for the episode, or one for each reply in order; None: unknown
+    components: Mapping[str, float] = field(default_factory=dict)  # totals by name
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # `environment/*`
+
+
+class Agent(Protocol):
+    """A function, blocking or async, that solves the task of a row with any client of OpenAI's interface.
+
+    A blocking agent runs in a thread. An async one shares the event loop with the endpoint, so it must not block.
+    """
+
+    def __call__(
+        self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
+    ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
+        """Return the reward. All requests to `base_url` until then form the trajectory."""
+        ...
+
+
+class NoReward(EnvError):
+    """A rollout without a reward. `stop_reason` is that of the invalid trajectory."""
+
+    def __init__(self, stop_reason: str, why: str) -> None:
+        super().__init__(why)
+        self.stop_reason = stop_reason
+
+
+class AgentGenerator(GeneratorInterface):
+    """A generator that serves the model to agents and trains on the recorded requests.
+
+    It follows the settings of `generator.*` for sampling, the chat template, retries, filters and time limits; agents
+    decide on their turns themselves.
     """
 
     def __init__(
@@ -77,7 +105,7 @@ class AgentGenerator(GeneratorInterface):
         self._rewards = RewardFunctions(generator_cfg, self._service.chat)
         self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
         self._slots = asyncio.Semaphore(max_concurrent_agents)
-        self._pool = None if is_async(agent) else CallPool(max_concurrent_agents, None, "skyrl-agent")
+        self._pool = None if _is_async(agent) else ThreadPool(max_concurrent_agents, None, "skyrl-agent")
         self._endpoint: Endpoint | None = None
         self._starting = asyncio.Lock()
         self._n_rolling = 0
@@ -96,7 +124,7 @@ class AgentGenerator(GeneratorInterface):
         if self._endpoint is not None:
             await self._endpoint.close()
         if self._pool is not None:
-            await asyncio.to_thread(self._pool.close)
+            await self._pool.close()
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[Endpoint]:
@@ -133,7 +161,7 @@ class AgentGenerator(GeneratorInterface):
                     rollout.conversation = session.recording if rollout.turns else None
                     rollout.generate_s = session.generate_s
                     rollout.env_s = max(0.0, time.perf_counter() - started - session.generate_s)
-                _reward(rollout, checked_result(returned, self.generator_cfg.reward_weights))
+                _reward(rollout, _checked_result(returned, self.generator_cfg.reward_weights))
 
     async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
         """What the agent returns.
@@ -175,6 +203,29 @@ def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
             rollout.fail("engine_error", session.engine_failure, error)
         else:
             rollout.fail("agent_error", f"the agent raised {type(error).__name__}: {error}", error)
+
+
+def _is_async(agent: Agent) -> bool:
+    """Return whether calling the agent returns a coroutine."""
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+
+
+def _checked_result(returned: Any, weights: Mapping[str, float]) -> AgentResult:
+    """Return the result of an agent. If a component has a weight, the reward is the weighted sum of all components.
+
+    Raises:
+        NoReward: the reward is unknown, or the result is malformed.
+    """
+    result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
+    reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
+    if reward is None:
+        raise NoReward("reward_unknown", "the agent returned None: the reward is unknown")
+    if not isinstance(result.components, Mapping) or not isinstance(result.metrics, Mapping):
+        raise NoReward("agent_error", f"the agent returned {returned!r}; components and metrics must be mappings")
+    if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
+        raise NoReward("agent_error", f"the agent returned {returned!r}; rewards must be finite numbers")
+    components = {str(name): float(value) for name, value in result.components.items()}
+    return AgentResult(weighted_reward(reward, components, weights), components, dict(result.metrics))
 
 
 def _reward(rollout: Rollout, result: AgentResult) -> None:

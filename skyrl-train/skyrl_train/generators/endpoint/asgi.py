@@ -1,50 +1,95 @@
-"""What goes over the wire besides OpenAI's JSON: streams of events, errors, and clients that leave."""
+"""The endpoint's dealings with ASGI: requests in progress, clients that disconnect, event streams and errors."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from skyrl_train.generators.endpoint.calls import ClientGone
-from skyrl_train.generators.endpoint.errors import RequestError
 from skyrl_train.generators.endpoint.responses import Json
+from skyrl_train.generators.endpoint.session import Owners
+from skyrl_train.generators.endpoint.wire import RequestError
+
+T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
 
 
+class ClientGone(Exception):
+    """The client disconnected before it got an answer."""
+
+
+class Calls:
+    """Requests in progress, and the sessions that they belong to."""
+
+    def __init__(self) -> None:
+        self._owners: dict[asyncio.Task[Any], Owners] = {}
+        self._reasons: dict[asyncio.Task[Any], RequestError] = {}
+
+    async def run(self, owners: Owners, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, or cancel it when the client disconnects or `end` is called.
+
+        Raises:
+            ClientGone: the client disconnected.
+            RequestError: the reason that `end` was given.
+        """
+        task = asyncio.create_task(work)
+        disconnecting = asyncio.create_task(_wait_for_disconnect(receive))
+        self._owners[task] = owners
+        try:
+            await asyncio.wait((task, disconnecting), return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled():
+                return task.result()
+            raise self._reasons.get(task) or ClientGone
+        finally:
+            task.cancel()
+            disconnecting.cancel()
+            await asyncio.gather(task, disconnecting, return_exceptions=True)
+            self._owners.pop(task)
+            self._reasons.pop(task, None)
+
+    async def end(self, reason: RequestError, is_meant: Callable[[Owners], bool] = lambda owners: True) -> None:
+        """Answer the requests whose owners are meant with `reason`, after their work has stopped."""
+        tasks = [task for task, owners in self._owners.items() if is_meant(owners)]
+        for task in tasks:
+            self._reasons[task] = reason
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class JSONAnswer(Response):
-    """JSON in ASCII: text of any kind survives, half of a surrogate pair too."""
+    """JSON in ASCII, which can hold any text, lone surrogates included."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """See `Response.render`."""
+        """Encode the content."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class EventStream(Response):
-    """Chunks as server-sent events; what goes wrong on the way is the last of them."""
+    """Chunks as server-sent events. An error is the last of them."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self, run: Callable[[Receive, Coroutine[Any, Any, None]], Awaitable[None]], chunks: AsyncGenerator[Json]
     ) -> None:
-        """`run` awaits the sending of `chunks`; ClientGone or RequestError if that comes to an early end."""
+        """`run` awaits the coroutine that sends `chunks`, and may raise ClientGone or RequestError."""
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._run = run
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, as long as there is somebody to read it."""
+        """Send the chunks until the client disconnects."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await self._run(receive, self._send_chunks(send))
@@ -65,14 +110,14 @@ async def _send_event(send: Send, event: str) -> None:
     await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
 
 
-async def client_gone(receive: Receive) -> None:
-    """Return when the client of a request, whose body has been read, goes away."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client of a request, whose body has been read, disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def tell_errors(app: FastAPI) -> None:
-    """Make every error of `app` an answer in OpenAI's shape."""
+def handle_errors(app: FastAPI) -> None:
+    """Answer every error of `app` with OpenAI's error body."""
 
     @app.exception_handler(RequestError)
     async def request_error(_: Request, error: RequestError) -> Response:

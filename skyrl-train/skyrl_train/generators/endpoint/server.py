@@ -21,13 +21,18 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.endpoint.asgi import EventStream, JSONAnswer, client_gone, tell_errors
-from skyrl_train.generators.endpoint.calls import Calls, Owners
-from skyrl_train.generators.endpoint.errors import refuse, unavailable, unknown_session
+from skyrl_train.generators.endpoint.asgi import Calls, EventStream, JSONAnswer, handle_errors
 from skyrl_train.generators.endpoint.responses import Json
 from skyrl_train.generators.endpoint.service import Job, ModelService
-from skyrl_train.generators.endpoint.session import Session
-from skyrl_train.generators.endpoint.wire import ChatRequest, CompletionOptions, CompletionRequest
+from skyrl_train.generators.endpoint.session import Owners, Session
+from skyrl_train.generators.endpoint.wire import (
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+    refuse,
+    unavailable,
+    unknown_session,
+)
 from skyrl_train.inference_engines.base import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -178,7 +183,7 @@ class Endpoint:
     async def _run(self, owners: Owners, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Do the work of a request when it may begin, as long as its client and its sessions are there."""
         with closing(work):  # it may never begin
-            return await self._calls.run(owners, client_gone(receive), self._begin(owners, work))
+            return await self._calls.run(owners, receive, self._begin(owners, work))
 
     async def _begin(self, owners: Owners, work: Coroutine[Any, Any, T]) -> T:
         for session in owners:
@@ -215,7 +220,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     app.include_router(router)
     app.include_router(router, prefix="/session/{session_id}")
-    tell_errors(app)
+    handle_errors(app)
     return app
 
 

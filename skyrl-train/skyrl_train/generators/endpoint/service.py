@@ -17,13 +17,26 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.base import seed_of
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.endpoint.calls import Owners
-from skyrl_train.generators.endpoint.errors import RequestError, refuse
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
-from skyrl_train.generators.endpoint.reply_text import TextStream, reply_text
-from skyrl_train.generators.endpoint.responses import Answer, ChatAnswer, CompletionAnswer, Json, Reply, Scored
-from skyrl_train.generators.endpoint.session import Session, free_sampling
-from skyrl_train.generators.endpoint.wire import MOST_PROMPTS, ChatRequest, CompletionOptions, CompletionRequest
+from skyrl_train.generators.endpoint.responses import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Json,
+    Reply,
+    SampledTokens,
+    TextStream,
+    reply_text,
+)
+from skyrl_train.generators.endpoint.session import Owners, Session, free_sampling
+from skyrl_train.generators.endpoint.wire import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+    RequestError,
+    refuse,
+)
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 
 TEMPLATE_VARIANTS = 64
@@ -50,13 +63,13 @@ class Job:
 
     @property
     def owners(self) -> Owners:
-        """The sessions it belongs to; None stands for no session."""
+        """Sessions that the request belongs to."""
         return frozenset(choice.session for choice in self.choices)
 
 
 Exchange = tuple[EngineRequest, EngineResult]
 
-OnTokens = Callable[[int, Scored], None]
+OnTokens = Callable[[int, SampledTokens], None]
 """Called with the index of a choice and its new tokens."""
 
 
@@ -122,8 +135,8 @@ class ModelService:
         if asked.model != self.model_name:
             message = f"there is no model {asked.model!r} here; this is {self.model_name!r}"
             refuse(message, param="model", code="model_not_found")
-        if isinstance(asked, CompletionRequest) and not 0 < len(asked.prompts) <= MOST_PROMPTS:
-            refuse(f"{len(asked.prompts)} prompts; send between 1 and {MOST_PROMPTS}", param="prompt")
+        if isinstance(asked, CompletionRequest) and not 0 < len(asked.prompts) <= MAX_PROMPTS:
+            refuse(f"{len(asked.prompts)} prompts; send between 1 and {MAX_PROMPTS}", param="prompt")
         self._check_tokens(asked.stop_token_ids or (), "stop_token_ids")
         asked.check_offered()
 
@@ -196,18 +209,18 @@ class ModelService:
         Raises:
             RequestError: the engine failed.
         """
-        events: asyncio.Queue[tuple[int, Scored] | None] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, SampledTokens] | None] = asyncio.Queue()
         generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
         generating.add_done_callback(lambda _: events.put_nowait(None))
         keeps_stop = bool(job.asked.include_stop_str_in_output)
         texts = [TextStream(self.chat.decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
         tells_logprobs_last = bool(job.asked.n_top_logprobs)
         try:
-            yield job.answer.opening([choice.prompt.token_ids for choice in job.choices])
+            yield job.answer.first_chunk([choice.prompt.token_ids for choice in job.choices])
             while (event := await events.get()) is not None:
                 index, tokens = event
                 piece = texts[index].push(tokens.token_ids)
-                yield job.answer.piece(index, piece, replace(tokens, logprobs=None) if tells_logprobs_last else tokens)
+                yield job.answer.chunk(index, piece, replace(tokens, logprobs=None) if tells_logprobs_last else tokens)
             exchanges = await generating
         finally:
             generating.cancel()
@@ -215,10 +228,10 @@ class ModelService:
         rests = [text.finish(result) for text, (_, result) in zip(texts, exchanges, strict=True)]
         replies = self._record(job, exchanges, [text.text for text in texts])
         for index, (rest, reply) in enumerate(zip(rests, replies, strict=True)):
-            last = Scored.of(reply.result) if tells_logprobs_last else Scored([], None)
-            yield job.answer.piece(index, rest, last, finish_reason=reply.result.stop_reason)
+            tokens = SampledTokens.of(reply.result) if tells_logprobs_last else SampledTokens([], None)
+            yield job.answer.last_chunk(index, rest, tokens, reply.result.stop_reason)
         if job.asked.includes_usage:
-            yield job.answer.closing(replies)
+            yield job.answer.usage_chunk(replies)
 
     async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Exchange]:
         """What the engine is asked and answers, choice by choice."""
@@ -248,7 +261,7 @@ class ModelService:
             result: EngineResult | None = None
             async with aclosing(self.engine.stream(request)) as chunks:
                 async for chunk in chunks:
-                    on_tokens(index, Scored(chunk.token_ids, chunk.logprobs))
+                    on_tokens(index, SampledTokens(chunk.token_ids, chunk.logprobs))
                     result = chunk.result
             assert result is not None, "the last chunk has the result"
             return result

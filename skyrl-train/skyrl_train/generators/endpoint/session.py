@@ -30,13 +30,13 @@ OF_THE_SESSION: Mapping[str, str] = {
 trainer believes replies to come from."""
 
 
-def free_sampling(asked: CompletionOptions, n_most: int) -> SamplingParams:
-    """How to sample a request that no session rules; `n_most` tokens at most."""
+def free_sampling(asked: CompletionOptions, max_new_tokens: int) -> SamplingParams:
+    """Return the sampling of a request without a session, of at most `max_new_tokens` tokens."""
     set_here = {name: value for field, name in OF_THE_SESSION.items() if (value := getattr(asked, field)) is not None}
     temperature = set_here.get("temperature", 1.0)
     return SamplingParams(
         **set_here | {"temperature": temperature if temperature >= MIN_TEMPERATURE else 0.0},
-        max_new_tokens=min(asked.n_most or n_most, n_most),
+        max_new_tokens=min(asked.max_new_tokens or max_new_tokens, max_new_tokens),
         stop=asked.stops,
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         n_top_logprobs=asked.n_top_logprobs or 0,
@@ -66,10 +66,10 @@ class Session:
         for field_name, name in OF_THE_SESSION.items():
             self._warn(field_name, getattr(asked, field_name), getattr(self.sampling, name), warned)
         self._warn("seed", asked.seed, None, warned)
-        n_most = self.sampling.max_new_tokens
+        max_new_tokens = self.sampling.max_new_tokens
         return replace(
             self.sampling,
-            max_new_tokens=min(asked.n_most or n_most, n_most),
+            max_new_tokens=min(asked.max_new_tokens or max_new_tokens, max_new_tokens),
             stop=tuple(dict.fromkeys((*self.sampling.stop, *asked.stops))),
             stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *(asked.stop_token_ids or ())))),
             n_top_logprobs=asked.n_top_logprobs or 0,
@@ -110,3 +110,7 @@ class Session:
             "Requests ask for %s=%s. While they are recorded for training, %s; such values are ignored",
             *(name, asked, "randomness is the trainer's" if decided is None else f"{name} is {decided}"),
         )
+
+
+Owners = frozenset[Session | None]
+"""Sessions that a request belongs to; None stands for no session."""

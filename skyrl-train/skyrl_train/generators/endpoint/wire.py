@@ -1,7 +1,8 @@
-"""What clients send: OpenAI's chat and text completions, with the usual extras of vLLM.
+"""Requests and errors of the endpoint: OpenAI's chat and text completions, with the usual extras of vLLM.
 
-Fields that are not known here are ignored, so that newer clients go on working. Those that are known, not offered, and
-would change the answer are refused: `NOT_OFFERED`.
+Unknown fields are ignored, so that newer clients keep working. Known fields that are not offered and would change the
+answer are refused; see `NOT_OFFERED`. The types of the `openai` package are not used: its request types check neither
+ranges nor the content of messages, and its response types make this code longer and each chunk slower to build.
 """
 
 from __future__ import annotations
@@ -9,63 +10,83 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict
-
-from skyrl_train.generators.endpoint.errors import refuse
 
 NonEmpty = Annotated[str, MinLen(1)]
 TokenId = Annotated[int, Ge(0)]
 Count = Annotated[int, Ge(1)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
 
-MOST_CHOICES = 128
-MOST_PROMPTS = 1024
-MOST_TOP_LOGPROBS = 20
-LEAST_TOP_P = 1e-9  # of the most likely token alone; 0 means the same
+MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_TOP_LOGPROBS = 20
+MIN_TOP_P = 1e-9  # keeps only the most likely token, as 0 does
 
-NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+UNSET: tuple[Any, ...] = (None, False, [], {}, "")
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message"), UNSET),
+    **dict.fromkeys(("documents", "echo", "functions", "logit_bias", "prompt_logprobs", "structured_outputs"), UNSET),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "suffix"), UNSET),
+    **dict.fromkeys(("truncate_prompt_tokens", "use_beam_search", "web_search_options"), UNSET),
     "add_generation_prompt": (None, True),
-    "allowed_token_ids": NOTHING,
-    "audio": NOTHING,
-    "bad_words": NOTHING,
     "best_of": (None, 1),
-    "chat_template": NOTHING,
-    "continue_final_message": NOTHING,
-    "documents": NOTHING,
-    "echo": NOTHING,
     "function_call": (None, "none", "auto"),
-    "functions": NOTHING,
-    "guided_choice": NOTHING,
-    "guided_grammar": NOTHING,
-    "guided_json": NOTHING,
-    "guided_regex": NOTHING,
-    "logit_bias": NOTHING,
     "modalities": (None, ["text"]),
-    "prompt_logprobs": NOTHING,
     "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
-    "structured_outputs": NOTHING,
-    "suffix": NOTHING,
     "tool_choice": (None, "none", "auto"),
-    "truncate_prompt_tokens": NOTHING,
-    "use_beam_search": NOTHING,
-    "web_search_options": NOTHING,
 }
-"""Known fields, and the values with which they ask for nothing."""
+"""Known fields that are refused, and the values that change nothing and are accepted."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an error.
+
+    OpenAI's clients raise BadRequestError for status 400, NotFoundError for 404, and InternalServerError for 500 and
+    503, which they retry.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """`param` names the field of the request; `code` identifies the error for programs."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's error body."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refuse(message: str, *, param: str | None = None, code: str | None = None) -> NoReturn:
+    """Raise a RequestError with status 400, for a mistake of the client."""
+    raise RequestError(400, message, param=param, code=code)
+
+
+def unavailable(reason: str) -> RequestError:
+    """Return an error with status 503, after which clients retry."""
+    return RequestError(503, reason, code="unavailable")
+
+
+def unknown_session(session_id: str) -> RequestError:
+    """Return an error with status 404, after which clients do not retry."""
+    message = f"there is no open session {session_id!r}: it has ended, or never began"
+    return RequestError(404, message, code="session_not_found")
 
 
 class WireModel(BaseModel):
-    """A JSON object: no number is taken for a string, or the other way round."""
+    """A JSON object, validated strictly: a number is not accepted as a string, nor a string as a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class ContentPart(WireModel):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: str
     text: str | None = None
@@ -82,13 +103,13 @@ class ChatMessage(WireModel):
     reasoning_content: str | None = None
 
     def rendered(self) -> dict[str, Any]:
-        """What the chat template reads: plain text, the arguments of tool calls as objects, nothing that is empty."""
+        """Return the message for the chat template: text, tool calls with parsed arguments, and no empty fields."""
         message: dict[str, Any] = {"role": self.role, "content": self._text()}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if value := getattr(self, name):
                 message[name] = value
         if self.tool_calls:
-            message["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
+            message["tool_calls"] = [_parse_arguments(call) for call in self.tool_calls]
         return message
 
     def _text(self) -> str:
@@ -107,20 +128,20 @@ class StreamOptions(WireModel):
 
 
 class CompletionOptions(WireModel):
-    """What chat and text completions have in common. None is a field that was not set."""
+    """Fields that chat and text completions share. None means not set."""
 
     model: NonEmpty
     max_tokens: Count | None = None
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
-    top_p: Annotated[float, Ge(0), Le(1), AfterValidator(lambda p: p or LEAST_TOP_P)] | None = None
-    n: Annotated[int, Ge(1), Le(MOST_CHOICES)] | None = None
+    top_p: Annotated[float, Ge(0), Le(1), AfterValidator(lambda p: p or MIN_TOP_P)] | None = None
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], MaxLen(16)] | None = None
     seed: Annotated[int, Ge(-(2**63)), Le(2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Ge(-1), AfterValidator(lambda k: k or -1)] | None = None  # 0, too, is off
+    top_k: Annotated[int, Ge(-1), AfterValidator(lambda k: k or -1)] | None = None  # 0 is off, too
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: Annotated[float, Gt(0.01), Le(100)] | None = None
     min_tokens: Annotated[int, Ge(0)] | None = None
@@ -132,17 +153,17 @@ class CompletionOptions(WireModel):
 
     @property
     def n_choices(self) -> int:
-        """Replies asked for, to each prompt."""
+        """Number of replies to each prompt."""
         return self.n or 1
 
     @property
-    def n_most(self) -> int | None:
-        """Most tokens of a reply."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum number of tokens of a reply."""
         return self.max_tokens
 
     @property
     def n_top_logprobs(self) -> int | None:
-        """How many most likely tokens are to be reported at each position; None: no log-probs at all."""
+        """Number of most likely tokens to report at each position; None: no logprobs at all."""
         raise NotImplementedError
 
     @property
@@ -152,19 +173,16 @@ class CompletionOptions(WireModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the last chunk of a stream is to tell how many tokens there were."""
+        """Whether a stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_offered(self) -> None:
-        """Refuse what would be answered wrongly if it were ignored."""
+        """Refuse fields that cannot be ignored without changing the answer."""
         for name, values in NOT_OFFERED.items():
-            asked = (self.model_extra or {}).get(name)
-            if asked not in values:
-                refuse(
-                    f"{name}={reprlib.repr(asked)} is not offered here; leave {name} out",
-                    param=name,
-                    code="unsupported",
-                )
+            value = (self.model_extra or {}).get(name)
+            if value not in values:
+                message = f"{name}={reprlib.repr(value)} is not offered here; leave {name} out"
+                refuse(message, param=name, code="unsupported")
 
 
 class ChatRequest(CompletionOptions):
@@ -173,55 +191,55 @@ class ChatRequest(CompletionOptions):
     messages: Annotated[list[ChatMessage], MinLen(1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Ge(0), Le(MOST_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def n_most(self) -> int | None:
-        """See `CompletionOptions.n_most`; the newer name wins."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum number of tokens of a reply. The newer name takes precedence."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def n_top_logprobs(self) -> int | None:
-        """See `CompletionOptions.n_top_logprobs`."""
+        """Number of most likely tokens to report at each position."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is handed besides the messages."""
+        """Variables of the chat template besides the messages."""
         return (self.chat_template_kwargs or {}) | ({"tools": self.tools} if self.tools else {})
 
     def check_offered(self) -> None:
-        """See `CompletionOptions.check_offered`."""
+        """Refuse fields that cannot be ignored, and `top_logprobs` without `logprobs`."""
         super().check_offered()
         if self.top_logprobs and not self.logprobs:
             refuse(f"top_logprobs={self.top_logprobs} without logprobs; set logprobs to true", param="top_logprobs")
 
 
 class CompletionRequest(CompletionOptions):
-    """The body of POST /v1/completions: one prompt or several, as text or as token ids."""
+    """The body of POST /v1/completions: one or several prompts, as text or token ids."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: Count | None = 16
-    logprobs: Annotated[int, Ge(0), Le(MOST_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
 
     @property
     def n_top_logprobs(self) -> int | None:
-        """See `CompletionOptions.n_top_logprobs`."""
+        """Number of most likely tokens to report at each position."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         prompts: list[Any] = list(self.prompt)
         return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
-def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as chat templates expect; OpenAI's clients send them as a string."""
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, which chat templates expect, instead of a JSON string."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -19,6 +19,8 @@ RUBBISH = ("none", "string", "nan", "no_reward", "unknown_reward")
 HANGS = ("spin", "sleep", "lock")
 DEATHS = ("segfault", "os_exit", "sigkill")
 METHODS = ("make", "init", "step", "get_metrics", "close")
+RELEASED = threading.Event()
+"""Ends all hangs in this process. Hangs in worker processes never end."""
 
 
 class FaultyEnv(BaseTextEnv):
@@ -101,12 +103,12 @@ class AwaitedEnv(BaseTextEnv):
 
 
 def hang(how: str) -> None:
-    """Never come back."""
+    """Block until RELEASED is set."""
     if how == "lock":
-        threading.Event().wait()
-    while True:
+        RELEASED.wait()
+    while not RELEASED.is_set():
         if how == "sleep":
-            time.sleep(0.01)
+            time.sleep(0.05)
 
 
 def die(how: str) -> None:

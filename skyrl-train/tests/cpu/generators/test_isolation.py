@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from generators.conftest import MakeStage, Stage, story
-from generators.faulty import METHODS, RAISED, RUBBISH
+from generators.faulty import METHODS, RAISED, RELEASED, RUBBISH
 from generators.test_skyrl_gym_generator_failures import tokens_and_rewards
 
 import skyrl_gym
@@ -42,6 +42,7 @@ def environments() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 async def nothing_is_left() -> AsyncIterator[None]:
     """Threads, children and file descriptors are counted before and after."""
+    RELEASED.clear()
     process = psutil.Process()
     threads, n_fds = set(threading.enumerate()), process.num_fds()
     children = set(process.children(recursive=True))
@@ -58,8 +59,8 @@ def faulty(uid: str, env_class: str = "faulty", **extras: Any) -> RolloutRequest
 
 
 def thread_faults() -> list[dict[str, Any]]:
-    """What an environment in a thread can do without ending the whole process, and come back from."""
-    faults = [{"where": where, "fault": fault} for where in METHODS for fault in (*RAISED, "sleep", "spin")]
+    """Return the faults that an environment in a thread can have without ending or slowing the whole process."""
+    faults = [{"where": where, "fault": fault} for where in METHODS for fault in (*RAISED, "sleep")]
     faults += [{"where": "init", "fault": fault} for fault in ("none", "string")]
     return faults + [{"where": "step", "fault": fault, "turn": turn} for fault in RUBBISH for turn in (1, 2, 3)]
 
@@ -70,6 +71,7 @@ async def play(stage: Stage, requests: list[RolloutRequest]) -> list[Trajectory]
         async with asyncio.timeout(240):
             return await stage.play(requests)
     finally:
+        RELEASED.set()
         await stage.generator.close()
 
 
@@ -98,15 +100,21 @@ async def test_every_fault_in_a_thread_ends_one_rollout(make_stage: MakeStage) -
     stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.3, "max_env_workers": 8}, n_rollout_retries=1)
     trajectories = await play(stage, requests)
     reasons = check(trajectories, requests, trajectories[-1])
-    assert reasons["env_timeout"] == 2 * 4 + 2
+    assert reasons["env_timeout"] == 4 + 2
     assert reasons["reward_unknown"] == 3
     assert {t.n_attempts for t in trajectories if t.stop_reason == "env_timeout"} == {2}
     assert {t.n_attempts for t in trajectories if t.stop_reason == "reward_unknown"} == {1}
 
 
+async def test_an_environment_that_never_stops_computing_ends_its_rollout_alone(make_stage: MakeStage) -> None:
+    requests = [faulty("spin", where="step", fault="spin"), *(faulty(f"h{i}") for i in range(5))]
+    trajectories = await play(make_stage(skyrl_gym={"call_timeout_seconds": 2.0}), requests)
+    assert check(trajectories, requests, trajectories[-1]) == {"env_timeout": 1}
+
+
 async def test_two_thousand_rollouts_with_faults_in_a_tenth_of_them(make_stage: MakeStage) -> None:
     rng = random.Random(0)
-    faults = [fault for fault in thread_faults() if fault["fault"] not in ("spin", "sleep")]
+    faults = [fault for fault in thread_faults() if fault["fault"] != "sleep"]
     faults += [{"where": where, "fault": "sleep"} for where in ("init", "step", "close")]
     requests = [faulty(str(i), **(rng.choice(faults) if rng.random() < 0.1 else {})) for i in range(2000)]
     stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.5, "max_env_workers": 16}, n_rollout_retries=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -251,10 +250,13 @@ async def endless(**options: Any) -> float:
     return 1.0
 
 
+RELEASED = threading.Event()
+
+
 def endless_in_a_thread(**options: Any) -> float:
     asks_once_in_a_thread(**options)
-    while True:
-        time.sleep(0.01)
+    RELEASED.wait()
+    return 1.0
 
 
 def returns(value: Any) -> Callable[..., Any]:
@@ -298,8 +300,10 @@ async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
     def both_in_threads(**options: Any) -> Any:
         return (agent if options["row"].uid == bad.row.uid else asks_once_in_a_thread)(**options)
 
+    RELEASED.clear()
     is_blocking = agent is endless_in_a_thread
     played = await theatre.play(both_in_threads if is_blocking else both, [good, bad], trajectory_timeout_seconds=2)
+    RELEASED.set()
     assert (played[0].is_valid, played[0].total_reward) == (True, 1.0)
     assert (played[1].is_valid, played[1].stop_reason, played[1].rewards) == (False, stop_reason, None)
     assert error in played[1].error

@@ -12,8 +12,7 @@ from generators.endpoint.conftest import HELLO, MODEL, LiveEndpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.generators.endpoint.errors import RequestError
-from skyrl_train.generators.endpoint.wire import ChatRequest
+from skyrl_train.generators.endpoint.wire import ChatRequest, RequestError
 
 CHAT = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
 TEXT = {"model": MODEL, "prompt": "State", "max_tokens": 2}

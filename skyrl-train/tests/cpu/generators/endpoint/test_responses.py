@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.endpoint.reply_text import TextStream, reply_text
+from skyrl_train.generators.endpoint.responses import TextStream, reply_text
 from skyrl_train.inference_engines.base import EngineResult, StopReason
 
 WORDS = st.text(alphabet="ab =1é漢😀", max_size=12)

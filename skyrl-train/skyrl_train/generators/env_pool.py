@@ -1,0 +1,294 @@
+"""Environments in this process. Blocking calls run in a bounded pool of threads, each with a time limit.
+
+Python cannot kill a thread. A call that exceeds its limit, or is cancelled, is abandoned: a new thread takes its slot,
+and the old one closes the environment and ends when the call returns. Use `isolation=process` for environments that
+may hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from omegaconf import OmegaConf
+
+import skyrl_gym
+from skyrl_gym.methods import awaited_method
+from skyrl_train.config.environment import SkyRLGymConfig
+from skyrl_train.generators.episodes import EnvTimeout, Episode
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 0.005
+"""Interval of the checks for late calls. A call that waited longer for a thread gets another one."""
+
+JOIN_S = 2.0
+"""Seconds that `ThreadPool.close` waits for running calls."""
+
+
+class CallOwner(Protocol):
+    """An object whose methods the pool calls."""
+
+    is_stuck: bool
+    """Whether an abandoned call may still be using the object."""
+
+    def close_late(self) -> None:
+        """Clean up when an abandoned call has returned, in its thread."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    function: Callable[[], Any]
+    owner: CallOwner | None
+    future: asyncio.Future[Any]
+    time: float  # of entering the queue, then of leaving it, by `time.monotonic`
+    thread: threading.Thread | None = None  # None while queued
+    is_over: bool = False  # finished or abandoned, whichever came first
+    result: Any = None
+    error: Exception | None = None
+
+
+class ThreadPool:
+    """At most `max_threads` daemon threads for the blocking calls of one event loop.
+
+    Quick calls share one thread, since Python runs one at a time anyway. More threads start when calls have to wait.
+    With `max_threads=0`, calls run in the event loop and have no limit.
+    """
+
+    def __init__(self, max_threads: int, limit_s: float | None, name: str) -> None:
+        """Limit each call to `limit_s` seconds, not counting the time that it waits for a thread."""
+        self._max_threads = max_threads
+        self._limit_s = limit_s
+        self._names = (f"{name}-{i}" for i in count())
+        self._calls: dict[_Call, None] = {}  # unanswered, oldest first
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._lock = threading.Lock()  # guards `_Call.is_over`
+        self._threads: list[threading.Thread] = []
+        self._stuck: list[threading.Thread] = []  # threads of abandoned calls
+        self._finished: deque[_Call] = deque()
+        self._is_woken = False  # `_deliver` is scheduled
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    async def run(self, function: Callable[[], Any], owner: CallOwner | None = None) -> Any:
+        """Return the result of `function`, or raise its error as an `Exception`.
+
+        Raises:
+            EnvTimeout: the call exceeded its limit.
+        """
+        if self._is_closed:
+            raise _closed_error()
+        if not self._max_threads:
+            with _errors_as_exceptions():
+                return function()
+        loop = asyncio.get_running_loop()
+        call = _Call(function, owner, loop.create_future(), time.monotonic())
+        self._calls[call] = None
+        self._queue.put(call)
+        if not self._threads:
+            self._start_thread(loop)
+        if self._timer is None:
+            self._timer = loop.call_later(CHECK_S, self._check, loop)
+        try:
+            return await call.future
+        finally:
+            del self._calls[call]
+            if call.future.cancelled():
+                self._abandon(call, loop)
+
+    async def close(self) -> None:
+        """End the calls with an error, then the threads. Threads that remain stuck are reported."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for call in self._calls:
+            self._abandon(call, call.future.get_loop())
+            if not call.future.done():
+                call.future.set_exception(_closed_error())
+        for _ in self._threads:
+            self._queue.put(None)
+        if n_stuck := await asyncio.to_thread(_join, [*self._threads, *self._stuck]):
+            logger.warning(
+                "%d threads are stuck in calls that never returned; run environments that may hang with "
+                "environment.skyrl_gym.isolation=process",
+                n_stuck,
+            )
+
+    def _start_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        thread = threading.Thread(target=self._work, args=(loop,), name=next(self._names), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run calls until the pool is closed or a call is abandoned."""
+        while (call := self._queue.get()) is not None:
+            with self._lock:
+                if call.is_over:
+                    continue
+                call.time, call.thread = time.monotonic(), threading.current_thread()  # in this order, for `_check`
+            try:
+                call.result = call.function()
+            except BaseException as error:  # noqa: BLE001, the event loop raises it to the caller
+                call.error = _as_exception(error)
+            with self._lock:
+                was_abandoned, call.is_over = call.is_over, True
+            if was_abandoned:
+                if call.owner is not None:
+                    call.owner.close_late()
+                return
+            self._finished.append(call)
+            if not self._is_woken:
+                self._is_woken = True
+                loop.call_soon_threadsafe(self._deliver)
+            del call  # do not keep the environment alive while waiting for the next call
+
+    def _deliver(self) -> None:
+        """Resolve the futures of finished calls."""
+        self._is_woken = False
+        while self._finished:
+            call = self._finished.popleft()
+            if call.future.done():
+                continue
+            if call.error is None:
+                call.future.set_result(call.result)
+            else:
+                call.future.set_exception(call.error)
+
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Abandon calls that exceeded their limit, and double the threads if calls have to wait."""
+        now, waiting_s = time.monotonic(), 0.0
+        for call in self._calls:
+            if call.thread is None:
+                waiting_s = now - call.time
+                break  # the calls after it are queued, too
+            is_late = self._limit_s is not None and now - call.time >= self._limit_s
+            if is_late and not call.future.done() and self._abandon(call, loop):
+                call.future.set_exception(EnvTimeout(f"took longer than {self._limit_s:g} s"))
+        if waiting_s > CHECK_S:
+            n_threads = len(self._threads)
+            for _ in range(min(n_threads, self._queue.qsize(), self._max_threads - n_threads)):
+                self._start_thread(loop)
+        self._timer = loop.call_later(CHECK_S, self._check, loop) if self._calls else None
+
+    def _abandon(self, call: _Call, loop: asyncio.AbstractEventLoop) -> bool:
+        """Give up a call and replace its thread. Return False if it has finished or not begun."""
+        with self._lock:
+            thread = None if call.is_over else call.thread
+            call.is_over = True
+        if thread is None:
+            return False
+        if call.owner is not None:
+            call.owner.is_stuck = True
+        self._threads.remove(thread)
+        self._stuck = [stuck for stuck in self._stuck if stuck.is_alive()] + [thread]
+        if not self._threads and not self._queue.empty() and not self._is_closed:
+            self._start_thread(loop)
+        return True
+
+
+class LocalEpisodes:
+    """Environments in this process. `…_async` methods run in the event loop, blocking ones in threads."""
+
+    def __init__(self, cfg: SkyRLGymConfig) -> None:
+        self._cfg = cfg
+        self._pool = ThreadPool(cfg.max_env_workers, cfg.call_timeout_seconds, "skyrl-gym-env")
+
+    async def open(self) -> Episode:
+        """Return an episode at once: its calls wait for a thread, the episode for nothing."""
+        return _LocalEpisode(self._cfg, self._pool)
+
+    async def close(self) -> None:
+        """End the threads."""
+        await self._pool.close()
+
+
+class _LocalEpisode(Episode):
+    def __init__(self, cfg: SkyRLGymConfig, pool: ThreadPool) -> None:
+        self._cfg = cfg
+        self._pool = pool
+        self._env: Any = None
+        self.is_stuck = False
+
+    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+        env_config = OmegaConf.create(self._cfg.env_config(env_class))
+
+        def make() -> None:
+            self._env = skyrl_gym.make(env_class, env_config=env_config, extras=extras)
+
+        await self._pool.run(make, self)
+
+    async def close(self) -> None:
+        if not self.is_stuck and self._env is not None:
+            await self._call("close")
+
+    def close_late(self) -> None:
+        """Close the environment in the thread of an abandoned call."""
+        try:
+            if self._env is not None:
+                self._env.close()
+        except BaseException:  # the rollout has long been reported as invalid
+            logger.warning("Closing an environment after a call that took too long failed", exc_info=True)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        native = awaited_method(self._env, method)
+        if native is not None:
+            return await _bounded(native(*args), self._cfg.call_timeout_seconds)
+        bound = getattr(self._env, method)
+        return await self._pool.run(lambda: bound(*args), None if method == "close" else self)
+
+
+async def _bounded(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
+    """Await an environment's own coroutine for at most `limit_s` seconds."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            with _errors_as_exceptions():
+                return await awaitable
+    except TimeoutError as error:
+        if not limit.expired():  # the environment raised it
+            raise
+        raise EnvTimeout(f"took longer than {limit_s:g} s") from error
+
+
+@contextmanager
+def _errors_as_exceptions() -> Iterator[None]:
+    """Keep SystemExit, CancelledError and the like of an environment from ending the task or the event loop."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the rollout was cancelled
+        raise _as_exception(error) from error
+
+
+def _as_exception(raised: BaseException) -> Exception:
+    """Return `raised`, or a RuntimeError with the same text if a coroutine must not raise it."""
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        return raised
+    error = RuntimeError(f"{type(raised).__name__}: {raised}")
+    error.__cause__ = raised
+    return error
+
+
+def _closed_error() -> RuntimeError:
+    return RuntimeError("the threads have been ended: close() comes after the last call")
+
+
+def _join(threads: list[threading.Thread]) -> int:
+    """Wait briefly for threads to end. Return how many did not."""
+    deadline = time.monotonic() + JOIN_S
+    for thread in threads:
+        thread.join(timeout=max(0.0, deadline - time.monotonic()))
+    return sum(thread.is_alive() for thread in threads)
