@@ -129,7 +129,7 @@ class Listener:
 
     async def heard(self, n_tokens: int) -> None:
         """Wait for so many tokens, for ten seconds at most."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.n_tokens < n_tokens:
                 await asyncio.sleep(0.001)
 

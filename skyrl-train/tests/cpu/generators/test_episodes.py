@@ -88,9 +88,14 @@ async def test_a_limit_in_time_ends_what_is_awaited(make_stage: MakeStage, journ
 async def test_an_environment_that_was_made_as_its_rollout_was_cancelled_is_closed(
     make_stage: MakeStage, journal: Journal
 ) -> None:
-    rollout = asyncio.create_task(make_stage().play([story("a")]))
+    stage = make_stage()
+    rollout = asyncio.create_task(stage.play([story("a")]))
     await asyncio.sleep(0)  # now it waits for the thread that makes the environment,
-    time.sleep(0.2)  # which has made it,
+    answers = stage.generator._episodes._pool._answers
+    deadline = time.monotonic() + 60
+    while not answers:  # which has made it,
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     rollout.cancel()  # and nobody has heard of it
     with pytest.raises(asyncio.CancelledError):
         await rollout

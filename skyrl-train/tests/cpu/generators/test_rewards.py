@@ -198,7 +198,7 @@ async def test_a_function_that_blocks_does_not_stop_the_event_loop(
         nonlocal n_running
         n_running += 1
         assert n_running == 1
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(timeout=60)
         n_running -= 1
         return [1.0] * len(samples)
 
