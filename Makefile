@@ -72,7 +72,7 @@ bench-experts: .venv/.dev ## a mixture of experts, by chosen experts and by all;
 
 .PHONY: test
 test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=20 $(ARGS)
 
 .PHONY: test-differential
 test-differential: $(DIFFERENTIAL)/.ready ## compare algorithms with TRL, verl and TorchRL, in an environment of its own

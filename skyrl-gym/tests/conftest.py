@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import gc
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyrl_gym.envs.registration import registry
+from skyrl_gym.worker_pool import Worker
 
 
 def pytest_collection_finish() -> None:
@@ -39,3 +42,17 @@ def database(tmp_path: Path) -> Path:
         connection.execute("INSERT INTO goods VALUES (3, CAST(x'ff' AS TEXT), NULL)")
     connection.close()
     return file
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """A semaphore that is released for each question to a worker that has started."""
+    asked = threading.Semaphore(0)
+    ask = Worker.ask
+
+    def recording(worker: Worker, question: list[Any], limit_s: float) -> dict[str, Any]:
+        asked.release()
+        return ask(worker, question, limit_s)
+
+    monkeypatch.setattr(Worker, "ask", recording)
+    return asked

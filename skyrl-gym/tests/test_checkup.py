@@ -39,7 +39,7 @@ def findings(cls: type[BaseTextEnv] | str, row: Any = ROW, timeout_seconds: floa
 def test_an_environment_that_keeps_all_rules(cls: type[BaseTextEnv]) -> None:
     threads = set(threading.enumerate())
     assert findings(cls) == [Finding(rule, "kept") for rule in RULES]
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize(

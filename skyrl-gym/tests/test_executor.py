@@ -30,7 +30,7 @@ def test_calls_change_threads_and_none_is_the_main_one() -> None:
     assert threads[0] is threads[2] is not threads[1] is threads[3]
     assert threading.main_thread() not in threads
     assert awaited.is_closed()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_threads_have_no_event_loop_and_what_is_awaited_has_one_for_all_that_turns_between_calls() -> None:
@@ -47,7 +47,7 @@ def test_threads_have_no_event_loop_and_what_is_awaited_has_one_for_all_that_tur
         (outcome,) = executor.run([Call(asyncio.get_event_loop)])
         assert isinstance(outcome.error, RuntimeError)
         task = value_of(executor, leave_a_task, is_awaited=True)
-        assert ended.wait(timeout=10)
+        assert ended.wait(timeout=60)
         assert value_of(executor, current_loop, is_awaited=True) is task.get_loop()
 
 
@@ -192,7 +192,7 @@ def test_the_next_call_finds_nothing_of_the_one_before() -> None:
 
     with Executor(1, limit_s=10) as executor:
         executor.run([Call(Held)])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while Held.is_alive and time.monotonic() < deadline:
             time.sleep(0.001)
         assert not Held.is_alive

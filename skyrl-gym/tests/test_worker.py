@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worker_processes import is_running, wait_until
 
 from skyrl_gym.core import Env
 from skyrl_gym.env_config import EnvConfig
@@ -52,10 +51,7 @@ def test_a_worker_whose_environment_hangs_ends_with_its_parent(tmp_path: Path) -
     command = [sys.executable, "-c", STARTS_A_WORKER_AND_DIES, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 9, done.stderr
-    deadline = time.monotonic() + 20
-    while is_running(int(done.stdout)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not is_running(int(done.stdout)))
 
 
 class AwaitedEnv(Env[Any, Any]):
@@ -134,7 +130,7 @@ def test_what_is_said_on_the_line() -> None:
             line.write(json.dumps(call) + "\n")
             line.flush()
             answers.append(json.loads(line.readline()))
-    server.join(timeout=10)
+    server.join(timeout=60)
     assert not server.is_alive()
     assert answers == [
         ["ok", None],
@@ -142,11 +138,3 @@ def test_what_is_said_on_the_line() -> None:
         ["error", "CancelledError: mine"],
         ["ok", {"topk": 3}],
     ]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path("/proc").exists() else True

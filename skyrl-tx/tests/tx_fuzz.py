@@ -35,7 +35,7 @@ def fuzzed(n_examples: int) -> Callable[[Any], Any]:
         max_examples=n_examples,
         deadline=None,
         suppress_health_check=list(HealthCheck),
-        derandomize=not EXAMPLES,
+        derandomize=settings.default.derandomize and not EXAMPLES,
         database=None,
     )
 

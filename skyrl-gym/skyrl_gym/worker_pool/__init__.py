@@ -93,7 +93,7 @@ class Workers:
         return answer
 
     def close(self) -> None:
-        """End every worker. A thread that waits for one finds it dead, and closes its line."""
+        """End every worker, also those that start. A thread that waits for one finds it dead, and closes its line."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -116,13 +116,15 @@ class Workers:
                     self._busy.add(worker)
                     return worker
                 worker.close()
-        self._refuse_if_closed()
-        worker = Worker(self._module)  # without the lock: it takes a second
-        with self._lock:
+            self._refuse_if_closed()
+            worker = Worker(self._module)  # under the lock, so that `close` ends it
             self._busy.add(worker)
-        if self._is_closed:
+        try:
+            worker.wait_until_ready()  # without the lock: imports take a second
+        except BaseException:
             self._give_back(worker, False)
             self._refuse_if_closed()
+            raise
         return worker
 
     def _give_back(self, worker: Worker, is_fit: bool) -> None:
@@ -143,6 +145,7 @@ class Worker:
     """One process, and the line to it."""
 
     def __init__(self, module: str) -> None:
+        self._module = module
         self._line, theirs = socket.socketpair()
         with theirs:
             try:
@@ -159,13 +162,14 @@ class Worker:
                 self._line.close()
                 raise
         self._reader = self._line.makefile("rb")
+
+    def wait_until_ready(self) -> None:
+        """Wait until the process has imported what it needs; RuntimeError if it ends or takes too long."""
         try:
             self._read(START_SECONDS)
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, OSError):
-                raise
-            raise RuntimeError(f"a worker of {module} did not start ({error}); its own words stand above") from error
+        except OSError as error:
+            message = f"a worker of {self._module} did not start ({error}); its own words stand above"
+            raise RuntimeError(message) from error
 
     @property
     def pid(self) -> int:

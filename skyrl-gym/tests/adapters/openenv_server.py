@@ -169,7 +169,7 @@ class ProtocolServer:
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._is_ready.wait(10)
+        assert self._is_ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,7 +179,7 @@ class ProtocolServer:
         """Break every connection, and listen no more."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._is_killed.set)
-            self._thread.join(10)
+            self._thread.join(60)
             assert not self._thread.is_alive()
 
     async def _serve(self) -> None:

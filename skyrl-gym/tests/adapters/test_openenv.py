@@ -49,7 +49,7 @@ async def begun(server: EchoServer, extras: dict[str, Any] | None = None, **env_
 
 async def nobody_plays(server: ProtocolServer) -> None:
     """The server has put every environment away, or does so in a moment."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while server.n_open:
             await asyncio.sleep(0.01)
 
@@ -287,7 +287,7 @@ class TestFailures:
             lost = await asyncio.gather(*steps, *(env.step_async("hello") for env in envs[16:]), return_exceptions=True)
             assert [type(error) for error in lost] == [SessionLost] * 32
             await asyncio.gather(*(env.close_async() for env in envs))
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 30  # and not after message_timeout_s
             await no_tasks_left()
             await asyncio.get_running_loop().shutdown_default_executor()
 

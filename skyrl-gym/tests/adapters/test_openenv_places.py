@@ -35,7 +35,7 @@ async def test_a_place_that_is_not_wanted_any_more_goes_to_the_next() -> None:
     impatient.cancel()  # does not know yet
     with pytest.raises(asyncio.CancelledError):
         await impatient
-    await asyncio.wait_for(patient, 1)
+    await asyncio.wait_for(patient, 30)
 
 
 async def test_whoever_gives_up_does_not_hold_up_the_queue() -> None:
@@ -46,7 +46,7 @@ async def test_whoever_gives_up_does_not_hold_up_the_queue() -> None:
     impatient.cancel()
     await settle()
     places.give_back(was_playing=False)
-    await asyncio.wait_for(patient, 1)
+    await asyncio.wait_for(patient, 30)
 
 
 async def test_a_refusal_sets_the_limit_to_what_was_once_played() -> None:
@@ -63,7 +63,7 @@ async def test_a_refusal_sets_the_limit_to_what_was_once_played() -> None:
     await settle()
     assert not waiting.done()
     places.give_back(was_playing=True)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
     assert not places.refused()  # it is no more than there once were: ask again
 
 
@@ -78,11 +78,11 @@ async def test_one_more_is_tried_after_a_while(monkeypatch: pytest.MonkeyPatch) 
     second, third = asyncio.create_task(places.take(None)), asyncio.create_task(places.take(None))
     await settle()
     assert not second.done()
-    await asyncio.wait_for(second, 1)
+    await asyncio.wait_for(second, 30)
     await asyncio.sleep(0.2)
     assert not third.done()
     places.accepted()
-    await asyncio.wait_for(third, 1)
+    await asyncio.wait_for(third, 30)
 
 
 def test_an_event_loop_that_is_gone_waits_for_nothing() -> None:
@@ -93,7 +93,7 @@ def test_an_event_loop_that_is_gone_waits_for_nothing() -> None:
     loop.run_until_complete(settle())
     loop.close()  # and nobody cancels what waits there
     places.give_back(was_playing=False)
-    asyncio.run(asyncio.wait_for(places.take(1), 1))
+    asyncio.run(asyncio.wait_for(places.take(1), 30))
     assert not waiting.done()
 
 

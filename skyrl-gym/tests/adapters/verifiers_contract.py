@@ -81,17 +81,18 @@ def no_thread_left() -> Iterator[None]:
 
 
 async def no_task_left() -> None:
-    """This task is the only one of its event loop, a moment after."""
-    await asyncio.sleep(0.05)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    """Wait until this task is the only one of its event loop."""
+    async with asyncio.timeout(30):
+        while asyncio.all_tasks() != {asyncio.current_task()}:
+            await asyncio.sleep(0.01)
 
 
 @contextmanager
 def faster_than(seconds: float) -> Iterator[None]:
-    """What is done within takes less time than this."""
-    began = time.monotonic()
+    """Fail if this process computes for longer than this, whatever else runs on the machine."""
+    began = time.process_time()
     yield
-    assert time.monotonic() - began < seconds
+    assert time.process_time() - began < seconds
 
 
 class VerifiersContract:

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from worker_processes import SECONDS, workers
 
 from skyrl_gym import queries
 from skyrl_gym.queries import QueryError, QueryTimeout, run_query
 
+MODULE = "skyrl_gym.queries"
 ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
 
 
@@ -116,29 +117,26 @@ def test_a_step_without_an_end_is_ended(database: Path) -> None:
     assert run_query(database, "SELECT 1", 5).rows == [(1,)]
 
 
-def test_a_query_of_which_two_workers_die_is_wrong(database: Path) -> None:
+def test_a_query_of_which_two_workers_die_is_wrong(database: Path, questions: threading.Semaphore) -> None:
+    queries.close()
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(run_query, database, ENDLESS, 60.0)
         for _ in range(2):
-            wait_for(lambda: bool(workers()) or asked.done())
-            time.sleep(0.5)  # let it begin
-            assert not asked.done()
-            for worker in workers():
-                worker.kill()
-                worker.wait()
+            assert questions.acquire(timeout=SECONDS)
+            (worker,) = workers(MODULE)
+            os.kill(worker, signal.SIGKILL)
         with pytest.raises(QueryError, match="more time or memory"):
-            asked.result(timeout=20)
+            asked.result(timeout=SECONDS)
 
 
-def test_close_ends_queries(database: Path) -> None:
+def test_close_ends_queries(database: Path, questions: threading.Semaphore) -> None:
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(run_query, database, ENDLESS, 60.0)
-        wait_for(lambda: bool(workers()))
-        time.sleep(0.5)
+        assert questions.acquire(timeout=SECONDS)
         queries.close()
-        assert workers() == []
+        assert workers(MODULE) == set()
         with pytest.raises(RuntimeError, match=r"workers of skyrl_gym\.queries were closed"):
-            asked.result(timeout=20)
+            asked.result(timeout=SECONDS)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
@@ -153,18 +151,7 @@ def test_many_at_once_leave_nothing(database: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda _: len(run_query(database, "SELECT * FROM goods", 5).rows), range(160)))
     assert results == [4] * 160
-    assert 1 <= len(workers()) <= queries.MAX_WORKERS
+    assert 1 <= len(workers(MODULE)) <= queries.MAX_WORKERS
     queries.close()
-    assert workers() == []
+    assert workers(MODULE) == set()
     assert (psutil.Process().num_fds(), threading.active_count()) == before
-
-
-def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "skyrl_gym.queries" in child.cmdline()]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -60,7 +60,7 @@ def server(corpus: Path) -> Iterator[str]:
 
 
 def ask(url: str, **body: Any) -> Any:
-    return urllib3.request("POST", url, json=body, retries=False, timeout=10)
+    return urllib3.request("POST", url, json=body, retries=False, timeout=60)
 
 
 class TestServer:

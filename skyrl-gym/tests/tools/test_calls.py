@@ -109,10 +109,10 @@ def test_any_text_gives_calls_or_an_explanation(text: str) -> None:
     "piece", ["<tool_call>", "<function=f>", "<parameter=p>", "<think>", "</think>", "<function=f><parameter=p>"]
 )
 def test_a_megabyte_takes_no_time(piece: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with suppress(ToolCallError):
         parse_tool_calls(piece * (1_000_000 // len(piece)))
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_thoughts() -> None:

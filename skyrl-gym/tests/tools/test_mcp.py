@@ -160,7 +160,7 @@ def test_a_server_that_ends_or_waits_is_a_failure() -> None:
     with pytest.raises(ToolFailure, match="the MCP server notes, tool wait: "):
         slow.call("wait", {"seconds": 60})
     slow.close()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     with pytest.raises(ToolFailure, match="is closed"):
         slow.call("read_notes", {})
     assert left_over() == before

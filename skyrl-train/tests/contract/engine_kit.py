@@ -155,8 +155,8 @@ class Listener:
         return len(self.token_ids)
 
     async def wait_for(self, n_tokens: int) -> None:
-        """Wait for this many tokens, for ten seconds at most."""
-        async with asyncio.timeout(10):
+        """Wait for this many tokens, for a minute at most."""
+        async with asyncio.timeout(60):
             while self.n_tokens < n_tokens:
                 await asyncio.sleep(0.001)
 

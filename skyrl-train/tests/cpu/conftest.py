@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import settings
 from small_models import SMALL
 from transformers import (
     AutoModelForCausalLM,
@@ -18,9 +17,6 @@ from transformers import (
 )
 
 from skyrl_train.models.loading import load_model
-
-settings.register_profile("busy machine", deadline=None)
-settings.load_profile("busy machine")
 
 OTHER_ARCHITECTURES = {
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),

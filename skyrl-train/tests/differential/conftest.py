@@ -1,16 +1,12 @@
-"""What all differential tests share: hypothesis without time limits, and a tiny model."""
+"""A tiny model for all differential tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
-
-settings.register_profile("differential", deadline=None)
-settings.load_profile("differential")
 
 
 @pytest.fixture(scope="session")

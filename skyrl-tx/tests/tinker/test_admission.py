@@ -97,3 +97,19 @@ def test_queues_are_forgotten(database: Database, monkeypatch: pytest.MonkeyPatc
         for number in range(10):
             admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=str(number)))
     assert len(admission._known) == 3
+
+
+def test_the_least_recently_used_queue_is_forgotten_first(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is remembered counts here: no request is written to the database."""
+    monkeypatch.setattr(module, "MOST_LINES", 2)
+    admission = Admission(2, 1000)
+
+    def admit(model_id: str) -> None:
+        with writing(database) as db:
+            admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=model_id))
+
+    for model_id in ("a", "a", "b", "c", "c"):
+        admit(model_id)
+    with pytest.raises(Refusal):
+        admit("c")
+    admit("a")

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -118,6 +122,73 @@ def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
     (tmp_path / "b" / "file").write_text("new")
     put_back(tmp_path)
     assert {path.name: files(path) for path in tmp_path.iterdir()} == {"a": {"file": "old"}, "b": {"file": "new"}}
+
+
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is synced and renamed in `tmp_path`, in order, with the random parts of names left out."""
+    recorded: list[str] = []
+
+    def told(path: str | Path) -> str:
+        parts = Path(path).relative_to(tmp_path).parts
+        return "/".join(part.partition("-")[0] for part in parts) or "."
+
+    def record(name: str, words: Callable[..., str]) -> None:
+        real = getattr(os, name)
+
+        def recording(*args: Any) -> None:
+            recorded.append(words(*args))
+            real(*args)
+
+        monkeypatch.setattr(os, name, recording)
+
+    record("fsync", lambda descriptor: f"sync {told(os.readlink(f'/proc/self/fd/{descriptor}'))}")
+    record("rename", lambda source, target: f"rename {told(source)} to {told(target)}")
+    return recorded
+
+
+def write_two_files(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "file").write_text("x")
+    (folder / "deep" / "file").write_text("y")
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are resolved on Linux alone")
+
+
+@on_linux
+def test_a_folder_is_on_disk_before_it_gets_its_name_and_then_its_name_is(tmp_path: Path, events: list[str]) -> None:
+    write_folder(tmp_path / "there", write_two_files)
+    contents, rest = events[:4], events[4:]
+    written = [".unfinished/file", ".unfinished/deep/file", ".unfinished/deep", ".unfinished"]
+    assert sorted(contents) == sorted(f"sync {path}" for path in written)
+    assert rest == ["rename there to .replaced/there", "rename .unfinished to there", "sync ."]
+
+
+@on_linux
+def test_an_earlier_folder_is_deleted_after_the_new_name_is_on_disk(
+    tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "there", write_two_files)
+    events.clear()
+    rmtree = shutil.rmtree
+
+    def recording(folder: Path, **options: Any) -> None:
+        events.append(f"delete {folder.name.partition('-')[0]}")
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", recording)
+    write_folder(tmp_path / "there", write_two_files)
+    renamed = events.index("rename .unfinished to there")
+    assert events[renamed:] == ["rename .unfinished to there", "sync .", "delete .replaced"]
+
+
+@on_linux
+def test_new_parents_of_a_folder_are_on_disk(tmp_path: Path, events: list[str]) -> None:
+    """Each name is in the folder above it, so that one has to be synced."""
+    write_folder(tmp_path / "model" / "weights" / "there", write_two_files)
+    assert events.index("sync .") < events.index("sync model") < events.index("sync model/weights")
+    assert events[-1] == "sync model/weights"
 
 
 FILLING = """

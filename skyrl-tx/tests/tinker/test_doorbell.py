@@ -30,7 +30,7 @@ def test_large_file_descriptors() -> None:
     with ours, theirs, Doorbell.inherited(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)) as large:
         assert not large.wait(0)
         ours.ring()
-        assert large.wait(5)
+        assert large.wait(60)
 
 
 def test_many_rings_never_wait_and_are_one() -> None:
@@ -50,7 +50,7 @@ def test_who_is_gone_is_noticed_and_not_rung() -> None:
     ours, theirs = Doorbell.pair()
     with theirs:
         ours.close()
-        assert theirs.wait(1)
+        assert theirs.wait(60)
         assert theirs.is_hung_up
         theirs.ring()
         started = time.monotonic()

@@ -24,7 +24,7 @@ from sqlalchemy import Engine as Database
 from sqlmodel import select
 from tx_fuzz import Post, Surface, fuzzed, n_requests, posts
 from tx_process import ServerProcess, process
-from tx_server import BASE_MODEL, config_for, new_model, new_sampler, new_session
+from tx_server import BASE_MODEL, config_for, new_model, new_sampler, new_session, until
 
 from tx.tinker.database import open_database, reading, writing
 from tx.tinker.db_models import (
@@ -181,8 +181,13 @@ class Size:
 
 
 def size_of(server: ServerProcess) -> Size:
-    time.sleep(0.3)  # connections are closed
     child = psutil.Process(server.child.pid)
+
+    def is_connected() -> bool:
+        is_open = {psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT}
+        return any(c.laddr.port == server.port and c.status in is_open for c in child.net_connections("tcp"))
+
+    until(lambda: not is_connected())
     return Size(child.memory_info().rss, child.num_fds(), child.num_threads())
 
 

@@ -132,12 +132,23 @@ def test_a_ratio_beyond_all_bounds_is_clipped(name: str, framework: str) -> None
         np.testing.assert_allclose(gradient, -bound * advantage if name == "cispo" else 0.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_sequence_of_gspo_in_which_no_token_counts_has_ratio_one(framework: str) -> None:
+    value, gradient = values_and_gradients(framework, "gspo", [-1.0, -2.0], [-3.0, -2.5], [3.0, -1.0], mask=[0.0, 0.0])
+    np.testing.assert_allclose([value, gradient], [[-3.0, 1.0], [-3.0, 1.0]])
+
+
 def values_and_gradients(
-    framework: str, name: str, lp: list[float], logprobs: list[float], advantages: list[float]
+    framework: str,
+    name: str,
+    lp: list[float],
+    logprobs: list[float],
+    advantages: list[float],
+    mask: list[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of each token, in float32."""
     ones = [1.0] * len(lp)
-    given = {"logprobs": logprobs, "advantages": advantages, "weights": ones, "sequence_ratio_mask": ones}
+    given = {"logprobs": logprobs, "advantages": advantages, "weights": ones, "sequence_ratio_mask": mask or ones}
     arrays = {key: np.array(value, np.float32) for key, value in given.items()}
     settings, now = LOSSES[name].settings, np.array(lp, np.float32)
     if framework == "jax":

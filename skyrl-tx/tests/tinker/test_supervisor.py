@@ -164,7 +164,7 @@ async def test_a_child_that_does_not_want_to_end_is_killed(tmp_path: Path, monke
     async with running(supervise(program, tmp_path)):
         await until(lambda: ready.exists() and ready.read_text() != "")
         started = time.monotonic()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 50  # the child would sleep for 60
     with pytest.raises(ProcessLookupError):
         os.kill(int(ready.read_text()), 0)
 

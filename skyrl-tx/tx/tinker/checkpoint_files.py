@@ -109,7 +109,8 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
 def fill_folder(folder: Path, write: Callable[[Path], object]) -> Path:
     """The first half of that: one that is complete, and does not have its name yet."""
     unfinished = folder.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
-    unfinished.mkdir(parents=True)
+    _make_durable(folder.parent)
+    unfinished.mkdir()
     try:
         write(unfinished)
         _sync(unfinished)
@@ -148,6 +149,14 @@ def _put_back(aside: Path) -> None:
         if not aside.with_name(folder.name).exists():
             folder.rename(aside.with_name(folder.name))
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _make_durable(folder: Path) -> None:
+    """Create a folder and its missing parents, and sync their names to disk, outermost first."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(created):
+        _sync_one(path.parent)
 
 
 def _sync(folder: Path) -> None:

@@ -129,9 +129,9 @@ def test_any_reply_has_a_program_or_none(reply: str) -> None:
 
 @pytest.mark.parametrize("piece", ["```", "```\n", "`", "```x", "\n```python"])
 def test_a_megabyte_takes_no_time(piece: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     extract_code(piece * (1_000_000 // len(piece)))
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 from isolation.hostile import HOSTILE
+from isolation.traces import Traces
 
 from skyrl_gym.envs.lcb.env import LCBEnv
 
@@ -35,11 +35,10 @@ def programs() -> list[tuple[str, float]]:
     return chosen
 
 
-def held() -> tuple[int, int, int, set[str]]:
-    """Children, descriptors, threads, folders."""
+def held() -> tuple[int, int, int]:
+    """Return how many children, descriptors and threads this process has."""
     me = psutil.Process()
-    folders = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("skyrl-program-")}
-    return len(me.children(recursive=True)), me.num_fds(), threading.active_count(), folders
+    return len(me.children(recursive=True)), me.num_fds(), threading.active_count()
 
 
 def reward(source: str) -> float:
@@ -51,7 +50,9 @@ def reward(source: str) -> float:
 
 
 @pytest.mark.timeout(600)
-def test_many_programs() -> None:
+def test_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = Traces()
+    traces.record(monkeypatch)
     chosen = programs()
     reward(RIGHT[0])  # what is found out once, is known now
     before, memory = held(), psutil.Process().memory_info().rss
@@ -59,5 +60,5 @@ def test_many_programs() -> None:
         rewards = list(pool.map(reward, [source for source, _ in chosen]))
     assert rewards == [deserved for _, deserved in chosen]
     assert held() == before
-    assert {p.pid for p in psutil.process_iter(["environ"]) if "SKYRL_PROGRAM" in (p.info["environ"] or {})} == set()
+    assert (traces.processes(), traces.folders()) == (set(), set())
     assert psutil.Process().memory_info().rss < memory + (256 << 20)

@@ -190,6 +190,22 @@ def test_a_short_disk_never_loses_the_one_to_resume_from(
     assert store.latest() == store.path / "global_step_11"
 
 
+def test_nothing_is_removed_while_the_pointer_names_a_missing_checkpoint(store: CheckpointStore, disk: Disk) -> None:
+    """The user is to choose one of those that are left."""
+    save(store, 10, 20, 30)
+    (store.path / POINTER).write_text("25")
+    disk.capacity = 3 * SIZE + SPARE_BYTES
+    with pytest.raises(CheckpointError, match=f"has {SPARE_BYTES:,} bytes free"):
+        store.check_space(SIZE)
+
+    def crash(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.save(26, crash, expected_bytes=SIZE)
+    assert store.steps() == [10, 20, 30]
+
+
 def test_a_first_run_needs_room_for_two(store: CheckpointStore, disk: Disk) -> None:
     disk.capacity = 2 * SIZE + SPARE_BYTES
     store.check_space(SIZE)

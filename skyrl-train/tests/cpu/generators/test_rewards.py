@@ -11,11 +11,15 @@ import pytest
 from generators.conftest import MakeStage, Stage, story
 from generators.environments import Journal
 from trajectories import make_trajectory
+from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.config import load_config
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.rewards import (
     REWARD_FUNCTIONS,
     RewardFunction,
+    RewardFunctions,
     RewardSample,
     judge,
     register_reward_function,
@@ -85,6 +89,26 @@ async def test_a_function_may_reward_each_token(
         assert t.rewards == [0.25] * (len(t.response_ids) - 1) + [1.25]
 
 
+async def test_rewards_of_tokens_are_weighed(
+    make_stage: MakeStage, journal: Journal, register: Callable[..., None]
+) -> None:
+    register("each", lambda samples: [[0.25] * len(s.trajectory.response_ids) for s in samples])
+    for t in await play(make_stage(reward_functions=["each"], reward_weights={"each": 2.0})):
+        assert t.rewards == [0.5] * (len(t.response_ids) - 1) + [1.5]
+        assert t.reward_components == {"each": 0.25 * len(t.response_ids)}
+
+
+async def test_the_reward_of_a_trajectory_is_on_its_last_sampled_token(
+    tiny_tokenizer: PreTrainedTokenizerBase, register: Callable[..., None]
+) -> None:
+    """An observation after it is not trained, and would lose the reward."""
+    register("half", lambda samples: [0.5] * len(samples))
+    cfg = load_config({"generator": {"reward_functions": ["half"]}}).generator
+    trajectory = make_trajectory(rewards=[0.0, 1.0, 0.0, 0.0], loss_mask=[1, 1, 0, 0])
+    (t,) = await RewardFunctions(cfg, ChatEncoder(tiny_tokenizer)).add_to([trajectory])
+    assert t.rewards == [0.0, 1.5, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("answer", [[None, 1.0], [float("nan"), 1.0], [1.0], ["good", 1.0], [[1.0] * 99, 1.0]])
 async def test_what_is_not_known_is_invalid_and_never_zero(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None], answer: list[Any]
@@ -127,6 +151,21 @@ async def test_a_judge_is_asked_again_and_never_by_too_many_at_once(
     assert trajectories[1].total_reward == 1.5
 
 
+async def test_a_judge_waits_twice_as_long_after_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def fail(sample: RewardSample) -> float:
+        raise ConnectionError("busy")
+
+    async def record(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", record)
+    ask = judge(fail, n_retries=3, first_wait_s=0.5)
+    assert await ask([RewardSample(make_trajectory(), "?", "!")]) == [None]
+    assert waits == [0.5, 1.0, 2.0]
+
+
 def test_a_judge_limits_its_questions_in_one_event_loop_after_another() -> None:
     n_open, most = 0, 0
 
@@ -159,7 +198,7 @@ async def test_a_function_that_blocks_does_not_stop_the_event_loop(
         nonlocal n_running
         n_running += 1
         assert n_running == 1
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(timeout=60)
         n_running -= 1
         return [1.0] * len(samples)
 

@@ -285,7 +285,7 @@ async def test_the_parallel_list_interface_gives_the_same(make_stage: MakeStage)
 
 @BATCHED
 async def test_environments_do_not_wait_for_each_other(make_stage: MakeStage, journal: Journal, batched: bool) -> None:
-    everyone = threading.Barrier(3, timeout=10)
+    everyone = threading.Barrier(3, timeout=60)
     journal.do = dict.fromkeys(METHODS, everyone.wait)
     trajectories = await make_stage(batched=batched).play([story(uid, n_turns=2) for uid in "abc"])
     assert all(t.is_valid for t in trajectories)

@@ -275,6 +275,11 @@ def test_no_seed_continues_where_another_one_is() -> None:
     assert (uniforms([step] * 8, range(8)) != uniforms([0] * 8, range(1, 9))).all()
 
 
+def test_all_64_bits_of_a_seed_count() -> None:
+    seeds = [1 << bit for bit in range(64)]
+    assert len(set(uniforms(seeds, [1] * 64))) == 64
+
+
 def test_uniforms_look_random_over_seeds_and_over_positions() -> None:
     n = 20_000
     for u in (uniforms(range(n), [3] * n), uniforms([3] * n, range(n))):

@@ -122,6 +122,24 @@ def test_chunks_change_neither_values_nor_gradients(
     assert most_logits == 4 * tiny_model.config.vocab_size
 
 
+def test_no_logits_are_held_between_the_forward_and_the_backward_pass(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 4 * tiny_model.config.vocab_size)
+    hidden = torch.randn(11, tiny_model.config.hidden_size, requires_grad=True)
+    held: list[torch.Size] = []
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        scores = chosen_logprobs(tiny_model, hidden, torch.arange(11), 1.0, entropy_grad=True)
+    assert not [shape for shape in held if shape[-1:] == (tiny_model.config.vocab_size,)]
+    (scores.logprobs + scores.entropy).sum().backward()
+    assert hidden.grad is not None
+
+
 def test_a_vocabulary_larger_than_a_chunk_goes_one_position_at_a_time(
     tiny_model: PreTrainedModel,
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,23 @@ def test_what_is_cancelled_when_it_has_begun(database: Database, queue: Queue, m
     queue.forget(ids[1])
     queue.fetch()
     assert queue.cancelled() == set()
+
+
+def test_cancellations_are_looked_for_at_intervals(
+    database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "SECONDS_BETWEEN_LOOKS", 3600.0)
+    clock = iter([10_000.0, 10_000.0, 13_599.0, 13_600.0, 13_600.0])
+    monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    request_id = put(database)
+    queue.fetch()
+    queue.begin(queue.next_samples(1, {}))
+    queue.fetch()
+    assert queue.cancelled() == set()
+    change(database, request_id, status=RequestStatus.CANCELLED)
+    queue.fetch()
+    assert queue.cancelled() == set()  # after 3599 s
+    assert queue.cancelled() == {request_id}  # after 3600 s
 
 
 def test_what_came_of_requests_is_written_at_once(database: Database, queue: Queue) -> None:

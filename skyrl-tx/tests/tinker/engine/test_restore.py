@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 from tx_engine import SETTINGS, Desk, new_backend
 
 from tx.tinker import store
@@ -15,6 +18,7 @@ from tx.tinker.db_models import Model, ModelStatus, RequestStatus, Session, Sess
 from tx.tinker.engine import loop, restore
 from tx.tinker.refusal import Refusal
 from tx.tinker.submission import load_weights, save_weights, unload_model
+from tx.tinker.types import Pass, PassResult
 from tx.tinker.wire import requests as wire
 
 
@@ -164,6 +168,70 @@ def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
     asked = desk.train(lost, [7, 8, 9], is_forward_only=True)
     desk.work()
     assert desk.loss(asked) == expected
+
+
+def test_a_model_that_is_lost_halfway_takes_no_memory(
+    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxBackend, "optim_step", fail)
+        die_and_come_back(desk, tiny_model)
+    assert dict(desk.backend.models()) == {}
+    assert desk.change(lambda db: db.get_one(Model, model).lost_because) == "MemoryError: no room"
+
+
+def test_passes_without_gradients_are_not_done_again(
+    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = desk.model(desk.session())
+    for is_forward_only in (True, False, True):
+        desk.train(model, is_forward_only=is_forward_only)
+    desk.work()
+    done: list[bool] = []
+    compute = JaxBackend.compute
+
+    def record(backend: JaxBackend, asked: Pass) -> Iterator[PassResult]:
+        done.append(asked.is_forward_only)
+        return compute(backend, asked)
+
+    monkeypatch.setattr(JaxBackend, "compute", record)
+    die_and_come_back(desk, tiny_model)
+    assert done == [False]
+
+
+def test_an_earlier_point_is_deleted_after_the_new_one_is_durable(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    if desk.database.dialect.name != "sqlite":
+        pytest.skip("every commit to PostgreSQL is durable")
+    model = desk.model(desk.session())
+    learn(desk, model, 5)
+    desk.work()
+    first = write_point(desk, monkeypatch)
+    learn(desk, model, 6)
+    desk.work()
+    events: list[str] = []
+    rmtree = shutil.rmtree
+
+    def record_statement(_: object, __: object, statement: str, *___: object) -> None:
+        if statement.startswith("PRAGMA synchronous="):
+            events.append(statement.rpartition("=")[2])
+
+    def record_rmtree(folder: Path, **options: Any) -> None:
+        events.append(f"delete {folder.name}")
+        rmtree(folder, **options)
+
+    event.listen(desk.database, "before_cursor_execute", record_statement)
+    event.listen(desk.database, "commit", lambda _: events.append("commit"))
+    monkeypatch.setattr(shutil, "rmtree", record_rmtree)
+    write_point(desk, monkeypatch)
+    deleted = events.index(f"delete {first}")
+    assert events[deleted - 2 : deleted] == ["FULL", "commit"]
 
 
 def with_spoilt_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:

@@ -61,13 +61,13 @@ class Stage:
 
     async def until_idle(self) -> None:
         """Return when the engine has nothing to do."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.engine._unfinished():
                 await asyncio.sleep(0.001)
 
     async def until_asked(self, n: int = 1) -> None:
         """Return when the engine has n requests to answer."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.engine._unfinished()) < n:
                 await asyncio.sleep(0.001)
 

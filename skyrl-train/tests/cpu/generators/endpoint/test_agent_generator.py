@@ -447,6 +447,6 @@ async def test_nothing_is_left_when_it_is_closed(
     await theatre.play(asks_once_in_a_thread, catch_requests(3))
     await theatre.close()
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert set(threading.enumerate()) == threads
-    assert process.num_fds() == n_files
-    assert len(asyncio.all_tasks()) == n_tasks
+    assert set(threading.enumerate()) <= threads
+    assert process.num_fds() <= n_files
+    assert len(asyncio.all_tasks()) <= n_tasks

@@ -207,9 +207,9 @@ async def test_closing_tells_who_waits_and_leaves_nothing(
     await engine.resume()
     await engine.close()
     await asyncio.get_running_loop().shutdown_default_executor()  # in which the clients looked for their server
-    assert set(threading.enumerate()) == threads
-    assert process.num_fds() == n_files
-    assert len(asyncio.all_tasks()) == n_tasks
+    assert set(threading.enumerate()) <= threads
+    assert process.num_fds() <= n_files
+    assert len(asyncio.all_tasks()) <= n_tasks
     assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
 
 

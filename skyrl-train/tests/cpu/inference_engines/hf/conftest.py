@@ -44,10 +44,10 @@ def forward_passes(tiny_model: PreTrainedModel) -> Iterator[list[int]]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Lets the event loop run until a condition holds, for ten seconds at most."""
+    """Lets the event loop run until a condition holds, for a minute at most."""
 
     async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.001)
 

@@ -17,13 +17,13 @@ NOBODY_WAITS = None
 CAPACITY = 3 * UNIT
 
 
-def sequence_of(length: int, place: int) -> CachedSequence:
+def sequence_of(length: int, place: int, n_cached: int = 0) -> CachedSequence:
     """In a region beside those of the places before."""
     generator = torch.Generator().manual_seed(length)
     token_ids = torch.randint(3, 61, (length,), generator=generator).tolist()
     request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
     sequence = CachedSequence(request, NOBODY_WAITS, 0, CAPACITY, token_ids)
-    sequence.region = Region(place * CAPACITY, CAPACITY, token_ids, session_id=None)
+    sequence.region = Region(place * CAPACITY, CAPACITY, token_ids, session_id=None, n_cached=n_cached)
     return sequence
 
 
@@ -56,6 +56,30 @@ def test_lengths_of_others_change_no_bit_of_a_sequence_that_is_alone(
                 torch.testing.assert_close(states[place], expected[place])
                 if other == length:
                     torch.testing.assert_close(states[place], apart[0], rtol=0, atol=0)
+
+
+@torch.inference_mode()
+def test_a_first_chunk_beside_a_later_one_of_the_same_size(tiny_model: PreTrainedModel) -> None:
+    memory, separate = KVMemory(2 * CAPACITY), KVMemory(2 * CAPACITY)
+    later = sequence_of(20, 1)
+    for pool in (memory, separate):
+        hidden_states(tiny_model, pool, [Row(later, 12)])
+    rows = [Row(sequence_of(8, 0), 8), Row(sequence_of(20, 1, n_cached=12), 8)]
+    together = hidden_states(tiny_model, memory, rows)
+    expected = torch.cat([hidden_states(tiny_model, separate, [row]) for row in rows])
+    torch.testing.assert_close(together, expected)
+
+
+@torch.inference_mode()
+def test_a_smaller_region_beside_a_larger_one_at_the_end_of_memory(tiny_model: PreTrainedModel) -> None:
+    memory = KVMemory(CAPACITY + UNIT)
+    large, small = sequence_of(150, 0), sequence_of(40, 1)
+    small.region.capacity = UNIT
+    expected = [hidden_states(tiny_model, memory, [Row(one, len(one.token_ids))])[-1] for one in (large, small)]
+    for sequence in (large, small):
+        sequence.region.n_cached = len(sequence.token_ids) - 1
+    together = hidden_states(tiny_model, memory, [Row(large, 1), Row(small, 1)])
+    torch.testing.assert_close(together, torch.stack(expected))
 
 
 def test_padded_lengths() -> None:

@@ -57,7 +57,7 @@ def gate(tiny_model: PreTrainedModel) -> Iterator[threading.Event]:
     """Forward passes wait while it is not set, which it is at first."""
     opened = threading.Event()
     opened.set()
-    hook = tiny_model.base_model.register_forward_pre_hook(lambda *_: opened.wait(10) and None)
+    hook = tiny_model.base_model.register_forward_pre_hook(lambda *_: opened.wait(60) and None)
     yield opened
     opened.set()
     hook.remove()
@@ -185,12 +185,15 @@ async def test_a_failing_pass_fails_every_caller_and_the_engine_recovers(
 # -- cancellation, synchronising, closing
 
 
-async def in_a_step(engine: HFEngine, gate: threading.Event, n_new: int = 400) -> asyncio.Task[list[EngineResult]]:
-    """A call whose first step does not end before `gate` is set."""
+async def in_a_step(
+    engine: HFEngine, gate: threading.Event, asked: EngineRequest | None = None
+) -> asyncio.Task[list[EngineResult]]:
+    """Start a call whose first step does not end before `gate` is set."""
     gate.clear()
-    call = asyncio.create_task(engine.generate([request(10, n_new)]))
-    await asyncio.sleep(0.01)
-    assert not engine._between_steps.is_set()
+    call = asyncio.create_task(engine.generate([asked or request(10, 400)]))
+    async with asyncio.timeout(60):
+        while engine._between_steps.is_set():
+            await asyncio.sleep(0.001)
     return call
 
 
@@ -218,7 +221,7 @@ async def test_synchronising_waits_for_the_last_step_of_a_cancelled_call_and_lat
 
 async def test_a_pause_that_is_cancelled_has_done_nothing(new_engine: NewEngine, gate: threading.Event) -> None:
     engine = new_engine()
-    call = await in_a_step(engine, gate, n_new=4)
+    call = await in_a_step(engine, gate, request(10, 4))
     pause = asyncio.create_task(engine.pause())
     await asyncio.sleep(0.01)
     await cancelled(pause)
@@ -254,7 +257,7 @@ async def test_a_close_that_is_cancelled_goes_on(new_engine: NewEngine, gate: th
         await call
     gate.set()
     await engine.close()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     assert not list(engine._held())
     with pytest.raises(EngineError, match="the engine is closed"):
         await engine.pause()
@@ -262,10 +265,7 @@ async def test_a_close_that_is_cancelled_goes_on(new_engine: NewEngine, gate: th
 
 async def test_a_session_that_ends_while_it_runs_keeps_nothing(new_engine: NewEngine, gate: threading.Event) -> None:
     engine = new_engine()
-    gate.clear()
-    call = asyncio.create_task(engine.generate([request(80, 400, session="game")]))
-    await asyncio.sleep(0.01)
-    await cancelled(call)
+    await cancelled(await in_a_step(engine, gate, request(80, 400, session="game")))
     await engine.end_session("game")
     gate.set()
     (result,) = await engine.generate([request(80, 1, session="other")])
@@ -282,7 +282,7 @@ async def test_an_engine_that_cannot_start_over_says_so(new_engine: NewEngine, m
     monkeypatch.setattr(engine._memory, "release", broken)
     for _ in range(2):
         with pytest.raises(EngineError, match="out of order"):
-            await asyncio.wait_for(engine.generate([request(10, 4)]), 5)
+            await asyncio.wait_for(engine.generate([request(10, 4)]), 60)
     monkeypatch.undo()
 
 

@@ -165,6 +165,50 @@ def test_an_idle_sequence_that_goes_on_keeps_its_place() -> None:
     assert not table.take_copies()
 
 
+def test_an_idle_sequence_that_holds_more_is_copied_and_stays_available() -> None:
+    table = RegionTable(SIZE)
+    long = placed(table, [1] * 70 + [2] * 30)
+    read(table, long)
+    table.give_back(long)
+    branch = placed(table, [1] * 70 + [3] * 10)
+    assert (branch is long, branch.n_cached) == (False, 70)
+    read(table, branch)
+    assert placed(table, [1] * 70 + [2] * 30 + [4]).n_cached == 100
+
+
+def test_a_prompt_is_copied_from_a_region_that_is_not_being_moved() -> None:
+    """A longer match that is itself being copied would have to be waited for."""
+    table = RegionTable(SIZE)
+    long = placed(table, [1] * 64 + [2] * 64)
+    read(table, long)
+    short = placed(table, [1] * 64 + [3] * 10)
+    read(table, short)
+    assert table.grow(long, 129, 256)
+    branch = placed(table, [1] * 64 + [4] * 5)
+    assert {(copy.source, copy.n_tokens) for copy in table.take_copies()} == {(0, 128), (short.start, 64)}
+    assert branch.n_cached == 64
+
+
+def test_nothing_is_copied_into_a_freed_region() -> None:
+    table = RegionTable(SIZE)
+    leader = placed(table, [1] * 100)
+    read(table, leader)
+    table.free(placed(table, [1] * 100))
+    assert table.take_copies() == []
+
+
+def test_an_ended_session_keeps_none_of_its_simultaneous_sequences() -> None:
+    table = RegionTable(SIZE)
+    prompts = [[name] * 70 for name in (1, 2)]
+    regions = [placed(table, prompt, session="game") for prompt in prompts]
+    for region in regions:
+        read(table, region)
+    for region in regions:
+        table.give_back(region)
+    table.end_session("game")
+    assert [placed(table, prompt).n_cached for prompt in prompts] == [0, 0]
+
+
 def test_short_prefixes_are_not_looked_for() -> None:
     table = RegionTable(SIZE)
     first = placed(table, [1] * 30)
