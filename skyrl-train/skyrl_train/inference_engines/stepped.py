@@ -77,7 +77,8 @@ class SteppedEngine(ABC, Generic[S]):
                 yield chunk
             call.done.result()
         finally:
-            call.done.cancel()
+            if not call.done.cancel() and not call.done.cancelled():
+                call.done.exception()  # a consumer that left before the error has no use for it
 
     def _submit(self, requests: Sequence[EngineRequest], call: Call) -> None:
         self._check_ready()

@@ -5,6 +5,7 @@ Each sync connects anew, so an engine that was replaced in the meantime needs no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -88,14 +89,33 @@ def chunked(specs: list[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec
     return tuple(tuple(chunk) for chunk in chunks)
 
 
+def call_off(plan: SyncPlan) -> None:
+    """Release the ends that wait for a receiver that has failed before it connected."""
+    _store(plan, is_master=False, timeout_s=10).set("failed", "1")
+
+
 def _connect(plan: SyncPlan) -> dist.ProcessGroupGloo:
-    host, _, port = plan.address.rpartition(":")
-    timeout = timedelta(seconds=plan.timeout_s)
     try:
-        store = dist.TCPStore(host, int(port), is_master=plan.rank == 0, timeout=timeout, wait_for_workers=False)
+        store = _store(plan, is_master=plan.rank == 0, timeout_s=plan.timeout_s)
+        store.set(f"ready/{plan.rank}", "1")
+        everybody = [f"ready/{rank}" for rank in range(plan.n_receivers + 1)]
+        deadline = time.monotonic() + plan.timeout_s
+        while not store.check(everybody):
+            if store.check(["failed"]):
+                raise SyncError(f"weight sync {plan.version} was called off: another end of it has failed")
+            if time.monotonic() > deadline:
+                raise SyncError(f"weight sync {plan.version}: not every end connected in {plan.timeout_s:g} s")
+            time.sleep(0.005)
+        timeout = timedelta(seconds=plan.timeout_s)
         return dist.ProcessGroupGloo(store, plan.rank, plan.n_receivers + 1, timeout)
     except (RuntimeError, dist.DistError) as error:
         raise SyncError(f"weight sync {plan.version} could not connect at {plan.address}: {error}") from error
+
+
+def _store(plan: SyncPlan, *, is_master: bool, timeout_s: float) -> dist.TCPStore:
+    host, _, port = plan.address.rpartition(":")
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, int(port), is_master=is_master, timeout=timeout, wait_for_workers=False)
 
 
 def _broadcast(group: dist.ProcessGroupGloo, buffer: torch.Tensor, plan: SyncPlan) -> None:

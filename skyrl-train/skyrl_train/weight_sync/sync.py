@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch.distributed as dist
+
 from skyrl_train.errors import SyncError
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport
-from skyrl_train.weight_sync.broadcast import chunked
+from skyrl_train.weight_sync.broadcast import call_off, chunked
 from skyrl_train.weight_sync.shared import release
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -86,7 +91,8 @@ class WeightSync:
                     send_task = tasks.create_task(self._source.send_weights(plan))
                     receive_tasks = [tasks.create_task(sink.receive_weights(sink_plan)) for sink, sink_plan in pairs]
             except ExceptionGroup as errors:
-                first_error = errors.exceptions[0]  # it cancelled the other tasks
+                first_error = errors.exceptions[0]  # it cancelled the other tasks, whose processes still wait
+                await asyncio.to_thread(_call_off, plan)
                 raise first_error from first_error.__cause__
             sent, received = send_task.result(), [task.result() for task in receive_tasks]
         for index, receipt in enumerate(received):
@@ -100,6 +106,13 @@ class WeightSync:
         n_receivers = sum(sink.n_weight_copies for sink in self._sinks)
         address = f"{self._host}:{free_port(self._host)}"
         return SyncPlan(version, "broadcast", address, chunks, n_receivers, timeout_s=self._timeout_s)
+
+
+def _call_off(plan: SyncPlan) -> None:
+    try:
+        call_off(plan)
+    except (RuntimeError, dist.DistError) as error:
+        logger.warning("Weight sync %d could not be called off: %s", plan.version, error)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

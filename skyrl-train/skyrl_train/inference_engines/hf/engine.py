@@ -122,9 +122,19 @@ class HFEngine(SteppedEngine[CachedSequence]):
     def _load(self, plan: SyncPlan) -> Receipt:
         own = dict(self._model.named_parameters())
         link = receiver(plan)
+        received = set()
         for name, tensor in link.receive(plan):
+            if name not in own or own[name].shape != tensor.shape:
+                there = tuple(own[name].shape) if name in own else "none"
+                raise EngineError(
+                    f"the policy sends {name} of shape {tuple(tensor.shape)} and the engine's model has {there}; load "
+                    "the engine from the policy's folder"
+                )
+            received.add(name)
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+        if missing := sorted(own.keys() - received):
+            raise EngineError(f"the policy has no {missing[0]} ({len(missing)} tensors in all) for the engine's model")
         return link.receipt
 
     async def _release_memory(self) -> None:
