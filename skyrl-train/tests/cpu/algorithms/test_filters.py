@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trajectories import make_trajectory
+from trajectories import make_segment, make_trajectory
 
 from skyrl_train.algorithms.filters import (
     informative_groups,
@@ -15,7 +15,7 @@ from skyrl_train.algorithms.filters import (
     soft_overlong_punishment,
     zero_reward_on_non_stop,
 )
-from skyrl_train.types import Segment, Trajectory, Turn
+from skyrl_train.types import Trajectory, Turn
 
 
 def test_groups_of_unequal_rewards_and_groups_of_one_are_informative() -> None:
@@ -54,23 +54,23 @@ def test_truncated_trajectories_are_left_out_of_the_loss_and_keep_their_rewards(
 
 def rewritten(**fields: Any) -> Trajectory:
     """A trajectory whose history was rewritten once, so that it has an earlier row."""
-    earlier = Segment([1, 2], [3, 4, 5], [1, 0, 1], [-0.5] * 3, [0.0, 0.0, 0.75])
+    earlier = make_segment([0.0, 0.0, 0.75], loss_mask=[1, 0, 1])
     return make_trajectory("rewritten", [0.0, 1.0], earlier=(earlier,), **fields)
 
 
 def test_earlier_rows_of_truncated_trajectories_are_left_out_too() -> None:
     (left_out,) = leave_out_truncated([rewritten(stop_reason="length")])
     assert left_out.loss_mask == [0, 0]
-    assert [row.loss_mask for row in left_out.earlier] == [[0, 0, 0]]
-    assert [row.rewards for row in left_out.earlier] == [[0.0, 0.0, 0.75]]
+    assert [row.loss_mask for row in left_out.segments[:-1]] == [[0, 0, 0]]
+    assert [row.rewards for row in left_out.segments[:-1]] == [[0.0, 0.0, 0.75]]
     assert leave_out_truncated([rewritten()]) == [rewritten()]
 
 
 def test_earlier_rows_of_what_did_not_end_by_itself_have_no_rewards() -> None:
     (zeroed,) = zero_reward_on_non_stop([rewritten(stop_reason="max_turns")])
     assert zeroed.total_reward == 0
-    assert [row.rewards for row in zeroed.earlier] == [[0.0, 0.0, 0.0]]
-    assert [row.loss_mask for row in zeroed.earlier] == [[1, 0, 1]]
+    assert [row.rewards for row in zeroed.segments[:-1]] == [[0.0, 0.0, 0.0]]
+    assert [row.loss_mask for row in zeroed.segments[:-1]] == [[1, 0, 1]]
     assert zero_reward_on_non_stop([rewritten()]) == [rewritten()]
 
 
