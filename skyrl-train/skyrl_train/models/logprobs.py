@@ -100,16 +100,18 @@ def chosen_logprobs(
 def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Return float32 logits (..., V), with the scaling that some architectures apply after the head.
 
-    They are computed in float32, also under bf16 autocast and from bf16 weights: rounding a logit of 10 to bf16 moves
-    it by up to 0.03 nats, which is more than an update does.
+    They are computed in float32, also under bf16 autocast and from bf16 weights, unless the head is no plain linear
+    layer: rounding a logit of 10 to bf16 moves it by up to 0.03 nats, which is more than an update does.
     """
     head = model.get_output_embeddings()
+    dtype = next(head.parameters()).dtype
+    has_hooks = bool(head._forward_hooks or head._forward_pre_hooks)  # as of an adapter
     with torch.autocast(hidden.device.type, enabled=False):
-        if type(head) is torch.nn.Linear:
+        if type(head) is torch.nn.Linear and dtype != torch.float32 and not has_hooks:
             bias = None if head.bias is None else head.bias.float()
             logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
         else:
-            logits = head(hidden.to(next(head.parameters()).dtype)).float()
+            logits = head(hidden.to(dtype)).float()
     return scaled_logits(model, logits)
 
 

@@ -12,7 +12,8 @@ import pytest
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.callbacks import StepReport, is_due
-from skyrl_train.entrypoints.main_base import main
+from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
+from skyrl_train.trainer import Step, Trainer
 from skyrl_train.workers.worker import Worker
 
 
@@ -143,3 +144,43 @@ def test_a_trajectory_whose_group_failed_is_left_out(
     step = train(inline, "generator.n_rollout_retries=0")[-1]
     assert step["generate/n_invalid"] == step["generate/n_invalid/env_error"] == 4
     assert step["generate/n_left_alone"] == 1
+
+
+class Overlapping(Trainer):
+    """Plays the rollouts of both steps before it updates, as an asynchronous trainer does."""
+
+    async def train(self) -> None:
+        await self.start()
+        steps = [Step(1), Step(2)]
+        with steps[0].timer("step"), steps[1].timer("step"):
+            rollouts = [await self.rollout(step) for step in steps]
+            batches = [self.build_batch(step, played) for step, played in zip(steps, rollouts, strict=True)]
+            batches = [await self.score(step, batch) for step, batch in zip(steps, batches, strict=True)]
+            batches = [
+                self.advantages(step, batch) for step, batch in zip(reversed(steps), reversed(batches), strict=True)
+            ]
+            for step, batch in zip(steps, reversed(batches), strict=True):
+                await self.update(step, batch)
+        for step in steps:
+            await self.finish_step(step)
+
+
+def test_steps_that_overlap_report_their_own_metrics_and_trajectories(catch_run: list[str], tmp_path: Path) -> None:
+    class Experiment(BasePPOExp):
+        trainer_class = Overlapping
+
+    overrides = ["trainer.dump_trajectories=true", "trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
+    Experiment(parse_cli([*catch_run, *overrides])).run()
+    folder = tmp_path / "skyrl/test_run"
+    rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    draws = []
+    for step in (1, 2):
+        lines = (folder / f"trajectories/global_step_{step}.jsonl").read_text().splitlines()
+        played = [json.loads(line) for line in lines]
+        rewards = [t["total_reward"] for t in played]
+        assert rows[step]["reward/avg_raw_reward"] == pytest.approx(sum(rewards) / len(rewards))
+        assert rows[step]["loss/avg_final_rewards"] == pytest.approx(sum(rewards) / len(rewards))
+        assert rows[step]["policy/skipped_updates"] == 0
+        draws.append({t["uid"].partition("_")[0] for t in played})
+    assert rows[1]["reward/avg_raw_reward"] != rows[2]["reward/avg_raw_reward"]
+    assert not draws[0] & draws[1]

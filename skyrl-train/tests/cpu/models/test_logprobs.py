@@ -166,3 +166,25 @@ def test_entropies_have_a_gradient_only_when_asked_to(
 ) -> None:
     assert not response_logprobs(tiny_model, *batch, 1.0)[1].requires_grad
     assert response_logprobs(tiny_model, *batch, 1.0, entropy_grad=True)[1].requires_grad
+
+
+def test_logits_are_computed_in_float32_whatever_computes_before_them(tiny_model: PreTrainedModel) -> None:
+    hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    expected = hidden @ tiny_model.lm_head.weight.detach().T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = lm_head_logits(tiny_model, hidden)
+        assert tiny_model.lm_head(hidden).dtype == torch.bfloat16, "the head by itself would round"
+    assert under_autocast.dtype == torch.float32
+    torch.testing.assert_close(under_autocast, expected)
+    half = copy.deepcopy(tiny_model).to(torch.bfloat16)
+    exact = hidden.bfloat16().double() @ half.lm_head.weight.detach().double().T
+    torch.testing.assert_close(lm_head_logits(half, hidden.bfloat16()).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_on_the_head_is_part_of_the_logits(tiny_model: PreTrainedModel) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = copy.deepcopy(tiny_model).to(dtype)
+        hidden = torch.ones(2, 64, dtype=dtype)
+        plain = lm_head_logits(model, hidden)
+        model.lm_head.register_forward_hook(lambda module, inputs, output: output + 1)
+        assert lm_head_logits(model, hidden)[0, 0] > plain[0, 0] + 0.5
