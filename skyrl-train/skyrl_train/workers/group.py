@@ -124,7 +124,7 @@ class WorkerGroup:
             if len(calls) == 1:
                 return [await calls[0]]
             try:
-                results = await asyncio.gather(*calls)
+                results = await asyncio.gather(*calls)  # the first failure: other ranks may wait for that one
             except Exception as error:
                 self._broken_by = error
                 raise

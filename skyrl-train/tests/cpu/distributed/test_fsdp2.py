@@ -26,7 +26,7 @@ from skyrl_train.algorithms.objectives import Objective, ValueObjective
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, WorkerError
 from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.models.loading import load_model
@@ -263,3 +263,20 @@ async def test_weights_that_are_not_finite_on_any_rank_are_not_saved(
     await WeightSync(diverged, [group], "broadcast", timeout_s=60)(1)
     with pytest.raises(CheckpointError, match="weights of the policy are NaN or infinite"):
         await group.save(tmp_path / "policy")
+
+
+async def test_a_rank_that_is_killed_fails_the_call_by_name_and_breaks_the_group(tiny_model_path: Path) -> None:
+    started = start_ranks(2)
+    try:
+        cfg = config().trainer
+        group = await group_on(started, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+        batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
+        started[1]._process.kill()
+        with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) ended with exit status -9 during score"):
+            await group.score(batch)
+        with pytest.raises(WorkerError, match="the policy cannot go on after .*rank 1"):
+            await group.score(batch)
+    finally:
+        for rank in started:
+            await rank.close()
+    assert not any(rank._process.is_alive() for rank in started)
