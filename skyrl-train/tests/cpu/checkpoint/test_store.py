@@ -192,7 +192,7 @@ def test_a_short_disk_never_loses_the_one_to_resume_from(
 
 def test_nothing_is_removed_while_the_pointer_names_a_missing_checkpoint(store: CheckpointStore, disk: Disk) -> None:
     """The user is to choose one of those that are left."""
-    save(store, 10, 20, 30)
+    save_all(store, 10, 20, 30)
     (store.path / POINTER).write_text("25")
     disk.capacity = 3 * SIZE + SPARE_BYTES
     with pytest.raises(CheckpointError, match=f"has {SPARE_BYTES:,} bytes free"):
@@ -202,7 +202,7 @@ def test_nothing_is_removed_while_the_pointer_names_a_missing_checkpoint(store: 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.save(26, crash, expected_bytes=SIZE)
+        save(store, 26, crash, expected_bytes=SIZE)
     assert store.steps() == [10, 20, 30]
 
 
