@@ -101,12 +101,6 @@ def _rewards_suit_the_estimator(cfg: SkyRLConfig, functions: Functions) -> Itera
             f"{estimator} compares the samples of one prompt, and generator.n_samples_per_prompt=1 leaves nothing to "
             "compare; try generator.n_samples_per_prompt=5, or trainer.algorithm.advantage_estimator=reinforce++"
         )
-    if cfg.generator.step_wise_trajectories and traits.per_token:
-        yield (
-            f"generator.step_wise_trajectories=true gives all rows of a trajectory one advantage, and those of "
-            f"{estimator} differ from token to token; try grpo, or leave step_wise_trajectories out: by default, too, "
-            "a trajectory's turns are learned from together"
-        )
     for key, value, off in group_filters(cfg):
         if traits.compares == "nothing":
             yield (

@@ -70,12 +70,6 @@ def kl_in_reward_is_possible(cfg: SkyRLConfig) -> Iterator[str]:
             "trainer.algorithm.use_kl_loss=true and trainer.algorithm.use_kl_in_reward=true would count the KL "
             "divergence twice; set one of them to false"
         )
-    if cfg.generator.step_wise_trajectories:
-        yield (
-            "generator.step_wise_trajectories=true takes the rewards of a trajectory's last row, and "
-            "trainer.algorithm.use_kl_in_reward=true puts penalties on all of them; set "
-            "trainer.algorithm.use_kl_in_reward=false trainer.algorithm.use_kl_loss=true"
-        )
     estimator = algorithm.kl_estimator_type
     if estimator.endswith("+"):
         yield (

@@ -110,7 +110,7 @@ class GeneratorConfig(Section):
     """Ask the engine asynchronously. Engines always are asynchronous, so false needs no `batched=true`."""
 
     batched: bool = False
-    """true: all trajectories of a batch play their turns in lock-step; false, and where environments have processes of
+    """true: all trajectories of a batch play their turns together; false, and where environments have processes of
     their own: each at its own pace."""
 
     n_samples_per_prompt: Count = 5
@@ -142,11 +142,11 @@ class GeneratorConfig(Section):
     """Handed to the chat template, e.g. `chat_template_kwargs.enable_thinking=false`."""
 
     step_wise_trajectories: bool = False
-    """Learn from each turn on its own, with the history that the template renders before it. All turns get the
-    trajectory's advantage, so that a long trajectory weighs more."""
+    """Each turn is a row of its own, with the history that the template renders before it. Advantages and the loss
+    treat the rows of a trajectory as one."""
 
     merge_stepwise_output: bool = False
-    """With `step_wise_trajectories`, a turn whose prompt begins with all tokens so far is no row of its own."""
+    """With `step_wise_trajectories`, a turn whose prompt begins with all tokens so far extends the row before it."""
 
     inject_context_status: bool = False
     """Tell the model, at the end of each observation, how much of its context and of its turns it has used."""

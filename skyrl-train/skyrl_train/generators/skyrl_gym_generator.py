@@ -59,7 +59,7 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
 class SkyRLGymGenerator(GeneratorInterface):
     """Plays `skyrl_gym` environments with an inference engine.
 
-    With `generator.batched` all rollouts of a call take their turns in lock-step; otherwise, and where environments
+    With `generator.batched` all rollouts of a call take their turns together; otherwise, and where environments
     have processes of their own, each goes at its own pace and the engine batches whatever is waiting. The rollouts
     themselves are the same.
 

@@ -381,6 +381,66 @@ def test_every_turn_is_learned_from_with_the_advantage_of_its_trajectory(
     assert rows[-1]["generate/avg_turns"] == 2
 
 
+def test_advantages_of_tokens_count_the_rewards_of_later_rows(
+    train: Callable[..., Metrics], batches: list[TrainingBatch], tiny_model_path: Path
+) -> None:
+    rows = train(
+        "steps",
+        "generator.step_wise_trajectories=true",
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.algorithm.gamma=1",
+        "trainer.algorithm.lambd=1",
+        f"trainer.critic.model.path='{tiny_model_path}'",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.algorithm.use_kl_in_reward=true",
+        "trainer.algorithm.kl_loss_coef=0.5",
+        "trainer.max_training_steps=2",
+    )
+    batch = batches[1]  # the policy has moved away from the reference
+    assert batch.is_last_row.tolist() == [False, True] * 16
+    assert batch.rewards is not None
+    assert batch.returns is not None
+    totals = batch.rewards.sum(dim=1).view(16, 2).sum(dim=1)  # of each trajectory, less the KL penalty
+    torch.testing.assert_close(batch.returns[::2, 0], totals)
+    last = rows[-1]
+    assert last["loss/avg_kl_max"] > 0
+    assert last["loss/avg_final_rewards"] == pytest.approx(totals.mean().item(), abs=1e-5)
+    assert last["critic/grad_norm"] > 0
+    assert last["policy/grad_norm"] > 0
+
+
+@pytest.fixture
+def _half_a_reward_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trajectory has a total reward of 1.0."""
+    step = LettersEnv.step
+
+    def rewarded(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
+        return {**step(self, action), "reward": 0.5, "metadata": {}}
+
+    monkeypatch.setattr(LettersEnv, "step", rewarded)
+
+
+@pytest.mark.usefixtures("_half_a_reward_each_turn")
+def test_rewards_and_filters_count_trajectories_of_several_rows_once(
+    train: Callable[..., Metrics], batches: list[TrainingBatch]
+) -> None:
+    rows = train(
+        "steps",
+        "generator.step_wise_trajectories=true",
+        "trainer.algorithm.zero_variance_filter=true",
+        "trainer.train_batch_size=1",
+        "trainer.policy_mini_batch_size=1",
+        "trainer.critic_mini_batch_size=1",
+        "trainer.max_training_steps=1",
+    )
+    (batch,) = batches
+    assert len(batch) == 8
+    assert not batch.loss_mask.any()
+    assert rows[-1]["reward/num_zero_variance_filtered"] == 4
+    assert rows[-1]["loss/avg_final_rewards"] == 1.0
+    assert "policy/grad_norm" not in rows[-1], "nothing is left to learn from"
+
+
 def test_a_template_of_ones_own_trains_without_log_probs_of_the_engine(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:

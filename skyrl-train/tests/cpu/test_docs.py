@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -18,8 +19,10 @@ from skyrl_gym.checkup import Checkup
 from skyrl_gym.envs import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from skyrl_gym.envs.registration import EnvSpec
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
+from skyrl_train.callbacks import StepReport
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.entrypoints.main_base import main
+from skyrl_train.entrypoints.main_base import main, parse_cli
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS
 
 ROOT = Path(__file__).parents[3]
@@ -83,6 +86,31 @@ def test_an_estimator_and_a_loss_of_ones_own_train(
     assert last["step"] == 1
     assert abs(last[metric]) <= 1
     assert 0 < last["reward/component/brevity"] <= 1
+
+
+class AskedToStop:
+    """A run that records why it was asked to stop."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def request_stop(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.mark.parametrize(("score", "reasons"), [(0.96, ["the validation set is solved"]), (0.5, [])])
+def test_the_callback_of_the_page_stops_a_solved_run(score: float, reasons: list[str], catch_run: list[str]) -> None:
+    names: dict[str, Any] = {}
+    codes = re.findall(r"```python\n(.*?)```", EXTENDING.read_text(encoding="utf-8"), re.DOTALL)
+    exec(next(code for code in codes if "class StopWhenSolved" in code), names)
+    experiment = names["Experiment"](parse_cli(catch_run))
+    with experiment.get_tracker() as tracker:
+        callbacks = experiment.get_callbacks(experiment.get_eval_dataset(), GeneratorInterface(), tracker)
+    kinds = [type(callback).__name__ for callback in callbacks]
+    assert kinds[1:3] == ["Evaluation", "StopWhenSolved"]
+    run = AskedToStop()
+    asyncio.run(callbacks[2].on_step_end(run, StepReport(1, False, {"eval/all/avg_score": score})))
+    assert run.reasons == reasons
 
 
 def environments_page(name: str) -> Any:

@@ -19,8 +19,9 @@ from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_rejection_mask,
 )
 
-from skyrl_train.algorithms.off_policy import correction_weights, rollout_gap_metrics
+from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weights
 from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
+from skyrl_train.types import MetricSums
 
 LOW, HIGH = 0.6, 1.5
 
@@ -87,7 +88,9 @@ def test_outlier_tokens(batch: Batch) -> None:
 @given(batch=batches())
 def test_metrics(batch: Batch) -> None:
     """The threshold of verl's weights is out of reach, so that its statistics are of all of them."""
-    gap = rollout_gap_metrics(batch.log_probs, batch.old_log_probs, batch.mask)
+    sums = MetricSums()
+    add_rollout_gap(sums, batch.log_probs, batch.old_log_probs, batch.mask)
+    gap = sums.metrics().numbers()
     theirs = compute_offpolicy_metrics(batch.log_probs, batch.old_log_probs, batch.mask)
     assert gap["rollout_train_kl"] == pytest.approx(theirs["k3_kl"], rel=NEAR, abs=NEAR)
     log_ratio = batch.log_probs - batch.old_log_probs

@@ -26,7 +26,6 @@ GAE = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=t
 ONE_SAMPLE = "generator.n_samples_per_prompt=1"
 CRITIC = "trainer.critic.model.path=tiny"
 SEQUENCE_MEAN = f"{ALGORITHM}.loss_reduction=sequence_mean"
-STEP_WISE = "generator.step_wise_trajectories=true"
 ESTIMATORS = {name: ADVANTAGE_ESTIMATORS.traits(name) for name in ADVANTAGE_ESTIMATORS.list_available()}
 LOSSES = {name: POLICY_LOSSES.traits(name) for name in POLICY_LOSSES.list_available()}
 CRITIC_OF = {"gae": CRITIC, "gae_per_turn": CRITIC}
@@ -71,13 +70,6 @@ PROBLEMS: list[Case] = [
         "trainer.algorithm.advantage_estimator=gae reads the values of a critic, and trainer.critic.model.path=null "
         "trains none; set trainer.critic.model.path=my/model, or trainer.algorithm.advantage_estimator=grpo",
         [[estimator("gae"), CRITIC], [estimator("gae_per_turn"), CRITIC], [estimator("reinforce++")]],
-    ),
-    (
-        [estimator("reinforce++"), "generator.step_wise_trajectories=true"],
-        "generator.step_wise_trajectories=true gives all rows of a trajectory one advantage, and those of "
-        "trainer.algorithm.advantage_estimator=reinforce++ differ from token to token; try grpo, or leave "
-        "step_wise_trajectories out: by default, too, a trajectory's turns are learned from together",
-        [[estimator("reinforce++")], [estimator("rloo"), "generator.step_wise_trajectories=true"]],
     ),
     (
         [estimator("rloo"), ONE_SAMPLE],
@@ -404,12 +396,10 @@ class TestYourOwnEstimator:
         register_mean_baseline()
         assert "=mine compares the samples of one prompt" in refusal([estimator("mine"), ONE_SAMPLE])
         load([estimator("mine")])
-        load([estimator("mine"), STEP_WISE])
         load([estimator("mine"), loss("gmpo"), SEQUENCE_MEAN])
 
-    def test_with_advantages_of_tokens_takes_no_rows_and_no_loss_of_trajectories(self) -> None:
+    def test_with_advantages_of_tokens_takes_no_loss_of_trajectories(self) -> None:
         register_discounted()
-        assert "=mine differ from token to token" in refusal([estimator("mine"), STEP_WISE])
         assert "=mine gives each token its own" in refusal([estimator("mine"), loss("gmpo")])
         load([estimator("mine"), ONE_SAMPLE])
 
@@ -417,7 +407,7 @@ class TestYourOwnEstimator:
         ("traits", "overrides", "sentence"),
         [
             ({"compares": "samples"}, [ONE_SAMPLE], "compares the samples of one prompt"),
-            ({"per_token": True}, [STEP_WISE], "differ from token to token"),
+            ({"per_token": True}, [loss("gmpo"), SEQUENCE_MEAN], "takes one advantage for each trajectory"),
             ({"compares": "nothing"}, [f"{ALGORITHM}.zero_variance_filter=true"], "compares no rewards"),
         ],
     )

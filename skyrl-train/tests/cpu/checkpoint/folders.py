@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyrl_train.checkpoint import CheckpointStore
 
-FILES = ("data.pt", "policy/model.pt")
+FILES = ("driver.pt", "policy/schedule.pt")
 N_BYTES = 1000  # of one file
 
 

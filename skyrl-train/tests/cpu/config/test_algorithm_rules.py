@@ -49,13 +49,6 @@ def loss(name: str) -> str:
 
 PROBLEMS: list[Case] = [
     (
-        [*KL_IN_REWARD, "generator.step_wise_trajectories=true"],
-        "generator.step_wise_trajectories=true takes the rewards of a trajectory's last row, and "
-        "trainer.algorithm.use_kl_in_reward=true puts penalties on all of them; set "
-        "trainer.algorithm.use_kl_in_reward=false trainer.algorithm.use_kl_loss=true",
-        [KL_IN_REWARD],
-    ),
-    (
         [estimator("on_policy_distillation"), "trainer.policy.model.path=my/model"],
         "trainer.algorithm.advantage_estimator=on_policy_distillation learns from trainer.ref.model.path=my/model, "
         "which is trainer.policy.model.path=my/model itself; set trainer.ref.model.path=<the teacher>",
