@@ -274,7 +274,7 @@ async def test_a_rank_that_is_killed_fails_the_call_by_name_and_breaks_the_group
         started[1]._process.kill()
         with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) ended with exit status -9 during score"):
             await group.score(batch)
-        with pytest.raises(WorkerError, match="the policy cannot go on after .*rank 1"):
+        with pytest.raises(WorkerError, match=r"the policy cannot go on after .*rank 1"):
             await group.score(batch)
     finally:
         for rank in started:
