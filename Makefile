@@ -97,6 +97,10 @@ test-vllm: .venv/.dev $(VLLM)/.ready ## run the vLLM engine on the CPU build of 
 	  $(VLLM)/bin/python -m pytest -q skyrl-train/tests/vllm $(ARGS)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/vllm_server $(ARGS)
 
+.PHONY: mutate
+mutate: .venv/.dev ## inject faults into the algorithms and count those that tests catch (ARGS='--only learner --max 20')
+	@OMP_NUM_THREADS=1 $(BIN)/python skyrl-train/tests/mutation/mutate.py $(ARGS)
+
 # --- for a change --------------------------------------------------------------------------------------------
 
 .PHONY: check

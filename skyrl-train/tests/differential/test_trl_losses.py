@@ -2,6 +2,9 @@
 
 The log-probs are computed on both sides, by our `response_logprobs` and by TRL, from the same weights and tokens. One
 advantage for all tokens of a row, as TRL has it. Every row has a token: TRL counts rows without one in its means.
+
+Our KL and entropy are means over trajectories, TRL's are reduced like the policy loss: with `token_mean` both agree
+where all rows have the same length.
 """
 
 from __future__ import annotations
@@ -18,15 +21,12 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 from trl_calls import MAX_LENGTH, ON_CPU, Inputs, gradient, random_inputs, scores_of, trainer_of_losses
 
-from skyrl_train.algorithms import policy_loss
-from skyrl_train.algorithms.entropy import top_entropy_mask
+from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.filters import soft_overlong_punishment
-from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
-from skyrl_train.algorithms.off_policy import sequence_mask
-from skyrl_train.algorithms.reduction import reduce_loss
+from skyrl_train.algorithms.objectives import PolicyObjective
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from skyrl_train.config.policy_loss import CispoConfig, GmpoConfig, SapoConfig, VespoConfig
-from skyrl_train.models.logprobs import TokenScores
+from skyrl_train.types import TokenScores, TrainingBatch
 
 SEEDS = range(6)
 OUR_CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.28, "use_kl_loss": False}
@@ -42,16 +42,26 @@ class Case:
     ours: dict[str, Any]
     theirs: dict[str, Any]
     drift: float = 0.3  # nats per token
+    has_equal_lengths: bool = False
     trainer: type[GRPOTrainer] = GRPOTrainer
     config: type[GRPOConfig] = field(default=GRPOConfig)
 
 
-def clipped(loss_type: str, reduction: LossReduction, ours: dict[str, Any], theirs: dict[str, Any]) -> Case:
-    """The clipped surrogate with something on top."""
-    return Case("regular", reduction, OUR_CLIP | ours, {"loss_type": loss_type, **CLIP, **theirs})
+def clipped(
+    loss_type: str,
+    reduction: LossReduction,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    has_equal_lengths: bool = False,
+) -> Case:
+    """The clipped surrogate with another term."""
+    theirs = {"loss_type": loss_type, **CLIP, **theirs}
+    return Case("regular", reduction, OUR_CLIP | ours, theirs, has_equal_lengths=has_equal_lengths)
 
 
 WITH_KL = {"use_kl_loss": True}
+UNBIASED_KL = {"use_kl_loss": True, "use_bias_correction_kl": True}
+BIASED_KL = {"beta": 0.3, "use_bias_correction_kl": False}
 SEQUENCE = {"importance_sampling_level": "sequence", **CLIP}
 CASES = {
     "grpo": clipped("grpo", "sequence_mean", {}, {}),
@@ -102,10 +112,13 @@ CASES = {
         trainer=GMPOTrainer,
         config=GMPOConfig,
     ),
-    "KL": clipped("dapo", "token_mean", WITH_KL, {"beta": 0.3, "use_bias_correction_kl": False}),
-    "KL of sequences": clipped("grpo", "sequence_mean", WITH_KL, {"beta": 0.3, "use_bias_correction_kl": False}),
-    "KL without bias": clipped("dapo", "token_mean", WITH_KL | {"use_bias_correction_kl": True}, {"beta": 0.3}),
-    "entropy bonus": clipped("dapo", "token_mean", {"use_entropy_loss": True}, {"entropy_coef": 0.3}),
+    "KL": clipped("dapo", "token_mean", WITH_KL, BIASED_KL, has_equal_lengths=True),
+    "KL of sequences": clipped("grpo", "sequence_mean", WITH_KL, BIASED_KL),
+    "KL without bias": clipped("dapo", "token_mean", UNBIASED_KL, {"beta": 0.3}, has_equal_lengths=True),
+    "KL of sequences without bias": clipped("grpo", "sequence_mean", UNBIASED_KL, {"beta": 0.3}),
+    "entropy bonus": clipped(
+        "dapo", "token_mean", {"use_entropy_loss": True}, {"entropy_coef": 0.3}, has_equal_lengths=True
+    ),
     "off-policy sequence mask": clipped(
         "dapo", "token_mean", {"off_policy_sequence_mask_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}
     ),
@@ -121,9 +134,10 @@ def test_losses(name: str, tiny_model_path: Path, tmp_path: Path) -> None:
         case.config(str(tmp_path), **ON_CPU, max_completion_length=MAX_LENGTH, **case.theirs),
         case.trainer,
     )
-    config = AlgorithmConfig(kl_loss_coef=0.3, entropy_loss_coef=0.3, loss_reduction=case.reduction, **case.ours)
+    settings = {"kl_loss_coef": 0.3, "entropy_loss_coef": 0.3, "loss_reduction": case.reduction, **case.ours}
+    config = AlgorithmConfig(policy_loss_type=case.loss, **settings)
     for seed in SEEDS:
-        assert_same_loss(trainer, config, case.loss, seed, case.drift)
+        assert_same_loss(trainer, config, seed, case.drift, case.has_equal_lengths)
 
 
 @pytest.mark.parametrize("quantile", [0.25, 0.5, 0.75])
@@ -138,15 +152,17 @@ def test_top_entropy_tokens(quantile: float, tiny_model_path: Path, tmp_path: Pa
     for seed in range(40):
         inputs = random_inputs(trainer.model, seed, drift=0.3, temperature=1.0)
         if inputs["completion_mask"].sum() % 4 == 0:
-            assert_same_loss(trainer, config, "regular", seed, drift=0.3)
+            assert_same_loss(trainer, config, seed, drift=0.3)
             n_compared += 1
     assert n_compared > 5
 
 
-def assert_same_loss(trainer: GRPOTrainer, config: AlgorithmConfig, loss: str, seed: int, drift: float) -> None:
+def assert_same_loss(
+    trainer: GRPOTrainer, config: AlgorithmConfig, seed: int, drift: float, has_equal_lengths: bool = False
+) -> None:
     temperature = trainer.args.temperature
-    inputs = random_inputs(trainer.model, seed, drift, temperature)
-    ours = our_loss(scores_of(trainer.model, inputs, temperature), inputs, config, loss)
+    inputs = random_inputs(trainer.model, seed, drift, temperature, MAX_LENGTH if has_equal_lengths else 1)
+    ours = our_loss(scores_of(trainer.model, inputs, temperature), inputs, config)
     our_gradient = gradient(ours, trainer.model)
     theirs = trainer.compute_loss(trainer.model, inputs)
     their_gradient = gradient(theirs, trainer.model)
@@ -154,28 +170,22 @@ def assert_same_loss(trainer: GRPOTrainer, config: AlgorithmConfig, loss: str, s
     assert (our_gradient - their_gradient).norm() <= FLOAT32 * our_gradient.norm()
 
 
-def our_loss(scores: TokenScores, inputs: Inputs, config: AlgorithmConfig, name: str) -> torch.Tensor:
-    """Policy loss, KL and entropy, as the worker adds them up."""
-    mask, old_log_probs = inputs["completion_mask"].float(), inputs["old_per_token_logps"]
-    advantages = inputs["advantages"][:, None].expand(mask.shape)
-    loss, _ = policy_loss(name)(scores.logprobs, old_log_probs, advantages, config, mask, None)
-    threshold = config.off_policy_sequence_mask_threshold
-    if threshold is not None:
-        loss = loss * sequence_mask(scores.logprobs, inputs["sampling_per_token_logps"], advantages, mask, threshold)
-    if config.top_entropy_quantile < 1:
-        loss = loss * top_entropy_mask(scores.entropy, mask, config.top_entropy_quantile)
-    total = reduce_loss(loss, mask, config.loss_reduction, config.max_seq_len)
-    if config.use_kl_loss:
-        reference = inputs["ref_per_token_logps"]
-        kl = (
-            importance_weighted_kl(scores.logprobs, reference, old_log_probs, mask, "k3")
-            if config.use_bias_correction_kl
-            else compute_approx_kl(scores.logprobs, reference, mask, "k3")
-        )
-        total = total + config.kl_loss_coef * reduce_loss(kl, mask, config.loss_reduction)
-    if config.use_entropy_loss:
-        total = total - config.entropy_loss_coef * reduce_loss(scores.entropy, mask, "token_mean")
-    return total
+def our_loss(scores: TokenScores, inputs: Inputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Return the loss of a mini-batch from `PolicyObjective`, which the workers minimise."""
+    mask = inputs["completion_mask"].float()
+    batch = TrainingBatch(
+        sequences=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        loss_mask=mask,
+        draws=torch.arange(len(mask)),
+        old_logprobs=inputs["old_per_token_logps"],
+        ref_logprobs=inputs["ref_per_token_logps"],
+        rollout_logprobs=inputs["sampling_per_token_logps"],
+        entropies=scores.entropy.detach(),
+        advantages=inputs["advantages"][:, None].expand(mask.shape),
+    )
+    objective = PolicyObjective(resolve_policy_loss(config), config)
+    return objective(scores, objective.weigh(batch))[0]
 
 
 def test_soft_overlong_punishment() -> None:

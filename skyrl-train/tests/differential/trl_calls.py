@@ -55,10 +55,11 @@ def trainer_of_losses(
     return trainer
 
 
-def random_inputs(model: PreTrainedModel, seed: int, drift: float, temperature: float) -> Inputs:
-    """What `compute_loss` is given, of random tokens and of policies that are `drift` nats per token apart.
+def random_inputs(model: PreTrainedModel, seed: int, drift: float, temperature: float, min_length: int = 1) -> Inputs:
+    """Return inputs of `compute_loss`: random tokens, and policies with a gap of `drift` nats per token.
 
-    Prompts are padded on the left, completions on the right; each of the 8 rows has a token.
+    Prompts are padded on the left, completions on the right; each of the 8 rows has at least `min_length`
+    tokens.
     """
     random = torch.Generator().manual_seed(seed)
     n_rows, n_prompt = 8, 3
@@ -68,7 +69,7 @@ def random_inputs(model: PreTrainedModel, seed: int, drift: float, temperature: 
         return torch.where(inputs["completion_mask"] > 0, log_probs + noise, 0.0)
 
     prompt_lengths = torch.randint(1, n_prompt + 1, (n_rows, 1), generator=random)
-    lengths = torch.randint(1, MAX_LENGTH + 1, (n_rows, 1), generator=random)
+    lengths = torch.randint(min_length, MAX_LENGTH + 1, (n_rows, 1), generator=random)
     prompt_mask = (torch.arange(n_prompt) >= n_prompt - prompt_lengths).long()
     completion_mask = (torch.arange(MAX_LENGTH) < lengths).long()
     n_tokens = model.config.vocab_size

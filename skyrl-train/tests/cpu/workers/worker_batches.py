@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.grpo_oracle import OracleTrajectory
+from workers.oracle import OracleRow, OracleTrajectory
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.contract import check_policy_loss
@@ -139,34 +139,41 @@ def random_trajectories(n_prompts: int, n_samples: int, n_tokens: int, seed: int
                 response += observation + turn
                 was_sampled += [False] * len(observation) + [True] * len(turn)
             reward = rng.choice([-1.0, 0.0, 0.5, 1.0])
-            trajectories.append(OracleTrajectory(f"p{prompt}", prompt_ids, response, was_sampled, reward))
+            rewards = [0.0] * (len(response) - 1) + [reward]
+            row = OracleRow(prompt_ids, response, was_sampled, rewards, logprobs=[0.0] * len(response))
+            trajectories.append(OracleTrajectory(f"p{prompt}", [row]))
     return trajectories
+
+
+def as_trajectories(trajectories: list[OracleTrajectory]) -> list[Trajectory]:
+    """Return rollouts as the generator reports them."""
+    draws = {uid: draw for draw, uid in enumerate(dict.fromkeys(t.prompt_uid for t in trajectories))}
+    return [
+        Trajectory(
+            id=TrajectoryID(t.prompt_uid, i, draw=draws[t.prompt_uid]),
+            env_class="test",
+            data_source="test",
+            segments=tuple(
+                Segment(
+                    token_ids=row.prompt_ids + row.response_ids,
+                    n_prompt=len(row.prompt_ids),
+                    loss_mask=[int(sampled) for sampled in row.was_sampled],
+                    rewards=row.rewards,
+                    logprobs=row.logprobs,
+                )
+                for row in t.rows
+            ),
+            stop_reason="stop",
+            greedy_reward=t.greedy_reward,
+            reward_components=t.components,
+        )
+        for i, t in enumerate(trajectories)
+    ]
 
 
 def as_batch(trajectories: list[OracleTrajectory], cfg: SkyRLConfig) -> TrainingBatch:
     """The trainer's own way from rollouts to a batch with advantages."""
-    draws = {uid: draw for draw, uid in enumerate(dict.fromkeys(t.prompt_uid for t in trajectories))}
-    batch = build_training_batch(
-        [
-            Trajectory(
-                id=TrajectoryID(t.prompt_uid, i, draw=draws[t.prompt_uid]),
-                env_class="test",
-                data_source="test",
-                segments=(
-                    Segment(
-                        token_ids=t.prompt_ids + t.response_ids,
-                        n_prompt=len(t.prompt_ids),
-                        loss_mask=[int(sampled) for sampled in t.was_sampled],
-                        rewards=[0.0] * (len(t.response_ids) - 1) + [t.reward],
-                        logprobs=[0.0] * len(t.response_ids),
-                    ),
-                ),
-                stop_reason="stop",
-            )
-            for i, t in enumerate(trajectories)
-        ],
-        pad_token_id=0,
-    )
+    batch = build_training_batch(as_trajectories(trajectories), pad_token_id=0)
     batch.advantages, batch.returns = advantage_estimator("grpo")(
         token_level_rewards=batch.rewards,
         response_mask=batch.loss_mask,

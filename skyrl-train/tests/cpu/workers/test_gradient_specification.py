@@ -1,0 +1,375 @@
+"""The trainer's path from rollouts to a gradient against the specification in `oracle.py`.
+
+Models are in float64; log-probs and losses are in float32, so gradients agree up to 1e-5 of the largest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import combinations
+from typing import Any, get_args
+
+import pytest
+import torch
+from small_models import SMALL
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel, Qwen3Config
+from workers.oracle import (
+    OracleRow,
+    OracleTrajectory,
+    Scored,
+    Settings,
+    Update,
+    gradient,
+    score_row,
+    update,
+    value_row,
+)
+from workers.worker_batches import TEMPERATURE, Lone, as_trajectories, complete, config, perturbed, policy_objective
+
+from skyrl_train.algorithms import advantage_estimator
+from skyrl_train.algorithms.objectives import ValueObjective
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.algorithm import KLEstimator, LossReduction
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.learner import Learner
+from skyrl_train.types import Metrics, TrainingBatch
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.ranks import LocalRank
+
+EXACT = 1e-5
+REDUCTIONS = get_args(LossReduction)
+FLOAT_METRICS = {"rel": 1e-4, "abs": 1e-5}
+
+
+def random_rollouts(several_rows: bool, seed: int = 0) -> list[OracleTrajectory]:
+    """Return four prompts of up to four rollouts with one to three turns, each in a row of its own or all in one.
+
+    The first prompt has a trajectory that is left out of the loss, and a row of another one; the rewards of the second
+    prompt are equal; the third has one rollout.
+    """
+    rng = random.Random(seed)
+
+    def ids(low: int, high: int) -> list[int]:
+        return [rng.randrange(3, SMALL["vocab_size"]) for _ in range(rng.randint(low, high))]
+
+    rollouts = []
+    for prompt, n_samples in enumerate((4, 2, 1, 3)):
+        prompt_ids = ids(2, 6)
+        for sample in range(n_samples):
+            rows: list[OracleRow] = []
+            for turn in range(rng.randint(1, 3)):
+                reply, observation = ids(1, 4), ids(1, 4)
+                rewards = [rng.choice([-0.5, 0.0, 0.5]) for _ in reply]
+                rewards[-1] += rng.choice([-1.0, 0.0, 1.0])
+                sampled = [not (prompt == 0 and (sample == 0 or (sample, turn) == (1, 0)))] * len(reply)
+                if prompt == 1:
+                    rewards = [0.0] * len(reply)
+                if rows and not several_rows:
+                    last = rows.pop()
+                    gap = len(observation)
+                    rows.append(
+                        OracleRow(
+                            prompt_ids,
+                            last.response_ids + observation + reply,
+                            last.was_sampled + [False] * gap + sampled,
+                            last.rewards + [0.0] * gap + rewards,
+                        )
+                    )
+                else:
+                    rows.append(OracleRow(prompt_ids + (observation if rows else []), reply, sampled, rewards))
+            components = {"answer": rng.choice([0.0, 1.0]), "format": rng.choice([0.0, 0.25, 0.5])}
+            rollouts.append(OracleTrajectory(f"p{prompt}", rows, rng.choice([-0.5, 0.25]), components))
+    return rollouts
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy now, at the start of the update and in the engine; the reference; the critic now and at the start."""
+
+    policy: PreTrainedModel
+    old: PreTrainedModel
+    engine: PreTrainedModel
+    ref: PreTrainedModel
+    critic: PreTrainedModel
+    old_critic: PreTrainedModel
+
+
+@cache
+def models() -> Models:
+    """Return tiny Qwen3 models in float64 that are a few updates apart."""
+    cfg = Qwen3Config(**SMALL, tie_word_embeddings=True, num_labels=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        policy = AutoModelForCausalLM.from_config(cfg).double().eval()
+        critic = AutoModelForTokenClassification.from_config(cfg).double().eval()
+    old, engine, ref = (perturbed(policy, 0.01, seed) for seed in (1, 2, 3))
+    return Models(policy, old, engine, ref, critic, perturbed(critic, 0.01, seed=4))
+
+
+@cache
+def specified(several_rows: bool) -> tuple[list[OracleTrajectory], Scored]:
+    """Return rollouts with the log-probs of the engine, and the specification's scores of them."""
+    m = models()
+    rollouts = [replace(t, rows=[_with_logprobs(row) for row in t.rows]) for t in random_rollouts(several_rows)]
+    new = [[score_row(m.policy, row, TEMPERATURE) for row in t.rows] for t in rollouts]
+    values = [[value_row(m.critic, row) for row in t.rows] for t in rollouts]
+    with torch.no_grad():
+        old, ref = (
+            [[score_row(model, row, TEMPERATURE) for row in t.rows] for t in rollouts] for model in (m.old, m.ref)
+        )
+        old_values = [[value_row(m.old_critic, row) for row in t.rows] for t in rollouts]
+    return rollouts, Scored(new, old, ref, values, old_values)
+
+
+@torch.no_grad()
+def _with_logprobs(row: OracleRow) -> OracleRow:
+    scores = iter(score_row(models().engine, row, TEMPERATURE).logprobs.tolist())
+    return replace(row, logprobs=[next(scores) if sampled else 0.0 for sampled in row.was_sampled])
+
+
+def configured(s: Settings, **trainer: Any) -> SkyRLConfig:
+    """Return the configuration of the same settings."""
+    algorithm = {name: value for name, value in asdict(s).items() if name not in ("tis_ratio_type", "tis_cap")}
+    correction = {"tis_ratio_type": s.tis_ratio_type}
+    if s.tis_ratio_type is not None:
+        correction[f"{s.tis_ratio_type}_tis_ratio_clip_high"] = s.tis_cap  # type: ignore[assignment]
+    whole = {"clip_cov": {"clip_ratio": 1.0}, "off_policy_correction": correction}
+    ref = {"model": {"path": "reference"}}  # never loaded; distillation requires another path than the policy's
+    return config(algorithm=algorithm | whole, update_epochs_per_batch=2, ref=ref, **trainer)
+
+
+class PartRank:
+    """One of several data-parallel ranks that share a worker, so that their gradients add up."""
+
+    is_leader = True
+
+    def __init__(self, dp: int, rank: LocalRank) -> None:
+        self.dp = dp
+        self._rank = rank
+
+    async def load(self, spec: Any, objective: Any) -> None:
+        """Do nothing: the worker is loaded already."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._rank.call(method, *args)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """Results of the trainer's path: the scored batch, gradients by parameter name, and metrics."""
+
+    batch: TrainingBatch
+    policy: dict[str, torch.Tensor]
+    critic: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+    critic_metrics: dict[str, float]
+
+
+def scored_batch(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig) -> TrainingBatch:
+    """Return the batch with advantages, as the learner computes them before the update."""
+    m, trainer = models(), cfg.trainer
+    policy = Lone("policy", m.old, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type))
+    critic = Lone("critic", m.old_critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
+    ref = Lone("ref", m.ref, None, trainer, None)
+    estimator = advantage_estimator(trainer.algorithm.advantage_estimator)
+    learner = Learner(trainer, estimator, policy=policy.group, critic=critic.group, ref=ref.group)
+    batch = build_training_batch(as_trajectories(list(rollouts)), pad_token_id=0)
+    return learner.advantages(complete(learner.score(batch)))[0]
+
+
+def product(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig, n_ranks: int = 1) -> Product:
+    """Return the gradients of one mini-batch that `n_ranks` share."""
+    m, trainer = models(), cfg.trainer
+    batch = scored_batch(rollouts, cfg)
+    policy = Lone("policy", m.policy, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type))
+    critic = Lone("critic", m.critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
+    results = []
+    for lone in (policy, critic):
+        ranks = [PartRank(dp, lone.rank) for dp in range(n_ranks)]
+        group = WorkerGroup(lone.group._spec, ranks, lone.group.objective)
+        lone.model.zero_grad()
+        metrics: Metrics = complete(group.forward_backward(batch))
+        by_name = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in lone.model.named_parameters()
+        }
+        results.append((by_name, metrics.numbers()))
+    (of_policy, metrics_of_policy), (of_critic, metrics_of_critic) = results
+    return Product(batch, of_policy, of_critic, metrics_of_policy, metrics_of_critic)
+
+
+def assert_same_gradient(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    largest = max(values.abs().max().item() for values in expected.values())
+    assert largest > 1e-5
+    for name, values in expected.items():
+        torch.testing.assert_close(
+            actual[name], values, rtol=0, atol=EXACT * largest, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def assert_same_update(actual: Product, expected: Update) -> None:
+    """Compare gradients, and the losses that are logged."""
+    assert_same_gradient(actual.policy, gradient(models().policy, expected.final))
+    assert_same_gradient(actual.critic, gradient(models().critic, expected.critic))
+    losses = {
+        "policy_loss": expected.policy,
+        "final_loss": expected.final,
+        "policy_kl": expected.kl,
+        "policy_entropy": expected.entropy,
+    }
+    numbers = {name: loss.item() for name, loss in losses.items()}
+    assert {name: actual.metrics[name] for name in numbers} == pytest.approx(numbers, **FLOAT_METRICS)
+    assert actual.critic_metrics["critic_loss"] == pytest.approx(expected.critic.item(), **FLOAT_METRICS)
+
+
+# -- advantages
+
+
+@pytest.mark.parametrize("several_rows", [False, True], ids=["one row", "several rows"])
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
+def test_every_estimator_has_the_advantages_and_returns_of_its_formula(name: str, several_rows: bool) -> None:
+    rollouts, scored = specified(several_rows)
+    for options in ({}, {"gamma": 0.5, "lambd": 0.25, "grpo_norm_by_std": False, "advantage_batch_normalize": True}):
+        s = Settings(advantage_estimator=name, **options)
+        batch = scored_batch(rollouts, configured(s))
+        expected = update(rollouts, scored, s)
+        assert batch.advantages is not None
+        assert batch.returns is not None
+        is_trained = batch.loss_mask > 0
+        pairs = ((batch.advantages, expected.advantages), (batch.returns, expected.returns))
+        for actual, values in pairs:
+            assert not actual[~is_trained].any()
+            flat = torch.tensor([x for of_one in values for x in of_one])
+            assert flat.abs().max() > 0.01
+            torch.testing.assert_close(actual[is_trained], flat, rtol=EXACT, atol=EXACT)
+
+
+# -- gradients
+
+
+DIMENSIONS: dict[str, Sequence[Any]] = {
+    "policy_loss_type": POLICY_LOSSES.list_available(),
+    "advantage_estimator": ["grpo", "rloo", "reinforce++", "opo", "gae", "grpo_per_turn"],
+    "loss_reduction": REDUCTIONS,
+    "several_rows": [False, True],
+    "micro_batches": [
+        {"micro_train_batch_size_per_gpu": 1},
+        {"micro_train_batch_size_per_gpu": 3},
+        {"micro_train_batch_size_per_gpu": 64},
+        {"max_tokens_per_microbatch": 40},
+    ],
+    "kl": [
+        {"use_kl_loss": False},
+        {"kl_estimator_type": "k3"},
+        {"kl_estimator_type": "k3", "use_bias_correction_kl": True},
+        {"kl_estimator_type": "k1+"},
+        {"use_kl_loss": False, "use_kl_in_reward": True},
+    ],
+    "terms": [
+        {},
+        {"use_entropy_loss": True},
+        {"top_entropy_quantile": 0.3},
+        {"tis_ratio_type": "token"},
+        {"tis_ratio_type": "sequence"},
+        {"off_policy_sequence_mask_threshold": 0.01},
+        {"advantage_batch_normalize": True, "value_clip": None},
+    ],
+}
+
+
+def pairwise_table(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Return cases in which any two values of different dimensions meet at least once, found greedily."""
+    rng = random.Random(seed)
+    sizes = {name: len(values) for name, values in dimensions.items()}
+    missing = {
+        ((left, i), (right, j))
+        for left, right in combinations(dimensions, 2)
+        for i in range(sizes[left])
+        for j in range(sizes[right])
+    }
+    cases = []
+    while missing:
+        required = dict(min(missing, key=str))
+        candidates = [
+            {name: required.get(name, rng.randrange(size)) for name, size in sizes.items()} for _ in range(30)
+        ]
+        best = max(candidates, key=lambda case: len(missing & set(combinations(case.items(), 2))))
+        missing -= set(combinations(best.items(), 2))
+        cases.append({name: dimensions[name][index] for name, index in best.items()})
+    return cases
+
+
+def test_a_pairwise_table_has_every_pair() -> None:
+    dimensions = {"a": [1, 2, 3], "b": "xy", "c": [True, False, None]}
+    cases = pairwise_table(dimensions)
+    for left, right in combinations(dimensions, 2):
+        pairs = {(case[left], case[right]) for case in cases}
+        assert pairs == {(i, j) for i in dimensions[left] for j in dimensions[right]}
+    assert len(cases) < 18
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4, 16])
+@pytest.mark.parametrize("loss", ["regular", "kl_cov"])
+@pytest.mark.parametrize("several_rows", [False, True], ids=["one row", "several rows"])
+def test_ranks_add_up_to_the_gradient_and_the_metrics_of_one(loss: str, several_rows: bool, n_ranks: int) -> None:
+    """Ten trajectories leave some of 16 ranks without a row; the others have one micro-batch or several."""
+    s = Settings(policy_loss_type=loss, use_entropy_loss=True, top_entropy_quantile=0.5, tis_ratio_type="token")
+    rollouts, scored = specified(several_rows)
+    expected = update(rollouts, scored, s)
+    whole = product(rollouts, configured(s, micro_train_batch_size_per_gpu=64))
+    divided = product(rollouts, configured(s, micro_train_batch_size_per_gpu=2), n_ranks)
+    assert_same_update(divided, expected)
+    assert divided.metrics == pytest.approx(whole.metrics, **FLOAT_METRICS)
+    assert divided.critic_metrics == pytest.approx(whole.critic_metrics, **FLOAT_METRICS)
+
+
+@pytest.mark.parametrize("case", pairwise_table(DIMENSIONS), ids=lambda case: "-".join(map(str, case.values())))
+def test_the_gradient_is_that_of_the_specification(case: dict[str, Any]) -> None:
+    named = {key: case[key] for key in ("policy_loss_type", "advantage_estimator", "loss_reduction")}
+    s = Settings(**named, **case["kl"], **case["terms"])
+    rollouts, scored = specified(case["several_rows"])
+    assert_same_update(product(rollouts, configured(s, **case["micro_batches"])), update(rollouts, scored, s))
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "bias correction"])
+@pytest.mark.parametrize("name", get_args(KLEstimator))
+def test_every_kl_loss_has_the_gradient_of_the_specification(name: str, corrected: bool) -> None:
+    s = Settings(kl_estimator_type=name, use_bias_correction_kl=corrected, kl_loss_coef=1.0)
+    rollouts, scored = specified(several_rows=True)
+    assert_same_update(product(rollouts, configured(s)), update(rollouts, scored, s))
+
+
+# -- the specification itself
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"loss_reduction": name} for name in REDUCTIONS if name != "token_mean"),
+        *({"policy_loss_type": name} for name in POLICY_LOSSES.list_available() if name != "regular"),
+        *({"kl_estimator_type": name} for name in get_args(KLEstimator) if name != "k3"),
+        {"use_kl_loss": False},
+        {"use_bias_correction_kl": True},
+        {"use_entropy_loss": True},
+        {"top_entropy_quantile": 0.9},
+        {"tis_ratio_type": "token"},
+        {"tis_ratio_type": "sequence"},
+        {"off_policy_sequence_mask_threshold": 0.01},
+        {"eps_clip_low": 1.0},
+        {"eps_clip_high": 9.0},
+    ],
+    ids=str,
+)
+def test_every_setting_changes_the_specified_gradient(change: dict[str, Any]) -> None:
+    """Otherwise the comparison could not notice that the trainer ignores a setting."""
+    rollouts, scored = specified(several_rows=True)
+    policy = models().policy
+    plain, changed = (gradient(policy, update(rollouts, scored, s).final) for s in (Settings(), Settings(**change)))
+    largest = max(values.abs().max().item() for values in plain.values())
+    assert max((plain[name] - changed[name]).abs().max().item() for name in plain) > 100 * EXACT * largest
