@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 
 class SkyRLError(Exception):
     """The root of every error that this project raises on purpose: catch it to catch them all."""
@@ -33,3 +35,12 @@ class WorkerError(SkyRLError):
 
 class SyncError(SkyRLError):
     """An engine did not receive the policy's weights, or received other ones than were sent."""
+
+
+def picklable_error(error: Exception, substitute: type[SkyRLError]) -> Exception:
+    """Return an error that survives pickling: the error itself, or a `substitute` that describes it."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        return copy if isinstance(copy, Exception) else substitute(repr(error))
+    except Exception:  # noqa: BLE001, an error that cannot be pickled is described
+        return substitute(f"{type(error).__name__}: {error}")

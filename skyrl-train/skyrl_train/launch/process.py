@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import FSDP2Strategy
-from skyrl_train.errors import WorkerError
+from skyrl_train.errors import WorkerError, picklable_error
 from skyrl_train.types.specs import ModelSpec, World
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.workers.worker import Worker
@@ -108,18 +107,10 @@ def _serve(connection: Connection, world: World, address: str, n_threads: int) -
                 else:
                     answer = (True, getattr(worker, method)(*args))
             except Exception as error:  # noqa: BLE001, handed to the driver
-                answer = (False, _picklable(error))
+                answer = (False, picklable_error(error, WorkerError))
             connection.send(answer)
     except (EOFError, KeyboardInterrupt):
         if worker is not None:
             worker.close()
     finally:
         dist.destroy_process_group()
-
-
-def _picklable(error: Exception) -> Exception:
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-        return copy if isinstance(copy, Exception) else WorkerError(repr(error))
-    except Exception:  # noqa: BLE001, an error that cannot travel is described
-        return WorkerError(f"{type(error).__name__}: {error}")

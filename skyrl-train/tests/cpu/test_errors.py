@@ -17,3 +17,23 @@ def test_every_error_is_one_of_ours_and_survives_pickling(kind: type[errors.SkyR
     assert isinstance(error, errors.SkyRLError)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (kind, str(error))
+
+
+class TwoPartError(Exception):
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (errors.SyncError("not received"), errors.SyncError, "not received"),
+        (ValueError("bad"), ValueError, "bad"),
+        (TwoPartError("a", "b"), errors.EngineError, "TwoPartError: a: b"),  # unpickling lacks an argument
+        (ValueError(lambda: None), errors.EngineError, "ValueError: <function"),
+    ],
+)
+def test_an_error_that_cannot_be_pickled_is_described(error: Exception, kind: type[Exception], message: str) -> None:
+    copy = pickle.loads(pickle.dumps(errors.picklable_error(error, errors.EngineError)))
+    assert type(copy) is kind
+    assert str(copy).startswith(message)

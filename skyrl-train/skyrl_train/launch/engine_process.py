@@ -1,0 +1,174 @@
+"""Inference engines in separate processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.remote import (
+    MAX_FRAME_BYTES,
+    RemoteEngine,
+    connect,
+    listen,
+    new_token,
+    serve_engines,
+)
+
+logger = logging.getLogger(__name__)
+
+EXIT_TIMEOUT_S = 5.0
+FAILED_START_TIMEOUT_S = 1.0  # a cancelled start may be in the middle of loading, with nothing to save
+
+
+class EngineProcess:
+    """A process that runs inference engines: one for each connection, one after the other.
+
+    It ends with `close`, and when the process that started it ends.
+    """
+
+    def __init__(
+        self, address: str | None = None, *, n_threads: int | None = None, max_frame_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        """Start the process.
+
+        Args:
+            address: "host:port" to listen on (port 0: any free one); None for a Unix socket in a temporary folder.
+            n_threads: Threads of torch; None for its own choice.
+            max_frame_bytes: Maximum size of a message in either direction.
+        """
+        self._max_frame_bytes = max_frame_bytes
+        self._token = new_token()
+        self._exit_status: int | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._folder = tempfile.mkdtemp(prefix="skyrl-engine-") if address is None else None
+        context = multiprocessing.get_context("spawn")
+        theirs, self._lifeline = context.Pipe(duplex=False)
+        try:
+            with theirs, listen(address or f"{self._folder}/socket") as listener:
+                name = listener.getsockname()
+                self.address: str = name if isinstance(name, str) else f"{name[0]}:{name[1]}"
+                args = (listener, theirs, self._token, self._folder, n_threads, max_frame_bytes)
+                self._process = context.Process(target=_run, args=args, name="engine", daemon=True)
+                self._process.start()
+        except BaseException:
+            self._lifeline.close()
+            self._remove_folder()
+            raise
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def connect(
+        self, make_engine: Callable[[], InferenceEngine], *, is_owner: bool = False, start_timeout_s: float = 600.0
+    ) -> RemoteEngine:
+        """Return a new engine in this process; see `skyrl_train.inference_engines.remote.connect`. Blocks."""
+        return connect(
+            self.address,
+            self._token,
+            make_engine,
+            self,
+            is_owner=is_owner,
+            start_timeout_s=start_timeout_s,
+            max_frame_bytes=self._max_frame_bytes,
+        )
+
+    def describe_end(self) -> str:
+        """Return the process's name and its exit status, waiting briefly for it to end. Blocks."""
+        with self._lock:
+            if not self._is_closed:
+                self._process.join(EXIT_TIMEOUT_S)
+                self._exit_status = self._process.exitcode
+            if self._exit_status is None:
+                return f"engine process {self.pid} closed the connection"
+            return f"engine process {self.pid} ended with exit status {self._exit_status}"
+
+    def close(self, timeout_s: float = EXIT_TIMEOUT_S) -> None:
+        """End the process; kill it if it does not end in time. Blocks."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            with suppress(OSError), self._lifeline:
+                self._lifeline.send(None)
+            self._process.join(timeout_s)
+            if self._process.is_alive():
+                logger.warning("Engine process %d did not end in %g s and is killed", self.pid, timeout_s)
+                self._process.kill()
+                self._process.join()
+            self._exit_status = self._process.exitcode
+            self._process.close()
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def start_engine(
+    make_engine: Callable[[], InferenceEngine],
+    *,
+    address: str | None = None,
+    n_threads: int | None = None,
+    start_timeout_s: float = 600.0,
+    max_frame_bytes: int = MAX_FRAME_BYTES,
+) -> RemoteEngine:
+    """Start a process, make an engine in it, and return the engine, whose `close` ends the process.
+
+    For example `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. See `EngineProcess` for the
+    arguments.
+
+    Raises:
+        EngineError: the process ended, or the engine was not ready in time.
+        Exception: any error of `make_engine`.
+    """
+    process = EngineProcess(address, n_threads=n_threads, max_frame_bytes=max_frame_bytes)
+    try:
+        return await asyncio.to_thread(process.connect, make_engine, is_owner=True, start_timeout_s=start_timeout_s)
+    except BaseException:
+        await asyncio.to_thread(process.close, FAILED_START_TIMEOUT_S)
+        raise
+
+
+def _run(
+    listener: socket.socket,
+    lifeline: Connection,
+    token: bytes,
+    folder: str | None,
+    n_threads: int | None,
+    max_frame_bytes: int,
+) -> None:
+    """Serve engines until the lifeline is used or breaks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver decides what ends
+    if n_threads is not None:
+        torch.set_num_threads(n_threads)
+    try:
+        asyncio.run(_serve_until_ended(listener, lifeline, token, max_frame_bytes))
+    finally:
+        listener.close()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # for a driver that was killed
+
+
+async def _serve_until_ended(listener: socket.socket, lifeline: Connection, token: bytes, max_frame_bytes: int) -> None:
+    loop, is_ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(lifeline.fileno(), is_ended.set)
+    serving = asyncio.create_task(serve_engines(listener, token, max_frame_bytes=max_frame_bytes))
+    ending = asyncio.create_task(is_ended.wait())
+    await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+    loop.remove_reader(lifeline.fileno())
+    for task in (serving, ending):
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        await serving

@@ -1,0 +1,397 @@
+"""An engine in another process keeps the contract of engines, and fails and ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
+from skyrl_train.inference_engines.hf import load_engine
+from skyrl_train.inference_engines.remote import (
+    TOKEN_BYTES,
+    RemoteEngine,
+    _Channel,
+    connect,
+    listen,
+    new_token,
+    serve_engines,
+)
+from skyrl_train.launch.engine_process import EngineProcess, start_engine
+from skyrl_train.weight_sync import SyncPlan
+
+pytest.register_assert_rewrite("tests.contract.engine_contract")
+from tests.contract.engine_contract import EngineContract, assert_same, start  # noqa: E402
+from tests.contract.engine_kit import EngineKit, Listener, sync_weights  # noqa: E402
+
+MakeEngine = Callable[[], InferenceEngine]
+
+
+@pytest.fixture(scope="module")
+def engine_process() -> Iterator[EngineProcess]:
+    """A process that the tests of this module share; every connection has an engine of its own."""
+    process = EngineProcess(n_threads=1)
+    yield process
+    process.close()
+
+
+def make_engine(path: Path, max_num_seqs: int = 32, max_num_batched_tokens: int = 1024, **options: Any) -> MakeEngine:
+    """Return a picklable function that makes an engine of the model at `path`."""
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    return partial(load_engine, str(path), **{"dtype": torch.float32, "max_cache_bytes": 1 << 28, **limits, **options})
+
+
+@pytest.fixture
+async def new_engine(
+    engine_process: EngineProcess, tiny_model_path: Path
+) -> AsyncIterator[Callable[..., RemoteEngine]]:
+    """Makes an engine of the tiny model in the shared process, closed after the test."""
+    engines: list[RemoteEngine] = []
+
+    def new(**options: Any) -> RemoteEngine:
+        engines.append(engine_process.connect(make_engine(tiny_model_path, **options)))
+        return engines[-1]
+
+    yield new
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.fixture
+def engine_kit(
+    new_engine: Callable[..., RemoteEngine], tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> EngineKit:
+    """An engine with its own copy of the policy, in another process."""
+    model = copy.deepcopy(tiny_model)
+    return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, reused_at_once=1, transport="broadcast")
+
+
+class TestContract(EngineContract):
+    """The contract, over a Unix socket."""
+
+
+class ThisProcess:
+    """The host of engines that a test serves from its own event loop."""
+
+    def describe_end(self) -> str:
+        return "this process closed the connection"
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """An address in this process at which engines are served over TCP."""
+
+    address: str
+    token: bytes
+    max_frame_bytes: int
+
+    async def connect(self, make_engine: MakeEngine) -> RemoteEngine:
+        limits = {"start_timeout_s": 30.0, "max_frame_bytes": self.max_frame_bytes}
+        return await asyncio.to_thread(connect, self.address, self.token, make_engine, ThisProcess(), **limits)
+
+    def open(self) -> socket.socket:
+        host, port = self.address.split(":")
+        return socket.create_connection((host, int(port)), timeout=5)
+
+
+@asynccontextmanager
+async def served(max_frame_bytes: int = 1 << 20) -> AsyncIterator[Served]:
+    """Serve engines from the running event loop."""
+    token = new_token()
+    with listen("127.0.0.1:0") as listener:
+        options = {"max_frame_bytes": max_frame_bytes, "token_timeout_s": 0.3}
+        task = asyncio.create_task(serve_engines(listener, token, **options))
+        yield Served(f"127.0.0.1:{listener.getsockname()[1]}", token, max_frame_bytes)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+def request(n_new: int, seed: int = 0, n_prompt: int = 10, **sampling: Any) -> EngineRequest:
+    return EngineRequest(list(range(5, 5 + n_prompt)), SamplingParams(n_new, ignore_eos=True, **sampling), seed)
+
+
+class Leftovers:
+    """Processes, threads and file descriptors of this process, and temporary folders of engine processes."""
+
+    def __init__(self) -> None:
+        resource_tracker.ensure_running()  # multiprocessing keeps one for as long as this process lives
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> tuple[Any, ...]:
+        this = psutil.Process()
+        threads = {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
+        folders = set(Path(tempfile.gettempdir()).glob("skyrl-engine-*"))
+        return set(this.children(recursive=True)), threads, folders, this.num_fds()
+
+    async def check(self) -> None:
+        """Fail if anything is left after a moment: threads that were told to end may take one."""
+        for _ in range(20):
+            gc.collect()
+            if self._now() == self._before:
+                return
+            await asyncio.sleep(0.1)
+        assert self._now() == self._before
+
+
+# -- an end that was not planned
+
+
+async def test_calls_of_a_killed_process_fail_at_once_and_another_engine_samples_the_same_tokens(
+    new_engine: Callable[..., RemoteEngine], tiny_model_path: Path, tiny_model: PreTrainedModel
+) -> None:
+    another = new_engine()
+    await sync_weights(another, tiny_model.named_parameters, 0, "broadcast")  # stores keep a pipe for the whole process
+    leftovers = Leftovers()
+    process = await asyncio.to_thread(EngineProcess, "127.0.0.1:0", n_threads=1)
+    engine = await asyncio.to_thread(process.connect, make_engine(tiny_model_path, max_num_seqs=3), is_owner=True)
+    long = request(400)
+    listener = Listener(engine, long)
+    calls = [start(engine, request(400, seed=1), method) for method in ("generate", "generate", "stream", "stream")]
+    await listener.wait_for(20)
+    os.kill(process.pid, signal.SIGSTOP)  # so that the next call is waiting, too
+    sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1, "broadcast"))
+    await asyncio.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    outcomes: list[Any] = await asyncio.gather(listener.task, *calls, sync, return_exceptions=True)
+    assert time.monotonic() - killed_at < 3
+    assert [type(outcome) for outcome in outcomes] == [EngineError] * 6
+    ended = f"engine process {process.pid} ended with exit status -9"
+    assert all(ended in str(outcome) for outcome in outcomes)
+    for call in (engine.generate([long]), engine.pause(), Listener(engine, long).result()):
+        with pytest.raises(EngineError, match=ended):
+            await call
+    received = listener.token_ids
+    await engine.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        await engine.generate([long])
+    await leftovers.check()
+    (result,) = await another.generate([long])
+    assert 20 <= len(received) < 400
+    assert result.token_ids[: len(received)] == received
+
+
+async def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path: Path) -> None:
+    folders = set(Path(tempfile.gettempdir()).glob("skyrl-engine-*"))
+    code = (
+        "import time; from skyrl_train.launch.engine_process import EngineProcess\n"
+        "if __name__ == '__main__': print(EngineProcess().pid, flush=True); time.sleep(60)"
+    )
+    script = tmp_path / "driver.py"
+    script.write_text(code, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = await asyncio.create_subprocess_exec(sys.executable, script, env=env, stdout=asyncio.subprocess.PIPE)
+    assert driver.stdout is not None
+    process = psutil.Process(int(await driver.stdout.readline()))
+    driver.kill()
+    await driver.wait()
+    with suppress(psutil.NoSuchProcess):
+        await asyncio.to_thread(process.wait, 20)
+    assert set(Path(tempfile.gettempdir()).glob("skyrl-engine-*")) == folders
+
+
+# -- start and end
+
+
+async def test_a_started_engine_ends_without_leftovers(tiny_model_path: Path) -> None:
+    leftovers = Leftovers()
+    engine = await start_engine(make_engine(tiny_model_path), n_threads=1)
+    assert len((await engine.generate([request(5)]))[0].token_ids) == 5
+    listener = Listener(engine, request(400))
+    await listener.wait_for(2)
+    await asyncio.gather(engine.close(), engine.close())
+    with pytest.raises(EngineError, match="closed while requests were waiting"):
+        await listener.result()
+    await leftovers.check()
+
+
+async def test_a_start_that_fails_raises_the_error_and_leaves_nothing() -> None:
+    leftovers = Leftovers()
+    with pytest.raises(ValueError, match="could not convert string to float: 'no model'"):
+        await start_engine(partial(float, "no model"))  # type: ignore[arg-type]
+    await leftovers.check()
+
+
+async def test_a_cancelled_start_leaves_nothing(tiny_model_path: Path) -> None:
+    leftovers = Leftovers()
+    starting = asyncio.create_task(start_engine(make_engine(tiny_model_path)))
+    await asyncio.sleep(0.5)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await leftovers.check()
+
+
+async def test_an_engine_that_cannot_start_leaves_its_process_usable(
+    engine_process: EngineProcess, new_engine: Callable[..., RemoteEngine]
+) -> None:
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        new_engine(dtype=torch.int8)
+    with pytest.raises(ConfigError, match=r"cannot load the model from .*/nowhere"):
+        engine_process.connect(make_engine(Path("/nowhere")))
+    with pytest.raises(TypeError, match="surprise"):
+        new_engine(surprise=1)
+    assert len((await new_engine().generate([request(5)]))[0].token_ids) == 5
+
+
+async def test_an_engine_that_is_not_ready_in_time(engine_process: EngineProcess) -> None:
+    with pytest.raises(EngineError, match=r"not ready in 0\.2 s"):
+        engine_process.connect(partial(time.sleep, 1), start_timeout_s=0.2)  # type: ignore[arg-type]
+
+
+# -- what travels
+
+
+async def test_chunks_of_all_streams_share_a_frame(
+    new_engine: Callable[..., RemoteEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_frames, receive = 0, _Channel.receive
+
+    async def counted(channel: _Channel) -> Any:
+        nonlocal n_frames
+        n_frames += 1
+        return await receive(channel)
+
+    engine = new_engine()
+    monkeypatch.setattr(_Channel, "receive", counted)
+    listeners = [Listener(engine, request(30, seed=seed)) for seed in range(8)]
+    for listener in listeners:
+        await listener.result()
+    assert sum(len(listener.chunks) for listener in listeners) == 240
+    assert n_frames < 45  # one for each of 30 steps, and a few more if the first steps had fewer sequences
+
+
+@pytest.mark.parametrize("is_delivered", [False, True])
+async def test_a_pause_whose_caller_left_is_undone(
+    new_engine: Callable[..., RemoteEngine], is_delivered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine()
+    await engine.generate([request(1)])
+    deliver = engine._deliver
+
+    def deliver_and_cancel(number: int, kind: str, value: Any) -> None:
+        deliver(number, kind, value)
+        pausing.cancel()
+
+    pausing = asyncio.create_task(engine.pause())
+    for _ in range(5):
+        await asyncio.sleep(0)  # until the request is sent
+    if is_delivered:
+        monkeypatch.setattr(engine, "_deliver", deliver_and_cancel)
+    else:
+        time.sleep(0.3)  # the engine pauses; this event loop has not read the reply
+        pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    monkeypatch.undo()
+    async with asyncio.timeout(10):
+        await engine.generate([request(1)])
+
+
+async def test_weights_cannot_be_shared_with_another_process(new_engine: Callable[..., RemoteEngine]) -> None:
+    with pytest.raises(EngineError, match="use transport=broadcast"):
+        await new_engine().receive_weights(SyncPlan(1, "shared", "sync-1"))
+
+
+async def test_a_message_that_is_too_large_fails_its_own_call(tiny_model_path: Path) -> None:
+    async with served(max_frame_bytes=8000) as server:
+        engine = await server.connect(make_engine(tiny_model_path))
+        (expected,) = await engine.generate([request(100)])
+        kept = [start(engine, request(100), method) for method in ("generate", "stream")]
+        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds max_frame_bytes=8,000"):
+            await engine.generate([request(1, n_prompt=400), *[request(1) for _ in range(400)]])  # as a request
+        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds max_frame_bytes=8,000"):
+            await engine.generate([request(400, with_raw_logprobs=True)])  # as a result
+        for task in kept:
+            assert_same(await task, expected, 1e-5)
+        together = await asyncio.gather(*(engine.generate([request(100)]) for _ in range(20)))  # in several frames
+        assert [result.token_ids for (result,) in together] == [expected.token_ids] * 20
+        await engine.close()
+
+
+async def test_a_request_that_cannot_be_pickled_fails_alone(tiny_model_path: Path) -> None:
+    async with served() as server:
+        engine = await server.connect(make_engine(tiny_model_path))
+        kept = start(engine, request(20), "generate")
+        with pytest.raises(EngineError, match="cannot be pickled"):
+            await engine.end_session(lambda: None)  # type: ignore[arg-type]
+        assert len((await kept).token_ids) == 20
+        await engine.close()
+
+
+# -- strangers
+
+
+class Payload:
+    """A pickle that creates a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._folder),)
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+async def test_a_message_with_a_wrong_token_is_refused_unread(
+    is_right: bool, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    payload = pickle.dumps([(0, "start", Payload(tmp_path / "read"))])
+    async with served() as server:
+        engine = await server.connect(make_engine(tiny_model_path))
+        token = server.token if is_right else bytes(TOKEN_BYTES)
+        with server.open() as stranger:
+            stranger.sendall(token + struct.pack(">Q", len(payload)) + payload)
+            if is_right:
+                await engine.close()  # the next connection's turn
+            with suppress(ConnectionResetError):
+                await asyncio.to_thread(stranger.recv, 1)
+        assert (tmp_path / "read").exists() == is_right
+        if not is_right:
+            assert len((await engine.generate([request(5)]))[0].token_ids) == 5
+            await engine.close()
+
+
+async def test_a_stranger_that_says_nothing_is_refused(tiny_model_path: Path) -> None:
+    async with served() as server:
+        with server.open() as stranger:
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+        with pytest.raises(EngineError, match="this process closed the connection before the engine was ready"):
+            await replace(server, token=new_token()).connect(make_engine(tiny_model_path))
+
+
+async def test_a_frame_that_is_too_large_ends_the_connection(tiny_model_path: Path) -> None:
+    async with served() as server:
+        with server.open() as client:
+            client.sendall(server.token + struct.pack(">Q", 1 << 60))
+            reply = await asyncio.to_thread(client.recv, 1 << 16)
+        ((_, kind, error),) = pickle.loads(reply[8:])
+        assert kind == "error"
+        assert "exceeds max_frame_bytes" in str(error)
