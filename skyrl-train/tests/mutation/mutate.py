@@ -8,8 +8,6 @@ listed with their reason in `equivalent.json`. Exits with status 1 if less than 
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
 import json
 import os
 import random
@@ -18,14 +16,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
+from faults import Fault, faults_of
 
 TRAIN = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
@@ -49,131 +47,7 @@ TESTS = {
     "workers/": ("workers", "checkpoint", "distributed"),
     "learner.py": ("test_learner.py", SPECIFICATION, "test_trainer.py"),
 }
-"""Tests of each source folder or file, under `tests/cpu`; the first prefix that fits counts, missing paths do not."""
-
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-NAMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "amin": "amax", "amax": "amin"}
-FLIPPED = {"any": "all", "all": "any"}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One change of one source line, e.g. `+ → -`."""
-
-    path: str
-    """Path of the file under `skyrl_train`."""
-    line: int
-    text: str
-    """The original line."""
-    change: str
-    source: str
-    """The whole file with the fault."""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """File, original line and change, which identify the fault while the line exists."""
-        return self.path, self.text, self.change
-
-
-def variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:  # noqa: C901, one case for each kind of fault
-    """Yield each faulty version of one node, without its position, and a description of the change."""
-    match node:
-        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
-            other = COMPARISONS[type(op)]
-            yield f"{type(op).__name__} → {other.__name__}", ast.Compare(node.left, [other()], node.comparators)
-        case ast.BinOp(op=op) if type(op) in OPERATORS and not _is_annotation(node):
-            swapped = OPERATORS[type(op)]
-            yield f"{type(op).__name__} → {swapped.__name__}", ast.BinOp(node.left, swapped(), node.right)
-        case ast.BoolOp(op=op):
-            junction = ast.Or() if isinstance(op, ast.And) else ast.And()
-            yield f"{type(op).__name__} → {type(junction).__name__}", ast.BoolOp(junction, node.values)
-        case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
-            yield f"drop {type(node.op).__name__}", node.operand
-        case ast.Name(id=name) if name in NAMES | FLIPPED:
-            yield f"{name} → {(NAMES | FLIPPED)[name]}", ast.Name((NAMES | FLIPPED)[name], node.ctx)
-        case ast.Attribute(attr=name) if name in NAMES | FLIPPED:
-            swapped_name = (NAMES | FLIPPED)[name]
-            yield f".{name} → .{swapped_name}", ast.Attribute(node.value, swapped_name, node.ctx)
-        case ast.keyword(arg="min" | "max" as name):
-            yield f"{name}= → {NAMES[name]}=", ast.keyword(NAMES[name], node.value)
-        case ast.Constant(value=bool() as value):
-            yield f"{value} → {not value}", ast.Constant(not value)
-        case ast.Constant(value=int() as value):
-            yield f"{value} → {value + 1}", ast.Constant(value + 1)
-        case ast.Constant(value=float() as value):
-            yield f"{value} → {value + 1}", ast.Constant(value + 1)
-        case ast.Call(func=ast.Attribute(attr="detach" | "clamp" | "abs" | "clone" as name)):
-            yield f"drop .{name}()", node.func.value
-        case ast.Return(value=ast.Call(args=[first, *_])) if not isinstance(first, ast.Starred):
-            yield "return the first argument", ast.Return(first)
-        case ast.If():
-            yield "negate if", ast.If(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
-        case ast.Expr(value=ast.Call()) | ast.AugAssign():
-            yield "drop the statement", ast.Pass()
-
-
-def _is_annotation(node: ast.BinOp) -> bool:
-    """Return True for unions of types and of `None`, which no test executes."""
-    sides = (node.left, node.right)
-    return any(isinstance(side, ast.Constant) and side.value is None for side in sides) or all(
-        isinstance(side, ast.Name) and side.id[0].isupper() for side in sides
-    )
-
-
-def _executed(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield parent, field, index and node of every part of the tree but annotations, assertions and error messages."""
-    for field, value in ast.iter_fields(tree):
-        if field in ("annotation", "returns", "decorator_list") or isinstance(tree, ast.Assert | ast.Raise):
-            continue
-        children = value if isinstance(value, list) else [value]
-        for index, child in enumerate(children):
-            if isinstance(child, ast.AST):
-                yield tree, field, index if isinstance(value, list) else None, child
-                yield from _executed(child)
-
-
-def faults_of(path: Path, root: Path) -> list[Fault]:
-    """Return every fault of a source file."""
-    source = path.read_text()
-    lines, tree = source.splitlines(), ast.parse(source)
-    faults = []
-    for parent, field, index, node in _executed(tree):
-        for change, variant in variants(node):
-            if isinstance(parent, ast.JoinedStr | ast.FormattedValue):
-                continue
-            line = getattr(node, "lineno", 0)
-            container = getattr(parent, field)
-            _put(parent, field, index, ast.fix_missing_locations(ast.copy_location(copy.deepcopy(variant), node)))
-            text = lines[line - 1].strip()
-            faults.append(Fault(path.relative_to(root).as_posix(), line, text, change, ast.unparse(tree)))
-            setattr(parent, field, container) if index is None else _put(parent, field, index, node)
-    return faults
-
-
-def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
-    if index is None:
-        setattr(parent, field, node)
-    else:
-        getattr(parent, field)[index] = node
+"""Tests under `tests/cpu` of the first prefix that fits; they run after the test file that mirrors the source file."""
 
 
 def sample(faults: Sequence[Sequence[Fault]], n: int, seed: int) -> list[Fault]:
@@ -194,9 +68,9 @@ def run_tests(fault: Fault, workplace: Path, timeout_s: float) -> str | None:
     target = workplace / "skyrl_train" / fault.path
     original = target.read_text()
     paths = next(paths for prefix, paths in TESTS.items() if fault.path.startswith(prefix))
-    existing = [
-        workplace / "tests/cpu" / path for path in dict.fromkeys(paths) if (workplace / "tests/cpu" / path).exists()
-    ]
+    own = Path(fault.path).with_name(f"test_{Path(fault.path).name}").as_posix()
+    candidates = [workplace / "tests/cpu" / path for path in dict.fromkeys((own, *paths))]
+    existing = [path for path in candidates if path.exists()]
     times = target.stat()
     target.write_text(fault.source)
     report = workplace / "report.txt"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trajectories import make_trajectory
 
 from skyrl_train.dataset.batch import build_training_batch, micro_batches
-from skyrl_train.types import Trajectory
+from skyrl_train.types import Trajectory, Turn, WeightSpan
 
 PAD = 99
 
@@ -26,6 +26,15 @@ def test_a_batch_by_hand() -> None:
     assert batch.rollout_logprobs.tolist() == [[-1, 0, -2], [-3, 0, 0]]
     assert batch.draws.tolist() == [ord("a"), ord("b")]
     assert (batch.sequences.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+
+
+def test_versions_are_those_of_the_weight_spans_and_minus_one_elsewhere() -> None:
+    spans = (WeightSpan(7, 2), WeightSpan(8, 1))
+    turns = [Turn(0, 1, 2, 0.0, "stop", (WeightSpan(6, 1),)), Turn(2, 5, 5, 0.0, "stop", spans)]
+    sampled = make_trajectory("0", [0.0] * 6, turns=turns)
+    batch = build_training_batch([sampled, make_trajectory("1")], PAD)
+    assert batch.versions is not None
+    assert batch.versions.tolist() == [[6, -1, 7, 7, 8, -1], [-1] * 6]
 
 
 tokens = st.lists(st.integers(0, PAD), min_size=1, max_size=6)

@@ -223,6 +223,26 @@ async def test_a_checkpoint_of_several_ranks_continues_on_one_and_back(
     assert (await resharded.update(batches[2])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+async def test_a_checkpoint_of_several_ranks_continues_on_another_number_of_them(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
+) -> None:
+    here = spec("policy", tiny_model_path, config(policy={"optimizer_config": {"lr": 1e-4}}).trainer)
+    objective = policy_objective(config().trainer)
+    batches = [as_batch(random_trajectories(2, 3, 400, seed), config()) for seed in range(2)]
+    group = await group_on(ranks, here, objective)
+    await group.update(batches[0])
+    folder = await save(group, tmp_path / "policy")
+    expected = (await group.update(batches[1])).numbers()
+    others = start_ranks({2: 4, 4: 2}[len(ranks)])
+    try:
+        resumed = await group_on(others, here, objective)
+        await resumed.load_state(folder)
+        assert (await resumed.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    finally:
+        for rank in others:
+            await rank.close()
+
+
 async def test_an_export_is_a_plain_hugging_face_folder(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:
