@@ -87,7 +87,7 @@ def test_an_advantage_does_not_depend_on_how_a_trajectory_is_divided_into_rows(n
         torch.testing.assert_close(left, right)
 
 
-def test_the_baseline_of_opo_weighs_by_sampled_tokens_and_not_by_observations() -> None:
+def test_opo_counts_sampled_tokens_and_no_observations() -> None:
     """Two trajectories of two sampled tokens each; one reads a long observation. Rewards 1 and 0: advantages ±0.5."""
     first = make_trajectory("0", [0.0] * 8 + [1.0], loss_mask=[0] * 8 + [1], earlier=[make_segment([0.0])])
     second = make_trajectory("0", [0.0], earlier=[make_segment([0.0])], repetition=1)
