@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 from generators.conftest import MakeStage, Stage, story
 from generators.environments import Journal
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import TEMPLATES, ChatEncoder
+from skyrl_train.generators.conversation import (
+    RetokenizedConversation,
+    SingleMessageConversation,
+    StepwiseConversation,
+    TokenConversation,
+    _n_tokens_in_common,
+)
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import SegmentBuilder, Trajectory, WeightSpan
 
@@ -356,3 +364,75 @@ def test_a_template_that_is_not_there(make_stage: MakeStage, caplog: pytest.LogC
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         make_stage(chat_template={"source": "file", "name_or_path": "nowhere.jinja"})
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# -- a conversation by itself, without a loop
+
+
+USER = [{"role": "user", "content": "go"}]
+
+
+@pytest.fixture
+def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
+    return ChatEncoder(tiny_tokenizer)
+
+
+def test_a_turn_cut_by_its_length_ends_also_where_stopped_turns_do_not(chat: ChatEncoder) -> None:
+    ends = {}
+    for was_stopped in (True, False):
+        conversation = TokenConversation(chat, PROMPT, ends_stopped_turns=False)
+        reply = chat.encode("ab")
+        conversation.add_turn(result(reply), "ab")
+        n_tokens = len(conversation.next_prompt())
+        conversation.observe(USER, was_stopped=was_stopped)
+        ends[was_stopped] = conversation.next_prompt()[n_tokens] == chat.eos_token_id
+    assert ends == {True: False, False: True}
+
+
+def test_an_empty_turn_takes_no_token_from_the_observation_before_it(chat: ChatEncoder) -> None:
+    conversation = SingleMessageConversation(chat, PROMPT)
+    conversation.add_turn(result(chat.encode("ab")), "ab")
+    conversation.observe([{"role": "user", "content": "end<|im_end|>"}], was_stopped=True)
+    before = list(conversation.next_prompt())
+    assert before[-1] == chat.eos_token_id
+    conversation.add_turn(result([]), "")
+    conversation.observe([{"role": "user", "content": "c"}], was_stopped=True)
+    assert conversation.next_prompt() == before + chat.encode("c")
+
+
+def test_a_row_is_merged_only_if_the_history_repeats_all_of_it(chat: ChatEncoder) -> None:
+    conversation = StepwiseConversation(chat, PROMPT, merges=True)
+    rendered = chat.prompt_ids([*PROMPT, {"role": "assistant", "content": "ab"}, *USER])
+    n_tokens = len(chat.prompt_ids(PROMPT))
+    sampled_ids = rendered[n_tokens : n_tokens + 2]
+    other = next(token for token in range(3, 300) if token != sampled_ids[-1])
+    conversation.add_turn(result([sampled_ids[0], other]), "ab")  # the text does not repeat the last token
+    conversation.observe(USER, was_stopped=True)
+    assert len(conversation.rows) == 2
+    assert conversation.next_prompt() == rendered
+
+
+def test_rewards_of_turns_that_the_history_lost_go_to_the_first_that_is_left(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    template = (TEMPLATES / "qwen3_with_thinking.jinja").read_text()
+    conversation = RetokenizedConversation(ChatEncoder(tiny_tokenizer, template), USER)
+    for _ in range(3):
+        conversation.add_turn(result([7]), "first turns")
+        conversation.observe(USER, was_stopped=True)
+    conversation.replace_history([*USER, {"role": "assistant", "content": "third"}, *USER])
+    conversation.add_turn(result([7]), "fourth")
+    conversation.finish()
+    places = [(place.start, place.end) for place in conversation.places]
+    assert places[0] == places[1] == places[2] < places[3]
+
+
+def test_a_token_that_ends_in_half_a_character_is_not_kept() -> None:
+    """The sampled tokens spell "aéz"; the environment understood "aéb". The middle token is half of the é."""
+    pieces = [b"a", b"\xc3", b"\xa9z"]
+
+    def decode(token_ids: list[int]) -> str:
+        return b"".join(pieces[token_id] for token_id in token_ids).decode(errors="replace")
+
+    assert _n_tokens_in_common(decode, [0, 1, 2], "aéb") == 1
+    assert _n_tokens_in_common(decode, [0, 1, 2], "aéz!") == 3
