@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import HFEngine, attention
 from skyrl_train.models.logprobs import response_logprobs
@@ -160,10 +161,15 @@ async def test_a_sync_that_breaks_off_leaves_no_cache_of_the_old_weights(
     engine, turn = new_engine(copy.deepcopy(tiny_model)), request(prompt(80), session="game")
     await engine.generate([turn])
     (first, tensor), (second, _), *_ = tiny_model.named_parameters()
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        await sync_weights(engine, lambda: [(first, tensor), (second, tensor)], 1)
-    (result,) = await engine.generate([turn])
-    assert (result.n_reused, {span.version for span in result.weight_spans}) == (0, {0})
+    for sent, message in (
+        ([(first, tensor), (second, tensor)], rf"the policy sends {second} of shape .* and the engine's model has"),
+        ([("unknown", tensor)], "the policy sends unknown of shape .* and the engine's model has none"),
+        ([(first, tensor)], "the policy has no "),
+    ):
+        with pytest.raises(EngineError, match=message):
+            await sync_weights(engine, lambda sent=sent: sent, 1)
+        (result,) = await engine.generate([turn])
+        assert (result.n_reused, {span.version for span in result.weight_spans}) == (0, {0})
 
 
 # -- what is read
