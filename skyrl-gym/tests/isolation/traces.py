@@ -1,4 +1,4 @@
-"""What the programs of this process leave behind. Those of other processes on the machine do not count."""
+"""Traces of the programs that this process started; other processes on the machine do not count."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class EstimatorTraits:
 
     @property
     def compares_samples(self) -> bool:
-        """Whether a trajectory needs other samples of its prompt."""
+        """True if a trajectory needs other samples of its prompt."""
         return self.compares in ("samples", "parts")
 
 

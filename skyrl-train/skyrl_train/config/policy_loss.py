@@ -113,7 +113,7 @@ class RolloutIsConfig(Section):
 
 
 class OffPolicyCorrectionConfig(Section):
-    """What to do about κ = π_old / π_rollout, the ratio of the trainer's probability of a token to the engine's.
+    """Correction for κ = π_old / π_rollout, the ratio of the trainer's probability of a token to the engine's.
 
     All off by default; how far κ is from 1 is logged in any case.
     """
@@ -163,5 +163,5 @@ class OffPolicyCorrectionConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is corrected."""
+        """True if anything is corrected."""
         return bool(self.switches)

@@ -184,7 +184,7 @@ async def _rollout_by_generate(
 
 
 def _check_implemented(generator: GeneratorInterface) -> None:
-    """Raise NotImplementedError for a class that has neither method: they would call each other for ever."""
+    """Raise NotImplementedError for a class that has neither method: they would call each other forever."""
     cls = type(generator)
     if cls.generate is GeneratorInterface.generate and cls.rollout is GeneratorInterface.rollout:
         raise NotImplementedError(f"{cls.__name__} has neither `generate` nor `rollout`; implement one of them")

@@ -39,7 +39,7 @@ class CallOwner(Protocol):
     """An object whose methods the pool calls."""
 
     is_stuck: bool
-    """Whether an abandoned call may still be using the object."""
+    """True if an abandoned call may still be using the object."""
 
     def close_late(self) -> None:
         """Clean up when an abandoned call has returned, in its thread."""

@@ -173,7 +173,7 @@ class CompletionOptions(WireModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts tokens."""
+        """True if a stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_offered(self) -> None:
