@@ -1,7 +1,6 @@
-"""What happens around a training step: evaluation, logging, dumps, checkpoints, exports.
+"""Callbacks around a training step: evaluation, logging, dumps, checkpoints, exports.
 
-The trainer calls its callbacks in order. An evaluation comes before the logging that reports it, and a checkpoint
-after the metrics of its step are on disk.
+The trainer calls them in order: an evaluation before the logging of its metrics, a checkpoint after both.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from skyrl_train.config import to_yaml
+from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -21,19 +21,43 @@ from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.report import plot_learning_curve, write_report
-from skyrl_train.run import Run
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Progress, RunFolder, Tracking, read_metrics
 from skyrl_train.types import Trajectory
 
 CURVES = ("eval/all/avg_score", "reward/avg_raw_reward")  # the learning curve shows the first that was measured
+PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/")  # on the progress line, beside the reward
 
-SHOWN = ("eval/all/avg_score", "eval/environment/")  # on the progress line
+
+class Run(Protocol):
+    """A training run, as its callbacks see it."""
+
+    cfg: SkyRLConfig
+    global_step: int
+    """The last finished step; 0 before the first."""
+    total_steps: int
+    is_stopping: bool
+
+    def request_stop(self, reason: str) -> None:
+        """Stop after the current step, with a checkpoint of it."""
+        ...
+
+    async def save_checkpoint(self) -> None:
+        """Write a checkpoint of the last finished step, complete or not at all."""
+        ...
+
+    async def check_space(self) -> None:
+        """Raise CheckpointError if the disk has no room for a checkpoint beside the last one."""
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """Write the models as plain Hugging Face folders into `folder`, complete or not at all."""
+        ...
 
 
 @dataclass(slots=True)
 class StepReport:
-    """The report of one step; callbacks may add metrics. Step 0 is before training: no trajectories."""
+    """The report of one step; callbacks may add metrics. Step 0, before training, has no trajectories."""
 
     global_step: int
     is_last: bool
@@ -43,28 +67,28 @@ class StepReport:
 
 
 class Callback:
-    """Override what you need; everything else does nothing."""
+    """Base class of callbacks, whose methods do nothing."""
 
     async def on_train_start(self, run: Run) -> None:
         """Called after resuming, before the first step."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        """Called once the weights of the step are in the engines."""
+        """Called once the engines have the weights of the step."""
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Called when the checkpoint at `path` is complete and the one to resume from."""
+        """Called once the checkpoint at `path` is complete and the one to resume from."""
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         """Called after the last step, or after the `error` or interrupt that ended the run."""
 
 
 def is_due(interval: int, report: StepReport) -> bool:
-    """Every `interval` steps and at the last one; -1 is never."""
+    """Return True every `interval` steps and at the last one; never for -1."""
     return interval > 0 and report.global_step > 0 and (report.is_last or report.global_step % interval == 0)
 
 
 class SavedConfig(Callback):
-    """Writes the resolved configuration, once it is the one that trains."""
+    """Writes the resolved configuration, unless the run is finished already."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
@@ -75,7 +99,7 @@ class SavedConfig(Callback):
 
 
 class Evaluation(Callback):
-    """Evaluates every `trainer.eval_interval` steps, at the last step, and before training if asked to."""
+    """Evaluates every `trainer.eval_interval` steps, at the last one, and before training if configured."""
 
     def __init__(
         self, dataset: PromptDataset, generator: GeneratorInterface, run_folder: RunFolder, chat: ChatEncoder
@@ -97,15 +121,14 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """Sends metrics to the trackers and keeps the progress line alive."""
+    """Sends metrics to the trackers and updates the progress line."""
 
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking
         self._progress: Progress | None = None
 
     async def on_train_start(self, run: Run) -> None:
-        before_first = -1  # a run that starts anew logs step 0 again
-        self._tracking.truncate_after(run.global_step or before_first)
+        self._tracking.truncate_after(run.global_step or -1)  # a new run logs step 0, too
         self._progress = Progress(run.total_steps, run.global_step)
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
@@ -119,7 +142,9 @@ class Logging(Callback):
             self._progress.update(
                 report.global_step,
                 reward=report.metrics.get("reward/avg_raw_reward"),
-                eval_metrics={name: value for name, value in report.metrics.items() if name.startswith(SHOWN)},
+                eval_metrics={
+                    name: value for name, value in report.metrics.items() if name.startswith(PROGRESS_METRICS)
+                },
                 tokens_per_second=report.metrics.get("trainer/tokens_per_second"),
             )
 
@@ -129,11 +154,11 @@ class Logging(Callback):
 
 
 Curriculum = Callable[[int, dict[str, float], Mapping[str, float]], Mapping[str, float]]
-"""From a step, the weights of the data sources in it, and its metrics to the weights of the next."""
+"""A function of a step, the weights of its data sources and its metrics; returns the weights of the next step."""
 
 
 class CurriculumStep(Callback):
-    """Lets a curriculum move the weights of the data sources; comes before the logging and the checkpoint of a step."""
+    """Sets the weights of the data sources by a curriculum, before the step is logged and saved."""
 
     def __init__(self, prompts: MixedPrompts, curriculum: Curriculum) -> None:
         self._prompts = prompts
@@ -152,7 +177,7 @@ class CurriculumStep(Callback):
 
 
 class TrajectoryDump(Callback):
-    """Writes every trajectory of every step, when `trainer.dump_trajectories` asks for it."""
+    """Writes every trajectory of every step, for `trainer.dump_trajectories`."""
 
     def __init__(self, run_folder: RunFolder, chat: ChatEncoder) -> None:
         self._run_folder = run_folder
@@ -165,9 +190,16 @@ class TrajectoryDump(Callback):
 
 
 class Checkpointing(Callback):
-    """Saves every `trainer.ckpt_interval` steps, at the last one and when the run stops; checks the disk first."""
+    """Saves every `trainer.ckpt_interval` steps, at the last one and when the run stops.
+
+    Checks the free disk space before the first step.
+    """
+
+    def __init__(self) -> None:
+        self._saved_step = 0
 
     async def on_train_start(self, run: Run) -> None:
+        self._saved_step = run.global_step
         if run.cfg.trainer.ckpt_interval > 0 and run.global_step < run.total_steps:
             await run.check_space()
 
@@ -177,9 +209,18 @@ class Checkpointing(Callback):
         if is_stopping or is_due(interval, report):
             await run.save_checkpoint()
 
+    async def on_checkpoint(self, run: Run, path: Path) -> None:
+        self._saved_step = run.global_step
+
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
+        """Save the last step if a later callback, or a signal meanwhile, stopped the run."""
+        is_unsaved = run.is_stopping and self._saved_step < run.global_step
+        if error is None and is_unsaved and run.cfg.trainer.ckpt_interval > 0:
+            await run.save_checkpoint()
+
 
 class Reporting(Callback):
-    """Writes `report.html` and `learning_curve.png` when the run ends, however it ends."""
+    """Writes `report.html` and `learning_curve.png` when the run ends, also after an error."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
@@ -187,7 +228,7 @@ class Reporting(Callback):
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         rows = read_metrics(self._run_folder.metrics)
         if not rows:
-            return  # it ended before it measured anything
+            return
         measured = [name for name in CURVES if any(name in row for row in rows)]
         if measured:
             title = f"{run.cfg.trainer.project_name}: {run.cfg.trainer.run_name}"
@@ -198,7 +239,7 @@ class Reporting(Callback):
 class Export(Callback):
     """Writes policy and critic as plain Hugging Face folders every `trainer.hf_save_interval` steps and at the last.
 
-    A run that was killed while it exported writes the missing folder when it resumes.
+    A run that was killed during an export writes the missing folder when it resumes.
     """
 
     async def on_train_start(self, run: Run) -> None:

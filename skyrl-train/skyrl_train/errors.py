@@ -1,4 +1,4 @@
-"""The one tree of errors: each class names the boundary at which something failed."""
+"""The errors of this project, one class for each boundary at which something fails."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import pickle
 
 
 class SkyRLError(Exception):
-    """The root of every error that this project raises on purpose: catch it to catch them all."""
+    """Base class of all errors that this project raises on purpose."""
 
 
 class ConfigError(SkyRLError, ValueError):
-    """The configuration is wrong: an unknown key, a wrong type, or values that cannot go together."""
+    """The configuration is invalid: an unknown key, a wrong type, or values that contradict each other."""
 
 
 class DataError(SkyRLError):
-    """A dataset is missing, unreadable or too small, or one of its rows lacks what training needs."""
+    """A dataset is missing, unreadable or too small, or one of its rows is invalid."""
 
 
 class EnvError(SkyRLError):
-    """An environment could not be made, or broke its contract while it was played."""
+    """An environment could not be created, or broke its contract."""
 
 
 class EngineError(SkyRLError):
@@ -30,11 +30,11 @@ class CheckpointError(SkyRLError):
 
 
 class WorkerError(SkyRLError):
-    """A rank of a model failed, and its group cannot be used any more."""
+    """A rank of a model failed, and its group can no longer be used."""
 
 
 class SyncError(SkyRLError):
-    """An engine did not receive the policy's weights, or received other ones than were sent."""
+    """An engine did not receive the policy's weights, or received different ones than were sent."""
 
 
 def picklable_error(error: Exception, substitute: type[SkyRLError]) -> Exception:

@@ -1,9 +1,8 @@
-"""From a batch to new weights: scores, advantages, updates, and what a checkpoint holds of them."""
+"""From a batch to new weights: scores, advantages, updates. Checkpoints of the models."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from skyrl_train.algorithms.filters import informative_groups
 from skyrl_train.algorithms.inputs import FROM_POLICY, estimator_inputs, named_inputs, required_inputs
 from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
 from skyrl_train.algorithms.masked import masked_mean
-from skyrl_train.algorithms.objectives import PolicyObjective
 from skyrl_train.algorithms.registry import AdvantageEstimator
 from skyrl_train.algorithms.trajectories import TrajectoryView
 from skyrl_train.config.trainer import TrainerConfig
@@ -24,13 +22,11 @@ from skyrl_train.types import Metric, Metrics, TrainingBatch
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
-logger = logging.getLogger(__name__)
-
 
 class Learner:
-    """The models of a run and the mathematics between them. Every stage returns its metrics; none are kept here.
+    """The models of a run and the computation between them. Stages return their metrics.
 
-    B rows of L tokens, the last R of them response.
+    A batch has B rows of L tokens, the last R of them response.
     """
 
     def __init__(
@@ -43,9 +39,9 @@ class Learner:
         ref: WorkerGroup | None = None,
         reference_sync: WeightSync | None = None,
     ) -> None:
-        """`ref` and `critic` are given when the configuration, or the estimator, reads their log-probs and values.
+        """Pass `ref` and `critic` if the configuration or the estimator reads their log-probs and values.
 
-        `reference_sync` goes from policy to reference, where the reference becomes the policy after each epoch.
+        `reference_sync` copies the policy's weights to the reference, for `update_ref_every_epoch`.
         """
         self.policy, self.critic, self.ref = policy, critic, ref
         self._reference_sync = reference_sync
@@ -57,7 +53,7 @@ class Learner:
     # -- batch → weights
 
     def filter_groups(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Leave groups of equal rewards out of the loss, where the configuration asks for it."""
+        """Take groups of equal rewards out of the loss mask, for `zero_variance_filter`."""
         algorithm = self._cfg.algorithm
         if not algorithm.zero_variance_filter:
             return batch, Metrics()
@@ -72,10 +68,10 @@ class Learner:
         return replace(batch, loss_mask=torch.where(is_kept[:, None], batch.loss_mask, 0.0)), metrics
 
     async def score(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill in what advantages and update read: values, and log-probs (B, R) of the reference and the policy.
+        """Fill in values, and log-probs (B, R) of the reference and the policy.
 
-        With one mini-batch and one epoch the policy at the start of the update is the policy in the update: its
-        log-probs are computed there anyway, and `old_logprobs` stay None unless something reads them before.
+        With one mini-batch and one update epoch, the update computes the policy's log-probs itself: `old_logprobs`
+        stay None unless something reads them before.
         """
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
@@ -94,13 +90,11 @@ class Learner:
     def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:
         cfg, algorithm = self._cfg, self._cfg.algorithm
         is_updated_once = cfg.update_epochs_per_batch == 1 and batch.n_prompts <= cfg.policy_mini_batch_size
-        is_read_before = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
-        objective = self.policy.objective
-        is_whole_batch = isinstance(objective, PolicyObjective) and objective.scope == "batch"
-        return not is_updated_once or is_read_before or is_whole_batch or bool(self._required & FROM_POLICY)
+        is_read_before_update = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
+        return not is_updated_once or is_read_before_update or bool(self._required & FROM_POLICY)
 
     def advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Fill in `advantages` and `returns` (B, R), from rewards less the KL penalty if there is one."""
+        """Fill in `advantages` and `returns` (B, R), from rewards minus the KL penalty if there is one."""
         algorithm = self._cfg.algorithm
         metrics = Metrics()
         if algorithm.use_kl_in_reward:
@@ -122,10 +116,10 @@ class Learner:
         return replace(batch, advantages=advantages, returns=returns), metrics
 
     def _penalize_rewards(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Subtract the divergence from the reference at each token from the rewards (B, R); moves the coefficient."""
+        """Subtract each token's divergence from the reference from the rewards (B, R); update the KL coefficient."""
         assert batch.rewards is not None
-        assert batch.old_logprobs is not None, "scored for the KL penalty"
-        assert batch.ref_logprobs is not None, "scored for the KL penalty"
+        assert batch.old_logprobs is not None
+        assert batch.ref_logprobs is not None
         coefficient = self._kl_controller.value
         rewards, kl = penalize_rewards(
             batch.rewards,
@@ -144,56 +138,49 @@ class Learner:
         return replace(batch, rewards=rewards), metrics
 
     async def update_critic(self, batch: TrainingBatch) -> Metrics:
-        """Take one optimizer step of the critic for each mini-batch, `update_epochs_per_batch` times over."""
-        if self.critic is None:
-            return Metrics()
+        """Take one optimizer step of the critic for each mini-batch and update epoch."""
+        assert self.critic is not None
         return await self._update("critic", self.critic, batch, self._cfg.critic_mini_batch_size)
 
     async def update_policy(self, batch: TrainingBatch) -> Metrics:
-        """Take one optimizer step of the policy for each mini-batch, `update_epochs_per_batch` times over."""
+        """Take one optimizer step of the policy for each mini-batch and update epoch."""
         return await self._update("policy", self.policy, batch, self._cfg.policy_mini_batch_size)
 
     async def _update(self, role: str, group: WorkerGroup, batch: TrainingBatch, mini_batch_size: int) -> Metrics:
         metrics = Metrics()
-        is_untouched = True  # the weights are those that scored the batch
-        for _ in range(self._cfg.update_epochs_per_batch):
-            for mini_batch in batch.chunk(mini_batch_size):
-                log_probs = mini_batch.old_logprobs if is_untouched else None
-                metrics = metrics.merge(await group.update(mini_batch, log_probs))
-                is_untouched = False
+        for epoch in range(self._cfg.update_epochs_per_batch):
+            for index, mini_batch in enumerate(batch.chunk(mini_batch_size)):
+                is_first = epoch == index == 0  # the weights are still those that scored the batch
+                metrics = metrics.merge(await group.update(mini_batch, mini_batch.old_logprobs if is_first else None))
         return metrics.with_prefix(role)
 
     async def refresh_reference(self, version: int) -> None:
-        """Make the current policy, of `version`, the reference."""
+        """Copy the policy's weights, of `version`, to the reference."""
         assert self._reference_sync is not None
         await self._reference_sync(version)
 
-    # -- state
+    # -- checkpoints and exports
 
     async def checkpoint_bytes(self) -> int:
-        """Return about how large a checkpoint is."""
-        return sum([(await group.info()).checkpoint_bytes for group in self._changing().values()])
+        """Estimate the size of a checkpoint."""
+        return sum([await group.checkpoint_bytes() for group in self._changing().values()])
 
     async def save(self, folder: Path) -> None:
-        """Write everything that changes into `folder`: one folder for each model.
-
-        Raises:
-            CheckpointError: a model's weights are NaN or infinite.
-        """
+        """Write the state of each model into its own folder; CheckpointError if weights are NaN or infinite."""
         writing = [await group.save(folder / name) for name, group in self._changing().items()]
         await asyncio.gather(*writing)
 
     async def restore(self, folder: Path) -> None:
-        """Load what `save` wrote; CheckpointError if it is incomplete or of another model."""
+        """Load what `save` wrote; CheckpointError if it is incomplete or belongs to another model."""
         for name, group in self._changing().items():
             await group.load_state(folder / name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part of the state that the driver keeps."""
+        """Return the state outside of the models."""
         return {"kl_controller": self._kl_controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self._kl_controller.load_state_dict(state["kl_controller"])
 
     async def export(self, folder: Path) -> None:
@@ -203,7 +190,7 @@ class Learner:
             await self.critic.export(folder / "critic")
 
     def _changing(self) -> dict[str, WorkerGroup]:
-        """Return the models whose state changes in a run, by the name of their folder."""
+        """Return the models that change in a run, by the name of their folder."""
         groups = {"policy": self.policy}
         if self.critic is not None:
             groups["critic"] = self.critic

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Timing of the stages of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Adds up seconds under names: `with timer("generate"): …`. Every step has its own."""
+    """Adds up seconds by name: `with timer("generate"): …`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

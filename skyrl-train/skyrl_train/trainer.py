@@ -1,6 +1,6 @@
 """The training step on one page: prompts → rollouts → advantages → update → sync.
 
-P prompts a step, G samples of each, B rows of L tokens, the last R of them response.
+A step draws P prompts and plays G samples of each. Its batch has B rows of L tokens, the last R of them response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skyrl_train.checkpoint import CheckpointStore, write_complete
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import CheckpointError
-from skyrl_train.generators.source import BatchSource, StepData
+from skyrl_train.generators.source import BatchSource
 from skyrl_train.learner import Learner
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Step:
-    """One step in the making. Steps that overlap have a record each."""
+    """A step in progress. Stages take it as an argument, so that several steps may overlap."""
 
     number: int
     metrics: Metrics = field(default_factory=Metrics)
@@ -39,12 +39,12 @@ class Step:
     timer: StepTimer = field(default_factory=StepTimer)
 
     def record(self, metrics: Metrics) -> None:
-        """Add metrics of a stage."""
+        """Add the metrics of a stage."""
         self.metrics = self.metrics.merge(metrics)
 
 
 class Trainer:
-    """Trains a policy on the rewards of its own rollouts. It is the `Run` of its callbacks."""
+    """Trains a policy on the rewards of its own rollouts. Callbacks see it as a `Run`."""
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class Trainer:
         pad_token_id: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        """`sync_engines` gives the engines the policy's weights, as those of a version."""
+        """`sync_engines(version)` sends the policy's weights to the engines."""
         self.cfg = cfg
         self.learner = learner
         self.total_steps = total_steps
-        self.global_step = 0
+        self.global_step = 0  # the last finished step
         self.is_stopping = False
         self._source = source
         self._sync_engines = sync_engines
         self._pad_token_id = pad_token_id
-        self._callbacks = list(callbacks)
+        self._callbacks = callbacks
         self._checkpoints = CheckpointStore(Path(cfg.trainer.ckpt_path), cfg.trainer.max_ckpts_to_keep)
 
     async def train(self) -> None:
-        """Run from where the last checkpoint left off to the last step."""
+        """Train from the last checkpoint, or from the start, to the last step."""
         error: BaseException | None = None
         try:
             await self.start()
@@ -90,23 +90,23 @@ class Trainer:
             for callback in self._callbacks:
                 try:
                     await callback.on_train_end(self, error)
-                except Exception:  # the boundary of a report: it must not hide why the run ended
+                except Exception:  # a failing callback must not hide why the run ended
                     logger.exception("%s failed at the end of the run", type(callback).__name__)
 
     def request_stop(self, reason: str) -> None:
         """Stop after the current step, with a checkpoint of it."""
         self.is_stopping = True
-        logger.warning("Stopping after step %d: %s", self.global_step + 1, reason)
+        logger.warning("Stopping after the current step: %s", reason)
 
-    # -- one step
+    # -- the stages of a step
 
     async def start(self) -> None:
-        """Resume, give the engines their weights, and look at the policy before training."""
+        """Resume from a checkpoint if there is one, sync the engines, and report step 0 of a new run."""
         await self.resume()
         if self.global_step >= self.total_steps:
             logger.warning(
-                "This run is finished: it has its %d steps. For another one set trainer.run_name; to continue, raise "
-                "trainer.epochs or trainer.max_training_steps",
+                "This run is finished after its %d steps. Set trainer.run_name to start another; raise trainer.epochs "
+                "or trainer.max_training_steps to continue it",
                 self.total_steps,
             )
         step = Step(self.global_step)
@@ -117,34 +117,24 @@ class Trainer:
             await self.finish_step(step)
 
     def steps(self) -> Iterator[Step]:
-        """Yield one step after another, until the last or a request to stop."""
+        """Yield the steps that remain, until a callback or a signal requests a stop."""
         while self.global_step < self.total_steps and not self.is_stopping:
             yield Step(self.global_step + 1)
 
     async def rollout(self, step: Step) -> list[Trajectory]:
-        """Return G trajectories of each of P drawn prompts; those that failed are left out."""
+        """Return G trajectories for each of P drawn prompts, without those that failed."""
         with step.timer("generate"):
             try:
-                data: StepData = await self._source.take(step.number)
+                data = await self._source.take(step.number)
             except Exception:
-                await self._save_after_failed_rollouts()
+                await self._save_before_failure()
                 raise
         step.played, step.ends_epoch = data.played, data.ends_epoch
         step.record(data.metrics)
         return data.trajectories
 
-    async def _save_after_failed_rollouts(self) -> None:
-        """Save the last finished step, so that a resumed run loses none: its weights have not changed since."""
-        if self.cfg.trainer.ckpt_interval > 0 and self.global_step > 0:
-            try:
-                await self.save_checkpoint()
-            except CheckpointError as error:
-                logger.warning("Step %d is not saved: %s", self.global_step, error)
-            else:
-                logger.warning("The checkpoint of step %d is saved; rerun the command to resume", self.global_step)
-
     def build_batch(self, step: Step, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Pad the trajectories into tensors (B, L); leave groups of equal rewards out of the loss where asked to."""
+        """Pad the trajectories into tensors (B, L); mask groups of equal rewards if configured."""
         batch, metrics = self.learner.filter_groups(build_training_batch(trajectories, self._pad_token_id))
         step.record(metrics)
         return batch
@@ -162,7 +152,7 @@ class Trainer:
         return batch
 
     async def update(self, step: Step, batch: TrainingBatch) -> None:
-        """Take one optimizer step for each mini-batch, `update_epochs_per_batch` times over; first the critic's."""
+        """Update the critic if there is one, then the policy: one optimizer step per mini-batch and update epoch."""
         if self.learner.critic is not None:
             with step.timer("critic_train"):
                 step.record(await self.learner.update_critic(batch))
@@ -170,10 +160,10 @@ class Trainer:
             step.record(await self.learner.update_policy(batch))
         if self.cfg.trainer.update_ref_every_epoch and step.ends_epoch and step.number < self.total_steps:
             await self.learner.refresh_reference(step.number)
-            logger.info("The reference is the policy of step %d from here on", step.number)
+            logger.info("The policy of step %d is the new reference", step.number)
 
     async def sync_weights(self, step: Step) -> None:
-        """Give the engines the policy as it is after this step."""
+        """Send the policy's weights, as version `step.number`, to the engines."""
         with step.timer("sync_weights"):
             await self._sync_engines(step.number)
             await self._source.on_weights(step.number)
@@ -186,10 +176,10 @@ class Trainer:
         for callback in self._callbacks:
             await callback.on_step_end(self, report)
 
-    # -- what stays on disk
+    # -- checkpoints and exports
 
     async def save_checkpoint(self) -> None:
-        """Write everything a resumed run needs to continue as if nothing had happened, then call `on_checkpoint`.
+        """Write everything that a resumed run needs to continue exactly, then call `on_checkpoint`.
 
         Raises:
             CheckpointError: the disk refused, or the weights are NaN or infinite; the last checkpoint is intact.
@@ -209,6 +199,16 @@ class Trainer:
         path = await self._checkpoints.save(self.global_step, write, await self.learner.checkpoint_bytes())
         for callback in self._callbacks:
             await callback.on_checkpoint(self, path)
+
+    async def _save_before_failure(self) -> None:
+        """Save the last finished step, whose weights are unchanged, so that a resumed run loses none."""
+        if self.cfg.trainer.ckpt_interval > 0 and self.global_step > 0:
+            try:
+                await self.save_checkpoint()
+            except CheckpointError as error:
+                logger.warning("Step %d is not saved: %s", self.global_step, error)
+            else:
+                logger.warning("The checkpoint of step %d is saved; rerun the command to resume", self.global_step)
 
     async def check_space(self) -> None:
         """Raise CheckpointError if the disk has no room for a checkpoint beside the last one."""

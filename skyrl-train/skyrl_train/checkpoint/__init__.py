@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent."""
 
+from skyrl_train.checkpoint.durable import make_folder, replace_text
 from skyrl_train.checkpoint.lock import folder_lock
 from skyrl_train.checkpoint.store import CheckpointStore, write_complete
 
-__all__ = ["CheckpointStore", "folder_lock", "write_complete"]
+__all__ = ["CheckpointStore", "folder_lock", "make_folder", "replace_text", "write_complete"]

@@ -1,4 +1,4 @@
-"""One process at a time writes into a folder."""
+"""A lock that lets one process at a time write into a folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from skyrl_train.checkpoint.durable import make_folder
 from skyrl_train.errors import ConfigError
 
 LOCK_FILE = ".lock"
@@ -17,12 +18,12 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def folder_lock(folder: Path, fix: str) -> Iterator[None]:
-    """Hold the folder for as long as the context lasts. The system releases it when the process ends, however it ends.
+    """Lock a folder for this process within the context. The system releases the lock of a process that dies.
 
     Raises:
         ConfigError: another process holds it; the message names its pid and host, and ends with `fix`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,5 +39,5 @@ def _holder(lock: Path) -> str:
     try:
         holder = json.loads(lock.read_text(encoding="utf-8"))
         return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError):  # it is just writing its name
+    except (OSError, ValueError, KeyError):  # the other process has not written its name yet
         return "another process"

@@ -1,28 +1,28 @@
 """A folder of checkpoints, each complete or absent.
 
 latest_ckpt_global_step.txt     the step to resume from, written last
-global_step_N/                  appears by renaming when everything in it is on disk
-.global_step_N.partial/         being written, or left by a crash: never read, removed by the next save
-.global_step_N.replaced/        the step's earlier checkpoint, for the instant in which a new one takes its place
+global_step_N/                  renamed to this once all its files are on disk
+.global_step_N.partial/         incomplete, in progress or left by a crash: never read, removed by the next save
+.global_step_N.replaced/        the step's earlier checkpoint, for the moment in which a new one replaces it
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
+from skyrl_train.checkpoint.durable import make_folder, replace_text, sync, sync_tree
 from skyrl_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 POINTER = "latest_ckpt_global_step.txt"
-SPARE_BYTES = 64 * 2**20  # left free beyond what a checkpoint needs: logs and metrics go on
+SPARE_BYTES = 64 * 2**20  # left free beyond what a checkpoint needs, for logs and metrics
 
 
 Write = Callable[[Path], Awaitable[None]]
@@ -44,16 +44,16 @@ class CheckpointStore:
         Files are synced and removed in a thread, so that the event loop is never blocked.
 
         Raises:
-            CheckpointError: the disk refused, or `write` raised it; the one to resume from is what it was.
+            CheckpointError: the disk refused, or `write` raised it; the one to resume from is unchanged.
         """
         try:
-            await asyncio.to_thread(self._prepare, expected_bytes)
-            target = await write_complete(self.path / f"global_step_{step}", write)
-            await asyncio.to_thread(self._point_to, step)
+            await asyncio.to_thread(self._make_room, expected_bytes)
+            target = await write_complete(self._folder(step), write)
+            await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"cannot save the checkpoint of step {step} in {self.path}: {error}; the one before it is intact. "
-                "Make room or set trainer.ckpt_path to another disk, and start the run again to resume"
+                "Free disk space or set trainer.ckpt_path to another disk, then rerun the command to resume"
             ) from error
         try:
             await asyncio.to_thread(self._remove_superseded, step)
@@ -61,104 +61,107 @@ class CheckpointStore:
             logger.warning("The checkpoint of step %d is saved; an old one could not be removed: %s", step, error)
         return target
 
-    def _prepare(self, expected_bytes: int) -> None:
-        self._tidy_up()
-        self._make_room(expected_bytes)
-
-    def _remove_superseded(self, step: int) -> None:
-        self._remove_leftovers()
-        if self._max_to_keep > 0:
-            self._remove(self.removable(step)[: max(0, len(self.steps()) - self._max_to_keep)])
-
     def find(self, mode: Literal["none", "latest", "from_path"], path: str | None = None) -> Path | None:
-        """The checkpoint that `trainer.resume_mode` asks for; None to start anew.
+        """Return the checkpoint that `trainer.resume_mode` asks for, or None to start anew.
 
         Raises:
-            CheckpointError: it is not there, or its name does not say its step.
+            CheckpointError: it does not exist, or its name lacks its step.
         """
-        if mode == "none":
-            return None
         if mode == "latest":
             return self.latest()
+        if mode == "none":
+            return None
         folder = Path(path or "")
-        step_of(folder)
+        if not re.fullmatch(r"global_step_\d+", folder.name):
+            raise CheckpointError(f"trainer.resume_path={folder} must end in global_step_N, e.g. ckpts/global_step_40")
+        if not folder.is_dir():
+            raise CheckpointError(f"trainer.resume_path={folder} does not exist")
         return folder
 
     def latest(self) -> Path | None:
-        """The checkpoint to resume from, or None when there is none.
+        """Return the checkpoint to resume from, or None when there is none.
 
         Raises:
-            CheckpointError: the pointer names a checkpoint that is not there.
+            CheckpointError: the pointer names a checkpoint that does not exist.
         """
         self._restore_replaced()
         step = self._pointed_step()
         if step is None:
             return None
-        folder = self.path / f"global_step_{step}"
+        folder = self._folder(step)
         if not folder.is_dir():
-            there = ", ".join(map(str, self.steps())) or "none"
+            complete = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
-                f"{self.path / POINTER} says step {step}, but {folder} does not exist (complete steps: {there}); "
+                f"{self.path / POINTER} names step {step}, but {folder} does not exist (complete steps: {complete}); "
                 "write one of them into the file, or set trainer.resume_mode=none"
             )
         return folder
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         names = (re.fullmatch(r"global_step_(\d+)", entry.name) for entry in self.path.glob("global_step_*"))
         return sorted(int(name[1]) for name in names if name)
 
-    def removable(self, newest: int) -> list[int]:
-        """All steps but the newest, the least useful first: those of an abandoned future, then the oldest."""
-        return sorted((step for step in self.steps() if step != newest), key=lambda step: (step < newest, step))
-
     def check_space(self, checkpoint_bytes: int) -> None:
-        """Before the first step: there must be room for a checkpoint beside the last complete one.
+        """Check, before the first step, that a checkpoint fits beside the last complete one.
 
-        What `save` would remove to make room counts as free.
+        Checkpoints that `save` would remove to make room count as free.
 
         Raises:
-            CheckpointError: with what is needed and what is free.
+            CheckpointError: the disk is too small; the message has the bytes needed and free.
         """
         self._tidy_up()
         needed = checkpoint_bytes * (1 if self.steps() else 2) + SPARE_BYTES
-        old = sum(_size(self.path / f"global_step_{step}") for step in self._removable_now())
-        free = shutil.disk_usage(self.path).free + old
+        files = (path for step in self._removable() for path in self._folder(step).rglob("*") if path.is_file())
+        free = shutil.disk_usage(self.path).free + sum(path.stat().st_size for path in files)
         if free < needed:
             raise CheckpointError(
                 f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, "
-                "and the next one is written before the last one goes; set trainer.ckpt_path to a larger disk, or "
+                "and the next one is written before the last is removed; set trainer.ckpt_path to a larger disk, or "
                 "trainer.ckpt_interval=-1 to run without checkpoints"
             )
 
-    def _removable_now(self) -> list[int]:
-        """All steps but the one to resume from; none while the pointer names a checkpoint that is not there."""
+    def _folder(self, step: int | str) -> Path:
+        return self.path / f"global_step_{step}"
+
+    def _other_steps(self, newest: int) -> list[int]:
+        """Return all steps but `newest`, the least useful first: those of an abandoned future, then the oldest."""
+        return sorted((step for step in self.steps() if step != newest), key=lambda step: (step < newest, step))
+
+    def _removable(self) -> list[int]:
+        """Return all steps but the one to resume from; none while the pointer names a missing checkpoint."""
         pointed = self._pointed_step()
-        return next((self.removable(step) for step in self.steps() if str(step) == pointed), [])
+        return next((self._other_steps(step) for step in self.steps() if str(step) == pointed), [])
 
     def _pointed_step(self) -> str | None:
-        """What the pointer says; the newest step where a crash came before the first pointer; None without either."""
+        """Return the pointer's text, or the newest step if a crash came before the first pointer was written."""
         pointer, steps = self.path / POINTER, self.steps()
         if pointer.exists():
             return pointer.read_text().strip()
         return str(steps[-1]) if steps else None
 
     def _make_room(self, expected_bytes: int) -> None:
-        for step in self._removable_now():
+        self._tidy_up()
+        for step in self._removable():
             if shutil.disk_usage(self.path).free >= expected_bytes + SPARE_BYTES:
                 return
             logger.warning("The disk is short: removing the checkpoint of step %d before saving the next", step)
-            self._remove([step])
+            self._remove(step)
 
-    def _remove(self, steps: list[int]) -> None:
-        for step in steps:
-            doomed = self.path / f".global_step_{step}.removed.partial"
-            (self.path / f"global_step_{step}").rename(doomed)  # never half a checkpoint under its own name
-            shutil.rmtree(doomed)
+    def _remove_superseded(self, newest: int) -> None:
+        self._remove_leftovers()
+        if self._max_to_keep > 0:
+            for step in self._other_steps(newest)[: max(0, len(self.steps()) - self._max_to_keep)]:
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        doomed = self.path / f".global_step_{step}.removed.partial"
+        self._folder(step).rename(doomed)  # never half a checkpoint under its own name
+        shutil.rmtree(doomed)
 
     def _tidy_up(self) -> None:
-        """What a crash left is finished or removed."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Complete or remove what a crash left."""
+        make_folder(self.path)
         self._restore_replaced()
         self._remove_leftovers()
 
@@ -167,70 +170,36 @@ class CheckpointStore:
             shutil.rmtree(leftover)
 
     def _restore_replaced(self) -> None:
-        """After a crash in the instant between the two renames, the earlier checkpoint gets its name back."""
+        """Give an earlier checkpoint its name back, after a crash between the two renames of a replacement."""
         for replaced in self.path.glob(".global_step_*.replaced"):
             target = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
             if not target.exists():
                 replaced.rename(target)
 
-    def _point_to(self, step: int) -> None:
-        partial = self.path / f".{POINTER}.partial"
-        partial.write_text(f"{step}\n")
-        _sync(partial)
-        partial.replace(self.path / POINTER)
-        _sync(self.path)
-
 
 async def write_complete(target: Path, write: Write) -> Path:
-    """Let `write` fill a folder that gets the name `target` when all of it is on disk: complete or absent.
+    """Let `write` fill a folder that is renamed to `target` once all its files are on disk: complete or absent.
 
-    A folder that has the name already is replaced.
+    An existing folder of that name is replaced.
     """
     partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
         await asyncio.to_thread(shutil.rmtree, partial)
-    partial.mkdir(parents=True)
+    make_folder(target.parent)
+    partial.mkdir()
     await write(partial)
-    await asyncio.to_thread(_give_name, partial, target)
+    await asyncio.to_thread(_commit, partial, target)
     return target
 
 
-def _give_name(partial: Path, target: Path) -> None:
-    _sync_tree(partial)
+def _commit(partial: Path, target: Path) -> None:
+    sync_tree(partial)
     replaced = target.with_name(f".{target.name}.replaced")
     if replaced.exists():
         shutil.rmtree(replaced)
-    if target.exists():  # a run that was resumed from an earlier step comes by again
+    if target.exists():  # a run that was resumed from an earlier step reaches this one again
         target.rename(replaced)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name; CheckpointError if it is not `global_step_N` or does not exist."""
-    match = re.fullmatch(r"global_step_(\d+)", folder.name)
-    if not match:
-        raise CheckpointError(f"trainer.resume_path={folder} must end in global_step_N, e.g. ckpts/global_step_40")
-    if not folder.is_dir():
-        raise CheckpointError(f"trainer.resume_path={folder} does not exist")
-    return int(match[1])
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

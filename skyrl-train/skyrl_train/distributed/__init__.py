@@ -1,4 +1,4 @@
-"""How a model is spread over devices, and how its state gets on and off the disk."""
+"""Strategies that spread a model over devices, and save and load its state."""
 
 from skyrl_train.distributed.fsdp2 import FSDP2Strategy
 from skyrl_train.distributed.single import SingleStrategy

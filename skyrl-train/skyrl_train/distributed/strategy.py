@@ -1,4 +1,4 @@
-"""How a model is spread over its ranks, and what all strategies do the same way."""
+"""The interface of strategies that spread a model over ranks, and the work that they share."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
@@ -30,7 +32,7 @@ from skyrl_train.types.specs import ModelSpec, TensorSpec, World
 
 T = TypeVar("T")
 
-# A single process saves alone on purpose.
+# torch warns when a single process saves without a process group
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 OPTIMIZER_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -39,7 +41,7 @@ SCHEDULE = "schedule.pt"
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything of a model that changes in a run, except random generators."""
+    """The state of a model that changes in a run, except random generators."""
 
     module: ScoringModule
     optimizer: torch.optim.Optimizer | None = None
@@ -50,16 +52,15 @@ class DistributedStrategy(ABC):
     """Spreads one model over the ranks of a world. All ranks make the same calls in the same order."""
 
     def __init__(self, world: World, save_group: dist.ProcessGroup | None = None) -> None:
-        """`save_group` is the process group that checkpoints are written and read in; None for a single rank."""
+        """`save_group` is the process group for writing and reading checkpoints; None for a single rank."""
         self.world = world
         self._save_group = save_group
 
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
         """Load the model of `spec` and spread it; `entropy_grad` makes its entropies differentiable."""
         is_critic = spec.role == "critic"
-        model = spec.load()
         return self._wrap(
-            ScoringModule(model, temperature=spec.temperature, entropy_grad=entropy_grad, is_critic=is_critic)
+            ScoringModule(spec.load(), temperature=spec.temperature, entropy_grad=entropy_grad, is_critic=is_critic)
         )
 
     def run(
@@ -90,13 +91,14 @@ class DistributedStrategy(ABC):
                 assert loss is not None
                 loss.backward()
             results.append(result)
-        self._release_gathered(module)
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass without a backward pass leaves the root gathered
         return results
 
     def save(self, state: TrainState, folder: Path) -> Future[Any]:
         """Copy the state to host memory, then write it into `folder` in the background, by parameter name."""
         saved: dict[str, Any] = {"model": get_model_state_dict(state.module)}
-        if state.optimizer is not None and state.optimizer.state:  # before the first step there are no moments
+        if state.optimizer is not None and state.optimizer.state:  # the first step creates the moments
             saved["optimizer"] = get_optimizer_state_dict(state.module, state.optimizer, options=OPTIMIZER_OPTIONS)
         if state.scheduler is not None and self.world.rank == 0:
             torch.save(state.scheduler.state_dict(), folder / SCHEDULE)
@@ -124,29 +126,32 @@ class DistributedStrategy(ABC):
         """Return the tensors of the whole model, in the order of `full_tensors`."""
         return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in hf_model(module).named_parameters()]
 
+    def full_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the model, gathered on every rank, under its Hugging Face name."""
+        for name, parameter in hf_model(module).named_parameters():
+            yield name, _gathered(parameter.detach())
+
+    @torch.no_grad()
+    def load_tensors(self, module: ScoringModule, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy whole tensors, named as in `full_tensors`, into the model."""
+        parameters = dict(hf_model(module).named_parameters())
+        for name, tensor in tensors:
+            parameter = parameters[name]
+            if isinstance(parameter, DTensor):  # every rank has the whole tensor and keeps its slice
+                tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(tensor)
+
+    def clip_gradients(self, module: ScoringModule, max_norm: float) -> float:
+        """Scale the gradients to a global norm of at most `max_norm`; return the norm before, which may be NaN."""
+        return _gathered(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
+
     @abstractmethod
     def _wrap(self, module: ScoringModule) -> ScoringModule:
         """Spread the parameters of a module over the ranks."""
 
     @abstractmethod
-    def _release_gathered(self, module: ScoringModule) -> None:
-        """Free whole parameters that were gathered for a forward pass."""
-
-    @abstractmethod
-    def clip_gradients(self, module: ScoringModule, max_norm: float) -> float:
-        """Scale the gradients to a global norm of at most `max_norm`; return the norm before, which may be NaN."""
-
-    @abstractmethod
     def is_finite(self, module: ScoringModule) -> bool:
         """Return True on every rank if no parameter on any rank is NaN or infinite."""
-
-    @abstractmethod
-    def full_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the model, gathered on every rank, under its Hugging Face name."""
-
-    @abstractmethod
-    def load_tensors(self, module: ScoringModule, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole tensors, named as in `full_tensors`, into the model."""
 
     @abstractmethod
     def export(self, module: ScoringModule, folder: Path) -> None:
@@ -158,3 +163,7 @@ def hf_model(module: ScoringModule) -> PreTrainedModel:
     model = module.model
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

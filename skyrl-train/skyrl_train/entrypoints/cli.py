@@ -8,46 +8,34 @@ skyrl env check module:Env   environments without a trainer: check, play, list
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = COMMANDS.get(arguments[0]) if arguments else None
+    """Run the command line and return its exit status. Each command imports only what it needs."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules that a configuration names may lie in the current folder, as with python -m
-    if command is not None:
-        return command(arguments[1:])
-    asked = bool(arguments) and arguments[0] in ("-h", "--help")
-    print(__doc__, end="", file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+        sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
+    match list(sys.argv[1:] if argv is None else argv):
+        case ["train", *overrides]:
+            from skyrl_train.entrypoints.main_base import main as train
 
+            train(overrides)
+        case ["generate", *overrides]:
+            from skyrl_train.entrypoints.main_generate import main as generate
 
-def _train(arguments: list[str]) -> int:
-    from skyrl_train.entrypoints.main_base import main
+            generate(overrides)
+        case ["env", *arguments]:
+            from skyrl_gym.cli import main as env
 
-    main(arguments)
+            return env(arguments, prog="skyrl env")
+        case ["-h" | "--help", *_]:
+            print(__doc__, end="")
+        case _:
+            print(__doc__, end="", file=sys.stderr)
+            return 2
     return 0
-
-
-def _generate(arguments: list[str]) -> int:
-    from skyrl_train.entrypoints.main_generate import main
-
-    main(arguments)
-    return 0
-
-
-def _env(arguments: list[str]) -> int:
-    from skyrl_gym.cli import main
-
-    return main(arguments, prog="skyrl env")
-
-
-COMMANDS: Mapping[str, Callable[[list[str]], int]] = {"train": _train, "generate": _generate, "env": _env}
-"""Each imports what it needs when it is asked for."""
 
 
 def run() -> None:
-    """The script `skyrl`."""
+    """Run the script `skyrl`."""
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What every command does around its work: logging, errors without a traceback, threads, gentle stops."""
+"""The frame of every command: logging, error messages, threads and interrupts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_train.errors import SkyRLError
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command. A mistake of the user's ends with its message and exit status 1, an interrupt with 130."""
+    """Run a command. An error of this project ends it with its message and exit status 1, an interrupt with 130."""
     log_to_console()
     try:
         command()
@@ -35,33 +35,31 @@ def run_command(command: Callable[[], None]) -> None:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except* KeyboardInterrupt:
-        print(
-            "Stopped. Given again, the same command goes on from its last checkpoint, if it has one.", file=sys.stderr
-        )
+        print("Stopped. Rerun the command to resume from the last checkpoint, if there is one.", file=sys.stderr)
         sys.exit(130)
 
 
 def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConfig:
     """Check everything that can be checked before a run starts, and return the typed configuration.
 
-    Raises one ConfigError that lists every problem. Register estimators and losses of your own before: the rules apply
-    to them, too.
+    Raises one ConfigError that lists every problem. Register your own estimators and losses first, so that the rules
+    apply to them, too.
     """
     return config.validate_cfg(cfg, ALGORITHM_RULES)
 
 
 def parse_cli(argv: Sequence[str]) -> SkyRLConfig:
-    """Return the configuration of `key=value` overrides, checked as by `validate_cfg`."""
+    """Parse `key=value` overrides into a configuration, checked as by `validate_cfg`."""
     return config.parse_cli(argv, ALGORITHM_RULES)
 
 
 def find_warnings(cfg: SkyRLConfig) -> list[str]:
-    """Return a sentence for each setting that is allowed, but most likely not meant."""
+    """Return a sentence for each setting that is allowed but probably a mistake."""
     return find_problems(cfg, WARNINGS + ALGORITHM_WARNINGS)
 
 
 def run_main(doc: str | None, run: Callable[[SkyRLConfig], None], argv: Sequence[str] | None) -> None:
-    """A command line of `key=value` overrides: `run` with the configuration, or `--help`: `doc` and every key."""
+    """Call `run` with the configuration of `key=value` overrides; for `--help`, print `doc` and every key."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         keys = Path(config_dir, "ppo_base_config.yaml").read_text(encoding="utf-8")
@@ -71,20 +69,19 @@ def run_main(doc: str | None, run: Callable[[SkyRLConfig], None], argv: Sequence
 
 
 def log_to_console() -> None:
-    """Show what the project says, and other packages' warnings, on standard error."""
+    """Log the project's messages, and warnings of other packages, to standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for name in ("skyrl_train", "skyrl_gym"):
         logging.getLogger(name).setLevel(logging.INFO)
-    disable_progress_bar()  # transformers draws one for each file it reads or writes
+    disable_progress_bar()  # transformers shows one for each file
 
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Within, let the garbage collector leave alone what is there, and look at the rest less often.
+    """Exclude existing objects from garbage collection within the context, and collect the others less often.
 
-    Imported libraries are half a million objects, and thousands of rollouts in flight are as many; going through them
-    time and again takes half of the agent loop's time (`make bench-loop`). What no longer has a reference is freed at
-    once all the same.
+    Imported libraries and rollouts in flight are millions of objects, and scanning them takes half of the agent loop's
+    time (`make bench-loop`). Objects without references are still freed at once.
     """
     thresholds = gc.get_threshold()
     gc.freeze()
@@ -98,10 +95,10 @@ def collect_rarely() -> Iterator[None]:
 
 @contextmanager
 def compute_thread() -> Iterator[ThreadPoolExecutor]:
-    """One thread for all that takes every core, whether it trains or generates; meanwhile the caller's computes alone.
+    """Create one thread that computes with all cores, for training and generation; other threads get one core each.
 
-    OpenMP gives each thread that computes a team of its own. Once the teams have more threads than there are cores, it
-    puts them to sleep between operations, and a small model takes twice as long (`learnings/`).
+    OpenMP gives each computing thread its own team. With more threads in all teams than cores, it puts them to sleep
+    between operations, and a small model takes twice as long (`learnings/`).
     """
     n_cores = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -114,9 +111,9 @@ def compute_thread() -> Iterator[ThreadPoolExecutor]:
 
 @contextmanager
 def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the program, after the operation it is in.
+    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the program after its current operation.
 
-    Needs a running event loop. Outside the main thread, signals are none of ours.
+    Needs a running event loop. Does nothing outside of the main thread, which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

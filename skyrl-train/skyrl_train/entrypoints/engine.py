@@ -16,7 +16,7 @@ from skyrl_train.models.memory import cache_bytes_per_token
 
 
 def is_vllm_installed() -> bool:
-    """Whether `generator.backend=vllm` runs vLLM."""
+    """Return True if vLLM can be imported."""
     return importlib.util.find_spec("vllm") is not None
 
 
@@ -24,16 +24,16 @@ def new_engine(
     cfg: SkyRLConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    bytes_to_come: int,
+    reserved_bytes: int,
     executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
-    """An engine for the policy `model`, in what `bytes_to_come` more of the trainer leave of this machine's memory.
+    """Create an engine for the policy `model` that computes in `executor`, which has one thread.
 
-    It computes in `executor`, which has one thread.
+    Its cache may use the free memory of this machine, less `reserved_bytes` that the trainer will allocate.
     """
     generator, has_gpu = cfg.generator, torch.cuda.is_available()
     free, total = _memory()
-    usable = int(max(free - bytes_to_come, 0) * generator.gpu_memory_utilization)
+    usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization)
     if generator.backend != "vllm" or not is_vllm_installed():
         return HFEngine(
             model,
@@ -47,7 +47,7 @@ def new_engine(
     from skyrl_train.inference_engines.vllm import VLLMEngine
 
     context_length = model.config.get_text_config().max_position_embeddings
-    most_bytes = generator.max_num_seqs * context_length * cache_bytes_per_token(model)
+    max_bytes = generator.max_num_seqs * context_length * cache_bytes_per_token(model)
     return VLLMEngine(
         cfg.trainer.policy.model.path,
         tokenizer,
@@ -55,7 +55,7 @@ def new_engine(
         max_num_seqs=generator.max_num_seqs,
         max_num_batched_tokens=generator.max_num_batched_tokens,
         gpu_memory_utilization=usable / total,
-        max_cache_bytes=None if has_gpu else min(usable, most_bytes),  # on a CPU it is taken, and zeroed, at once
+        max_cache_bytes=None if has_gpu else min(usable, max_bytes),  # a CPU allocates it at once
         enforce_eager=generator.enforce_eager,
         engine_init_kwargs=generator.engine_init_kwargs,
         executor=executor,
@@ -63,7 +63,7 @@ def new_engine(
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes free, and bytes at all, of the device that generates."""
+    """Return free and total bytes of the device that generates."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()
     memory = psutil.virtual_memory()

@@ -1,7 +1,7 @@
 """Train a policy: `python -m skyrl_train.entrypoints.main_base data.train_data=… trainer.policy.model.path=…`.
 
-A script of your own registers its environments, builds `BasePPOExp(cfg)` and calls `run()`; override a `get_*` method
-to replace a part.
+Your own script registers its environments, builds `BasePPOExp(cfg)` and calls `run()`. Override a `get_*` method to
+replace a part.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.launch.inline import load_inline, model_spec, optimizer_spec
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import (
+    CRITIC_PATH,
     POLICY_PATH,
     REF_PATH,
     check_same_vocabulary,
     default_device,
     load_model,
     load_tokenizer,
+    load_value_model,
 )
-from skyrl_train.models.value_head import CRITIC_PATH, load_value_model
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.trainer import Trainer
 from skyrl_train.types.specs import OptimizerSpec, Role
@@ -88,35 +89,31 @@ logger = logging.getLogger(__name__)
 
 
 class BasePPOExp:
-    """One training run, put together from its configuration."""
+    """One training run, assembled from its configuration."""
 
     trainer_class: type[Trainer] = Trainer
-    """Subclass `Trainer` to change a part of the training step, and name the subclass here."""
+    """Set this to a subclass of `Trainer` to change a stage of the training step."""
 
     def __init__(self, cfg: SkyRLConfig | DictConfig) -> None:
-        """Check the configuration, ConfigError lists everything that is wrong with it, and make the run folder."""
+        """Check the configuration and create the run folder; ConfigError lists every problem."""
         self.cfg = validate_cfg(cfg)
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
             logger.warning(sentence)
         self.run_folder = RunFolder.create(
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
-        self._bytes_to_come = 0  # gradients and optimizer state
+        self._reserved_bytes = 0  # for gradients and optimizer state
         self._compute: ThreadPoolExecutor | None = None
 
     def run(self) -> None:
-        """Train to the last step. What can be known to be wrong is said before anything expensive starts.
-
-        Raises:
-            KeyboardInterrupt: it was asked to stop before the last step.
-        """
+        """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it."""
         with self.running():
             asyncio.run(self._run())
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What holds for as long as anything runs: a log, seeds, a thread that computes."""
+        """Lock the run folder, log to it, set the seeds and start the compute thread."""
         log_to_console()
         folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
         with (
@@ -131,12 +128,15 @@ class BasePPOExp:
             has_gpu, has_vllm = torch.cuda.is_available(), is_vllm_installed()
             for line in what_runs_here(self.cfg, has_gpu=has_gpu, has_vllm=has_vllm):
                 logger.info(line)
-            _seed_everything(self.cfg.trainer.seed)
+            seed = self.cfg.trainer.seed
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
             yield
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
-        """An engine for `model`, the policy, and a generator that plays with it; both are closed in the end."""
+        """Create an engine for the policy `model` and a generator that plays with it; close both at the end."""
         async with AsyncExitStack() as stack:
             engine = self.get_engine(model)
             stack.push_async_callback(engine.close)
@@ -146,26 +146,26 @@ class BasePPOExp:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """What `get_tokenizer` returned."""
+        """The tokenizer of `get_tokenizer`."""
         return self.get_tokenizer()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's tokenizer; with `generator.chat_template`, where it has none of its own."""
+        """Load the policy's tokenizer, with `generator.chat_template` if it has none."""
         template = custom_chat_template(self.cfg.generator.chat_template)
         return load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
 
     def get_train_dataset(self) -> PromptDataset:
-        """The prompts to train on."""
+        """Load the prompts to train on."""
         return PromptDataset(self.cfg.data.train_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        """The prompts to evaluate on, if there is any evaluation."""
+        """Load the prompts to evaluate on; None without evaluations."""
         if self.cfg.trainer.eval_interval < 0 or not self.cfg.data.val_data:
             return None
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
     def get_model(self, path: str, key: str) -> PreTrainedModel:
-        """The causal language model that the configuration names under `key`, on this machine's device."""
+        """Load the causal language model at `path`, the value of the configuration key `key`."""
         return load_model(
             path,
             dtype=getattr(torch, self.cfg.trainer.policy.model.dtype),
@@ -175,7 +175,7 @@ class BasePPOExp:
         )
 
     def get_value_model(self, path: str) -> PreTrainedModel:
-        """The critic's model, on this machine's device."""
+        """Load the critic's model."""
         return load_value_model(
             path,
             dtype=getattr(torch, self.cfg.trainer.critic.model.dtype),
@@ -184,29 +184,33 @@ class BasePPOExp:
         )
 
     def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
-        """The engine that rollouts of `model`, the policy, are sampled with."""
-        return new_engine(self.cfg, model, self.tokenizer, self._bytes_to_come, self._compute)
+        """Create the engine that samples from the policy `model`."""
+        return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
 
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
     ) -> GeneratorInterface:
-        """What plays the rollouts."""
+        """Create the generator that plays the rollouts."""
         return SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer)
 
     def get_tracker(self) -> Tracking:
-        """Where metrics go."""
+        """Open the backends that metrics are sent to."""
         trainer = self.cfg.trainer
         config = self.cfg.model_dump(mode="json")
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
 
     def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
-        """The order in which training goes through its prompts."""
-        batch_size, seed, mixture = self.cfg.trainer.train_batch_size, self.cfg.trainer.seed, self.cfg.data.mixture
+        """Return the order in which training draws its prompts."""
+        cfg, mixture = self.cfg.trainer, self.cfg.data.mixture
         if not mixture.is_used:
-            return ShuffledPrompts(train_dataset, batch_size, seed)
-        has_curriculum = mixture.curriculum is not None
+            return ShuffledPrompts(train_dataset, cfg.train_batch_size, cfg.seed)
         return MixedPrompts(
-            train_dataset, batch_size, seed, mixture.weights, mixture.min_per_batch, resumes_weights=has_curriculum
+            train_dataset,
+            cfg.train_batch_size,
+            cfg.seed,
+            mixture.weights,
+            mixture.min_per_batch,
+            resumes_weights=mixture.curriculum is not None,
         )
 
     def get_callbacks(
@@ -223,11 +227,10 @@ class BasePPOExp:
         return [SavedConfig(self.run_folder), *callbacks, Checkpointing(), Export(), Reporting(self.run_folder)]
 
     async def _run(self) -> None:
-        assert self._compute is not None
         cfg = self.cfg.trainer
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
         objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
-        raise_problems(find_problems(self.cfg, ALGORITHM_RULES))  # of functions that were registered since
+        raise_problems(find_problems(self.cfg, ALGORITHM_RULES))  # functions may have been registered since __init__
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self.check_environments(datasets)
@@ -236,7 +239,7 @@ class BasePPOExp:
         total_steps = cfg.epochs * prompts.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
         policy, learner = await self._load_models(estimator, objective, total_steps)
-        self._bytes_to_come = await learner.checkpoint_bytes()  # gradients and moments, with the first update
+        self._reserved_bytes = await learner.checkpoint_bytes()  # gradients and moments, allocated by the first update
         async with self.playing(policy) as (engine, generator):
             with self.get_tracker() as tracker:
                 source = LockstepRollouts(
@@ -262,7 +265,7 @@ class BasePPOExp:
     async def _load_models(
         self, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int
     ) -> tuple[PreTrainedModel, Learner]:
-        """Load the policy, and critic and reference where they are needed."""
+        """Load the policy, and the critic and the reference if the configuration uses them."""
         cfg, tokenizer = self.cfg.trainer, self.tokenizer
         n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
 
@@ -295,27 +298,32 @@ class BasePPOExp:
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
             ref, _ = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
             if cfg.update_ref_every_epoch:
-                await _check_same_architecture(policy, ref)
+                if await policy.tensor_specs() != await ref.tensor_specs():
+                    raise ConfigError(
+                        "trainer.update_ref_every_epoch=true makes the policy the reference, and "
+                        "trainer.ref.model.path has another architecture; set trainer.update_ref_every_epoch=false, "
+                        "or omit trainer.ref.model.path"
+                    )
                 reference_sync = WeightSync(policy, [ref])
-        learner = Learner(
-            cfg,
-            estimator,
-            policy=policy,
-            critic=critic,
-            ref=ref,
-            reference_sync=reference_sync,
+        return policy_model, Learner(
+            cfg, estimator, policy=policy, critic=critic, ref=ref, reference_sync=reference_sync
         )
-        return policy_model, learner
 
     def _curriculum(self, prompts: PromptOrder) -> list[Callback]:
-        """The step of `data.mixture.curriculum`, if there is one."""
+        """Return the callback of `data.mixture.curriculum`, if it is set; ConfigError if it names no function."""
         name = self.cfg.data.mixture.curriculum
         if name is None or not isinstance(prompts, MixedPrompts):
             return []
-        return [CurriculumStep(prompts, load_curriculum(name))]
+        try:
+            curriculum: Curriculum = load_attribute(name)
+        except (ImportError, InvalidSpec) as error:
+            raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
+        if not callable(curriculum):
+            raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
+        return [CurriculumStep(prompts, curriculum)]
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Every environment the rows name must be registered, unless a generator of one's own plays them."""
+        """Raise ConfigError if rows name an unregistered environment, unless a custom generator plays them."""
         if type(self).get_generator is not BasePPOExp.get_generator:
             return
         default = self.cfg.environment.env_class
@@ -330,38 +338,8 @@ class BasePPOExp:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: `key=value` overrides of the configuration."""
+    """Run the command line: `key=value` overrides of the configuration."""
     run_main(__doc__, lambda cfg: BasePPOExp(cfg).run(), argv)
-
-
-def load_curriculum(name: str) -> Curriculum:
-    """The function at `module:function`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        curriculum: Curriculum = load_attribute(name)
-    except (ImportError, InvalidSpec) as error:
-        raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
-    if not callable(curriculum):
-        raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
-    return curriculum
-
-
-async def _check_same_architecture(policy: WorkerGroup, ref: WorkerGroup) -> None:
-    """Raise ConfigError unless the reference has tensors of the same names and shapes as the policy."""
-    if await policy.tensor_specs() != await ref.tensor_specs():
-        raise ConfigError(
-            "trainer.update_ref_every_epoch=true makes the policy the reference, and trainer.ref.model.path has "
-            "another architecture; set trainer.update_ref_every_epoch=false, or leave trainer.ref.model.path out"
-        )
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Evaluate a model without training it: `python -m skyrl_train.entrypoints.main_generate data.val_data=… …`.
 
-It plays the validation prompts as an evaluation during training would, with `generator.eval_sampling_params` and
-`generator.eval_n_samples_per_prompt`, and writes the same files, under `evals/eval_only/` in the run folder.
+Plays the validation prompts like an evaluation during training, with `generator.eval_sampling_params` and
+`generator.eval_n_samples_per_prompt`, and writes the same files, to `evals/eval_only/` in the run folder.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class EvalOnlyEntrypoint(BasePPOExp):
-    """One evaluation. The `get_*` methods are those of a training run."""
+    """One evaluation, with the `get_*` methods of a training run."""
 
     def run(self) -> None:
-        """Evaluate, and write down what came of it."""
+        """Evaluate, print the metrics and write the trajectories."""
         with self.running():
             metrics = asyncio.run(self.evaluate())
             for name, value in sorted(metrics.items()):
                 print(f"{name:<50} {value:.6g}")
 
     def get_eval_dataset(self) -> PromptDataset:
-        """The prompts to evaluate on."""
+        """Load the prompts to evaluate on."""
         if not self.cfg.data.val_data:
             raise ConfigError("data.val_data=[] leaves nothing to evaluate; set data.val_data=[<file or dataset name>]")
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
     async def evaluate(self) -> dict[str, float]:
-        """The metrics of `trainer.policy.model.path` on the validation prompts; EnvError if every rollout failed."""
+        """Return the metrics on the validation prompts; EnvError if every rollout failed."""
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
         async with self.playing(self.get_model(self.cfg.trainer.policy.model.path, POLICY_PATH)) as (_, generator):
@@ -54,7 +54,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: `key=value` overrides of the configuration."""
+    """Run the command line: `key=value` overrides of the configuration."""
     run_main(__doc__, lambda cfg: EvalOnlyEntrypoint(cfg).run(), argv)
 
 

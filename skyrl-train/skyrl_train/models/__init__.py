@@ -1,1 +1,1 @@
-"""Loading models and tokenizers, and the log-probs of chosen tokens."""
+"""Models and tokenizers, log-probs and values."""

@@ -1,4 +1,4 @@
-"""Load a causal language model and its tokenizer from a Hugging Face folder or Hub name."""
+"""Load models and their tokenizers from a Hugging Face folder or Hub name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from contextlib import contextmanager
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
@@ -18,26 +24,25 @@ logger = logging.getLogger(__name__)
 
 POLICY_PATH = "trainer.policy.model.path"
 REF_PATH = "trainer.ref.model.path"
+CRITIC_PATH = "trainer.critic.model.path"
 
 
 def default_device() -> torch.device:
-    """The first GPU where there is one, otherwise the CPU."""
+    """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, padding on the left, with a pad token (the end-of-sequence token if it has none).
+    """Load the tokenizer at `path`, padding on the left, with a pad token (the EOS token if it has none).
 
-    `key` is the configuration key that `path` came from, for error messages; a tokenizer without a chat template gets
+    `key` is the configuration key of `path`, for error messages. A tokenizer without a chat template gets
     `chat_template`.
 
     Raises:
-        ConfigError: nothing usable at `path`, no end-of-sequence token, or no chat template.
+        ConfigError: no tokenizer at `path`, no EOS token, or no chat template.
     """
-    try:
+    with _loading("tokenizer", key, path):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    except (OSError, ValueError) as error:
-        raise ConfigError(cannot_load("tokenizer", key, path, error)) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {key}={path} has no eos_token; set one and save it")
     tokenizer.chat_template = tokenizer.chat_template or chat_template
@@ -52,17 +57,17 @@ def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None 
 
 
 def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the model at `path` comes with a tokenizer that gives other ids to the policy's tokens."""
+    """Raise ConfigError if the tokenizer of the model at `path` has other ids for the policy's tokens."""
     try:
         other = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError):
-        logger.info("%s=%s has no tokenizer of its own; it is taken to read the policy's tokens", key, path)
+        logger.info("%s=%s has no tokenizer; it is assumed to read the policy's tokens", key, path)
         return
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if different := [token for token, token_id in ours.items() if theirs.get(token) != token_id]:
         raise ConfigError(
             f"{key}={path} reads other tokens than the policy: {different[0]!r} is {ours[different[0]]} for the policy "
-            f"and {theirs.get(different[0])} for it; take a model with the policy's tokenizer"
+            f"and {theirs.get(different[0])} for it; use a model with the policy's tokenizer"
         )
 
 
@@ -74,45 +79,91 @@ def load_model(
     gradient_checkpointing: bool = False,
     key: str = POLICY_PATH,
 ) -> PreTrainedModel:
-    """The causal language model at `path`, in evaluation mode: dropout would make log-probs random.
+    """Load the causal language model at `path`, in evaluation mode: dropout would make log-probs random.
 
-    `key` is the configuration key that `path` came from, for error messages.
+    `key` is the configuration key of `path`, for error messages.
 
     Raises:
-        ConfigError: nothing usable at `path`, or an architecture whose log-probs would come out wrong.
+        ConfigError: no model at `path`, or an architecture whose log-probs would be wrong.
     """
-    try:
+    with _loading("model", key, path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(cannot_load("model", key, path, error)) from error
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         raise ConfigError(
             f"{key}={path}: PyTorch's attention leaves out the softcapping of a "
             f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
             "another model"
         )
-    prepare(model, path, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing)
+    _prepare(model, path, device, gradient_checkpointing)
     _check_head(model, f"{key}={path}")
     return model
 
 
-def prepare(
-    model: PreTrainedModel, path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool
-) -> None:
-    """Put a model that was just read into the state it trains in."""
+def load_value_model(
+    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """Load the critic at `path`, a token classification model with one label, in evaluation mode.
+
+    A causal language model has no value head and gets one of zeros, so that every value starts at 0.
+
+    Raises:
+        ConfigError: no model at `path`, or an architecture that has no token classification.
+    """
+    transformers_logger = logging.getLogger("transformers")
+    level = transformers_logger.level
+    transformers_logger.setLevel(logging.ERROR)  # new and unused weights are reported below
+    try:
+        with _loading("critic", CRITIC_PATH, path):
+            model, report = AutoModelForTokenClassification.from_pretrained(
+                path, num_labels=1, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            )
+    finally:
+        transformers_logger.setLevel(level)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ConfigError(
+            f"{CRITIC_PATH}={path}: a {type(model).__name__} has no value head `score`; use another model"
+        )
+    missing = {name for name in report["missing_keys"] if not name.startswith("score.")}
+    if missing:
+        raise ConfigError(
+            f"{CRITIC_PATH}={path} lacks {len(missing)} weights of a {type(model).__name__}, {min(missing)} for one; "
+            "give a folder that save_pretrained wrote"
+        )
+    if report["missing_keys"]:
+        for parameter in model.score.parameters():
+            torch.nn.init.zeros_(parameter)
+        logger.info("%s has no value head: it starts at zero", path)
+    _prepare(model, path, device, gradient_checkpointing)
+    return model
+
+
+@contextmanager
+def _loading(kind: str, key: str, path: str) -> Iterator[None]:
+    """Turn the errors of transformers into a ConfigError that names the key."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load the {kind} from {key}={path}: {reason}; give a folder that holds "
+            "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows"
+        ) from error
+
+
+def _prepare(model: PreTrainedModel, path: str, device: torch.device, gradient_checkpointing: bool) -> None:
+    """Put a model that was just loaded into the state it trains in."""
     model.eval().to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    n_params = sum(parameter.numel() for parameter in model.parameters())
-    logger.info("Loaded %s: %s parameters, %s on %s", path, f"{n_params:,}", dtype, device)
+    logger.info("Loaded %s: %s parameters, %s on %s", path, f"{model.num_parameters():,}", model.dtype, device)
 
 
 @contextmanager
 def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
     """Let layers recompute their activations, if gradient checkpointing is on.
 
-    Transformers checkpoints a layer only while it is in training mode; everything inside it stays in evaluation
-    mode, so that dropout never makes the trained log-probs differ from the engine's.
+    Transformers checkpoints a layer only in training mode. Its parts stay in evaluation mode, so that dropout never
+    makes the trained log-probs differ from the engine's.
     """
     layers = [
         module
@@ -130,7 +181,7 @@ def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, source: str) -> None:
-    """Refuse a model that changes its logits in a way that `scaled_logits` does not know."""
+    """Raise ConfigError if the model changes its logits in a way that `scaled_logits` does not."""
     input_ids = torch.arange(1, 5, device=model.device)[None]  # (1, 4)
     expected = model(input_ids=input_ids, use_cache=False).logits
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
@@ -142,15 +193,6 @@ def _check_head(model: PreTrainedModel, source: str) -> None:
         )
 
 
-def cannot_load(what: str, key: str, path: str, error: Exception) -> str:
-    """The sentence for a path that holds nothing usable."""
-    reason = str(error).strip().splitlines()[0]
-    return (
-        f"cannot load the {what} from {key}={path}: {reason}; give a folder that holds "
-        "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows"
-    )
-
-
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Compute in bfloat16 on a GPU when asked; a CPU computes in the dtype of the weights."""
+    """Return a context that computes in bfloat16 on a GPU if `bf16` is set; a CPU uses the dtype of the weights."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16 and device.type == "cuda")

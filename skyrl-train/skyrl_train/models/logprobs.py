@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens: the language-model head runs on the positions that are trained, and on no others."""
+"""Log-probs of chosen tokens; the language-model head runs on trained positions only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.types import TokenScores
 
-CHUNK_LOGITS = 1 << 25  # logits held at once: 32 Mi values, 128 MiB in float32
+CHUNK_LOGITS = 1 << 25  # logits in memory at once: 128 MiB in float32
 
 
 def response_logprobs(
@@ -20,7 +20,7 @@ def response_logprobs(
     *,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """What the model says about the tokens with `loss_mask` 1, each (B, R) and exactly 0 elsewhere.
+    """Return the scores of the tokens with `loss_mask` 1, each (B, R) and exactly 0 elsewhere.
 
     Args:
         model: a causal language model.
@@ -28,7 +28,7 @@ def response_logprobs(
         attention_mask: (B, L) 1 on tokens.
         loss_mask: (B, R) for the last R columns of `sequences`.
         temperature: divides the logits, as it did when the tokens were sampled.
-        entropy_grad: whether entropies have a gradient, which holds two more values per logit.
+        entropy_grad: makes entropies differentiable, for two more values per logit.
     """
     predicted_from = hidden_before(model, sequences, attention_mask, loss_mask)  # (N, H)
     token_ids = sequences[:, -loss_mask.shape[1] :][loss_mask.bool()]  # (N,)
@@ -37,14 +37,14 @@ def response_logprobs(
 
 
 def on_mask(values: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Values (N,) of the tokens with `loss_mask` 1 in their places (B, R), float32, exactly 0 elsewhere."""
+    """Scatter values (N,) of the tokens with `loss_mask` 1 into (B, R) float32, exactly 0 elsewhere."""
     return torch.zeros_like(loss_mask, dtype=torch.float32).masked_scatter(loss_mask.bool(), values.float())
 
 
 def hidden_before(
     model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor
 ) -> torch.Tensor:
-    """The hidden state (N, H) from which each token with `loss_mask` 1 was predicted, row by row."""
+    """Return the hidden state (N, H) from which each token with `loss_mask` 1 was predicted, row by row."""
     rows, columns = loss_mask.nonzero(as_tuple=True)  # (N,) each
     columns = columns + sequences.shape[1] - loss_mask.shape[1]
     hidden = hidden_states(model, sequences, attention_mask)  # (B, L, H), tokens moved to the left
@@ -53,10 +53,9 @@ def hidden_before(
 
 
 def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Final hidden states (B, L', H) with each row's tokens moved to the left, L' the longest row.
+    """Return final hidden states (B, L', H) with each row's tokens moved to the left, L' the longest row.
 
-    With padding on the right only, the causal mask already hides it: no attention mask is built, and attention takes
-    its fast path.
+    The causal mask hides padding on the right, so no attention mask is built and attention takes its fast path.
     """
     order = (1 - attention_mask.long()).argsort(dim=1, stable=True)  # (B, L): tokens first, in order
     length = int(attention_mask.sum(dim=1).max())
@@ -71,10 +70,10 @@ def chosen_logprobs(
     temperature: float,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """What the model says about each token (N,), from the hidden states (N, H) that it was predicted from.
+    """Return the scores of each token (N,), from the hidden states (N, H) that it was predicted from.
 
-    Works through the positions in chunks and recomputes a chunk's logits in the backward pass, so that memory holds
-    one chunk of logits rather than (N, V).
+    Positions are processed in chunks, whose logits are recomputed in the backward pass: memory holds one chunk of
+    logits rather than (N, V).
     """
 
     def score(hidden: torch.Tensor, token_ids: torch.Tensor) -> TokenScores:
@@ -100,12 +99,12 @@ def chosen_logprobs(
 def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Return float32 logits (..., V), with the scaling that some architectures apply after the head.
 
-    They are computed in float32, also under bf16 autocast and from bf16 weights, unless the head is no plain linear
-    layer: rounding a logit of 10 to bf16 moves it by up to 0.03 nats, which is more than an update does.
+    A plain linear head computes in float32, also under bf16 autocast and from bf16 weights: rounding a logit of 10 to
+    bf16 moves it by up to 0.03 nats, which is more than an update does.
     """
     head = model.get_output_embeddings()
     dtype = next(head.parameters()).dtype
-    has_hooks = bool(head._forward_hooks or head._forward_pre_hooks)  # as of an adapter
+    has_hooks = bool(head._forward_hooks or head._forward_pre_hooks)  # e.g. of an adapter
     with torch.autocast(hidden.device.type, enabled=False):
         if type(head) is torch.nn.Linear and dtype != torch.float32 and not has_hooks:
             bias = None if head.bias is None else head.bias.float()
@@ -116,7 +115,7 @@ def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor
 
 
 def scaled_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """What the model makes of the logits (..., V) that leave its head."""
+    """Apply the scaling that some architectures apply to the logits (..., V) of their head."""
     config = model.config
     if scale := getattr(config, "logit_scale", None):  # Cohere
         logits = logits * scale

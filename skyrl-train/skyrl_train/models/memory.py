@@ -1,4 +1,4 @@
-"""What a model takes of a device's memory."""
+"""Estimates of the memory that a model takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 def cache_bytes_per_token(model: PreTrainedModel, *, bf16: bool = False) -> int:
-    """Bytes of the keys and values of one token, in the dtype that the model computes in (`autocast`)."""
+    """Return the bytes of the keys and values of one token, in the dtype that the model computes in (`autocast`)."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

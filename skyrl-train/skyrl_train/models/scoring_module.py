@@ -1,26 +1,27 @@
-"""A model with its head as one module, whose forward pass a strategy may wrap."""
+"""A model and its head as one module, which a strategy may wrap."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.models.value_head import response_values
+from skyrl_train.models.logprobs import hidden_before, on_mask, response_logprobs
 from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
 
 
 class ScoringModule(torch.nn.Module):
-    """Scores the tokens with loss mask 1 with a language model or a critic.
+    """Scores the tokens with loss mask 1, with a language model or a critic.
 
-    Body and head are called inside of one forward pass, so that FSDP can gather the parameters of both, and the head
-    runs on trained positions only.
+    One forward pass calls body and head, so that FSDP gathers the parameters of both, and the head runs on trained
+    positions only.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float = 1.0, entropy_grad: bool = False, is_critic: bool = False
     ) -> None:
-        """`temperature` divides logits; `entropy_grad`: entropies are differentiable, for two more values per logit."""
+        """`temperature` divides logits; `entropy_grad` makes entropies differentiable (two more values per logit)."""
         super().__init__()
         self.model = model
         self._temperature = temperature
@@ -28,7 +29,7 @@ class ScoringModule(torch.nn.Module):
         self.scores_type: type[TokenScores | ValueScores] = ValueScores if is_critic else TokenScores
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
-        """Return scores (B, R), 0 outside of the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""
+        """Return scores (B, R), 0 off the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""
         if self.scores_type is ValueScores:
             return ValueScores(response_values(self.model, sequences, attention_mask, loss_mask))
         return response_logprobs(
@@ -39,3 +40,18 @@ class ScoringModule(torch.nn.Module):
         """Return the scores of a micro-batch."""
         scores: Scores = self(rows.sequences, rows.attention_mask, rows.loss_mask)
         return scores
+
+
+def response_values(
+    model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """Return values (B, R) of the states in which the tokens with `loss_mask` 1 were sampled, exactly 0 elsewhere.
+
+    The value at a token is that of its prefix, without the token itself.
+    """
+    hidden = hidden_before(model, sequences, attention_mask, loss_mask)  # (N, H)
+    value_head = cast(torch.nn.Linear, model.score)
+    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
+        bias = None if value_head.bias is None else value_head.bias.float()
+        values = torch.nn.functional.linear(hidden.float(), value_head.weight.float(), bias)  # (N, 1)
+    return on_mask(values[:, 0], loss_mask)

@@ -1,6 +1,6 @@
-"""A language model small enough to train on a laptop in minutes, with a tokenizer that fits its task.
+"""A language model small enough to train on a laptop in minutes, with a tokenizer trained on its task.
 
-For first runs, examples and tests: nothing is downloaded, and what comes out is an ordinary Hugging Face folder.
+For first runs, examples and tests, without a download. Both save as ordinary Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     conversations: Iterable[Sequence[Mapping[str, Any]]], vocab_size: int = 512
 ) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer with ChatML turns, trained on the task's own conversations.
+    """Train a byte-level BPE tokenizer with ChatML turns on the conversations of a task.
 
-    A digit is always a token of its own, so that numbers look alike wherever they stand. Text between digits may
-    merge up to the end of its line: the fixed wording of a task becomes a few tokens, and sequences stay short.
-    Any other text still encodes, byte by byte.
+    Each digit is a separate token. Text between digits may merge up to the end of its line: the fixed wording of a task
+    becomes a few tokens, and sequences stay short. Any other text is encoded byte by byte.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -62,7 +61,7 @@ def tiny_qwen3(
     n_layers: int = 2,
     context_length: int = 512,
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights: the architecture of the real ones, some hundred thousand parameters."""
+    """Create a Qwen3 with random weights and, by default, some hundred thousand parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -84,7 +83,7 @@ def tiny_qwen3(
 
 
 def _between_special_tokens(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Iterable[str]:
-    """The pieces the tokenizer will see: it cuts special tokens out before anything merges."""
+    """Yield the text between special tokens, which the tokenizer cuts out before it merges."""
     for messages in conversations:
         text = "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
         yield from filter(None, re.split(f"{re.escape(TURN_START)}|{re.escape(TURN_END)}", text))

@@ -1,4 +1,4 @@
-"""What a run shows to people: one page, and learning curves."""
+"""The report page and the learning curves of a run."""
 
 from __future__ import annotations
 

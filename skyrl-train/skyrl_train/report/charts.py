@@ -1,4 +1,4 @@
-"""Line charts as inline SVG; colours come from the page's stylesheet, so that they follow light and dark."""
+"""Line charts as inline SVG; the page's stylesheet has the colours, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from matplotlib.ticker import MaxNLocator
 
 from skyrl_train.report.series import Series, format_value, is_share
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 16, 24  # the margins that hold the tick labels, in SVG units
 _MAX_HOVER_POINTS = 300
 
 
@@ -25,7 +24,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled chart with a note for the newcomer, e.g. `Chart("Entropy", "falls as …", [line])`."""
+    """A titled chart with an explanatory note, e.g. `Chart("Entropy", "falls as …", [line])`."""
 
     title: str
     note: str
@@ -39,56 +38,80 @@ class Chart:
 
     @property
     def newest(self) -> str:
-        """The last value of the line in front."""
+        """The last value of the front line."""
         series = self.lines[-1].series
         return format_value(series.name, series.last)
 
     @property
     def warning(self) -> str:
-        """What the reader should know about gaps in the lines."""
+        """An explanation of gaps in the lines, or an empty string."""
         n_missing = max(line.series.n_not_finite for line in self.lines)
         values = "1 value is" if n_missing == 1 else f"{n_missing} values are"
-        return f"{values} not finite: a gap in the line" if n_missing else ""
+        return f"{values} NaN or infinite: a gap in the line" if n_missing else ""
 
     def svg(self, width: int = 340, height: int = 190) -> Markup:
-        """The picture, `width` by `height` units; it scales with its container."""
-        return _svg(self, width, height)
+        """Draw the chart, `width` by `height` units; it scales with its container."""
+        steps = [step for line in self.lines for step in line.series.steps]
+        values = [value for line in self.lines for value in line.series.finite] + list(self.baselines.values())
+        name = self.lines[-1].series.name
+        x_ticks = _ticks(min(steps), max(steps), integer=True)
+        values += [0.0, 1.0] if is_share(name) else []
+        y_ticks = _ticks(min(values), max(values))
+        frame = _Frame(_widen(min(steps), max(steps)), (y_ticks[0], y_ticks[-1]), width, height)
+        parts = [Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(width, height, self.title)]
+        for tick in y_ticks:
+            text = format_value(name, tick, digits=4)
+            parts += [frame.rule(tick, "grid"), _text("tick", frame.left - 6, frame.y(tick) + 3.5, "end", text)]
+        for tick in x_ticks:
+            if frame.x_range[0] <= tick <= frame.x_range[1]:
+                parts.append(_text("tick", frame.x(tick), height - 6, "middle", f"{tick:.0f}"))
+        for label, value in self.baselines.items():
+            text = f"{label} {format_value(name, value)}"
+            label_y = frame.y(value) - 4
+            parts += [frame.rule(value, "baseline"), _text("baseline-label", width - frame.right, label_y, "end", text)]
+        parts.extend(frame.path(line.series, line.style) for line in self.lines)
+        for line in self.lines:
+            parts.extend(_points(frame, line))
+        return Markup("").join([*parts, Markup("</svg>")])
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Maps steps and values to SVG units."""
+    """Maps steps and values to SVG units, within margins that hold the tick labels."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     width: int
     height: int
+    left: int = 46
+    right: int = 12
+    top: int = 16
+    bottom: int = 24
 
     def x(self, step: float) -> float:
         low, high = self.x_range
-        return _LEFT + (step - low) / (high - low) * (self.width - _LEFT - _RIGHT)
+        return self.left + (step - low) / (high - low) * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
         low, high = self.y_range
-        return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
+        return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
+
+    def path(self, series: Series, style: str) -> Markup:
+        """Draw a series as one path with its gaps."""
+        stretches = (
+            "L".join(f"{self.x(step):.1f} {self.y(value):.1f}" for step, value in points) for points in series.runs()
+        )
+        moves = "".join(f"M{stretch}" for stretch in stretches)
+        return Markup('<path class="line {}" d="{}"/>').format(style, moves)
+
+    def rule(self, value: float, style: str) -> Markup:
+        """Draw a horizontal line at a value."""
+        line = Markup('<line class="{}" x1="{}" x2="{}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        return line.format(style, self.left, self.width - self.right, y=self.y(value))
 
 
-def _svg(chart: Chart, width: int, height: int) -> Markup:
-    steps = [step for line in chart.lines for step in line.series.steps]
-    values = [value for line in chart.lines for value in line.series.finite] + list(chart.baselines.values())
-    name = chart.lines[-1].series.name
-    x_ticks = _ticks(min(steps), max(steps), integer=True)
-    values += [0.0, 1.0] if is_share(name) else []
-    y_ticks = _ticks(min(values), max(values))
-    frame = _Frame(_widen(min(steps), max(steps)), (y_ticks[0], y_ticks[-1]), width, height)
-    parts = [Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(width, height, chart.title)]
-    parts.extend(_y_tick(frame, tick, format_value(name, tick, digits=4)) for tick in y_ticks)
-    parts.extend(_x_tick(frame, tick) for tick in x_ticks if frame.x_range[0] <= tick <= frame.x_range[1])
-    parts.extend(_baseline(frame, label, value, name) for label, value in chart.baselines.items())
-    parts.extend(_path(frame, line) for line in chart.lines)
-    for line in chart.lines:
-        parts.extend(_points(frame, line))
-    return Markup("").join([*parts, Markup("</svg>")])
+def _text(style: str, x: float, y: float, anchor: str, text: str) -> Markup:
+    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(style, x, y, anchor, text)
 
 
 def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
@@ -98,43 +121,13 @@ def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
-    """A range that is not empty: one point, or a constant, is drawn in the middle."""
+    """Return a range that is not empty, with a single point or a constant in the middle."""
     margin = 0.5 * (abs(low) or 1.0) if low == high else 0.0
     return low - margin, high + margin
 
 
-def _y_tick(frame: _Frame, tick: float, text: str) -> Markup:
-    return Markup('<line class="grid" x1="{}" x2="{}" y1="{y:.1f}" y2="{y:.1f}"/>').format(
-        _LEFT, frame.width - _RIGHT, y=frame.y(tick)
-    ) + Markup('<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(
-        _LEFT - 6, frame.y(tick) + 3.5, text
-    )
-
-
-def _x_tick(frame: _Frame, tick: float) -> Markup:
-    return Markup('<text class="tick" x="{:.1f}" y="{}" text-anchor="middle">{:.0f}</text>').format(
-        frame.x(tick), frame.height - 6, tick
-    )
-
-
-def _baseline(frame: _Frame, label: str, value: float, name: str) -> Markup:
-    return Markup('<line class="baseline" x1="{}" x2="{}" y1="{y:.1f}" y2="{y:.1f}"/>').format(
-        _LEFT, frame.width - _RIGHT, y=frame.y(value)
-    ) + Markup('<text class="baseline-label" x="{}" y="{:.1f}" text-anchor="end">{} {}</text>').format(
-        frame.width - _RIGHT, frame.y(value) - 4, label, format_value(name, value)
-    )
-
-
-def _path(frame: _Frame, line: Line) -> Markup:
-    moves = []
-    for points in line.series.runs():
-        pairs = [f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in points]
-        moves.append("M" + "L".join(pairs))
-    return Markup('<path class="line {}" d="{}"/>').format(line.style, "".join(moves))
-
-
 def _points(frame: _Frame, line: Line) -> list[Markup]:
-    """Circles that say their value when pointed at; visible ones for an evaluation, unless they would touch."""
+    """Draw circles that show their value on hover; they are visible for an evaluation, unless they would touch."""
     points = [point for run in line.series.runs() for point in run]
     if line.style == "train" or len(points) > _MAX_HOVER_POINTS:
         return []
@@ -153,17 +146,8 @@ def _points(frame: _Frame, line: Line) -> list[Markup]:
 
 
 def sparkline(series: Series) -> Markup:
-    """A line of the height of a word, without axes."""
-    values = series.finite
-    low, high = _widen(min(values), max(values))
-    first, last = _widen(series.steps[0], series.steps[-1])
-    moves = []
-    for points in series.runs():
-        pairs = [
-            f"{(step - first) / (last - first) * 120:.1f} {22 - (value - low) / (high - low) * 20:.1f}"
-            for step, value in points
-        ]
-        moves.append("M" + "L".join(pairs))
-    return Markup(
-        '<svg class="spark" viewBox="0 0 120 24" aria-hidden="true"><path class="line eval" d="{}"/></svg>'
-    ).format("".join(moves))
+    """Draw a line of the height of a word, without axes."""
+    x_range = _widen(series.steps[0], series.steps[-1])
+    frame = _Frame(x_range, _widen(min(series.finite), max(series.finite)), 120, 24, left=0, right=0, top=2, bottom=2)
+    path = frame.path(series, "eval")
+    return Markup('<svg class="spark" viewBox="0 0 120 24" aria-hidden="true">{}</svg>').format(path)

@@ -15,7 +15,7 @@ _AGGREGATED = "aggregated_results.jsonl"
 
 @dataclass(frozen=True)
 class EvaluatedTrajectory:
-    """One episode of an evaluation; `score` is the sum of its rewards, None when they are invalid."""
+    """One episode of an evaluation; `score` is the sum of its rewards, None if they are invalid."""
 
     prompt: str
     response: str
@@ -29,7 +29,7 @@ class EvaluatedTrajectory:
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory worth reading: `role` is best, median or worst; `before` is its prompt's first evaluation."""
+    """A trajectory worth reading; `role` is best, median or worst, `before` is from its prompt's first evaluation."""
 
     role: str
     trajectory: EvaluatedTrajectory
@@ -37,7 +37,7 @@ class Example:
 
 
 def read_evaluation(run_folder: RunFolder, step: int) -> list[EvaluatedTrajectory]:
-    """Every trajectory of one evaluation. Raises `DataError` for a line that is not one."""
+    """Return every trajectory of one evaluation. Raises `DataError` for a line that is not one."""
     files = sorted(run_folder.evals(step).glob("*.jsonl"))
     return [
         _trajectory(row)
@@ -48,13 +48,13 @@ def read_evaluation(run_folder: RunFolder, step: int) -> list[EvaluatedTrajector
 
 
 def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajectory]) -> list[Example]:
-    """The best, the median and the worst of the `newest` evaluation, each once, with its prompt's `first` try."""
+    """Return the best, median and worst of the `newest` evaluation, each with its prompt's `first` attempt."""
     scored = sorted((t for t in newest if t.score is not None), key=lambda t: -(t.score or 0.0))
     if not scored:
         return []
     earlier = {trajectory.prompt: trajectory for trajectory in reversed(first)}
-    places = {"best": 0, "median": len(scored) // 2, "worst": len(scored) - 1}
-    chosen = {index: role for role, index in reversed(places.items())}  # a small evaluation has fewer than three
+    indices = {"best": 0, "median": len(scored) // 2, "worst": len(scored) - 1}
+    chosen = {index: role for role, index in reversed(indices.items())}  # a small evaluation has fewer than three
     return [Example(chosen[index], scored[index], earlier.get(scored[index].prompt)) for index in sorted(chosen)]
 
 
@@ -75,7 +75,7 @@ def _trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
     return EvaluatedTrajectory(
         prompt=_text(row.get("input_prompt")),
         response=_text(row.get("output_response")),
-        score=_score(row.get("total_reward", row.get("score"))),  # of all rows, where a trajectory has several
+        score=_score(row.get("total_reward", row.get("score"))),  # over all segments
         stop_reason=str(row.get("stop_reason") or "unknown"),
         env_class=str(row.get("env_class") or "unknown"),
         data_source=str(row.get("data_source") or "unknown"),
@@ -85,14 +85,14 @@ def _trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
 
 
 def _text(value: object) -> str:
-    """Decoded text as it is; a list of chat messages as `role: content` blocks."""
+    """Return text unchanged, and a list of chat messages as `role: content` blocks."""
     if isinstance(value, list):
         return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
     return "" if value is None else str(value)
 
 
 def _score(value: object) -> float | None:
-    """A number, or the sum of per-token rewards; None for anything else, or with a gap in it."""
+    """Return a number, or the sum of per-token rewards; None for anything else, or if a reward is missing."""
     if isinstance(value, list):
         parts = [_score(part) for part in value]
         return None if None in parts else sum(part for part in parts if part is not None)

@@ -26,10 +26,10 @@ def plot_learning_curve(
     baselines: Mapping[str, float] | None = None,
     train_metric: str | None = None,
 ) -> Path:
-    """Draw `metric` over the training steps, with `baselines` as dashed lines, and write it to `output`.
+    """Draw `metric` over the training steps, with `baselines` as dashed lines, and write the picture to `output`.
 
-    `train_metric`, the same quantity measured on the training rollouts, is drawn behind, thin and smoothed.
-    Raises `DataError` when the run has no value of `metric`.
+    `train_metric`, the same quantity on the training rollouts, is drawn behind it, raw and smoothed.
+    Raises `DataError` if the run has no value of `metric`.
     """
     curve = _require(metrics, metric)
     figure, axes = _canvas(title, _change(curve), metric)
@@ -48,7 +48,7 @@ def compare_curves(
     title: str,
     baselines: Mapping[str, float] | None = None,
 ) -> Path:
-    """Draw `metric` of several runs, given by label, in one picture. Raises `DataError` when one of them lacks it."""
+    """Draw `metric` of several runs, by label, in one picture. Raises `DataError` if one of them lacks it."""
     figure, axes = _canvas(title, f"{readable(metric)}, {_measured_on(metric)}", metric)
     for index, (label, rows) in enumerate(runs.items()):
         curve = _require(rows, metric, label)

@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page that needs nothing else, for reading, keeping and sending."""
+"""`report.html`: a run on one self-contained page."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _TRAINING_TWIN = {
     "eval/all/pass_at_": "reward/avg_pass_at_",
 }
 
-# metric → (title, what a newcomer should know)
+# metric → (title, explanation)
 _PANELS = {
     "reward/avg_raw_reward": ("Training reward", "the mean over a step's rollouts; it should rise"),
-    "policy/policy_kl": ("KL from the reference", "how far the policy has moved from where it started"),
-    "policy/policy_entropy": ("Entropy", "how undecided the policy is; near zero it stops exploring"),
+    "policy/policy_kl": ("KL from the reference", "how far the policy has moved from its start"),
+    "policy/policy_entropy": ("Entropy", "how undecided the policy is; near zero, it stops exploring"),
     "policy/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
     "policy/policy_loss": ("Policy loss", "its level says little; watch for jumps"),
     "policy/rollout_train_logprobs_abs_diff_mean": (
-        "Engine and trainer apart",
-        "mean difference of their log-probs; near zero is right",
+        "Gap between engine and trainer",
+        "mean difference of their log-probs; it should be near zero",
     ),
-    "policy/ppo_clip_ratio": ("Clipped tokens", "the share whose update the clip held back"),
+    "policy/ppo_clip_ratio": ("Clipped tokens", "the share of tokens whose update was clipped"),
     "generate/avg_num_tokens": ("Response length", "tokens in a response"),
     "policy/policy_lr": ("Learning rate", "the schedule"),
     "trainer/tokens_per_second": ("Speed", "tokens per second"),
@@ -51,11 +51,11 @@ def write_report(
     command: str | None = None,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Path:
-    """Write the page of a run, finished or not, from whatever its folder holds, and return its path.
+    """Write the page of a run, finished or not, from the files in its folder, and return its path.
 
-    `command` is what reproduces the run. `baselines` are dashed lines, by metric and label, e.g.
+    `command` reproduces the run. `baselines` are dashed lines, by metric and label, e.g.
     `{"eval/environment/catch_rate": {"random play": 0.2}}`.
-    Raises `DataError` when the metrics or an evaluation file cannot be read.
+    Raises `DataError` if the metrics or an evaluation file cannot be read.
     """
     rows = read_metrics(run_folder.metrics)
     config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
@@ -83,7 +83,7 @@ def write_report(
 
 @dataclass(frozen=True)
 class _Evaluations:
-    """The first evaluation of a run and its newest; `first` is empty when there is only one."""
+    """The first and the newest evaluation of a run; `first` is empty if there is only one."""
 
     first_step: int | None
     newest_step: int | None
@@ -92,7 +92,7 @@ class _Evaluations:
 
     @classmethod
     def read(cls, run_folder: RunFolder, last_step: int | None) -> _Evaluations:
-        """Folders of later steps are left from before the run was rewound."""
+        """Read the evaluations up to `last_step`; later ones are left from before a rewind."""
         steps = [step for step in run_folder.eval_steps() if last_step is None or step <= last_step]
         if not steps:
             return cls(None, None, [], [])
@@ -105,14 +105,14 @@ class _Evaluations:
 
     @property
     def failure(self) -> str:
-        """How many of the newest rollouts failed, and why the first did; "" when none did."""
+        """The number of failed rollouts of the newest evaluation and the first reason; empty if none failed."""
         failed = [trajectory for trajectory in self.newest if trajectory.score is None]
         reason = f"; the first: {failed[0].error}" if failed and failed[0].error else ""
         return f"{len(failed)} of {len(self.newest)} rollouts failed and have no score{reason}" if failed else ""
 
 
 def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]]) -> list[Chart]:
-    """The headline evaluations, each over the same quantity on the training rollouts."""
+    """Return charts of the headline evaluations, each with the same quantity on the training rollouts."""
     charts = []
     for evaluation in headline_evals(rows):
         lines = [Line("evaluation", evaluation, "eval")]
@@ -131,7 +131,7 @@ def _training_twin(name: str) -> str:
 
 
 def _training_charts(rows: MetricRows) -> list[Chart]:
-    """The panels that the run has metrics for; without evaluations, also the rates that environments report."""
+    """Return the panels that the run has metrics for; without evaluations, also the rates of environments."""
     panels = dict(_PANELS)
     if not headline_evals(rows):
         rates = [n for n in metric_names(rows) if n.startswith("environment/") and n.endswith("_rate")]
@@ -142,14 +142,14 @@ def _training_charts(rows: MetricRows) -> list[Chart]:
 
 
 def _training_lines(series: Series) -> list[Line]:
-    """Measurements are noisy and get a smoothed line in front; a learning rate is exact."""
+    """Return the line of a series, with a smoothed one in front; a learning rate needs none."""
     if series.name.endswith("_lr"):
         return [Line("", series, "train")]
     return [Line("", series, "raw"), Line("", series.smoothed(), "train")]
 
 
 def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
-    """Column titles, and for each evaluated step its values as text; None for a run without evaluations."""
+    """Return column titles, and the values of each evaluated step as text; None without evaluations."""
     names = [name for name in metric_names(rows) if name.startswith("eval/") and "/generate/" not in name]
     names.sort(key=lambda name: (not name.startswith("eval/all/"), len(name.split("/"))))
     columns = distinct(read_series(rows, name) for name in names)
@@ -157,13 +157,13 @@ def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
     steps = sorted({step for _, values in points for step in values})
     if not steps:
         return None
-    cells = [[_cell(name, values.get(step)) for name, values in points] for step in steps]
+
+    def cell(name: str, value: float | None) -> str:
+        return "–" if value is None else format_value(name, value)
+
+    cells = [[cell(name, values.get(step)) for name, values in points] for step in steps]
     titles = [name.removeprefix("eval/") for name, _ in points]
     return {"titles": titles, "rows": list(zip(steps, cells, strict=True))}
-
-
-def _cell(name: str, value: float | None) -> str:
-    return "–" if value is None else format_value(name, value)
 
 
 def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
@@ -183,7 +183,7 @@ def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
 
 
 def mark_special_tokens(text: str) -> Markup:
-    """Escaped text in which control tokens, e.g. `<|im_end|>`, stand back."""
+    """Escape text and mark control tokens, e.g. `<|im_end|>`, for the stylesheet."""
     pieces: list[str] = []
     end = 0
     for match in _SPECIAL_TOKEN.finditer(text):

@@ -8,12 +8,12 @@ from itertools import groupby
 from typing import Any
 
 MetricRows = Sequence[Mapping[str, Any]]
-"""What `read_metrics` returns: `{"step": 3, "reward/avg_raw_reward": 0.5, …}` for each line."""
+"""The result of `read_metrics`: `{"step": 3, "reward/avg_raw_reward": 0.5, …}` for each line."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """`values[i]` at `steps[i]`; steps ascend, and None stands for a number that was not finite."""
+    """`values[i]` at `steps[i]`; steps ascend, and None is a NaN or infinite value."""
 
     name: str
     steps: tuple[int, ...]
@@ -39,12 +39,12 @@ class Series:
         return self.finite[-1]
 
     def runs(self) -> list[list[tuple[int, float]]]:
-        """The stretches of points without a gap, for drawing."""
+        """Return the stretches of points without a gap, for drawing."""
         stretches = groupby(zip(self.steps, self.values, strict=True), key=lambda point: point[1] is not None)
         return [[(step, float(value or 0)) for step, value in points] for is_finite, points in stretches if is_finite]
 
     def smoothed(self) -> Series:
-        """The mean over a centred window of a tenth of the points; short series stay as they are."""
+        """Return the mean over a centred window of a tenth of the points; short series are unchanged."""
         half = len(self.values) // 20
         means: list[float | None] = []
         for index, value in enumerate(self.values):
@@ -54,16 +54,16 @@ class Series:
 
 
 def read_series(rows: MetricRows, name: str) -> Series:
-    """The metric `name`; a step that logged it twice counts with its newest value."""
+    """Return the metric `name`, with its newest value of a step that logged it twice."""
     points = {row["step"]: row[name] for row in rows if name in row}
     steps = tuple(sorted(points))
     return Series(name, steps, tuple(points[step] for step in steps))
 
 
 def distinct(curves: Iterable[Series]) -> list[Series]:
-    """The series that hold anything, without those that repeat an earlier one under another prefix.
+    """Return the series that are not empty, without those that repeat an earlier one under another prefix.
 
-    An environment or a data source that is alone is logged under its own prefix and under the common one.
+    A single environment or data source is logged under its own prefix and under the common one.
     """
     kept: dict[tuple[object, ...], Series] = {}
     for curve in curves:
@@ -73,18 +73,18 @@ def distinct(curves: Iterable[Series]) -> list[Series]:
 
 
 def metric_names(rows: MetricRows) -> list[str]:
-    """Every metric of the run, sorted by name."""
+    """Return the names of all metrics of a run, sorted."""
     return sorted({name for row in rows for name in row} - {"step"})
 
 
 def is_share(name: str) -> bool:
-    """Whether a metric is a share between 0 and 1, best read as a percentage, e.g. `eval/environment/catch_rate`."""
+    """Return True for a share between 0 and 1, shown as a percentage, e.g. `eval/environment/catch_rate`."""
     last = name.rpartition("/")[2]
     return last.endswith("_rate") or "pass_at_" in last
 
 
 def format_value(name: str, value: float, *, digits: int = 3) -> str:
-    """A number as people read it: `97.5%` for a share, else `0.0213`, `4,338` or `2.5e-4`."""
+    """Format a number for people: `97.5%` for a share, else `0.0213`, `4,338` or `2.5e-4`."""
     if is_share(name):
         return f"{value:.1%}".replace(".0%", "%")
     if abs(value) >= 1000:
@@ -97,5 +97,5 @@ def format_value(name: str, value: float, *, digits: int = 3) -> str:
 
 
 def readable(name: str) -> str:
-    """`average score` for `eval/all/avg_score`."""
+    """Return a readable name: `average score` for `eval/all/avg_score`."""
     return name.rpartition("/")[2].replace("avg_", "average_").replace("_", " ")

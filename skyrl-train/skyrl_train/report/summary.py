@@ -1,4 +1,4 @@
-"""A run in a few numbers: headlines, where the time went, the settings that matter."""
+"""The summary of a run: headlines, time by stage, the most important settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
 
-_OUTSIDE_STEP = {"eval"}
+_OUTSIDE_STEP = {"eval"}  # timers that run between steps
 _TIMER_NAMES = {
     "generate": "rollouts",
     "fwd_logprobs_values_reward": "log-probs",
@@ -19,7 +19,7 @@ _TIMER_NAMES = {
     "eval": "evaluation",
 }
 _SMALLEST_SHARE = 0.005
-_N_AVERAGED = 5  # training metrics are noisy: their first and last few steps are averaged
+_N_AVERAGED = 5  # first and last steps over which the noisy training reward is averaged
 
 _SETTINGS = {
     "model": "trainer.policy.model.path",
@@ -30,8 +30,8 @@ _SETTINGS = {
     "prompts per step": "trainer.train_batch_size",
     "prompts per mini-batch": "trainer.policy_mini_batch_size",
     "samples per prompt": "generator.n_samples_per_prompt",
-    "turns, at most": "generator.max_turns",
-    "tokens per turn, at most": "generator.sampling_params.max_generate_length",
+    "max turns": "generator.max_turns",
+    "max tokens per turn": "generator.sampling_params.max_generate_length",
     "temperature": "generator.sampling_params.temperature",
     "KL loss": "trainer.algorithm.use_kl_loss",
     "KL coefficient": "trainer.algorithm.kl_loss_coef",
@@ -51,7 +51,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class TimeShare:
-    """A part of the run's time, e.g. `TimeShare("generate", 12.5, 0.4)`."""
+    """A share of the run's time, e.g. `TimeShare("rollouts", 12.5, 0.4)`."""
 
     name: str
     seconds: float
@@ -59,7 +59,7 @@ class TimeShare:
 
 
 def headlines(rows: MetricRows) -> list[Headline]:
-    """Evaluation scores and reward before and after, then the run's size and speed; whatever the run has."""
+    """Return evaluation scores and rewards before and after, the time and the speed, as far as the run has them."""
     found = [_before_and_after(series) for series in headline_evals(rows)]
     if reward := read_series(rows, "reward/avg_raw_reward"):
         found.append(_training_reward(reward))
@@ -72,9 +72,9 @@ def headlines(rows: MetricRows) -> list[Headline]:
 
 
 def headline_evals(rows: MetricRows) -> list[Series]:
-    """The evaluations that answer "did it learn?": what environments report as a rate, and the mean score.
+    """Return the evaluations that answer "did it learn?": the rates that environments report, and the mean score.
 
-    Without a rate, whether a prompt was solved at all stands in.
+    Without a rate, pass@k replaces it.
     """
     names = metric_names(rows)
     rates = [n for n in names if n.startswith("eval/environment/") and n.endswith("_rate")]
@@ -83,7 +83,7 @@ def headline_evals(rows: MetricRows) -> list[Series]:
 
 
 def time_split(rows: MetricRows) -> list[TimeShare]:
-    """Where the time of the whole run went, largest part first; `other` is the small parts and what no timer covers."""
+    """Return the time by stage, largest first; `other` is small parts and time outside of the timers."""
     prefix = "timing/"
     totals = {
         name.removeprefix(prefix): sum(read_series(rows, name).finite)
@@ -103,13 +103,13 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that say most about a run, by their label; those that the configuration has."""
+    """Return the most important settings that the configuration has, by label."""
     values = {label: _at(config, path) for label, path in _SETTINGS.items()}
     return {label: value for label, value in values.items() if value is not None}
 
 
 def duration(seconds: float) -> str:
-    """`4.2 s`, `42 s`, `3 min 05 s` or `2 h 10 min`."""
+    """Format seconds as `4.2 s`, `42 s`, `3 min 05 s` or `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s" if whole >= 10 else f"{seconds:.1f} s"

@@ -1,19 +1,10 @@
-"""Where a run's numbers go, and where its files lie."""
+"""Metrics, progress and the files of a run."""
 
 from __future__ import annotations
 
 from skyrl_train.tracking.jsonl import MetricsFile, read_metrics
 from skyrl_train.tracking.progress import Progress
 from skyrl_train.tracking.run_folder import RunFolder, log_to_file
-from skyrl_train.tracking.tracker import BACKENDS, Tracker, Tracking
+from skyrl_train.tracking.tracker import Tracker, Tracking
 
-__all__ = [
-    "BACKENDS",
-    "MetricsFile",
-    "Progress",
-    "RunFolder",
-    "Tracker",
-    "Tracking",
-    "log_to_file",
-    "read_metrics",
-]
+__all__ = ["MetricsFile", "Progress", "RunFolder", "Tracker", "Tracking", "log_to_file", "read_metrics"]

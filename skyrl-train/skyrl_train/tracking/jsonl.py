@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object per line, `{"step": 3, "reward/avg_raw_reward": 0.5, …}`.
 
-A number that is not finite is written as `null`, because JSON has no NaN; readers see `None`. The file survives being
-killed in the middle of a line: the torn line is dropped when the file is next opened or read.
+A NaN or infinite number is written as `null`, because JSON has neither; readers see `None`. A process that is killed in
+the middle of a line leaves a torn line, which is dropped when the file is next opened or read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.checkpoint import replace_text
 from skyrl_train.errors import DataError
 
 
@@ -26,15 +27,12 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        assert "step" not in metrics, "the step is an argument of its own"
+        assert "step" not in metrics, "the step is a separate argument"
         self._file.write(_line({"step": step, **{name: _finite(value) for name, value in metrics.items()}}))
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Move the lines of later steps to `metrics.superseded.jsonl`: a run resumed at `step` logs them anew.
-
-        The old file is complete until the new one is: written beside it, synced to disk, renamed over it.
-        """
+        """Move the lines of later steps to `metrics.superseded.jsonl`: a run resumed at `step` logs them again."""
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) == len(rows):
@@ -42,7 +40,7 @@ class MetricsFile:
         with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as superseded:
             superseded.write("".join(_line(row) for row in rows if row["step"] > step))
         self._file.close()
-        _replace(self.path, "".join(map(_line, kept)))
+        replace_text(self.path, "".join(map(_line, kept)))
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -50,7 +48,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, in the order logged; `[]` for a file that does not exist.
+    """Return the lines of a metrics file, in the order logged; `[]` for a file that does not exist.
 
     A torn last line is left out. Raises `DataError` for any other line that is not a JSON object with a step.
     """
@@ -59,7 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = [_parse(line) for line in lines]
-    if rows[-1] is None:  # what follows the last newline: nothing, or a torn line
+    if rows[-1] is None:  # nothing, or a torn line, follows the last newline
         rows.pop()
     for number, row in enumerate(rows, start=1):
         if row is None:
@@ -83,13 +81,13 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """A plain number from a Python, NumPy or one-element torch number; None when it is not finite."""
+    """Convert a Python, NumPy or one-element torch number to a plain one; None when it is NaN or infinite."""
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Make the file end with a newline: finish a last line that is whole, cut one that is not."""
+    """Make the file end with a newline: complete a whole last line, cut a torn one."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -101,17 +99,3 @@ def _drop_torn_line(path: Path) -> None:
     else:
         with path.open("ab") as file:
             file.write(b"\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

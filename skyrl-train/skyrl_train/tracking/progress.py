@@ -1,4 +1,4 @@
-"""The live progress of a run: a bar on a terminal, plain lines in a log file."""
+"""The live progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MAX_EVAL_METRICS = 3
 class Progress:
     """Shows step/total, reward, newest evaluation, tokens per second and the time left, on `stream` (standard error).
 
-    On a terminal that is one line that changes; elsewhere a line every `seconds_between_lines`, and always one for the
-    first step, the last step, and a step with evaluation metrics.
+    A terminal shows one changing line. Elsewhere a line appears every `seconds_between_lines`, and for the first step,
+    the last step and steps with evaluation metrics.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Progress:
         eval_metrics: Mapping[str, float] | None = None,
         tokens_per_second: float | None = None,
     ) -> None:
-        """`step` is done. A number that is not given keeps its newest value on the line."""
+        """Show that `step` is done. A number that is left out keeps its newest value on the line."""
         if reward is not None:
             self._shown["reward"] = f"reward {reward:.3f}"
         if eval_metrics:
@@ -89,11 +89,11 @@ class Progress:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """A terminal that knows its width; one of width 0, as some containers have, could show nothing."""
+    """Return True for a terminal that knows its width; one of width 0, as in some containers, would show nothing."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 
 def _format_eval(metrics: Mapping[str, float]) -> str:
-    """`avg_score 0.91, catch_rate 0.97`: the first few, without their prefixes."""
+    """Return the first few metrics without their prefixes: `avg_score 0.91, catch_rate 0.97`."""
     shown = list(metrics.items())[:_MAX_EVAL_METRICS]
     return ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in shown)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and where: `outputs/<project>/<run_name>/`."""
+"""The files of a run, in `outputs/<project>/<run_name>/`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_train.checkpoint import make_folder
 from skyrl_train.errors import ConfigError
-
-_LOGGED_PACKAGES = ("skyrl_train", "skyrl_gym")
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run. Folders that a run writes into are made when they are asked for; files never are."""
+    """The files of one run. Methods create the folders of the paths they return; nothing creates the files."""
 
     path: Path
 
     @classmethod
     def create(cls, output_dir: Path | str, project: str, run: str) -> RunFolder:
-        """Make `output_dir/project/run`, or find it again. Raises `ConfigError` if that is not inside `output_dir`."""
+        """Create `output_dir/project/run` if it is missing. Raises `ConfigError` if it is not inside `output_dir`."""
         root = Path(output_dir).expanduser().resolve()
         path = (root / project / run).resolve()
         if not project or not run or root not in path.parents:
@@ -31,7 +29,7 @@ class RunFolder:
                 f"trainer.project_name={project!r} and trainer.run_name={run!r} must name a folder inside {root}; "
                 "use plain names such as 'catch' and 'shaped'"
             )
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         return cls(path)
 
     @property
@@ -55,34 +53,34 @@ class RunFolder:
         return self.path / "report.html"
 
     def evals(self, step: int | None) -> Path:
-        """The folder of one evaluation: a `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
+        """Return the folder of one evaluation; `step` is None for a run that only evaluates.
 
-        `step` is None where nothing was trained.
+        It holds a `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
         """
         return _folder(self.path / "evals" / ("eval_only" if step is None else f"global_step_{step}"))
 
     def eval_steps(self) -> list[int]:
-        """The steps that have an evaluation folder, ascending."""
+        """Return the steps that have an evaluation folder, ascending."""
         matches = (re.fullmatch(r"global_step_(\d+)", folder.name) for folder in self.path.glob("evals/*/"))
         return sorted(int(match[1]) for match in matches if match)
 
     def trajectories(self, step: int) -> Path:
-        """The file of one training step's trajectories; its folder exists."""
+        """Return the file of one training step's trajectories."""
         return _folder(self.path / "trajectories") / f"global_step_{step}.jsonl"
 
 
 @contextmanager
-def log_to_file(path: Path, level: int = logging.INFO) -> Iterator[None]:
-    """Append what the project's loggers say, from `level` up, to `path` for as long as the context lasts."""
+def log_to_file(path: Path) -> Iterator[None]:
+    """Append the project's log messages, from level INFO up, to `path` within the context."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setLevel(level)
-    handler.setFormatter(logging.Formatter(_LOG_FORMAT))
-    loggers = [logging.getLogger(name) for name in _LOGGED_PACKAGES]
+    handler.setLevel(logging.INFO)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("skyrl_train", "skyrl_gym")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
-        logger.setLevel(min(logger.getEffectiveLevel(), level))
+        logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
     try:
         yield
     finally:

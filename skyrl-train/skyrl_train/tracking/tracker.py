@@ -2,66 +2,107 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
+from tqdm import tqdm
+
+from skyrl_train.config.wandb_login import wandb_login_problem
 from skyrl_train.errors import ConfigError
-from skyrl_train.tracking.console import ConsoleTracker
 from skyrl_train.tracking.jsonl import MetricsFile
 from skyrl_train.tracking.run_folder import RunFolder
 
 
 class Tracker(Protocol):
-    """One place that metrics go to."""
+    """A backend that metrics are sent to."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was logged after `step`, as far as the backend can; the run goes on from there."""
+        """Drop what was logged after `step`, if the backend can: a resumed run logs those steps again."""
 
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a backend may need to know about the run, e.g. `RunIdentity("catch", "shaped", {"seed": 1}, folder)`."""
-
-    project_name: str
-    experiment_name: str
-    config: Mapping[str, Any]
-    folder: RunFolder
+    def close(self) -> None:
+        """Finish writing and release what is open."""
 
 
-def _jsonl(run: RunIdentity) -> Tracker:
-    return MetricsFile(run.folder.metrics)
+class ConsoleTracker:
+    """Writes metrics to standard output, one line per prefix: `policy   grad_norm 0.41 · policy_kl 0.002`."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        lines = [f"step {step}"]
+        for prefix, names in groupby(sorted(metrics), key=lambda name: name.rpartition("/")[0]):
+            values = " · ".join(f"{name.rpartition('/')[2]} {metrics[name]:.4g}" for name in names)
+            lines.append(f"  {prefix:<12} {values}")
+        tqdm.write("\n".join(lines), file=sys.stdout)  # above the progress line where there is one
+
+    def truncate_after(self, step: int) -> None:
+        """Keep what was printed."""
+
+    def close(self) -> None:
+        """Standard output stays open."""
 
 
-def _console(run: RunIdentity) -> Tracker:
-    return ConsoleTracker()
+class TensorBoardTracker:
+    """Writes event files to `log_dir`, or to the folder that the variable `TENSORBOARD_DIR` names."""
+
+    def __init__(self, log_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._new_writer = partial(SummaryWriter, os.environ.get("TENSORBOARD_DIR") or str(log_dir))
+        self._writer = self._new_writer()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Start a new event file that makes TensorBoard hide the later steps of the earlier ones."""
+        self._writer.close()
+        self._writer = self._new_writer(purge_step=step + 1)
+
+    def close(self) -> None:
+        self._writer.close()
 
 
-def _tensorboard(run: RunIdentity) -> Tracker:
-    from skyrl_train.tracking.tensorboard import TensorBoardTracker
+class WandbTracker:
+    """Logs to a Weights & Biases run, its files in `run_dir/wandb`. The `WANDB_*` environment variables apply.
 
-    return TensorBoardTracker(run.folder.path / "tensorboard")
+    Raises `ConfigError` when there is no login, the package is not installed, or wandb cannot start the run.
+    """
 
+    def __init__(self, project_name: str, run_name: str, config: Mapping[str, Any], run_dir: Path) -> None:
+        if problem := wandb_login_problem(os.environ):
+            raise ConfigError(problem)
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "trainer.logger=wandb needs the wandb package: pip install wandb, or choose trainer.logger=tensorboard"
+            ) from error
+        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(project=project_name, name=run_name, config=dict(config), dir=str(run_dir))
+        except wandb.Error as error:
+            raise ConfigError(
+                f"wandb could not start the run {project_name}/{run_name}: {error}; "
+                "check WANDB_API_KEY and the network, or export WANDB_MODE=offline"
+            ) from error
 
-def _wandb(run: RunIdentity) -> Tracker:
-    from skyrl_train.tracking.wandb import WandbTracker
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
-    return WandbTracker(run.project_name, run.experiment_name, run.config, run.folder.path)
+    def truncate_after(self, step: int) -> None:
+        """Keep uploaded steps: a resumed run is a new wandb run unless `WANDB_RUN_ID` is set."""
 
-
-_FACTORIES: dict[str, Callable[[RunIdentity], Tracker]] = {
-    "jsonl": _jsonl,
-    "console": _console,
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-}
-BACKENDS: tuple[str, ...] = tuple(_FACTORIES)
+    def close(self) -> None:
+        self._run.finish()
 
 
 class Tracking:
@@ -73,75 +114,47 @@ class Tracking:
     def __init__(
         self,
         project_name: str,
-        experiment_name: str,
+        run_name: str,
         backends: str | Sequence[str],
-        config: Mapping[str, Any] | None,
+        config: Mapping[str, Any],
         run_dir: Path,
     ) -> None:
-        names = _backend_names(backends)
-        run = RunIdentity(project_name, experiment_name, config or {}, RunFolder(Path(run_dir)))
-        self._held_step: int | None = None
-        self._held_metrics: dict[str, float] = {}
+        start: dict[str, Callable[[], Tracker]] = {
+            "jsonl": lambda: MetricsFile(RunFolder(run_dir).metrics),
+            "console": ConsoleTracker,
+            "tensorboard": lambda: TensorBoardTracker(run_dir / "tensorboard"),
+            "wandb": lambda: WandbTracker(project_name, run_name, config, run_dir),
+        }
+        names = dict.fromkeys(["jsonl", *([backends] if isinstance(backends, str) else backends)])
+        for name in names:
+            if name not in start:
+                choices = ", ".join(start)
+                raise ConfigError(
+                    f"trainer.logger={name!r} is not a tracking backend; choose from {choices} (one, or a list)"
+                )
         self._trackers: list[Tracker] = []
-        try:
+        with ExitStack() as started:
             for name in names:
-                self._trackers.append(_FACTORIES[name](run))
-        except BaseException:
-            self._close_trackers()
-            raise
+                self._trackers.append(start[name]())
+                started.callback(self._trackers[-1].close)
+            self._closing = started.pop_all()
 
-    def log(self, metrics: Mapping[str, float], step: int, commit: bool = True) -> None:
-        """Log `metrics` at `step`; with `commit=False` they wait for the next call and go out with it.
-
-        Metrics that wait for another step than the next call's are logged first, at their own step.
-        """
-        if self._held_step not in (None, step):
-            self._release()
-        self._held_step = step
-        self._held_metrics.update(metrics)
-        if commit:
-            self._release()
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the metrics of a step."""
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
 
     def truncate_after(self, step: int) -> None:
-        """Called on resume from the checkpoint of `step`: later steps will be logged again."""
-        self._release()
+        """Drop what was logged after `step`, from whose checkpoint the run resumes."""
         for tracker in self._trackers:
             tracker.truncate_after(step)
 
     def close(self) -> None:
-        """Log what still waits, then close every backend. Safe to call twice."""
-        try:
-            if self._trackers:
-                self._release()
-        finally:
-            self._close_trackers()
+        """Close every backend. Safe to call twice."""
+        self._closing.close()
 
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _release(self) -> None:
-        step, metrics = self._held_step, self._held_metrics
-        self._held_step, self._held_metrics = None, {}
-        if step is not None and metrics:
-            for tracker in self._trackers:
-                tracker.log(metrics, step)
-
-    def _close_trackers(self) -> None:
-        while self._trackers:
-            self._trackers.pop().close()
-
-
-def _backend_names(backends: str | Sequence[str]) -> list[str]:
-    """The backends to open, `jsonl` first, each once."""
-    asked = [backends] if isinstance(backends, str) else list(backends)
-    for name in asked:
-        if name not in _FACTORIES:
-            raise ConfigError(
-                f"trainer.logger={name!r} is not a tracking backend; choose from {', '.join(BACKENDS)} (one, or a list)"
-            )
-    return list(dict.fromkeys(["jsonl", *asked]))

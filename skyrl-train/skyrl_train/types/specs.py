@@ -65,12 +65,3 @@ class TensorSpec:
         for size in self.shape:
             n_values *= size
         return n_values * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Facts about a loaded model."""
-
-    n_parameters: int
-    n_trainable: int
-    checkpoint_bytes: int  # about: weights, and two moments of what is trained

@@ -1,1 +1,1 @@
-"""Models at work: one worker per rank, and the group that the driver talks to."""
+"""One worker for each rank of a model, and the group through which the driver calls them."""

@@ -1,4 +1,4 @@
-"""The ranks of one model, as the driver sees them: whole batches in, whole results out."""
+"""The ranks of one model behind one interface: whole batches in, whole results out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.types import Metrics, TrainingBatch
-from skyrl_train.types.specs import ModelInfo, ModelSpec, TensorSpec
+from skyrl_train.types.specs import ModelSpec, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import join, split
@@ -21,12 +21,12 @@ from skyrl_train.workers.split import join, split
 class WorkerGroup:
     """Calls every rank of a model, one call at a time.
 
-    A rank that fails breaks the group: ranks wait for each other inside a call, so what is left of them cannot be used.
+    A rank that fails breaks the group, because other ranks may still wait for it inside the call.
     """
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
-        """`objective` is what the model minimises, the same that its workers have; the reference has none."""
-        self.objective = objective
+        """`objective` is what the model minimises; the reference has none."""
+        self._objective = objective
         self._spec = spec
         self._ranks = list(ranks)
         self._n_parts = 1 + max(rank.dp for rank in ranks)
@@ -34,13 +34,13 @@ class WorkerGroup:
         self._broken_by: BaseException | None = None
 
     async def load(self) -> None:
-        """Load the model on every rank; ConfigError if there is none at its path."""
-        await asyncio.gather(*(rank.load(self._spec, self.objective) for rank in self._ranks))
+        """Load the model on every rank; ConfigError if its path holds none."""
+        await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
 
-    async def info(self) -> ModelInfo:
-        """Return facts about the model."""
-        infos: list[ModelInfo] = await self._call("info")
-        return infos[0]
+    async def checkpoint_bytes(self) -> int:
+        """Estimate the size of a checkpoint."""
+        n_bytes: list[int] = await self._call("checkpoint_bytes")
+        return n_bytes[0]
 
     async def score(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """Return the model's scores of the batch, each (B, R) float32 on the CPU, 0 off the mask."""
@@ -51,22 +51,22 @@ class WorkerGroup:
     async def forward_backward(self, mini_batch: TrainingBatch, log_probs: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
 
-        The divisors of the loss are those of the whole mini-batch, so neither micro-batches nor ranks play a part.
-        `log_probs` (B, R) are those of the current weights, where they are known; a loss that reads the whole
-        mini-batch at once computes them otherwise.
+        The divisors of the loss are those of the whole mini-batch, whatever the micro-batches and ranks.
+        `log_probs` (B, R) are those of the current weights, if known. A loss that reads the whole mini-batch at once
+        needs them: without them, the mini-batch is scored first.
         """
-        assert self.objective is not None, f"the {self._spec.role} does not learn"
-        mini_batch, metrics = self.objective.weigh(mini_batch), Metrics()
-        if isinstance(self.objective, PolicyObjective) and self.objective.scope == "batch":
+        assert self._objective is not None, f"the {self._spec.role} has no objective"
+        mini_batch, metrics = self._objective.weigh(mini_batch), Metrics()
+        if isinstance(self._objective, PolicyObjective) and self._objective.scope == "batch":
             if log_probs is None:
                 log_probs = (await self.score(mini_batch))["logprobs"]
-            mini_batch, metrics = self.objective.differentiate(log_probs, mini_batch)
+            mini_batch, metrics = self._objective.differentiate(log_probs, mini_batch)
         spec = self._spec
         shards, _ = split(mini_batch, self._n_parts, spec.max_tokens_per_micro_batch, spec.max_rows_train)
         return metrics.merge(*await self._call("forward_backward", per_part=shards))
 
     async def optim_step(self) -> Metrics:
-        """Clip and apply the gradients. All ranks agree, so the first one's metrics are the group's."""
+        """Clip and apply the gradients; return the metrics of the first rank, which are those of all."""
         metrics: list[Metrics] = await self._call("optim_step")
         return metrics[0]
 
@@ -74,13 +74,13 @@ class WorkerGroup:
         """Take one optimizer step on a mini-batch; `log_probs` as in `forward_backward`."""
         return (await self.forward_backward(mini_batch, log_probs)).merge(await self.optim_step())
 
-    async def save(self, folder: Path) -> Awaitable[list[int]]:
-        """Return once training may go on; await the result to know that `folder` is on disk."""
+    async def save(self, folder: Path) -> Awaitable[Any]:
+        """Return once training may continue; await the result until `folder` is on disk."""
         await self._call("begin_save", folder)
         return self._call("finish_save")
 
     async def load_state(self, folder: Path) -> None:
-        """Load what any number of ranks saved; CheckpointError if that is incomplete or of another model."""
+        """Load what any number of ranks saved; CheckpointError if it is incomplete or belongs to another model."""
         await self._call("load_state", folder)
 
     async def export(self, folder: Path) -> None:
@@ -94,11 +94,11 @@ class WorkerGroup:
 
     @property
     def n_weight_copies(self) -> int:
-        """Ranks, each of which receives weights by itself."""
+        """Number of ranks; each receives weights separately."""
         return len(self._ranks)
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
-        """Send the weights; gathering them takes every rank, and the first one sends."""
+        """Send the weights. Every rank takes part in gathering them; the first one sends."""
         receipts: list[Receipt] = await self._call("send_weights", plan)
         return receipts[0]
 
@@ -114,17 +114,20 @@ class WorkerGroup:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
     async def _call(self, method: str, *args: Any, per_part: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method of every worker; with `per_part`, each gets the argument of its data-parallel part."""
+        """Call a method of every worker; return the results of the leaders.
+
+        With `per_part`, each worker gets the argument of its data-parallel part.
+        """
         async with self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
-                    f"the {self._spec.role} cannot go on after {self._broken_by!r}; resume from the last checkpoint"
+                    f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
             calls = [rank.call(method, *(args if per_part is None else (per_part[rank.dp],))) for rank in self._ranks]
             if len(calls) == 1:
                 return [await calls[0]]
             try:
-                results = await asyncio.gather(*calls)  # the first failure: other ranks may wait for that one
+                results = await asyncio.gather(*calls)  # raises the first failure, of which others may be a consequence
             except Exception as error:
                 self._broken_by = error
                 raise

@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, NumPy's and PyTorch's global generators. Our own sampling needs none; an environment may."""
+    """Return the state of Python's, NumPy's and PyTorch's global generators, which environments may use."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy_state = (name, np.asarray(keys).tolist(), *rest)
     state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
@@ -18,7 +18,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Take over what `random_state` returned."""
+    """Restore what `random_state` returned."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

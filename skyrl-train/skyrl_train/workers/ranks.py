@@ -1,4 +1,4 @@
-"""How the driver reaches a rank: in this process, or in another one."""
+"""The interface through which the driver calls a rank, and its implementation within this process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Rank(Protocol):
     """One rank of a worker group."""
 
     dp: int
-    """Which data-parallel part it works on."""
+    """Index of its data-parallel part."""
     is_leader: bool
-    """True if its results count; other ranks of the same part compute the same."""
+    """True for the rank whose results are used; other ranks of the same part compute the same."""
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        """Load a model, in place of the one before."""
+        """Load a model, replacing the previous one."""
         ...
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -34,7 +34,7 @@ class Rank(Protocol):
 
 
 class LocalRank:
-    """The only rank of a model, in this process. Its calls run in `executor`, one at a time."""
+    """The only rank of a model, in this process. Its calls run in `executor`, which has one thread."""
 
     dp = 0
     is_leader = True
@@ -45,14 +45,11 @@ class LocalRank:
         self._strategy = strategy
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        """See `Rank.load`."""
         loop = asyncio.get_running_loop()
         self.worker = await loop.run_in_executor(self._executor, Worker, spec, self._strategy, objective)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """See `Rank.call`."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, getattr(self.worker, method), *args)
 
     async def close(self) -> None:
-        """See `Rank.close`."""
         await self.call("close")

@@ -1,9 +1,8 @@
-"""Rows of a batch divided among data-parallel ranks and micro-batches."""
+"""The division of a batch among data-parallel ranks and micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -11,18 +10,14 @@ from skyrl_train.dataset.batch import micro_batches
 from skyrl_train.types import Shard, TrainingBatch
 
 
-class Split(NamedTuple):
-    """The shards of a batch, and which of its rows each of them begins with."""
+def split(
+    batch: TrainingBatch, n_ranks: int, max_tokens: int, max_rows: int | None = None
+) -> tuple[list[Shard], list[list[int]]]:
+    """Return a shard for each of `n_ranks` ranks, and the rows of the batch that it begins with.
 
-    shards: list[Shard]
-    rows: list[list[int]]
-
-
-def split(batch: TrainingBatch, n_ranks: int, max_tokens: int, max_rows: int | None = None) -> Split:
-    """Divide the rows that have a trained token among `n_ranks` ranks, and those of each rank into micro-batches.
-
-    The longest rows are dealt first, each to the rank with the fewest tokens. All ranks get equally many micro-batches:
-    one that has fewer is padded with fillers, copies of the batch's shortest row without a trained token.
+    The rows that have a trained token are divided among the ranks, and those of each rank into micro-batches.
+    The longest rows are dealt first, each to the rank with the fewest tokens. Every rank gets the same number of
+    micro-batches: fillers, copies of the batch's shortest row with its loss mask zeroed, make up the difference.
     """
     lengths = batch.attention_mask.sum(dim=1).tolist()
     trained = batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist()
@@ -39,13 +34,13 @@ def split(batch: TrainingBatch, n_ranks: int, max_tokens: int, max_rows: int | N
                 if tensor is not None:
                     tensor[len(rows) :] = 0
         shards.append(Shard(shard, [*own_parts, *([[len(rows)]] * n_fillers)]))
-    return Split(shards, rows_of_rank)
+    return shards, rows_of_rank
 
 
 def join(
     split_rows: Sequence[Sequence[int]], parts: Sequence[dict[str, torch.Tensor]], n_rows: int
 ) -> dict[str, torch.Tensor]:
-    """Put scores (b, R) of each rank's rows into their places (B, R); rows that no rank has are 0."""
+    """Put the scores (b, R) of each rank's rows at their rows of the batch (B, R); other rows are 0."""
     joined: dict[str, torch.Tensor] = {}
     for rows, scores in zip(split_rows, parts, strict=True):
         for name, values in scores.items():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,11 +19,12 @@ from skyrl_train.distributed import DistributedStrategy, TrainState
 from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.errors import CheckpointError
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
-from skyrl_train.types.specs import ModelInfo, ModelSpec, OptimizerSpec, TensorSpec
+from skyrl_train.types.specs import ModelSpec, OptimizerSpec, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan, receiver, sender
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Worker:
@@ -43,7 +45,6 @@ class Worker:
         else:
             self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
         self._saving: Future[Any] | None = None
-        self._saved_to = Path()
 
     def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, Any]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -53,26 +54,15 @@ class Worker:
         )
         return optimizer, scheduler
 
-    def info(self) -> ModelInfo:
-        """Return facts about the whole model."""
-        specs = self._strategy.tensor_specs(self.module)
-        n_bytes = sum(spec.n_bytes for spec in specs)
-        n_parameters = sum(parameter.numel() for parameter in self.module.parameters())
-        n_trainable = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
-        moments = 2 * n_bytes * n_trainable // n_parameters
-        return ModelInfo(n_parameters, n_trainable, n_bytes + moments)
+    def checkpoint_bytes(self) -> int:
+        """Estimate the size of a checkpoint of the whole model: weights, and two moments of trained parameters."""
+        return sum(p.numel() * p.dtype.itemsize * (3 if p.requires_grad else 1) for p in self.module.parameters())
 
     def score(self, shard: Shard) -> dict[str, torch.Tensor]:
         """Return the model's scores of the shard's rows, each (b, R) float32 on the CPU, 0 off the mask."""
         rows = shard.rows
         scores = {name: torch.zeros_like(rows.loss_mask) for name in self.module.scores_type._fields}
-        parts = self._strategy.run(
-            self.module,
-            self._micro_batches(shard),
-            lambda scored, _: (None, scored),
-            bf16=self._spec.bf16,
-            backward=False,
-        )
+        parts = self._run(shard, lambda scores, _: (None, scores), backward=False)
         for part, indices in zip(parts, shard.micro_batches, strict=True):
             for name, values in part._asdict().items():
                 scores[name][indices] = values.cpu()
@@ -80,21 +70,17 @@ class Worker:
 
     def forward_backward(self, shard: Shard) -> Metrics:
         """Add the gradient of the shard's part of the loss to the parameters."""
-        objective = self._objective
-        assert objective is not None, f"the {self._spec.role} has no objective"
-        metrics = self._strategy.run(
-            self.module, self._micro_batches(shard), objective, bf16=self._spec.bf16, backward=True
-        )
-        return Metrics().merge(*metrics)
+        assert self._objective is not None, f"the {self._spec.role} has no objective"
+        return Metrics().merge(*self._run(shard, self._objective, backward=True))
 
-    def _micro_batches(self, shard: Shard) -> list[TrainingBatch]:
-        return [shard.rows.select(rows) for rows in shard.micro_batches]
+    def _run(
+        self, shard: Shard, consume: Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]], *, backward: bool
+    ) -> list[T]:
+        micro_batches = [shard.rows.select(rows) for rows in shard.micro_batches]
+        return self._strategy.run(self.module, micro_batches, consume, bf16=self._spec.bf16, backward=backward)
 
     def optim_step(self) -> Metrics:
-        """Clip the accumulated gradients and apply them, or drop them all if their norm is NaN or infinite.
-
-        Without a gradient, from a mini-batch without a trained token, no parameter moves.
-        """
+        """Clip the accumulated gradients and apply them, or drop them all if their norm is NaN or infinite."""
         state, role = self._state, self._spec.role
         assert state.optimizer is not None
         assert state.scheduler is not None
@@ -108,7 +94,7 @@ class Worker:
             }
         )
         if is_finite:
-            if any(parameter.grad is not None for parameter in self.module.parameters()):
+            if any(parameter.grad is not None for parameter in self.module.parameters()):  # some token was trained
                 metrics["grad_norm"] = Metric("mean", norm)
             state.optimizer.step()
             state.scheduler.step()
@@ -133,17 +119,16 @@ class Worker:
         if self._strategy.world.rank == 0:
             hf_model(self.module).config.save_pretrained(folder / "huggingface")
             self._spec.save_tokenizer(str(folder / "huggingface"))
-        self._saving, self._saved_to = self._strategy.save(self._state, folder), folder
+        self._saving = self._strategy.save(self._state, folder)
 
-    def finish_save(self) -> int:
-        """Wait until the last save is on disk; return the bytes that its folder takes."""
-        assert self._saving is not None, "begin_save comes first"
+    def finish_save(self) -> None:
+        """Wait until the last save is on disk."""
+        assert self._saving is not None, "begin_save() comes first"
         saving, self._saving = self._saving, None
         try:
             saving.result()
-        except CheckpointException as error:  # no Exception by itself
+        except CheckpointException as error:  # a BaseException
             raise OSError(f"the {self._spec.role} could not be written: {_root_cause(error)}") from error
-        return sum(path.stat().st_size for path in self._saved_to.rglob("*") if path.is_file())
 
     def load_state(self, folder: Path) -> None:
         """Load what any number of ranks saved.
@@ -156,7 +141,7 @@ class Worker:
                 raise FileNotFoundError(f"{folder / '.metadata'} is missing")
             self._strategy.load(self._state, folder)
             rng = folder / f"rng_{self._strategy.world.rank}.pt"
-            if rng.exists():  # a rank that the saving run did not have keeps its own
+            if rng.exists():  # the saving run may have had fewer ranks
                 set_random_state(torch.load(rng, weights_only=True))
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
@@ -179,20 +164,20 @@ class Worker:
         return sender(plan).send(plan, self._strategy.full_tensors(self.module))
 
     def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """Load the weights of another model of the same architecture, as the receiver `plan.rank` plus this rank."""
+        """Load the weights of a model of the same architecture, as the receiver `plan.rank` plus this rank."""
         link = receiver(plan)
         own_plan = replace(plan, rank=plan.rank + self._strategy.world.rank)
         self._strategy.load_tensors(self.module, link.receive(own_plan))
         return link.receipt
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for a save in progress."""
         if self._saving is not None:
             self.finish_save()
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the first reason in the errors that DCP collects from its ranks."""
+    """Return the first of the errors that DCP collects from its ranks."""
     if isinstance(error, CheckpointException):
         error = next((reason for reason, _ in error.failures.values()), error)
     return f"{type(error).__name__}: {error}"

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.callbacks import Callback
+from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, folder_lock
 from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner import Learner
-from skyrl_train.run import Run
 from skyrl_train.trainer import Trainer
 
 
@@ -123,6 +122,21 @@ def test_a_run_holds_its_folder_while_it_trains(catch_run: list[str], tmp_path: 
         Experiment(parse_cli(catch_run)).run()
     assert "is in use by process" in refused[0]
     assert "give this run another trainer.run_name" in refused[0]
+
+
+def test_a_stop_requested_after_the_checkpoint_of_a_step_saves_the_step(catch_run: list[str], tmp_path: Path) -> None:
+    class StopLast(Callback):
+        async def on_step_end(self, run: Run, report: StepReport) -> None:
+            if report.global_step == 1:
+                run.request_stop("after the callback that saves")
+
+    class Experiment(BasePPOExp):
+        def get_callbacks(self, *parts: object) -> list[Callback]:
+            return [*super().get_callbacks(*parts), StopLast()]  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        Experiment(parse_cli([*catch_run, "trainer.ckpt_interval=10", "trainer.eval_interval=-1"])).run()
+    assert pointed_step(tmp_path / "skyrl/test_run") == 1
 
 
 async def test_saving_does_not_block_the_event_loop_and_callbacks_follow_the_pointer(

@@ -47,7 +47,7 @@ class Saboteur:
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
                 patch.setattr(os, name, self.before(getattr(os, name)))
-            patch.setattr(Path, "write_text", lambda path, text: self.write_text(path, text))
+            patch.setattr(Path, "write_text", lambda path, text, encoding: self.write_text(path, text))
             yield
 
     def write_text(self, path: Path, text: str) -> None:
@@ -155,8 +155,9 @@ def latest_name(folder: Path) -> str | None:
     return None if latest is None else read(latest)
 
 
-def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut keeps what was synced: files, then their folders, then the rename, then the pointer."""
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Syncs, with the path below `tmp_path`, and renames, with the new name, in order."""
     events: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -175,6 +176,11 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", log_fsync)
     monkeypatch.setattr(os, "rename", log_rename)
     monkeypatch.setattr(os, "replace", log_replace)
+    return events
+
+
+def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    """A power cut keeps what was synced: files, then their folders, then the rename, then the pointer."""
     save(CheckpointStore(tmp_path), 5, content_of("five"))
     partial = ".global_step_5.partial"
     written = [*(f"{partial}/{file}" for file in FILES), f"{partial}/policy", partial]
@@ -186,3 +192,11 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
         ("rename", POINTER),
         ("sync", "."),
     ]
+
+
+def test_new_folders_above_a_checkpoint_are_on_disk_before_it_gets_its_name(
+    tmp_path: Path, events: list[tuple[str, str]]
+) -> None:
+    save(CheckpointStore(tmp_path / "project/run/ckpts"), 5, content_of("five"))
+    before = events[: events.index(("rename", "global_step_5"))]
+    assert {("sync", folder) for folder in (".", "project", "project/run")} <= set(before)

@@ -12,7 +12,7 @@ import pytest
 from checkpoint.folders import FILES, N_BYTES, content_of, read, save
 
 from skyrl_train.checkpoint import CheckpointStore
-from skyrl_train.checkpoint.store import POINTER, SPARE_BYTES, step_of
+from skyrl_train.checkpoint.store import POINTER, SPARE_BYTES
 from skyrl_train.errors import CheckpointError
 
 SIZE = len(FILES) * N_BYTES
@@ -94,12 +94,12 @@ def test_a_pointer_to_nowhere_is_an_error_that_lists_what_is_there(store: Checkp
     assert store.latest() == store.path / "global_step_30"
 
 
-def test_step_of(store: CheckpointStore) -> None:
+def test_a_path_to_resume_from_names_an_existing_step(store: CheckpointStore) -> None:
     save_all(store, 10)
-    assert step_of(store.path / "global_step_10") == 10
+    assert store.find("from_path", str(store.path / "global_step_10")) == store.path / "global_step_10"
     for name, reason in (("policy", "must end in global_step_N"), ("global_step_11", "does not exist")):
         with pytest.raises(CheckpointError, match=reason):
-            step_of(store.path / name)
+            store.find("from_path", str(store.path / name))
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 8")])

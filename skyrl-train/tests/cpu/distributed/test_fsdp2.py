@@ -29,8 +29,7 @@ from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import CheckpointError, WorkerError
 from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.process import ProcessRank, start_ranks
-from skyrl_train.models.loading import load_model
-from skyrl_train.models.value_head import load_value_model
+from skyrl_train.models.loading import load_model, load_value_model
 from skyrl_train.types import Metrics, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.weight_sync import WeightSync
@@ -294,7 +293,7 @@ async def test_a_rank_that_is_killed_fails_the_call_by_name_and_breaks_the_group
         started[1]._process.kill()
         with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) ended with exit status -9 during score"):
             await group.score(batch)
-        with pytest.raises(WorkerError, match=r"the policy cannot go on after .*rank 1"):
+        with pytest.raises(WorkerError, match=r"the policy is unusable after .*rank 1"):
             await group.score(batch)
     finally:
         for rank in started:

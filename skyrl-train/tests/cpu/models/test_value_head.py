@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.value_head import load_value_model, response_values
+from skyrl_train.models.loading import load_value_model
+from skyrl_train.models.scoring_module import response_values
 
 CPU = torch.device("cpu")
 SEQUENCES = torch.tensor([[0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 0]])

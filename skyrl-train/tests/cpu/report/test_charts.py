@@ -34,7 +34,7 @@ def test_a_gap_is_a_gap_and_is_mentioned() -> None:
     chart = _chart(0.0, None, None, 1.0)
     (path,) = _elements(chart, "path", "line")
     assert path.attrib["d"].count("M") == 2
-    assert chart.warning == "2 values are not finite: a gap in the line"
+    assert chart.warning == "2 values are NaN or infinite: a gap in the line"
     assert _chart(0.0, 1.0).warning == ""
 
 

@@ -52,7 +52,7 @@ def test_a_run_without_metrics_has_nothing_to_say() -> None:
 
 def test_settings_that_the_configuration_has() -> None:
     config = {"trainer": {"seed": 0, "epochs": 3, "policy": None}, "generator": {"max_turns": 5}}
-    assert settings(config) == {"turns, at most": 5, "epochs": 3, "seed": 0}
+    assert settings(config) == {"max turns": 5, "epochs": 3, "seed": 0}
 
 
 @pytest.mark.parametrize(

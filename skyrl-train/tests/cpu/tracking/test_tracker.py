@@ -11,7 +11,7 @@ from skyrl_train.tracking import Tracking, read_metrics
 
 
 def test_metrics_are_written_whatever_the_backends(tmp_path: Path) -> None:
-    with Tracking("catch", "shaped", [], None, tmp_path) as tracking:
+    with Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
         tracking.log({"reward/avg_raw_reward": 0.5}, step=1)
         assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/avg_raw_reward": 0.5}]
 
@@ -28,19 +28,8 @@ def test_console_prints_one_line_per_prefix(tmp_path: Path, capsys: pytest.Captu
 
 def test_unknown_backend_names_itself_and_the_choices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'wanbd'.*jsonl, console, tensorboard, wandb"):
-        Tracking("catch", "shaped", ["console", "wanbd"], None, tmp_path / "run")
+        Tracking("catch", "shaped", ["console", "wanbd"], {}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_uncommitted_metrics_join_the_next_ones_of_their_step(tmp_path: Path) -> None:
-    with Tracking("catch", "shaped", [], None, tmp_path) as tracking:
-        tracking.log({"a": 1}, step=1, commit=False)
-        tracking.log({"b": 2}, step=1)
-        tracking.log({"a": 3}, step=2, commit=False)
-        tracking.log({"a": 4}, step=3)
-        tracking.log({"a": 5}, step=4, commit=False)
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert rows == [{"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 3}, {"step": 3, "a": 4}, {"step": 4, "a": 5}]
 
 
 def test_backends_that_had_started_are_closed_when_a_later_one_cannot(
@@ -50,7 +39,7 @@ def test_backends_that_had_started_are_closed_when_a_later_one_cannot(
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        Tracking("catch", "shaped", ["wandb"], None, tmp_path)
+        Tracking("catch", "shaped", ["wandb"], {}, tmp_path)
     opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
     assert str(tmp_path / "metrics.jsonl") not in opened
 
@@ -64,7 +53,7 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_logs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
-    with Tracking("catch", "shaped", "tensorboard", None, tmp_path) as tracking:
+    with Tracking("catch", "shaped", "tensorboard", {}, tmp_path) as tracking:
         for step in (1, 2, 3):
             tracking.log({"reward": step}, step)
         tracking.truncate_after(1)
@@ -75,7 +64,7 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_logs_again(
 
 def test_tensorboard_dir_is_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
-    with Tracking("catch", "shaped", "tensorboard", None, tmp_path / "run") as tracking:
+    with Tracking("catch", "shaped", "tensorboard", {}, tmp_path / "run") as tracking:
         tracking.log({"reward": float("nan")}, 1)
         tracking.log({"reward": 1.0}, 2)
     assert _scalars(tmp_path / "elsewhere", "reward")[2] == 1.0

@@ -13,7 +13,7 @@ from workers.worker_batches import Lone, as_batch, config, largest_difference, r
 
 from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.value_head import load_value_model
+from skyrl_train.models.loading import load_value_model
 from skyrl_train.types import TrainingBatch
 
 VALUE_CLIP = 0.3

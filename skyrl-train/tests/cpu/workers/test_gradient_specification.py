@@ -193,7 +193,7 @@ def product(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig, n_ranks: int
     results = []
     for lone in (policy, critic):
         ranks = [PartRank(dp, lone.rank) for dp in range(n_ranks)]
-        group = WorkerGroup(lone.group._spec, ranks, lone.group.objective)
+        group = WorkerGroup(lone.group._spec, ranks, lone.group._objective)
         lone.model.zero_grad()
         metrics: Metrics = complete(group.forward_backward(batch))
         by_name = {

@@ -25,7 +25,7 @@ from skyrl_train.models.logprobs import response_logprobs
     ],
 )
 def test_log_probs_do_not_depend_on_the_budget(
-    tiny_model: PreTrainedModel, budget: dict[str, Any], rows_of_each_pass: list[int]
+    policy: PreTrainedModel, budget: dict[str, Any], rows_of_each_pass: list[int]
 ) -> None:
     rewards = [[0.0] * n_tokens for n_tokens in (7, 1, 5, 2, 2)]
     trajectories = [make_trajectory(str(uid), values) for uid, values in enumerate(rewards)]
@@ -33,12 +33,12 @@ def test_log_probs_do_not_depend_on_the_budget(
     batch = build_training_batch(trajectories, pad_token_id=0)
     cfg = load_config({"trainer": budget, "generator": {"sampling_params": {"temperature": 0.7}}}).trainer
     with torch.no_grad():
-        expected, *_ = response_logprobs(tiny_model, batch.sequences, batch.attention_mask, batch.loss_mask, 0.7)
+        expected, *_ = response_logprobs(policy, batch.sequences, batch.attention_mask, batch.loss_mask, 0.7)
     n_rows: list[int] = []
-    hook = tiny_model.base_model.register_forward_pre_hook(
+    hook = policy.base_model.register_forward_pre_hook(
         lambda _, __, inputs: n_rows.append(len(inputs["input_ids"])), with_kwargs=True
     )
-    logprobs = score_tokens(tiny_model, batch, cfg).logprobs
+    logprobs = score_tokens(policy, batch, cfg).logprobs
     hook.remove()
     torch.testing.assert_close(logprobs, expected)
     assert not logprobs.requires_grad

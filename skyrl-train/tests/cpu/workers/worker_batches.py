@@ -92,11 +92,11 @@ class Lone:
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         return complete(self.group.update(batch)).with_prefix(self._role).numbers()
 
-    def save(self, folder: Path) -> list[int]:
-        async def save() -> list[int]:
-            return await (await self.group.save(folder))
+    def save(self, folder: Path) -> None:
+        async def save() -> None:
+            await (await self.group.save(folder))
 
-        return complete(save())
+        complete(save())
 
     def load(self, folder: Path) -> None:
         complete(self.group.load_state(folder))

@@ -1,0 +1,39 @@
+"""Files and folders that survive a power cut: their content and their names are synced to disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and the missing ones above it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of a file. The old file is complete until the new one is."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync a folder and everything in it."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Sync the content of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
