@@ -1,4 +1,4 @@
-"""Evaluation: play every validation prompt with the evaluation's sampling parameters, measure, and write it down."""
+"""Evaluation: play every validation prompt with the evaluation's sampling parameters, and measure the rewards."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ async def evaluate(
     cfg: SkyRLConfig,
     global_step: int,
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Metrics of the policy on `dataset`, and the trajectories they were measured on.
+    """Play all prompts of `dataset`. Return the metrics and the trajectories.
 
-    `eval/all/*` over everything, `eval/<data source>/*` per source, `eval/environment/*` from the environments, and
-    what a generator of one's own reports.
+    Metrics are `eval/all/*`, `eval/<data source>/*`, `eval/environment/*`, and those that the generator reports.
     """
     sampling = SamplingParams.from_config(cfg.generator.eval_sampling_params)
     metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)
@@ -43,27 +42,27 @@ async def evaluate(
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
-    """The metrics of `evaluate` from trajectories."""
+    """Return the metrics of an evaluation, over all trajectories and for each data source."""
     metrics: dict[str, float] = {}
-    for name, some in {"all": list(trajectories), **by_source(trajectories)}.items():
-        metrics |= with_prefix(f"eval/{name}", reward_metrics(some, n_samples) | pass_at_k(some))
+    for name, group in {"all": list(trajectories), **by_source(trajectories)}.items():
+        metrics |= with_prefix(f"eval/{name}", reward_metrics(group, n_samples) | pass_at_k(group))
     return metrics | with_prefix("eval", rollout_metrics(trajectories))
 
 
 def dump_evaluation(
     folder: Path, trajectories: Sequence[Trajectory], metrics: dict[str, float], chat: ChatEncoder
 ) -> None:
-    """Write one `<data source>.jsonl` per source and `aggregated_results.jsonl`, a line with all metrics."""
-    for name, some in by_source(trajectories).items():
-        write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat) for t in some])
+    """Write `<data source>.jsonl` for each source, and all metrics as one line of `aggregated_results.jsonl`."""
+    for name, group in by_source(trajectories).items():
+        write_jsonl(folder / f"{name}.jsonl", [trajectory_row(t, chat) for t in group])
     write_jsonl(folder / "aggregated_results.jsonl", [metrics])
 
 
 def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
-    """A trajectory as people read it: text rather than token ids. Rewards are null if it is invalid.
+    """Return a trajectory as a JSON row, with text instead of token ids. Rewards are null if it is invalid.
 
-    The first three keys are of its last segment; `earlier` has the same of the segments before it. `segment` of a turn
-    counts them from the first. `total_reward` is over all segments.
+    The first three keys describe the last segment, and `earlier` the ones before it. `turns` number their `segment`
+    from the first. `total_reward` is the sum over all segments.
     """
     is_valid = trajectory.is_valid
     *earlier, last = trajectory.segments
@@ -87,9 +86,8 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder) -> dict[str, Any]:
 
 
 def _segment_row(segment: Segment, chat: ChatEncoder, is_valid: bool) -> dict[str, Any]:
-    """One segment of a trajectory; `score` is per token."""
     return {
         "input_prompt": chat.decode_all(segment.prompt_ids),
         "output_response": chat.decode_all(segment.response_ids),
-        "score": segment.rewards if is_valid else None,
+        "score": segment.rewards if is_valid else None,  # for each token
     }

@@ -1,11 +1,11 @@
-"""The generator interface, and SkyRL's parallel-list view of what flows through it."""
+"""The generator interface, and its conversion to and from SkyRL's parallel lists."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NotRequired, TypedDict, TypeVar
 
@@ -35,25 +35,22 @@ class BatchMetadata:
 
     global_step: int
     training_phase: Phase
-    seed: int = 0  # of the run
+    seed: int = 0  # the run's seed
 
 
 def request_seed(run_seed: int, id: TrajectoryID, turn: int) -> int:
-    """Return the seed of one turn of a rollout; the engine draws its tokens from it and their positions.
-
-    Neither the step that trains on the rollout, nor batching, nor an earlier attempt at it plays a part.
-    """
-    return seed_of(f"{run_seed}/{id.phase}/{id.draw}/{id.instance_id}/{id.repetition_id}/{turn}")
+    """Return the seed of one turn of a rollout. Training steps, batching and retries do not change it."""
+    return hash_seed(f"{run_seed}/{id.phase}/{id.draw}/{id.instance_id}/{id.repetition_id}/{turn}")
 
 
-def seed_of(identity: str) -> int:
-    """Return 64 bits of randomness that follow from an identity."""
+def hash_seed(identity: str) -> int:
+    """Return the 64-bit hash of a string as a seed."""
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to play: the sample of a prompt that it is, and the row it starts from."""
+    """One rollout to play: its ID, and the dataset row that it starts from."""
 
     id: TrajectoryID
     row: PromptRow
@@ -62,10 +59,7 @@ class RolloutRequest:
 def rollout_requests(
     prompts: Sequence[DrawnPrompt], n_samples: int, env_class: str, phase: Phase = "train"
 ) -> list[RolloutRequest]:
-    """Return each prompt `n_samples` times, samples of one prompt side by side.
-
-    `env_class` is the environment of rows that name none.
-    """
+    """Return `n_samples` adjacent requests for each prompt. `env_class` is the environment of rows that name none."""
     return [
         RolloutRequest(
             TrajectoryID(prompt.row.uid, sample, prompt.draw, phase),
@@ -77,29 +71,26 @@ def rollout_requests(
 
 
 class GeneratorInput(TypedDict):
-    """SkyRL's input: n prompts as parallel lists of length n. The trainer fills in all of it.
-
-    Whoever calls `generate` may leave the last four out, or None.
-    """
+    """SkyRL's input: n prompts as parallel lists of length n. The last four fields may be missing or None."""
 
     prompts: list[list[Message]]
     env_classes: list[str | None]
     env_extras: list[dict[str, Any]]
-    sampling_params: dict[str, Any]  # under vLLM's names; None: as the generator was configured
-    trajectory_ids: list[TrajectoryID]  # None: new ones
-    batch_metadata: BatchMetadata  # None: of step 0
+    sampling_params: dict[str, Any]  # under vLLM's names; None: those of the configuration
+    trajectory_ids: list[TrajectoryID]  # None: random ones
+    batch_metadata: BatchMetadata  # None: step 0
 
 
 class GeneratorOutput(TypedDict):
     """SkyRL's output: n trajectories as parallel lists of length n, in input order. Other keys are ignored.
 
-    Step-wise trajectories have several entries each, side by side, which `trajectory_ids` and `is_last_step` tell
-    apart; the last one speaks for the trajectory. The last five carry what SkyRL's lists have no place for.
+    A step-wise trajectory has several adjacent entries, separated by `trajectory_ids` and `is_last_step`. The fields of
+    the trajectory are those of its last entry. SkyRL does not know the last five lists.
     """
 
     prompt_token_ids: list[list[int]]
     response_ids: list[list[int]]
-    rewards: list[list[float] | float | None]  # per token, or one for the response; None marks an invalid trajectory
+    rewards: list[list[float] | float | None]  # per token, or for the response; None: an invalid trajectory
     loss_masks: list[list[int]]
     stop_reasons: list[str]
     rollout_logprobs: list[list[float]] | None  # None when the engine does not report them
@@ -115,17 +106,17 @@ class GeneratorOutput(TypedDict):
     error: NotRequired[list[str | None]]
 
 
-CARRIED = ("env_metrics", "reward_components", "timing", "n_attempts")
-"""Lists of a `GeneratorOutput` that are fields of a `Trajectory` as they are."""
+COPIED = ("env_metrics", "reward_components", "timing", "n_attempts")
+"""Lists of a `GeneratorOutput` whose entries are fields of a `Trajectory`."""
 
 
 class GeneratorInterface:
-    """Plays rollouts. Implement `generate`, on SkyRL's parallel lists, or `rollout`; each calls the other by default.
+    """A player of rollouts. Implement `generate`, on SkyRL's parallel lists, or `rollout`; each defaults to the other.
 
-    `play` is how the trainer calls a generator: it prefers the one that the most derived class implements.
+    The trainer calls generators with `play`.
     """
 
-    generator_cfg: GeneratorConfig  # if there is one, `generate` without sampling parameters takes them from it
+    generator_cfg: GeneratorConfig  # optional: the sampling parameters of `generate` without any
     _reported: Sequence[Mapping[str, Any]] = ()
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -143,12 +134,12 @@ class GeneratorInterface:
         return await _rollout_by_generate(self, requests, sampling, metadata)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what `generate` has reported as `rollout_metrics` since the last time, averaged over its calls."""
+        """Return the `rollout_metrics` of `generate` since the last call of this method, averaged."""
         reported, self._reported = self._reported, ()
         return default_aggregate_metrics(reported)
 
     async def close(self) -> None:
-        """Release what the generator holds. Nothing by default."""
+        """Release all resources."""
 
 
 async def play(
@@ -159,8 +150,7 @@ async def play(
 ) -> list[Trajectory]:
     """Play rollouts with a generator; return one trajectory for each request, in order.
 
-    A class that overrides `generate` decides what is played, also below one that implements `rollout`; a class that
-    overrides both is called by `rollout`.
+    The most derived class that overrides `generate` or `rollout` decides which is called; `rollout` if it has both.
     """
     for cls in type(generator).__mro__:
         if "rollout" in vars(cls):
@@ -184,7 +174,7 @@ async def _rollout_by_generate(
 
 
 def _check_implemented(generator: GeneratorInterface) -> None:
-    """Raise NotImplementedError for a class that has neither method: they would call each other forever."""
+    """Raise NotImplementedError for a class with neither method, which would call each other forever."""
     cls = type(generator)
     if cls.generate is GeneratorInterface.generate and cls.rollout is GeneratorInterface.rollout:
         raise NotImplementedError(f"{cls.__name__} has neither `generate` nor `rollout`; implement one of them")
@@ -193,7 +183,7 @@ def _check_implemented(generator: GeneratorInterface) -> None:
 def to_generator_input(
     requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
 ) -> GeneratorInput:
-    """The parallel-list view of rollout requests."""
+    """Convert rollout requests to parallel lists."""
     return GeneratorInput(
         prompts=[request.row.prompt for request in requests],
         env_classes=[request.row.env_class for request in requests],
@@ -205,7 +195,7 @@ def to_generator_input(
 
 
 def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
-    """Return the rollout requests behind a parallel-list view."""
+    """Convert parallel lists to rollout requests."""
     prompts, env_classes = input_batch["prompts"], input_batch["env_classes"]
     ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid.uuid4().hex, 0) for _ in prompts]
     all_extras = input_batch.get("env_extras") or [{} for _ in prompts]
@@ -213,23 +203,23 @@ def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
     return [RolloutRequest(id, PromptRow(id.instance_id, prompt, env, extras)) for id, prompt, env, extras in rows]
 
 
-OTHER_NAMES = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Of sampling parameters, in SkyRL and in vLLM."""
+ALIASES = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}
+"""Sampling parameters under the names of SkyRL and vLLM, and our names."""
 
-FIXED = {
+IGNORED = {
     "logprobs": (None, 0, 1),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (True,),
     "no_stop_trim": (True,),
 }
-"""Sampling parameters of SkyRL's that have one meaning here, and the values that ask for it."""
+"""Sampling parameters of SkyRL that cannot be changed, and the values that are accepted."""
 
 
 def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as SkyRL gives them to generators: under vLLM's names."""
-    of_ours = {"max_new_tokens", "min_new_tokens", "n_top_logprobs", "with_raw_logprobs"}  # rollouts read no others
+    """Convert sampling parameters to a dict with vLLM's names, as SkyRL passes them to generators."""
+    not_copied = {"max_new_tokens", "min_new_tokens", "n_top_logprobs", "with_raw_logprobs"}  # renamed, or not SkyRL's
     return {
-        **{name: value for name, value in asdict(sampling).items() if name not in of_ours},
+        **{name: value for name, value in asdict(sampling).items() if name not in not_copied},
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
         "stop": list(sampling.stop) or None,
@@ -241,33 +231,33 @@ def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -> SamplingParams:
-    """The sampling parameters behind SkyRL's, whichever of their names they have; None are those of the configuration.
+    """Convert sampling parameters under the names of SkyRL or vLLM; None takes those of the configuration.
 
     Raises:
-        DataError: a parameter that is unknown, or there is no limit of tokens.
+        DataError: a parameter is unknown, or neither source limits the number of tokens.
     """
     configured = None if cfg is None else SamplingParams.from_config(cfg.sampling_params)
     if params is None and configured is not None:
         return configured
     known = {field.name for field in fields(SamplingParams)}
-    found: dict[str, Any] = {} if configured is None else {"max_new_tokens": configured.max_new_tokens}
+    converted: dict[str, Any] = {} if configured is None else {"max_new_tokens": configured.max_new_tokens}
     for name, value in (params or {}).items():
-        if name in FIXED and value in FIXED[name]:
+        if name in IGNORED and value in IGNORED[name]:
             continue
-        ours = OTHER_NAMES.get(name, name)
-        if ours not in known:
-            raise DataError(f"sampling_params has {name}={value!r}, which no engine here follows; leave it out")
+        our_name = ALIASES.get(name, name)
+        if our_name not in known:
+            raise DataError(f"sampling_params has {name}={value!r}, which no engine here supports; leave it out")
         if value is not None:
-            found[ours] = value
-    for name in found.keys() & {"stop", "stop_token_ids"}:
-        found[name] = (found[name],) if isinstance(found[name], str) else tuple(found[name])
-    if "max_new_tokens" not in found:
-        raise DataError("sampling_params has no max_tokens, and the generator no configuration to take it from")
-    return SamplingParams(**found)
+            converted[our_name] = value
+    for name in converted.keys() & {"stop", "stop_token_ids"}:
+        converted[name] = (converted[name],) if isinstance(converted[name], str) else tuple(converted[name])
+    if "max_new_tokens" not in converted:
+        raise DataError("sampling_params has no max_tokens, and the generator has no configuration to take it from")
+    return SamplingParams(**converted)
 
 
 def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
-    """Return the parallel-list view of trajectories."""
+    """Convert trajectories to parallel lists."""
     pairs = [(t, segment) for t in trajectories for segment in t.segments]
     output = GeneratorOutput(
         prompt_token_ids=[segment.prompt_ids for _, segment in pairs],
@@ -292,71 +282,62 @@ def to_generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
 
 
 def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
-    """Return the trajectories behind a parallel-list view, identified by the input they answer.
+    """Convert parallel lists to trajectories, with the IDs of the input.
 
-    Turns and `sampling_logprobs` that do not fit a response any more, which a `generate` has shortened, are left out.
+    A `generate` may shorten responses: turns and `sampling_logprobs` that no longer fit are dropped.
 
     Raises:
-        DataError: lists of different lengths, named with both; or other trajectories than those that were asked for.
+        DataError: lists have different lengths, or answer other requests.
     """
     requests = to_requests(input_batch)
     is_last = output.get("is_last_step") or [True] * len(requests)
-    ends = [row for row, ends_here in enumerate(is_last, start=1) if ends_here]
+    ends = [end for end, ends_here in enumerate(is_last, start=1) if ends_here]
     if len(ends) != len(requests) or (ends and ends[-1] != len(is_last)):
         raise DataError(f"the generator's is_last_step ends {len(ends)} trajectories for {len(requests)} prompts")
     required = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
-    for name in (*required, "rollout_logprobs", "trajectory_ids", "sampling_logprobs", "turns", "error", *CARRIED):
+    for name in (*required, "rollout_logprobs", "trajectory_ids", "sampling_logprobs", "turns", "error", *COPIED):
         values = output.get(name)
         n_values = len(values or ())  # type: ignore[arg-type]
         if n_values != len(is_last) and (values is not None or name in required):
             raise DataError(f"the generator returned {n_values} {name} for {len(is_last)} prompts; return one for each")
-    return [
-        _trajectory(output, request, range(start, end))
-        for request, start, end in zip(requests, [0, *ends], ends, strict=False)
-    ]
-
-
-def _trajectory(output: GeneratorOutput, request: RolloutRequest, rows: range) -> Trajectory:
-    """Return the trajectory of some rows of the lists; the last one speaks for it."""
-    segments = tuple(_segment(output, request, i) for i in rows)
-    last = rows[-1]
-    stop_reason = output["stop_reasons"][last]
-    is_valid = output["rewards"][last] is not None
-    return Trajectory(
-        id=request.id,
-        env_class=request.row.env_class or "unknown",
-        data_source=request.row.data_source,
-        segments=segments,
-        stop_reason=stop_reason,
-        error=None if is_valid else _at(output.get("error"), last) or stop_reason,
-        env_extras=request.row.env_extras,
-        **{name: output[name][last] for name in CARRIED if output.get(name) is not None},  # type: ignore[literal-required]
-    )
+    trajectories = []
+    for request, start, end in zip(requests, [0, *ends], ends, strict=False):
+        last = end - 1
+        stop_reason, is_valid = output["stop_reasons"][last], output["rewards"][last] is not None
+        trajectory = Trajectory(
+            id=request.id,
+            env_class=request.row.env_class or "unknown",
+            data_source=request.row.data_source,
+            segments=tuple(_segment(output, request, i) for i in range(start, end)),
+            stop_reason=stop_reason,
+            error=None if is_valid else _at(output.get("error"), last) or stop_reason,
+            env_extras=request.row.env_extras,
+            **{name: output[name][last] for name in COPIED if output.get(name) is not None},  # type: ignore[literal-required]
+        )
+        trajectories.append(trajectory)
+    return trajectories
 
 
 def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segment:
-    """Return row `i` of the lists."""
+    """Convert entry `i` of the lists."""
     id = _at(output.get("trajectory_ids"), i)
     if id is not None and (id.instance_id, id.repetition_id) != (request.id.instance_id, request.id.repetition_id):
-        raise DataError(f"trajectory_ids[{i}]={id} where {request.id} was asked for; keep the order of the prompts")
-    response_ids, loss_mask = output["response_ids"][i], output["loss_masks"][i]
-    rewards = output["rewards"][i]
+        raise DataError(f"trajectory_ids[{i}]={id} where {request.id} was requested; keep the order of the prompts")
+    prompt_ids, response_ids = output["prompt_token_ids"][i], output["response_ids"][i]
+    loss_mask, rewards = output["loss_masks"][i], output["rewards"][i]
     logprobs, sampling_logprobs = _at(output.get("rollout_logprobs"), i), _at(output.get("sampling_logprobs"), i)
-    columns: dict[str, Sequence[float] | None] = {
-        "loss_masks": loss_mask,
-        "rollout_logprobs": logprobs,
-        "rewards": rewards if isinstance(rewards, list) else None,
-    }
-    for name, values in columns.items():
-        if values is not None and len(values) != len(response_ids):
+    for name, values in (("loss_masks", loss_mask), ("rollout_logprobs", logprobs), ("rewards", rewards)):
+        if isinstance(values, Sized) and len(values) != len(response_ids):
             raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
-    per_token = _per_token(rewards, loss_mask)
+    per_token = rewards if isinstance(rewards, list) else [0.0] * len(response_ids)
+    if response_ids and not isinstance(rewards, list) and rewards is not None:
+        per_token[last_sampled(loss_mask)] = float(rewards)
     if not all(map(math.isfinite, per_token)):
         raise DataError(f"rewards[{i}]={rewards!r} are not all finite; return None for a trajectory without a reward")
     turns = _at(output.get("turns"), i) or ()
     return Segment(
-        token_ids=[*output["prompt_token_ids"][i], *response_ids],
-        n_prompt=len(output["prompt_token_ids"][i]),
+        token_ids=[*prompt_ids, *response_ids],
+        n_prompt=len(prompt_ids),
         loss_mask=loss_mask,
         rewards=per_token,
         logprobs=logprobs,
@@ -367,13 +348,3 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
 
 def _at(values: Sequence[T] | None, i: int) -> T | None:
     return None if values is None else values[i]
-
-
-def _per_token(rewards: list[float] | float | None, loss_mask: Sequence[int]) -> list[float]:
-    """Return a reward for each token; that of the whole response goes to its last sampled token."""
-    if isinstance(rewards, list):
-        return rewards
-    per_token = [0.0] * len(loss_mask)
-    if per_token and rewards is not None:
-        per_token[last_sampled(loss_mask)] = float(rewards)
-    return per_token

@@ -1,7 +1,6 @@
-"""Messages to token ids, through a chat template.
+"""Chat templates: messages to token ids.
 
-The template is applied to what *enters* a conversation: the prompt, then each observation. What the model sampled
-is rendered again only by the modes that say so.
+The template renders messages that enter a conversation: the prompt, then each observation.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 
-ASSISTANT_TURN = "ASSISTANT_TURN"  # stands for a sampled turn while its surroundings are rendered
-CACHED_TOKENS = 2**18  # the samples of a group share their prompt, and many environments repeat their observations
+ASSISTANT_TURN = "ASSISTANT_TURN"  # placeholder of a sampled turn, to render the text after it
+CACHED_TOKENS = 2**18  # samples of a group share a prompt, and many environments repeat observations
 TEMPLATES = Path(__file__).parent / "templates"
 
 Messages = Sequence[Mapping[str, Any]]
 
 
-class _Remembered:
-    """A function from text to token ids that remembers its last results, `CACHED_TOKENS` in all."""
+class _Cached:
+    """A function from JSON to token ids with an LRU cache of `CACHED_TOKENS` tokens."""
 
     def __init__(self, render: Callable[[str], tuple[int, ...]]) -> None:
         self._render = render
-        self._results: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # the last that was asked for comes last
+        self._results: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # most recently used last
         self._n_tokens = 0
 
     def __call__(self, text: str) -> tuple[int, ...]:
@@ -52,7 +51,7 @@ class ChatEncoder:
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`template` takes the place of the tokenizer's own; `template_kwargs` are handed to it.
+        """`template` replaces the tokenizer's own; `template_kwargs` are its variables.
 
         Raises:
             ConfigError: the chat template cannot join turns.
@@ -60,20 +59,19 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._template = template
         self._template_kwargs = dict(template_kwargs or {})
-        self._prompt = _Remembered(self._render_prompt)
-        self._after_turn = _Remembered(self._render_after_turn)
-        self._after_turn("[]")  # a template that cannot is refused now, not in the first rollout
+        self._prompt = _Cached(lambda messages: tuple(self.encode(self._render(json.loads(messages)))))
+        self._after_turn = _Cached(self._render_after_turn)
+        self._after_turn("[]")  # check the template now, not in the first rollout
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """The conversation so far and the header of the assistant's turn."""
+        """Return the tokens of the conversation and of the header of the next assistant turn."""
         return list(self._prompt(json.dumps(messages)))
 
     def observation_ids(self, observations: Messages, last_token_id: int, *, ends_turn: bool = True) -> list[int]:
-        """What stands between a sampled turn and the next: its end, the observations, the assistant's header.
+        """Return the tokens between two sampled turns: end of turn, observations, header of the assistant turn.
 
-        The end of the turn is left out when the model sampled it itself (`last_token_id` is that token); a turn that
-        was cut by its length, or ended by a stop string, gets one, so that the conversation stays well formed. Without
-        `ends_turn`, no turn gets one.
+        The end of turn is left out if the model sampled it, as `last_token_id`. Turns that were cut off, or ended at a
+        stop string, get one, so that the conversation stays well formed. Without `ends_turn`, no turn gets one.
         """
         token_ids = self._after_turn(json.dumps(observations))
         end_of_turn = last_token_id if ends_turn else self._tokenizer.eos_token_id
@@ -82,7 +80,7 @@ class ChatEncoder:
         return list(token_ids[n_end:] if is_end else token_ids)
 
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
-        """A whole conversation, and 1 for each token of the assistant's, by the template's generation blocks."""
+        """Return the tokens of a conversation, and a mask: 1 in the template's generation blocks."""
         encoded: Any = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             chat_template=self._template,
@@ -93,29 +91,25 @@ class ChatEncoder:
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text."""
+        """Return the tokens of plain text."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text for an environment: without special tokens."""
+        """Return the text for an environment, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text for people: with special tokens."""
+        """Return the text for people, with special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     @property
     def eos_token_id(self) -> int | None:
-        """What ends the model's turn."""
+        """The EOS token, which ends the model's turn."""
         eos: int | None = self._tokenizer.eos_token_id
         return eos
 
-    def _render_prompt(self, messages: str) -> tuple[int, ...]:
-        """Token ids of a prompt; `messages` are JSON, as the key of a cache."""
-        return tuple(self.encode(self._render(json.loads(messages))))
-
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
-        """Token ids of everything after a sampled turn; `observations` are JSON, as the key of a cache."""
+        """Return the tokens after a sampled turn."""
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ASSISTANT_TURN}]
         _, found, tail = self._render([*before, *json.loads(observations)]).partition(ASSISTANT_TURN)
         token_ids = self.encode(tail)
@@ -139,10 +133,10 @@ class ChatEncoder:
 
 
 def custom_chat_template(section: ChatTemplateConfig) -> str | None:
-    """The template that `generator.chat_template` names, None where the tokenizer's own is used.
+    """Return the template that `generator.chat_template` names, or None for the tokenizer's own.
 
     Raises:
-        ConfigError: there is no template of that name, or no such file.
+        ConfigError: there is no such template or file.
     """
     name = section.name_or_path
     if name is None:

@@ -1,9 +1,9 @@
-"""A conversation as tokens: what the engine reads before each turn, and the rows that are learned from in the end.
+"""A conversation as tokens: the prompt of each turn, and the rows to train on.
 
     prompt → turn → observations → turn → …
 
-Four ways to keep it. `TokenConversation`, the default, never renders what was sampled again. The others follow from
-the configuration; see `conversation_class`.
+`TokenConversation`, the default, never tokenizes sampled text again. The configuration selects the other three classes,
+see `conversation_factory`.
 """
 
 from __future__ import annotations
@@ -22,95 +22,99 @@ from skyrl_train.types import Message, SegmentBuilder
 
 
 @dataclass(slots=True)
-class Place:
-    """Where a turn stands: tokens `start` to `end` of the response of row `row`."""
+class TurnRecord:
+    """A sampled turn: tokens `start` to `end` of the response of row `row`."""
 
+    result: EngineResult
+    prompt_length: int  # tokens that the engine read
     row: int
     start: int
     end: int
+    reward: float | list[float] = 0.0  # for the turn, or for each of its tokens
 
 
 class TokenConversation:
-    """Tokens are the truth: the next prompt is the last one, the sampled tokens, and those of the observations."""
+    """The next prompt is the previous one, the sampled tokens, and the tokens of the observations."""
 
     def __init__(self, chat: ChatEncoder, prompt: Messages | None, *, ends_stopped_turns: bool = True) -> None:
-        """`prompt` begins the first row; None: there is none yet.
+        """`prompt` starts the first row; None starts none.
 
-        `ends_stopped_turns`: a turn that a stop string ended gets the template's end of turn.
+        With `ends_stopped_turns`, a turn that ended at a stop string gets the template's end of turn.
         """
         self._chat = chat
         self._ends_stopped_turns = ends_stopped_turns
         self.rows: list[SegmentBuilder] = []
-        self.places: list[Place] = []
+        self.turns: list[TurnRecord] = []
         if prompt is not None:
-            self._begin_row(chat.prompt_ids(prompt))
+            self._start_row(chat.prompt_ids(prompt))
 
     def next_prompt(self) -> list[int]:
-        """What the engine reads now."""
+        """Return the tokens that the engine reads for the next turn."""
         return self.rows[-1].token_ids
 
     @property
     def n_response_tokens(self) -> int:
-        """Tokens so far, the prompt left out."""
+        """Number of tokens so far, without the prompt."""
         return sum(row.response_length for row in self.rows)
 
     def add_turn(self, result: EngineResult, text: str) -> None:
-        """The model has spoken: `text` is what the environment is told."""
-        row = self.rows[-1]
-        start = row.response_length
-        row.append_sampled(result.token_ids, result.logprobs, result.sampling_logprobs)
-        self.places.append(Place(len(self.rows) - 1, start, row.response_length))
+        """Add a sampled turn; `text` is what the environment receives."""
+        self._append_turn(len(self.rows) - 1, result)
 
     def replace_turn(self, text: str) -> None:
-        """The environment has understood the last turn as another text.
+        """Replace the last turn with the text that the environment acted on.
 
-        As far as it begins like what was sampled, the tokens are kept. The rest is read by the model, but nobody
-        sampled it, so that it is not learned from.
+        Tokens that spell a common beginning are kept. The rest is tokenized and not trained on.
         """
-        row, place = self.rows[-1], self.places[-1]
-        token_ids = row.token_ids[row.n_prompt + place.start :]
-        n_kept = _n_tokens_in_common(self._chat.decode, token_ids, text)
-        row.truncate(place.start + n_kept)
+        row, turn = self.rows[-1], self.turns[-1]
+        token_ids = row.token_ids[row.n_prompt + turn.start :]
+        n_kept = _n_common_tokens(self._chat.decode, token_ids, text)
+        row.truncate(turn.start + n_kept)
         row.append_observed(self._chat.encode(text.removeprefix(self._chat.decode(token_ids[:n_kept]))))
-        place.end = row.response_length
+        turn.end = row.response_length
 
-    def observe(self, observations: Messages, *, was_stopped: bool) -> None:
-        """Add what the environment says; `was_stopped` by something else than its length."""
+    def observe(self, observations: Messages) -> None:
+        """Add the environment's messages."""
         row = self.rows[-1]
-        ends_turn = self._ends_stopped_turns or not was_stopped
+        ends_turn = self._ends_stopped_turns or self.turns[-1].result.stop_reason != "stop"
         row.append_observed(self._chat.observation_ids(observations, row.token_ids[-1], ends_turn=ends_turn))
 
     def replace_history(self, messages: Messages) -> None:
-        """The conversation is now `messages`: they begin a new row."""
-        self._begin_row(self._chat.prompt_ids(messages))
+        """Replace the whole conversation; `messages` start a new row."""
+        self._start_row(self._chat.prompt_ids(messages))
 
     def finish(self) -> None:
-        """The rollout is over: the last row is that of the last turn, and rows end with their turns."""
-        del self.rows[max((place.row for place in self.places), default=0) + 1 :]
+        """Drop everything after the last turn, and in each row after its last turn."""
+        del self.rows[max((turn.row for turn in self.turns), default=0) + 1 :]
         for index, row in enumerate(self.rows):
-            ends = [place.end for place in self.places if place.row == index]
-            row.truncate(max(ends, default=0))
+            row.truncate(max((turn.end for turn in self.turns if turn.row == index), default=0))
 
-    def _begin_row(self, token_ids: list[int]) -> None:
+    def _start_row(self, token_ids: list[int]) -> None:
         self.rows.append(SegmentBuilder(token_ids, len(token_ids)))
+
+    def _append_turn(self, index: int, result: EngineResult) -> None:
+        row = self.rows[index]
+        n_tokens, start = len(row.token_ids), row.response_length
+        row.append_sampled(result.token_ids, result.logprobs, result.sampling_logprobs)
+        self.turns.append(TurnRecord(result, n_tokens, index, start, row.response_length))
 
 
 class SingleMessageConversation(TokenConversation):
-    """All turns make one assistant message: observations are plain text in it, and only the last turn has an end."""
+    """All turns form one assistant message. Observations are plain text in it, and only the last turn keeps its EOS."""
 
-    def observe(self, observations: Messages, *, was_stopped: bool) -> None:
-        """See `TokenConversation.observe`."""
-        row, place = self.rows[-1], self.places[-1]
-        if row.token_ids[-1] == self._chat.eos_token_id and place.end > place.start:
+    def observe(self, observations: Messages) -> None:
+        """Add the environment's messages as text, after removing the EOS token of the last turn."""
+        row, turn = self.rows[-1], self.turns[-1]
+        if row.token_ids[-1] == self._chat.eos_token_id and turn.end > turn.start:
             row.truncate(row.response_length - 1)
-            place.end = row.response_length
+            turn.end = row.response_length
         row.append_observed([token for message in observations for token in self._chat.encode(message["content"])])
 
 
 class StepwiseConversation(TokenConversation):
-    """The template renders the whole history before each turn, and each turn has a row of its own.
+    """The template renders the whole history before each turn, and each turn has its own row.
 
-    With `merges`, a turn whose prompt begins with the row before goes on with it.
+    With `merges`, a turn whose prompt starts with the previous row extends that row.
     """
 
     def __init__(self, chat: ChatEncoder, prompt: Messages, *, merges: bool) -> None:
@@ -120,118 +124,113 @@ class StepwiseConversation(TokenConversation):
 
     @property
     def n_response_tokens(self) -> int:
-        """See `TokenConversation.n_response_tokens`: of the history as it is now."""
+        """Number of tokens of the current history, without the prompt."""
         return len(self.next_prompt()) - self.rows[0].n_prompt
 
     def add_turn(self, result: EngineResult, text: str) -> None:
-        """See `TokenConversation.add_turn`."""
+        """Add a sampled turn, and its text to the history."""
         super().add_turn(result, text)
         self._messages.append(dict(Message(role="assistant", content=text)))
 
     def replace_turn(self, text: str) -> None:
-        """See `TokenConversation.replace_turn`. What was sampled is learned from; only the history changes."""
+        """Replace the last turn in the history; the sampled tokens are still trained on."""
         self._messages[-1]["content"] = text
 
-    def observe(self, observations: Messages, *, was_stopped: bool) -> None:
-        """See `TokenConversation.observe`."""
-        self._messages += [dict(message) for message in observations]
-        self._continue()
+    def observe(self, observations: Messages) -> None:
+        """Add the environment's messages to the history, and render it."""
+        self.replace_history([*self._messages, *observations])
 
     def replace_history(self, messages: Messages) -> None:
-        """See `TokenConversation.replace_history`."""
+        """Replace the history, and render it."""
         self._messages = [dict(message) for message in messages]
-        self._continue()
-
-    def _continue(self) -> None:
         prompt = self._chat.prompt_ids(self._messages)
         row = self.rows[-1]
         n_tokens = len(row.token_ids)
         if self._merges and prompt[:n_tokens] == row.token_ids:
             row.append_observed(prompt[n_tokens:])
         else:
-            self._begin_row(prompt)
+            self._start_row(prompt)
 
 
 class RetokenizedConversation(StepwiseConversation):
-    """The template renders the whole history before each turn, and once more in the end, as the only row.
+    """The template renders the whole history before each turn, and once more at the end, as the only row.
 
-    The template's generation blocks say which tokens are the model's. They may not be those that were sampled, so
-    there are no log-probs. What an environment put in the place of a turn is not learned from.
+    The template's generation blocks mark the tokens to train on. They may differ from the sampled tokens, so there are
+    no log-probs. Turns that the environment replaced are not trained on.
     """
 
     def __init__(self, chat: ChatEncoder, prompt: Messages) -> None:
         super().__init__(chat, prompt, merges=False)
-        self._replaced: set[int] = set()  # numbers of turns
+        self._replaced: set[int] = set()  # indices of turns
 
     def replace_turn(self, text: str) -> None:
-        """See `TokenConversation.replace_turn`."""
+        """Replace the last turn in the history, and do not train on it."""
         super().replace_turn(text)
-        self._replaced.add(len(self.places) - 1)
+        self._replaced.add(len(self.turns) - 1)
 
     def finish(self) -> None:
-        """See `TokenConversation.finish`."""
+        """Render the history up to the last assistant message as the only row."""
         while self._messages and self._messages[-1]["role"] != "assistant":
             self._messages.pop()
-        n_turns = len(self.places)
         token_ids, is_assistant = self._chat.conversation_ids(self._messages) if self._messages else ([], [])
-        turns = _runs_of_ones(is_assistant)[-n_turns:]  # the prompt may have messages of the assistant
-        if not n_turns or not turns:
+        spans = _runs_of_ones(is_assistant)[-len(self.turns) :]  # the prompt may contain assistant messages
+        if not self.turns or not spans:
             super().finish()
             return
         n_prompt = self.rows[0].n_prompt
         if token_ids[:n_prompt] != self.rows[0].token_ids[:n_prompt]:  # the history was rewritten
-            n_prompt = turns[0].start
-        # a history that lost turns has fewer of them: those rewards go to the first that is left
-        turns = [turns[0]] * (n_turns - len(turns)) + turns
-        self.places = [Place(0, turn.start - n_prompt, turn.end - n_prompt) for turn in turns]
+            n_prompt = spans[0][0]
+        # rewards of turns that are no longer in the history go to the first remaining turn
+        spans = [spans[0]] * (len(self.turns) - len(spans)) + spans
         row = SegmentBuilder(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
-        for number, place in enumerate(self.places):
-            row.loss_mask[place.start : place.end] = [int(number not in self._replaced)] * (place.end - place.start)
-        row.truncate(self.places[-1].end)
+        for index, (turn, (start, end)) in enumerate(zip(self.turns, spans, strict=True)):
+            turn.row, turn.start, turn.end = 0, start - n_prompt, end - n_prompt
+            row.loss_mask[turn.start : turn.end] = [int(index not in self._replaced)] * (end - start)
+        row.truncate(self.turns[-1].end)
         self.rows = [row]
 
 
 MakeConversation = Callable[[Messages], TokenConversation]
 
 
-def conversation_class(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConversation:
-    """How the configuration wants conversations kept."""
+def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConversation:
+    """Return the conversation class that the configuration selects, ready to be called with a prompt.
+
+    Raises:
+        ConfigError: the chat template has no generation blocks.
+    """
     if cfg.step_wise_trajectories:
         return partial(StepwiseConversation, chat, merges=cfg.merge_stepwise_output)
     if not cfg.use_conversation_multi_turn:
         return partial(SingleMessageConversation, chat)
-    if cfg.chat_template.name_or_path is not None:
-        _check_generation_blocks(cfg.chat_template.name_or_path, chat)
+    if (name := cfg.chat_template.name_or_path) is not None:
+        _, mask = chat.conversation_ids([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        if 1 not in mask:
+            raise ConfigError(
+                f"generator.chat_template.name_or_path={name!r} does not mark the tokens to train on; put the text of "
+                "assistant messages between {% generation %} and {% endgeneration %}"
+            )
         return partial(RetokenizedConversation, chat)
     return partial(TokenConversation, chat, ends_stopped_turns=cfg.append_eos_token_after_stop_str_in_multi_turn)
 
 
-def _check_generation_blocks(name: str, chat: ChatEncoder) -> None:
-    _, is_assistant = chat.conversation_ids([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-    if 1 not in is_assistant:
-        raise ConfigError(
-            f"generator.chat_template.name_or_path={name!r} does not say what is learned from; put the text of "
-            "assistant messages between {% generation %} and {% endgeneration %}"
-        )
-
-
-def _n_tokens_in_common(decode: Callable[[list[int]], str], token_ids: list[int], text: str) -> int:
-    """How many of the tokens spell a beginning of `text`."""
-    in_common = takewhile(lambda pair: pair[0] == pair[1], zip(decode(token_ids), text, strict=False))
-    n_characters = sum(1 for _ in in_common)
+def _n_common_tokens(decode: Callable[[list[int]], str], token_ids: list[int], text: str) -> int:
+    """Return how many of the tokens spell a beginning of `text`."""
+    matches = takewhile(lambda pair: pair[0] == pair[1], zip(decode(token_ids), text, strict=False))
+    n_characters = sum(1 for _ in matches)
     lengths = range(len(token_ids) + 1)
     n_tokens = bisect_right(lengths, n_characters, key=lambda n: len(decode(token_ids[:n]))) - 1
-    while not text.startswith(decode(token_ids[:n_tokens])):  # half a character looks like another one
+    while not text.startswith(decode(token_ids[:n_tokens])):  # an incomplete character decodes to another one
         n_tokens -= 1
     return n_tokens
 
 
-def _runs_of_ones(mask: list[int]) -> list[Place]:
-    """Where the neighbouring ones of a mask are."""
+def _runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
+    """Return the start and the end of each run of ones."""
     runs, position = [], 0
     for is_one, group in groupby(mask):
         n = len(list(group))
         if is_one:
-            runs.append(Place(0, position, position + n))
+            runs.append((position, position + n))
         position += n
     return runs

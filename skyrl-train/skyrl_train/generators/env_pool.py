@@ -1,4 +1,7 @@
-"""Environments in this process. Blocking calls run in a bounded pool of threads, each with a time limit.
+"""Environments of rollouts, and the threads that call them.
+
+An `Episode` is one environment, from `make` to `close`. `LocalEpisodes` runs environments in this process: blocking
+calls run in a bounded pool of threads, each with a time limit. `env_processes.ProcessEpisodes` runs them in processes.
 
 Python cannot kill a thread. A call that exceeds its limit, or is cancelled, is abandoned: a new thread takes its slot,
 and the old one closes the environment and ends when the call returns. Use `isolation=process` for environments that
@@ -11,6 +14,7 @@ import asyncio
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +28,7 @@ from omegaconf import OmegaConf
 import skyrl_gym
 from skyrl_gym.methods import awaited_method
 from skyrl_train.config.environment import SkyRLGymConfig
-from skyrl_train.generators.episodes import EnvTimeout, Episode
+from skyrl_train.errors import EnvError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,30 @@ CHECK_S = 0.005
 
 JOIN_S = 2.0
 """Seconds that `ThreadPool.close` waits for running calls."""
+
+
+class EnvTimeout(EnvError):
+    """A call into an environment exceeded `environment.skyrl_gym.call_timeout_seconds`."""
+
+
+class EnvCrashed(EnvError):
+    """The process of an environment ended in the middle of an episode."""
+
+
+class Episode(ABC):
+    """One environment, from `make` to `close`. Each call may raise EnvTimeout."""
+
+    @abstractmethod
+    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+        """Build the environment. Call `close` even if this fails."""
+
+    @abstractmethod
+    async def call(self, method: str, *args: Any) -> Any:
+        """Return the result of a method of the environment, or raise its error as an `Exception`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the environment once, or leave that to the call that it hangs in."""
 
 
 class CallOwner(Protocol):
@@ -203,7 +231,7 @@ class LocalEpisodes:
         self._pool = ThreadPool(cfg.max_env_workers, cfg.call_timeout_seconds, "skyrl-gym-env")
 
     async def open(self) -> Episode:
-        """Return an episode at once: its calls wait for a thread, the episode for nothing."""
+        """Return an episode. Its calls, not the episode, wait for a thread."""
         return _LocalEpisode(self._cfg, self._pool)
 
     async def close(self) -> None:
@@ -228,17 +256,17 @@ class _LocalEpisode(Episode):
 
     async def close(self) -> None:
         if not self.is_stuck and self._env is not None:
-            await self._call("close")
+            await self.call("close")
 
     def close_late(self) -> None:
         """Close the environment in the thread of an abandoned call."""
         try:
             if self._env is not None:
                 self._env.close()
-        except BaseException:  # the rollout has long been reported as invalid
+        except BaseException:  # the rollout has already been reported as invalid
             logger.warning("Closing an environment after a call that took too long failed", exc_info=True)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         native = awaited_method(self._env, method)
         if native is not None:
             return await _bounded(native(*args), self._cfg.call_timeout_seconds)

@@ -16,7 +16,7 @@ from skyrl_gym.envs.registration import spec
 from skyrl_gym.serialization import plain
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.errors import EnvError
-from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episode
+from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode
 
 MAX_MESSAGE_BYTES = 1 << 26
 START_SECONDS = 60.0
@@ -30,7 +30,7 @@ class ProcessEpisodes:
     """
 
     def __init__(self, cfg: SkyRLGymConfig) -> None:
-        self._cfg = cfg
+        self.cfg = cfg
         self._slots = asyncio.Semaphore(max(1, cfg.max_env_workers))
         self._idle: deque[_Worker] = deque()
         self._busy: set[_Worker] = set()
@@ -39,12 +39,14 @@ class ProcessEpisodes:
         """Return an episode, after waiting while all workers are busy."""
         await self._slots.acquire()
         try:
-            worker = self._idle.pop() if self._idle else await _Worker.start(self._cfg.python or sys.executable)
+            while self._idle and not self._idle[-1].is_healthy:  # it died after its last episode
+                await self._idle.pop().kill()
+            worker = self._idle.pop() if self._idle else await _Worker.start(self)
         except BaseException:
             self._slots.release()
             raise
         self._busy.add(worker)
-        return _ProcessEpisode(self, worker, self._cfg)
+        return worker
 
     async def close(self) -> None:
         """Kill the workers."""
@@ -65,49 +67,35 @@ class ProcessEpisodes:
             self._slots.release()
 
 
-class _ProcessEpisode(Episode):
-    def __init__(self, episodes: ProcessEpisodes, worker: _Worker, cfg: SkyRLGymConfig) -> None:
-        self._episodes = episodes
-        self._worker: _Worker | None = worker
-        self._cfg = cfg
-
-    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
-        env_config = self._cfg.env_config(env_class)
-        await self._call("make", env_class, _entry_point(env_class), spec(env_class).kwargs, env_config, extras)
-
-    async def close(self) -> None:
-        if self._worker is None:
-            return
-        try:
-            if self._worker.is_healthy:
-                await self._call("close")
-        finally:
-            worker, self._worker = self._worker, None
-            await self._episodes.release(worker)
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        assert self._worker is not None
-        return await self._worker.call(method, args, self._cfg.call_timeout_seconds)
-
-
-class _Worker:
-    """A process running `skyrl_gym.worker`, and the socket to it."""
+class _Worker(Episode):
+    """A process running `skyrl_gym.worker`, and the socket to it. It plays one episode after another."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        pool: ProcessEpisodes,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
+        self._pool = pool
         self._process = process
         self._reader = reader
         self._writer = writer
-        self.is_healthy = True
+        self._has_answered = True
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if the process runs and has answered every call."""
+        return self._has_answered and self._process.returncode is None and not self._reader.at_eof()
 
     @classmethod
-    async def start(cls, python: str) -> _Worker:
+    async def start(cls, pool: ProcessEpisodes) -> _Worker:
         """Start a process.
 
         Raises:
             EnvError: it did not start.
         """
+        python = pool.cfg.python or sys.executable
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
@@ -123,9 +111,9 @@ class _Worker:
                 if not isinstance(error, OSError):
                     raise
                 raise EnvError(f"environment.skyrl_gym.python={python} cannot be run: {error.strerror}") from error
-        worker = cls(process, reader, writer)
+        worker = cls(pool, process, reader, writer)
         try:
-            await worker.call("hello", (), START_SECONDS)
+            await worker._exchange("hello", (), START_SECONDS)
         except BaseException as error:
             await worker.kill()
             if not isinstance(error, EnvError):
@@ -135,14 +123,28 @@ class _Worker:
             ) from error
         return worker
 
-    async def call(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Any:
-        """Return the environment's answer, or raise its error as an EnvError. Other errors leave the worker unhealthy.
+    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+        env_config = self._pool.cfg.env_config(env_class)
+        await self.call("make", env_class, _entry_point(env_class), spec(env_class).kwargs, env_config, extras)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._exchange(method, args, self._pool.cfg.call_timeout_seconds)
+
+    async def close(self) -> None:
+        try:
+            if self.is_healthy:
+                await self.call("close")
+        finally:
+            await self._pool.release(self)
+
+    async def _exchange(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Any:
+        """Return the environment's answer, or raise its error as an EnvError. Any other error leaves it unhealthy.
 
         Raises:
             TypeError, ValueError: the arguments cannot be encoded as JSON.
         """
         line = json.dumps([method, *args], default=plain).encode() + b"\n"
-        self.is_healthy = False  # until the answer is here
+        self._has_answered = False
         try:
             async with asyncio.timeout(limit_s):
                 self._writer.write(line)
@@ -156,15 +158,14 @@ class _Worker:
             raise EnvError(f"answered with more than {MAX_MESSAGE_BYTES:,} bytes") from error
         if not answer:
             raise EnvCrashed(f"its process ended {await self._how_it_ended()}")
-        self.is_healthy = True
+        self._has_answered = True
         kind, value = json.loads(answer)
         if kind == "error":
             raise EnvError(value)
         return value
 
     async def kill(self) -> None:
-        """Kill the process and everything that it started."""
-        self.is_healthy = False
+        """Kill the process and its children."""
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -180,7 +181,7 @@ class _Worker:
 
 
 def _import_paths() -> list[str]:
-    """Return the import paths of this program, without those of its Python installation."""
+    """Return the import paths of this program, except those of its Python installation."""
     prefixes = (sys.prefix, sys.base_prefix)
     return [os.getcwd(), *(path for path in sys.path if path and not path.startswith(prefixes))]
 

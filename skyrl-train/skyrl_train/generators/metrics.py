@@ -1,4 +1,4 @@
-"""Numbers about rollouts. Invalid trajectories are counted, and read by nothing else."""
+"""Metrics of rollouts. Invalid trajectories are counted and otherwise ignored."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from skyrl_gym.metrics import aggregate_by_environment
 from skyrl_train.types import Trajectory
 
+RESERVED = frozenset({"all", "aggregated_results", "component"})
+"""Names of metrics and files that no data source may take; `by_source` appends a "_" to such a name."""
+
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`generate/*` and `environment/*`: response lengths in tokens, turns, and what the environments report."""
+    """Return `generate/*`, `reward/component/*` and `environment/*`; lengths are of responses, in tokens."""
     valid = [t for t in trajectories if t.is_valid]
     metrics = {
         "generate/n_invalid": float(len(trajectories) - len(valid)),
@@ -29,98 +32,88 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "generate/avg_num_tokens": statistics.fmean(lengths),
         "generate/std_num_tokens": statistics.pstdev(lengths),
     }
-    if any(t.turns for t in valid):  # a generator of one's own may not say
+    if any(t.turns for t in valid):  # other generators may not report turns
         metrics["generate/avg_turns"] = statistics.fmean(len(t.turns) for t in valid)
-    for name, keep in (("non_zero", lambda t: t.total_reward != 0), ("zero", lambda t: t.total_reward == 0)):
-        if some := [t.n_response_tokens for t in valid if keep(t)]:
-            metrics[f"generate/avg_tokens_{name}_rewards"] = statistics.fmean(some)
-    metrics |= _component_metrics(valid)
+    for name, is_zero in (("non_zero", False), ("zero", True)):
+        if group := [t.n_response_tokens for t in valid if (t.total_reward == 0) == is_zero]:
+            metrics[f"generate/avg_tokens_{name}_rewards"] = statistics.fmean(group)
+    components: dict[str, list[float]] = {}
+    for t in valid:
+        for name, total in t.reward_components.items():
+            components.setdefault(name, []).append(total)
+    metrics |= {f"reward/component/{name}": statistics.fmean(totals) for name, totals in sorted(components.items())}
     return metrics | aggregate_by_environment([t.env_class for t in valid], [t.env_metrics for t in valid])
 
 
-def _component_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`reward/component/*`: the mean total of each named part of the reward over the trajectories that report it."""
-    totals: dict[str, list[float]] = {}
-    for t in trajectories:
-        for name, total in t.reward_components.items():
-            totals.setdefault(name, []).append(total)
-    return {f"reward/component/{name}": statistics.fmean(values) for name, values in sorted(totals.items())}
-
-
 def reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
-    """`avg_score`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
+    """Return `avg_score`, `pass_at_n` and `mean_positive_reward` of the valid trajectories.
 
-    A prompt passes when one of its trajectories has a positive total reward. `mean_positive_reward` averages the sum
-    of each trajectory's positive rewards.
+    A drawn prompt passes when one of its trajectories has a positive total reward. `mean_positive_reward` is the mean,
+    over trajectories, of the sum of positive rewards.
     """
     valid = [t for t in trajectories if t.is_valid]
     if not valid:
         return {}
-    passed: dict[str, bool] = {}
-    for t in valid:
-        passed[t.id.instance_id] = passed.get(t.id.instance_id, False) or t.total_reward > 0
+    positive = [sum(max(reward, 0.0) for segment in t.segments for reward in segment.rewards) for t in valid]
     return {
         "avg_score": statistics.fmean(t.total_reward for t in valid),
-        f"pass_at_{n_samples}": statistics.fmean(passed.values()),
-        "mean_positive_reward": statistics.fmean(_positive_reward(t) for t in valid),
+        f"pass_at_{n_samples}": statistics.fmean(any(passed) for passed in _passed_by_draw(valid)),
+        "mean_positive_reward": statistics.fmean(positive),
     }
 
 
-def _positive_reward(trajectory: Trajectory) -> float:
-    """Return the sum of the positive rewards of all segments."""
-    return sum(reward for segment in trajectory.segments for reward in segment.rewards if reward > 0)
-
-
 def pass_at_k(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`pass_at_k` for k = 1, 2, 4, …: the probability that one of k samples of a prompt passes, averaged over prompts.
+    """Return `pass_at_k` for k = 1, 2, 4, …: the probability that one of k samples of a prompt passes.
 
-    Of the n valid samples of a prompt, c pass: 1 - C(n - c, k) / C(n, k), over the prompts that have k samples.
+    If c of the n valid samples of a prompt pass, it is 1 - C(n - c, k) / C(n, k), averaged over prompts with n ≥ k.
 
     Source: Evaluating Large Language Models Trained on Code (Chen et al., 2021, arXiv:2107.03374), equation 1.
     """
-    samples: dict[str, list[bool]] = {}
-    for t in trajectories:
-        if t.is_valid:
-            samples.setdefault(t.id.instance_id, []).append(t.total_reward > 0)
-    most = max(map(len, samples.values()), default=0)
+    samples = _passed_by_draw([t for t in trajectories if t.is_valid])
+    max_samples = max(map(len, samples), default=0)
     metrics = {}
-    for k in (2**i for i in range(most.bit_length())):
-        enough = [passed for passed in samples.values() if len(passed) >= k]
-        failing = [math.comb(passed.count(False), k) / math.comb(len(passed), k) for passed in enough]
+    for k in (2**i for i in range(max_samples.bit_length())):
+        failing = [
+            math.comb(passed.count(False), k) / math.comb(len(passed), k) for passed in samples if len(passed) >= k
+        ]
         metrics[f"pass_at_{k}"] = 1 - statistics.fmean(failing)
     return metrics
 
 
-def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
-    """The same under the names that training rewards have: `reward/avg_raw_reward`, `reward/avg_pass_at_n`, …
+def _passed_by_draw(trajectories: Sequence[Trajectory]) -> list[list[bool]]:
+    """Return, for each drawn prompt, which of its samples have a positive total reward."""
+    samples: dict[tuple[int, str], list[bool]] = {}
+    for t in trajectories:
+        samples.setdefault((t.id.draw, t.id.instance_id), []).append(t.total_reward > 0)
+    return list(samples.values())
 
-    Where there are several data sources, for each of them too: `reward/<data source>/avg_raw_reward`, …
+
+def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) -> dict[str, float]:
+    """Return `reward/avg_raw_reward`, `reward/avg_pass_at_n` and `reward/mean_positive_reward`.
+
+    With several data sources, also return them for each: `reward/<data source>/avg_raw_reward`, and so on.
     """
     groups = {"reward": list(trajectories)}
     sources = by_source(trajectories)
     if len(sources) > 1:
-        groups |= {f"reward/{name}": some for name, some in sources.items()}
+        groups |= {f"reward/{name}": group for name, group in sources.items()}
     names = {"avg_score": "avg_raw_reward", f"pass_at_{n_samples}": f"avg_pass_at_{n_samples}"}
-    metrics: dict[str, float] = {}
-    for prefix, some in groups.items():
-        of_group = {names.get(name, name): value for name, value in reward_metrics(some, n_samples).items()}
-        metrics |= with_prefix(prefix, of_group)
-    return metrics
-
-
-TAKEN = frozenset({"all", "aggregated_results", "component"})
-"""What stands for something else in names of metrics and of files: a data source of that name gets a "_" after it."""
+    return {
+        f"{prefix}/{names.get(name, name)}": value
+        for prefix, group in groups.items()
+        for name, value in reward_metrics(group, n_samples).items()
+    }
 
 
 def by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Trajectories under what files and metrics of their data source are called: a "/" in it is a "_"."""
+    """Group trajectories by data source, under the name for files and metrics: "/" becomes "_"."""
     groups: dict[str, list[Trajectory]] = {}
     for t in sorted(trajectories, key=lambda t: t.data_source):
         name = t.data_source.replace("/", "_")
-        groups.setdefault(f"{name}_" if name in TAKEN else name, []).append(t)
+        groups.setdefault(f"{name}_" if name in RESERVED else name, []).append(t)
     return groups
 
 
 def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    """The same metrics with `prefix/` before each name."""
+    """Return the metrics with `prefix/` before each name."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

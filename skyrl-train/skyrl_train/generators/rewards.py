@@ -1,4 +1,4 @@
-"""Rewards that no environment gives by itself: functions of finished rollouts, alone, by group, or by batch.
+"""Reward functions: they score finished rollouts one by one, in groups, or as a batch.
 
     @register_reward_function("brevity")
     def brevity(samples):
@@ -7,8 +7,8 @@
 `generator.reward_functions=[brevity]` adds it to the reward of each trajectory's last token, times
 `generator.reward_weights.brevity`, and logs it as a component of the reward. None for a sample makes it invalid.
 
-A plain function runs in a thread, one call at a time; an `async` one is awaited, for all groups at once. Neither has a
-limit in time: what may hang sets its own, as `judge` does.
+A plain function runs in a thread, one call at a time. An `async` function is awaited for all groups concurrently.
+Neither has a time limit: a function that may hang sets its own, as `judge` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 Level = Literal["group", "batch"]
 Reward = float | list[float] | None
-"""For the trajectory, for each token of its response, or None: it cannot be told."""
+"""For the trajectory, for each token of its response, or None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RewardSample:
 
     trajectory: Trajectory
     prompt: str  # with special tokens
-    response: str  # likewise, of the last row
+    response: str  # of the last segment, with special tokens
 
 
 RewardFunction = Callable[[Sequence[RewardSample]], Sequence[Reward] | Awaitable[Sequence[Reward]]]
@@ -59,8 +59,8 @@ REWARD_FUNCTIONS: dict[str, _Registered] = {}
 def register_reward_function(name: str, *, level: Level = "group") -> Callable[[RewardFunction], RewardFunction]:
     """Make a function available to `generator.reward_functions`.
 
-    It is called, or awaited, with the samples of one prompt (`group`), or with all that are played together (`batch`: a
-    batch of prompts that was drawn, one of an evaluation, the greedy rollouts), and returns a reward for each.
+    It receives the samples of one prompt (`group`), or all samples that are played together (`batch`: a drawn batch of
+    prompts, a batch of an evaluation, or the greedy rollouts), and returns a reward for each.
 
     Raises:
         ConfigError: the name is taken.
@@ -83,52 +83,53 @@ def judge(
     timeout_s: float = 60.0,
     first_wait_s: float = 1.0,
 ) -> RewardFunction:
-    """A reward function that asks about each sample by itself, a judge model behind an API for example.
+    """Return a reward function that scores each sample with `ask`, e.g. a judge model behind an API.
 
-    At most `max_concurrency` questions are open at once, those of all groups together. One that fails, or takes longer
-    than `timeout_s`, is asked again `n_retries` times, after `first_wait_s`, then twice as long, …; then the sample's
-    reward is unknown.
+    At most `max_concurrency` calls run at once, over all groups. A call that fails, or exceeds `timeout_s`, is retried
+    `n_retries` times, after `first_wait_s`, then twice as long, and so on. After that, the sample's reward is unknown.
     """
     semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
+    async def ask_with_retries(sample: RewardSample) -> float | None:
+        loop = asyncio.get_running_loop()  # a semaphore belongs to one, and a process may have several in turn
+        for closed in [other for other in semaphores if other.is_closed()]:
+            del semaphores[closed]
+        semaphore = semaphores.setdefault(loop, asyncio.Semaphore(max_concurrency))
+        for attempt in range(n_retries + 1):
+            try:
+                async with semaphore, asyncio.timeout(timeout_s):
+                    return await ask(sample)
+            except Exception as error:  # noqa: BLE001, the boundary of a judge
+                is_last = attempt == n_retries
+                logger.log(
+                    logging.WARNING if is_last else logging.INFO,
+                    "A judge failed on %s, attempt %d of %d: %r",
+                    *(sample.trajectory.id.to_string(), attempt + 1, n_retries + 1, error),
+                )
+                if not is_last:
+                    await asyncio.sleep(first_wait_s * 2**attempt)
+        return None
+
     async def reward(samples: Sequence[RewardSample]) -> list[Reward]:
-        free = _of_this_loop(semaphores, max_concurrency)
-
-        async def patiently(sample: RewardSample) -> float | None:
-            for attempt in range(n_retries + 1):
-                try:
-                    async with free, asyncio.timeout(timeout_s):
-                        return await ask(sample)
-                except Exception as error:  # noqa: BLE001, the boundary of a question
-                    last = attempt == n_retries
-                    logger.log(
-                        logging.WARNING if last else logging.INFO,
-                        "A judge failed on %s, attempt %d of %d: %r",
-                        *(sample.trajectory.id.to_string(), attempt + 1, n_retries + 1, error),
-                    )
-                    if not last:
-                        await asyncio.sleep(first_wait_s * 2**attempt)
-            return None
-
-        return await asyncio.gather(*(patiently(sample) for sample in samples))
+        return await asyncio.gather(*map(ask_with_retries, samples))
 
     return reward
 
 
-def _of_this_loop(
-    semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore], max_concurrency: int
-) -> asyncio.Semaphore:
-    """A semaphore belongs to one event loop, and a process may have several, one after the other."""
-    for closed in [loop for loop in semaphores if loop.is_closed()]:
-        del semaphores[closed]
-    return semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency))
+def weighted_reward(
+    reward: float | list[float], components: Mapping[str, float], weights: Mapping[str, float]
+) -> float | list[float]:
+    """Return the weighted sum of the components (default weight 1) if any of them has a weight, else the reward."""
+    if not weights.keys() & components.keys():
+        return reward
+    return sum(weights.get(name, 1.0) * value for name, value in components.items())
 
 
 class RewardFunctions:
-    """The functions that a run has chosen, and their weights."""
+    """The configured reward functions and their weights."""
 
     def __init__(self, cfg: GeneratorConfig, chat: ChatEncoder) -> None:
-        """Raises ConfigError for a name that is not registered."""
+        """Raise ConfigError for a name that is not registered."""
         for name in cfg.reward_functions:
             if name not in REWARD_FUNCTIONS:
                 known = ", ".join(sorted(REWARD_FUNCTIONS)) or "none"
@@ -136,16 +137,13 @@ class RewardFunctions:
         self._cfg = cfg
         self._weights = cfg.reward_weights
         self._chat = chat
-        self._unused: set[str] = set()  # weights that the log has named
+        self._unused: set[str] = set()  # weights that were logged as unused
 
     async def add_to(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """The trajectories with what every function says of the valid ones.
-
-        Then follow the configuration's own rules for replies that did not end by themselves.
-        """
+        """Add the rewards to the valid trajectories, then apply the configured rules for truncated replies."""
         for name in self._cfg.reward_functions:
             trajectories = await self._add(name, trajectories)
-        self._report_unused_weights(trajectories)
+        self._warn_unused_weights(trajectories)
         if self._cfg.zero_reward_on_non_stop:
             trajectories = zero_reward_on_non_stop(trajectories)
         if self._cfg.apply_overlong_filtering:
@@ -153,36 +151,36 @@ class RewardFunctions:
         return trajectories
 
     async def _add(self, name: str, trajectories: list[Trajectory]) -> list[Trajectory]:
-        registered = REWARD_FUNCTIONS[name]
+        registered, lock = REWARD_FUNCTIONS[name], asyncio.Lock()
         valid = [i for i, t in enumerate(trajectories) if t.is_valid]
         groups: list[list[int]] = [valid] if valid else []
         if registered.level == "group":
-            groups = [list(group) for _, group in groupby(valid, key=lambda i: trajectories[i].id.instance_id)]
-        one_at_a_time = asyncio.Lock()
+            ids = [t.id for t in trajectories]
+            groups = [list(group) for _, group in groupby(valid, key=lambda i: (ids[i].draw, ids[i].instance_id))]
         rewards = await asyncio.gather(
-            *(self._ask(name, registered.function, [trajectories[i] for i in group], one_at_a_time) for group in groups)
+            *(self._score(name, registered.function, [trajectories[i] for i in group], lock) for group in groups)
         )
-        for group, of_group in zip(groups, rewards, strict=True):
-            for i, reward in zip(group, of_group, strict=True):
+        for group, group_rewards in zip(groups, rewards, strict=True):
+            for i, reward in zip(group, group_rewards, strict=True):
                 trajectories[i] = _with_reward(trajectories[i], name, reward, self._weights.get(name, 1.0))
         return trajectories
 
-    async def _ask(
-        self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory], one_at_a_time: asyncio.Lock
+    async def _score(
+        self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory], lock: asyncio.Lock
     ) -> Sequence[Reward]:
-        """One reward for each; all unknown when the function fails."""
+        """Return one reward for each trajectory; all are unknown if the function fails."""
         samples = [
             RewardSample(t, self._chat.decode_all(t.prompt_ids), self._chat.decode_all(t.response_ids))
             for t in trajectories
         ]
         try:
-            return _checked(await _answer(function, samples, one_at_a_time), trajectories)
-        except Exception:  # the boundary of a user's function: its samples have no reward
+            return _checked_rewards(await _call(function, samples, lock), trajectories)
+        except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
 
-    def _report_unused_weights(self, trajectories: Sequence[Trajectory]) -> None:
-        """Name, once, the weights of components that no trajectory reports: their names may be mistyped."""
+    def _warn_unused_weights(self, trajectories: Sequence[Trajectory]) -> None:
+        """Log, once each, weights of components that no trajectory reports: their names may be mistyped."""
         reported = {name for t in trajectories for name in t.reward_components}
         unused = self._weights.keys() - reported - self._unused
         if unused and any(t.is_valid for t in trajectories):
@@ -193,18 +191,23 @@ class RewardFunctions:
             )
 
 
-async def _answer(function: RewardFunction, samples: Sequence[RewardSample], one_at_a_time: asyncio.Lock) -> Any:
-    """What the function returns. A plain one may block, and need not be thread-safe."""
-    answer: Any
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        answer = function(samples)
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether calling the function returns a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _call(function: RewardFunction, samples: Sequence[RewardSample], lock: asyncio.Lock) -> Any:
+    """Return the result of the function. A plain one may block and need not be thread-safe."""
+    result: Any
+    if is_async(function):
+        result = function(samples)
     else:
-        async with one_at_a_time:
-            answer = await asyncio.to_thread(function, samples)
-    return await answer if inspect.isawaitable(answer) else answer
+        async with lock:
+            result = await asyncio.to_thread(function, samples)
+    return await result if inspect.isawaitable(result) else result
 
 
-def _checked(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
+def _checked_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
     if len(rewards) != len(trajectories):
         raise EnvError(f"it returned {len(rewards)} rewards for {len(trajectories)} samples; return one for each")
     for reward, t in zip(rewards, trajectories, strict=True):
@@ -219,7 +222,7 @@ def _checked(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Rewar
 def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: float) -> Trajectory:
     """Return the trajectory with one more component of its reward."""
     if reward is None:
-        error = f"reward function {name} does not know its reward"
+        error = f"reward function {name} gave no reward"
         return replace(trajectory, stop_reason="reward_unknown", error=error)
     last = trajectory.segments[-1]
     rewards = list(last.rewards)

@@ -1,24 +1,21 @@
-"""A rollout in the making, and the trajectory that it becomes."""
+"""A rollout while it is played, its retries, and the trajectory that it becomes."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_train.generators.base import RolloutRequest, request_seed
-from skyrl_train.generators.conversation import Place, TokenConversation
-from skyrl_train.generators.episodes import Episode
-from skyrl_train.inference_engines.base import EngineResult
+from skyrl_train.generators.base import BatchMetadata, RolloutRequest, request_seed
+from skyrl_train.generators.conversation import TokenConversation, TurnRecord
+from skyrl_train.generators.env_pool import Episode
 from skyrl_train.types import Segment, SegmentBuilder, Trajectory, Turn
 
+logger = logging.getLogger(__name__)
 
-@dataclass(slots=True)
-class TurnRecord:
-    """What is known of a turn besides where it stands."""
-
-    result: EngineResult
-    prompt_length: int
-    reward: float | list[float] = 0.0  # one for the turn, or one for each of its tokens
+NOT_RETRIED = frozenset({"prompt_too_long", "reward_unknown", "abort"})
+"""Stop reasons of invalid trajectories that another attempt would not change."""
 
 
 @dataclass(slots=True)
@@ -30,7 +27,6 @@ class Rollout:
     attempt: int = 0
     episode: Episode | None = None
     conversation: TokenConversation | None = None
-    turns: list[TurnRecord] = field(default_factory=list)
     reward_components: dict[str, float] = field(default_factory=dict)
     env_metrics: dict[str, Any] = field(default_factory=dict)
     generate_s: float = 0.0
@@ -41,48 +37,50 @@ class Rollout:
 
     @property
     def session_id(self) -> str:
-        """The engine's name for this attempt; no other attempt of the run has it."""
+        """The engine's name for this attempt, unique within a run."""
         return self.request.id.session_id(self.attempt)
 
     @property
+    def turns(self) -> list[TurnRecord]:
+        """The turns sampled so far."""
+        return [] if self.conversation is None else self.conversation.turns
+
+    @property
     def seed(self) -> int:
-        """The randomness of the next turn: a function of what it is, not of when or beside what it runs."""
+        """The seed of the next turn."""
         return request_seed(self.run_seed, self.request.id, len(self.turns))
 
     @property
     def env_class(self) -> str:
-        """The environment that is played."""
+        """Name of the environment."""
         return self.request.row.env_class or "unknown"
 
     @property
     def is_over(self) -> bool:
-        """Whether no turn follows."""
+        """True if no turn follows."""
         return self.stop_reason is not None
 
-    @property
-    def n_response_tokens(self) -> int:
-        """Tokens after the prompt."""
-        return 0 if self.conversation is None else self.conversation.n_response_tokens
-
     def fail(self, stop_reason: str, error: str, cause: BaseException | None = None) -> None:
-        """End as an invalid trajectory; what went wrong first is the reason."""
+        """End the rollout as invalid. The first failure counts."""
         if self.error is None:
             self.stop_reason, self.error, self.cause = stop_reason, error, cause
 
     def trajectory(self) -> Trajectory:
-        """Return what the trainer sees: the response ends with the last sampled token."""
+        """Return the trajectory. Its response ends with the last sampled token."""
         assert self.stop_reason is not None
-        rows, places = [SegmentBuilder([], 0)], list[Place]()
+        rows = [SegmentBuilder([], 0)]
         if self.conversation is not None:
             self.conversation.finish()
-            rows, places = self.conversation.rows, self.conversation.places
-        if places and not rows[-1].response_length:
-            self.fail("empty_response", "the environment left nothing of the reply, which its reward could be for")
+            rows = self.conversation.rows
+        if self.turns and not rows[-1].response_length:
+            self.fail(
+                "empty_response", "the environment replaced the reply with an empty one, which cannot carry a reward"
+            )
         return Trajectory(
             id=self.request.id,
             env_class=self.env_class,
             data_source=self.request.row.data_source,
-            segments=_segments(rows, places, self.turns),
+            segments=_segments(rows, self.turns),
             stop_reason=self.stop_reason,
             error=self.error,
             reward_components=self.reward_components,
@@ -93,23 +91,64 @@ class Rollout:
         )
 
 
-def _segments(rows: list[SegmentBuilder], places: list[Place], records: list[TurnRecord]) -> tuple[Segment, ...]:
-    """Build the segments. A turn's reward is on its last token, or spread over its tokens as the environment did."""
+async def play_until_valid(
+    requests: Sequence[RolloutRequest],
+    metadata: BatchMetadata,
+    play: Callable[[Sequence[Rollout]], Awaitable[None]],
+    *,
+    n_retries: int,
+) -> list[Trajectory]:
+    """Return one trajectory for each request, in order. Failed rollouts are retried up to `n_retries` times.
+
+    `play` plays rollouts to their end, valid or not.
+    """
+    rollouts = [Rollout(request, metadata.seed) for request in requests]
+    await play(rollouts)
+    for attempt in range(1, n_retries + 1):
+        failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED]
+        if not failed:
+            break
+        _warn([rollouts[i] for i in failed], len(rollouts), "are played again")
+        retries = [Rollout(rollouts[i].request, metadata.seed, attempt) for i in failed]
+        await play(retries)
+        for i, rollout in zip(failed, retries, strict=True):
+            rollouts[i] = rollout
+    _warn([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid")
+    return [rollout.trajectory() for rollout in rollouts]
+
+
+def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str) -> None:
+    """Log one warning for each kind of failure, with the traceback of the first."""
+    kinds: dict[tuple[str | None, str], list[Rollout]] = {}
+    for rollout in failed:
+        kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
+    for alike in kinds.values():
+        first = alike[0]
+        logger.warning(
+            "%d of %d rollouts %s; the first, %s: %s",
+            *(len(alike), n_rollouts, outcome, first.request.id.to_string(), first.error),
+            exc_info=first.cause,
+        )
+
+
+def _segments(rows: list[SegmentBuilder], records: list[TurnRecord]) -> tuple[Segment, ...]:
+    """Build the segments. A turn's reward is on its last token, or on each token if the environment returned a list."""
     rewards = [[0.0] * row.response_length for row in rows]
     turns: list[list[Turn]] = [[] for _ in rows]
-    for place, record in zip(places, records, strict=False):
-        row_rewards, reward = rewards[place.row], record.reward
-        if isinstance(reward, list) and len(reward) == place.end - place.start:
-            for position, value in enumerate(reward, place.start):
-                row_rewards[position] += value
-        elif row_rewards:
-            row_rewards[max(place.end, 1) - 1] += _total(reward)
-        turns[place.row].append(
+    for record in records:
+        per_token, reward = rewards[record.row], record.reward
+        total = sum(reward) if isinstance(reward, list) else reward
+        if isinstance(reward, list) and len(reward) == record.end - record.start:
+            for position, value in enumerate(reward, record.start):
+                per_token[position] += value
+        elif per_token:
+            per_token[max(record.end, 1) - 1] += total
+        turns[record.row].append(
             Turn(
-                start=place.start,
-                end=place.end,
+                start=record.start,
+                end=record.end,
                 prompt_length=record.prompt_length,
-                reward=_total(reward),
+                reward=total,
                 stop_reason=record.result.stop_reason,
                 weight_spans=record.result.weight_spans,
             )
@@ -117,7 +156,3 @@ def _segments(rows: list[SegmentBuilder], places: list[Place], records: list[Tur
     return tuple(
         row.build(row_rewards, row_turns) for row, row_rewards, row_turns in zip(rows, rewards, turns, strict=True)
     )
-
-
-def _total(reward: float | list[float]) -> float:
-    return sum(reward) if isinstance(reward, list) else reward

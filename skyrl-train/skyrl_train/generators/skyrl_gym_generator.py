@@ -1,9 +1,9 @@
-"""The agent loop: an environment and a model take turns until the environment says it is done.
+"""The agent loop: an environment and a model take turns until the environment is done.
 
     open → make → init → generate → step → generate → step → … → get_metrics → close
 
-Each rollout is alone. What its environment does, or the engine, ends this rollout as invalid and no other; first it is
-tried again with a fresh environment.
+A failure of an environment or of the engine ends only its own rollout, as invalid. The rollout is then retried with a
+fresh environment.
 """
 
 from __future__ import annotations
@@ -24,47 +24,43 @@ from skyrl_gym.contract import checked_metrics, checked_output, checked_prompt, 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_train.config.environment import SkyRLGymConfig
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.errors import EngineError
-from skyrl_train.generators.answers import (
-    UnknownReward,
-    turn_reward,
-    weighted_reward,
-)
-from skyrl_train.generators.attempts import play_until_valid
-from skyrl_train.generators.base import (
-    BatchMetadata,
-    GeneratorInterface,
-    RolloutRequest,
-)
+from skyrl_train.errors import EngineError, EnvError
+from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
-from skyrl_train.generators.conversation import conversation_class
-from skyrl_train.generators.env_pool import LocalEpisodes
+from skyrl_train.generators.conversation import TokenConversation, conversation_factory
+from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, LocalEpisodes
 from skyrl_train.generators.env_processes import ProcessEpisodes
-from skyrl_train.generators.episodes import EnvCrashed, EnvTimeout, Episodes
-from skyrl_train.generators.rewards import RewardFunctions
-from skyrl_train.generators.rollout import Rollout, TurnRecord
+from skyrl_train.generators.rewards import RewardFunctions, weighted_reward
+from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
-FAILURES: tuple[tuple[type[BaseException], str], ...] = (
+
+class UnknownReward(EnvError):
+    """An environment could not grade a reply."""
+
+
+STOP_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (EngineError, "engine_error"),
     (EnvTimeout, "env_timeout"),
     (EnvCrashed, "env_crashed"),
     (UnknownReward, "reward_unknown"),
+    (Exception, "env_error"),
 )
-"""Stop reasons of what can go wrong in an environment; anything else is `env_error`."""
+"""Stop reasons of failed rollouts; the first error class that matches counts."""
 
 
 class SkyRLGymGenerator(GeneratorInterface):
     """Plays `skyrl_gym` environments with an inference engine.
 
-    With `generator.batched` all rollouts of a call take their turns together; otherwise, and where environments
-    have processes of their own, each goes at its own pace and the engine batches whatever is waiting. The rollouts
-    themselves are the same.
+    With `generator.batched`, all rollouts of a call take their turns together. Otherwise, and always with
+    `isolation=process`, each rollout proceeds at its own pace and the engine batches concurrent requests. Both produce
+    the same trajectories.
 
-    A subclass overrides `rollout`, or `generate` for SkyRL's parallel lists. It finds `generator_cfg`,
-    `inference_engine_client` and `tokenizer` here.
+    Subclasses override `rollout`, or `generate` for SkyRL's parallel lists, and can use `generator_cfg`,
+    `inference_engine_client` and `tokenizer`.
     """
 
     def __init__(
@@ -75,22 +71,23 @@ class SkyRLGymGenerator(GeneratorInterface):
         tokenizer: PreTrainedTokenizerBase,
         model_name: str | None = None,
     ) -> None:
-        """`model_name` is for callers that know the engine by name; one engine needs none."""
+        """`model_name` is accepted for compatibility with SkyRL and not used."""
         self.generator_cfg = generator_cfg
         self.inference_engine_client = inference_engine_client
         self.tokenizer = tokenizer
         template = custom_chat_template(generator_cfg.chat_template)
         self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
-        self._converse = conversation_class(generator_cfg, self._chat)
+        self._new_conversation = conversation_factory(generator_cfg, self._chat)
         self._rewards = RewardFunctions(generator_cfg, self._chat)
-        is_apart = skyrl_gym_cfg.isolation == "process"
-        self._episodes: Episodes = ProcessEpisodes(skyrl_gym_cfg) if is_apart else LocalEpisodes(skyrl_gym_cfg)
-        self._is_in_step = generator_cfg.batched and not is_apart  # a group that waits for its own processes never ends
-        longest = inference_engine_client.info.context_length - 1  # leaves room for a token
-        self._max_input_length = min(generator_cfg.max_input_length or longest, longest)
+        in_processes = skyrl_gym_cfg.isolation == "process"
+        self._episodes = ProcessEpisodes(skyrl_gym_cfg) if in_processes else LocalEpisodes(skyrl_gym_cfg)
+        # a group that holds some processes while it waits for more would deadlock
+        self._is_batched = generator_cfg.batched and not in_processes
+        max_length = inference_engine_client.info.context_length - 1  # leaves room for a token
+        self._max_input_length = min(generator_cfg.max_input_length or max_length, max_length)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises TypeError for a subclass that overrides what this class does not have."""
+        """Raise TypeError for a subclass that defines SkyRL's `agent_loop`, which is never called here."""
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "agent_loop"):
             raise TypeError(
@@ -101,32 +98,32 @@ class SkyRLGymGenerator(GeneratorInterface):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """See `GeneratorInterface.rollout`. A rollout that fails comes back invalid, never as reward 0."""
+        """Return one trajectory for each request, in order. Failed rollouts are invalid, never reward 0."""
         play = partial(self._play_all, sampling)
-        rollouts = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
-        return await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
+        trajectories = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
+        return await self._rewards.add_to(trajectories)
 
     async def close(self) -> None:
-        """See `GeneratorInterface.close`: no thread and no process is left."""
+        """End all threads and processes of environments."""
         await self._episodes.close()
 
     async def _play_all(self, sampling: SamplingParams, rollouts: Sequence[Rollout]) -> None:
-        groups = [rollouts] if self._is_in_step else [[rollout] for rollout in rollouts]
+        groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]
         await _all_or_cancel(self._play(group, sampling) for group in groups)
 
     async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
-        """Play rollouts turn by turn, all of them in step. Time runs once their environments have a place."""
+        """Play rollouts turn by turn, all together. The time limit starts when their environments have a slot."""
+        limit_s = self.generator_cfg.trajectory_timeout_seconds
         try:
             await _all_or_cancel(self._open(rollout) for rollout in rollouts)
-            async with asyncio.timeout(self.generator_cfg.trajectory_timeout_seconds):
+            async with asyncio.timeout(limit_s):
                 await _all_or_cancel(self._start(rollout) for rollout in rollouts if not rollout.is_over)
                 while active := [rollout for rollout in rollouts if not rollout.is_over]:
                     await _all_or_cancel(self._take_turn(rollout, sampling) for rollout in active)
         except TimeoutError:
-            seconds = self.generator_cfg.trajectory_timeout_seconds
             for rollout in rollouts:
                 if not rollout.is_over:
-                    rollout.fail("trajectory_timeout", f"it was not over after {seconds:g} s")
+                    rollout.fail("trajectory_timeout", f"it was not over after {limit_s:g} s")
         finally:
             await _all_or_cancel(self._finish(rollout) for rollout in rollouts)
 
@@ -142,45 +139,42 @@ class SkyRLGymGenerator(GeneratorInterface):
         extras["max_turns"] = self.generator_cfg.max_turns
         with _boundary(rollout, "init"):
             await episode.make(rollout.env_class, extras)
-            prompt = checked_prompt(await episode.init(copy.deepcopy([*map(dict, row.prompt)])))
-            rollout.conversation = self._converse(prompt)
+            prompt = checked_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
+            rollout.conversation = self._new_conversation(prompt)
             n_tokens = len(rollout.conversation.next_prompt())
             if n_tokens > self._max_input_length:
                 reason = f"the prompt has {n_tokens} tokens and the limit is {self._max_input_length}"
                 rollout.fail("prompt_too_long", reason)
 
     async def _take_turn(self, rollout: Rollout, sampling: SamplingParams) -> None:
-        """Sample a turn, let the environment answer, and add its observations."""
+        """Sample a turn, step the environment, and add its observations."""
         conversation, episode = rollout.conversation, rollout.episode
         assert conversation is not None
         assert episode is not None
-        prompt_ids = conversation.next_prompt()
         with _boundary(rollout, "generate"):
-            result, text = await self._sample(rollout, prompt_ids, sampling)
-            rollout.turns.append(TurnRecord(result, len(prompt_ids)))
+            result, text = await self._sample(rollout, conversation, sampling)
             conversation.add_turn(result, text)
             if result.stop_reason == "abort":
-                rollout.fail("abort", "the engine was told to abort it")
+                rollout.fail("abort", "the engine aborted the request")
         if rollout.is_over:
             return
         started = time.perf_counter()
         with _boundary(rollout, "step"):
-            output = checked_output(await episode.step(text))
-            self._take_answer(rollout, output, text)
+            self._apply_step(rollout, conversation, checked_output(await episode.call("step", text)), text)
         rollout.env_s += time.perf_counter() - started
 
     async def _sample(
-        self, rollout: Rollout, prompt_ids: list[int], sampling: SamplingParams
+        self, rollout: Rollout, conversation: TokenConversation, sampling: SamplingParams
     ) -> tuple[EngineResult, str]:
-        """The model's turn and its text, within what is left of the trajectory's budget.
+        """Return a turn and its text, within the trajectory's remaining token budget.
 
         Raises:
-            EngineError: whatever went wrong.
+            EngineError: generation failed.
         """
         if (budget := self.generator_cfg.max_response_length) is not None:
-            n_left = budget - rollout.n_response_tokens
+            n_left = budget - conversation.n_response_tokens
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
-        request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.session_id)
+        request = EngineRequest(conversation.next_prompt(), sampling, rollout.seed, rollout.session_id)
         started = time.perf_counter()
         try:
             (result,) = await self.inference_engine_client.generate([request])
@@ -192,45 +186,41 @@ class SkyRLGymGenerator(GeneratorInterface):
         rollout.generate_s += time.perf_counter() - started
         return result, text
 
-    def _take_answer(self, rollout: Rollout, output: BaseTextEnvStepOutput, text: str) -> None:
-        """Note the reward of the last turn, and go on with what the environment says, or end."""
-        conversation, record = rollout.conversation, rollout.turns[-1]
-        assert conversation is not None
+    def _apply_step(
+        self, rollout: Rollout, conversation: TokenConversation, output: BaseTextEnvStepOutput, text: str
+    ) -> None:
+        """Record the reward of the last turn. Then end the rollout, or continue with the observations."""
+        cfg, turn = self.generator_cfg, conversation.turns[-1]
         components = reward_components(output)
-        reward = turn_reward(output, len(record.result.token_ids))
-        record.reward = weighted_reward(reward, components, self.generator_cfg.reward_weights)
+        turn.reward = weighted_reward(_turn_reward(output, turn.end - turn.start), components, cfg.reward_weights)
         for name, value in components.items():
             rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + value
         action = output.get("postprocessed_action")
         if action is not None and action != text:
             conversation.replace_turn(action)
         if output["done"]:
-            rollout.stop_reason = record.result.stop_reason
+            rollout.stop_reason = turn.result.stop_reason
             return
-        if len(rollout.turns) >= self.generator_cfg.max_turns:
+        if len(conversation.turns) >= cfg.max_turns:
             rollout.stop_reason = "max_turns"
             return
-        observations = self._with_status(rollout, output["observations"])
+        observations = self._with_status(conversation, output["observations"])
         history = (output.get("metadata") or {}).get("modified_chat_history")
         if history is None:
-            conversation.observe(observations, was_stopped=record.result.stop_reason == "stop")
+            conversation.observe(observations)
         else:
             conversation.replace_history([*history, *observations])
-        if len(conversation.next_prompt()) > self._max_input_length or self._is_spent(rollout):
+        is_spent = cfg.max_response_length is not None and conversation.n_response_tokens >= cfg.max_response_length
+        if is_spent or len(conversation.next_prompt()) > self._max_input_length:
             rollout.stop_reason = "length"
 
-    def _is_spent(self, rollout: Rollout) -> bool:
-        budget = self.generator_cfg.max_response_length
-        return budget is not None and rollout.n_response_tokens >= budget
-
-    def _with_status(self, rollout: Rollout, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With a line on what is left of the context and of the turns, where that is asked for."""
+    def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Append a line with the used context and turns, with `generator.inject_context_status`."""
         if not self.generator_cfg.inject_context_status or not observations:
             return observations
-        assert rollout.conversation is not None
-        n_tokens, n_most = len(rollout.conversation.next_prompt()), self._max_input_length
-        context = f"Context: {n_tokens}/{n_most} tokens ({round(100 * n_tokens / n_most)}%)"
-        status = f"[{context}, Turn {len(rollout.turns)}/{self.generator_cfg.max_turns}]"
+        n_tokens, max_tokens = len(conversation.next_prompt()), self._max_input_length
+        context = f"Context: {n_tokens}/{max_tokens} tokens ({round(100 * n_tokens / max_tokens)}%)"
+        status = f"[{context}, Turn {len(conversation.turns)}/{self.generator_cfg.max_turns}]"
         last = observations[-1]
         return [*observations[:-1], {**last, "content": f"{last['content']}\n{status}"}]
 
@@ -240,33 +230,50 @@ class SkyRLGymGenerator(GeneratorInterface):
         episode = rollout.episode
         if episode is None:
             return
-        if rollout.is_over and rollout.error is None:  # one that is cancelled may be in the middle of a call
+        if rollout.is_over and rollout.error is None:  # a cancelled rollout may be in the middle of a call
             with _boundary(rollout, "get_metrics"):
-                rollout.env_metrics = checked_metrics(await episode.get_metrics())
+                rollout.env_metrics = checked_metrics(await episode.call("get_metrics"))
         try:
             await episode.close()
-        except Exception:  # what it was good for is over: the rollout stays what it is
+        except Exception:  # the rollout keeps its result
             logger.warning("%s.close failed after rollout %s", rollout.env_class, rollout.request.id, exc_info=True)
+
+
+def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> float | list[float]:
+    """Return the reward of a turn of `n_tokens`, or a list with one for each token.
+
+    Raises:
+        UnknownReward: the reward is None.
+        EnvError: the list has another length.
+    """
+    reward: Any = output["reward"]
+    if reward is None:
+        raise UnknownReward("step() returned reward=None: the reward is unknown")
+    if not isinstance(reward, list):
+        return float(reward)
+    if len(reward) != n_tokens:
+        raise EnvError(f"step() returned {len(reward)} rewards for a turn of {n_tokens} tokens; return one for each")
+    return [float(value) for value in reward]
 
 
 @contextmanager
 def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
-    """What goes wrong in a rollout ends it as invalid, and no other."""
+    """Turn an error into an invalid rollout."""
     try:
         yield
-    except EngineError as error:
-        rollout.fail("engine_error", str(error), error)
     except Exception as error:  # noqa: BLE001, the boundary of a rollout
-        stop_reason = next((reason for kind, reason in FAILURES if isinstance(error, kind)), "env_error")
-        rollout.fail(stop_reason, f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}", error)
+        stop_reason = next(reason for kind, reason in STOP_REASONS if isinstance(error, kind))
+        is_engine = isinstance(error, EngineError)
+        message = str(error) if is_engine else f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}"
+        rollout.fail(stop_reason, message, error)
 
 
 async def _all_or_cancel(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently, the first error cancels the rest; a single one is just awaited."""
-    listed = list(coroutines)
-    if len(listed) == 1:
-        await listed[0]
+    """Run coroutines concurrently; the first error cancels the rest. A single one is awaited without a task."""
+    pending = list(coroutines)
+    if len(pending) == 1:
+        await pending[0]
         return
     async with asyncio.TaskGroup() as tasks:
-        for coroutine in listed:
+        for coroutine in pending:
             tasks.create_task(coroutine)

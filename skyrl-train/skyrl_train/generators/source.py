@@ -1,4 +1,4 @@
-"""Sources of training data: where the trajectories of a step come from."""
+"""Sources of training data: the trajectories of each step."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from skyrl_train.types import DrawnPrompt, Metrics, Trajectory
 class StepData:
     """The data of one step."""
 
-    trajectories: list[Trajectory]  # to learn from, the samples of a draw side by side
-    played: list[Trajectory]  # everything, the invalid ones and those of dropped groups too
+    trajectories: list[Trajectory]  # to train on; samples of a draw are adjacent
+    played: list[Trajectory]  # all, including invalid ones and those of dropped groups
     metrics: Metrics
-    ends_epoch: bool  # the last prompt of an epoch was drawn for it
+    ends_epoch: bool  # includes the last prompt of an epoch
 
 
 class BatchSource(Protocol):
-    """Provides the data of one step after another."""
+    """A provider of the data of each step."""
 
     async def take(self, step: int) -> StepData:
-        """Return the data of a step. If it raises, the position is that of before the call."""
+        """Return the data of a step. An error leaves the position unchanged."""
         ...
 
     async def on_weights(self, version: int) -> None:
-        """Note that the engines sample with the weights of `version` from now on."""
+        """Record that the engines now sample with the weights of `version`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the step that was taken last."""
+        """Return the position in the data after the last step."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position; DataError if it is one in other data."""
+        """Continue from a position; DataError if it belongs to other data."""
         ...
 
 
 class LockstepRollouts:
-    """Plays the rollouts of a step when the step begins: training and generation take turns.
+    """Synchronous rollouts: training and generation alternate.
 
-    Invalid trajectories are counted and left out, and so is one whose whole group failed: it has nothing to be
-    compared with. Dynamic sampling draws more prompts until enough groups teach something.
+    Invalid trajectories are counted and dropped, and so is a valid one that is alone in its group if the advantage
+    estimator compares samples. Dynamic sampling draws more prompts until enough groups are informative.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LockstepRollouts:
         *,
         with_greedy_rewards: bool = False,
     ) -> None:
-        """`with_greedy_rewards` plays every prompt greedily, too."""
+        """With `with_greedy_rewards`, also play each prompt greedily."""
         self._cfg = cfg
         self._generator = generator
         self._prompts = prompts
@@ -74,36 +74,29 @@ class LockstepRollouts:
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
 
     async def take(self, step: int) -> StepData:
-        """See `BatchSource.take`.
+        """Draw prompts, play them, and return the data of a step.
 
         Raises:
-            EnvError: a batch left nothing to learn from.
+            EnvError: a batch has no trajectory to train on.
             DataError: dynamic sampling did not find enough groups.
         """
-        position, n_epochs_over = self._prompts.state_dict(), self._prompts.n_epochs_over
+        position = self._prompts.state_dict()
         try:
-            trajectories, played, metrics = await self._sample(step)
+            return await self._sample(step)
         except BaseException:
             self._prompts.load_state_dict(position)
             raise
-        n_samples = self._cfg.generator.n_samples_per_prompt
-        measured = rollout_metrics(played) | training_reward_metrics(played, n_samples) | metrics
-        ends_epoch = self._prompts.n_epochs_over > n_epochs_over
-        return StepData(trajectories, played, Metrics.of(measured), ends_epoch)
 
     async def on_weights(self, version: int) -> None:
-        """See `BatchSource.on_weights`."""
+        """Do nothing: engines are idle while weights change."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See `BatchSource.state_dict`."""
         return self._prompts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BatchSource.load_state_dict`."""
         self._prompts.load_state_dict(state)
 
-    async def _sample(self, step: int) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
-        """Return the trajectories to learn from, all that were played, and metrics of how the step came about."""
+    async def _sample(self, step: int) -> StepData:
         trainer, generator = self._cfg.trainer, self._cfg.generator
         metadata = BatchMetadata(step, "train", trainer.seed)
         collector = GroupCollector(
@@ -114,7 +107,7 @@ class LockstepRollouts:
         )
         drawn: list[DrawnPrompt] = []
         played: list[Trajectory] = []
-        n_alone = 0
+        n_alone, n_epochs_over = 0, self._prompts.n_epochs_over
         while not collector.is_complete:
             batch = self._prompts.next_batch()
             drawn += batch
@@ -123,16 +116,18 @@ class LockstepRollouts:
             usable, n_more = self._usable(trajectories, step)
             played, n_alone = played + trajectories, n_alone + n_more
             collector.add(usable, [prompt.draw for prompt in batch])
-        rollouts = self._punished(collector.take())
-        metrics = {"generate/n_left_alone": float(n_alone), **collector.metrics()}
+        rollouts = self._punish_overlong(collector.take())
+        metrics = rollout_metrics(played) | training_reward_metrics(played, generator.n_samples_per_prompt)
+        metrics |= {"generate/n_left_alone": float(n_alone), **collector.metrics()}
         if self._with_greedy_rewards:
             n_taken = len(rollouts)
             rollouts = await self._add_greedy_rewards(rollouts, drawn, metadata)
             metrics["generate/n_without_baseline"] = float(n_taken - len(rollouts))
-        return rollouts, played, self._generator.take_metrics() | metrics
+        metrics |= self._generator.take_metrics()
+        return StepData(rollouts, played, Metrics.of(metrics), self._prompts.n_epochs_over > n_epochs_over)
 
     def _usable(self, trajectories: Sequence[Trajectory], step: int) -> tuple[list[Trajectory], int]:
-        """Return the valid trajectories that have something to be compared with, and how many valid ones have not."""
+        """Return the valid trajectories to train on, and the number of valid ones that are alone in their group."""
         n_samples = self._cfg.generator.n_samples_per_prompt
         n_needed = 2 if self._compares_samples and n_samples > 1 else 1
         n_valid = Counter(t.id.draw for t in trajectories if t.is_valid)
@@ -145,8 +140,8 @@ class LockstepRollouts:
             )
         return usable, n_valid.total() - len(usable)
 
-    def _punished(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Apply the soft overlong punishment, if there is one."""
+    def _punish_overlong(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Apply the soft overlong punishment, if it is configured."""
         algorithm, sampling = self._cfg.trainer.algorithm, self._cfg.generator.sampling_params
         if algorithm.overlong_buffer_len is None:
             return trajectories
@@ -156,23 +151,19 @@ class LockstepRollouts:
     async def _add_greedy_rewards(
         self, rollouts: Sequence[Trajectory], drawn: Sequence[DrawnPrompt], metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Return the rollouts with the reward of a greedy one of their row; those of a row where it failed are dropped.
-
-        Every row is played greedily once, however often it was drawn or copied.
-        """
+        """Play each row greedily once, and add its reward to the row's rollouts; drop them if it failed."""
         n_samples = self._cfg.generator.n_samples_per_prompt
-        used = {t.id.instance_id for t in rollouts}
-        prompts = {prompt.row.uid: prompt for prompt in reversed(drawn) if prompt.row.uid in used}
+        prompts = {prompt.row.uid: prompt for prompt in reversed(drawn)}
         requests = [
             RolloutRequest(replace(request.id, repetition_id=n_samples), request.row)
             for request in rollout_requests(
-                [prompts[t] for t in dict.fromkeys(t.id.instance_id for t in rollouts)],
+                [prompts[uid] for uid in dict.fromkeys(t.id.instance_id for t in rollouts)],
                 1,
                 self._cfg.environment.env_class,
             )
         ]
         greedy_sampling = replace(self._sampling, temperature=0.0)
-        greedy = self._punished(await play(self._generator, requests, greedy_sampling, metadata))
+        greedy = self._punish_overlong(await play(self._generator, requests, greedy_sampling, metadata))
         rewards = {t.id.instance_id: t.total_reward for t in greedy if t.is_valid}
         with_baseline = [t for t in rollouts if t.id.instance_id in rewards]
         if not with_baseline:

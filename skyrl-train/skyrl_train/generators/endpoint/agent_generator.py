@@ -1,4 +1,4 @@
-"""Rollouts of agents: programs that talk to the model under training through OpenAI's interface."""
+"""Rollouts of agents: programs that call the model under training through OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.contract import is_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
-from skyrl_train.generators.answers import weighted_reward
-from skyrl_train.generators.attempts import play_until_valid
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import custom_chat_template
 from skyrl_train.generators.endpoint.server import Endpoint
 from skyrl_train.generators.endpoint.service import ModelService
 from skyrl_train.generators.endpoint.session import Session
 from skyrl_train.generators.env_pool import ThreadPool
-from skyrl_train.generators.rewards import RewardFunctions
-from skyrl_train.generators.rollout import Rollout
+from skyrl_train.generators.rewards import RewardFunctions, is_async, weighted_reward
+from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import PromptRow, Trajectory
 
 AGENT_TIMEOUT_S = 1800.0
-"""For agents, where `generator.trajectory_timeout_seconds` is null."""
+"""Time limit of agents if `generator.trajectory_timeout_seconds` is null."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """The outcome of an episode, e.g. `AgentResult(1.0, metrics={"solved": 1})`."""
+    """The result of an episode, e.g. `AgentResult(1.0, metrics={"solved": 1})`."""
 
     reward: float | Sequence[float] | None  # for the episode, or one for each reply in order; None: unknown
     components: Mapping[str, float] = field(default_factory=dict)  # totals by name
@@ -59,8 +57,8 @@ class Agent(Protocol):
 class NoReward(EnvError):
     """A rollout without a reward. `stop_reason` is that of the invalid trajectory."""
 
-    def __init__(self, stop_reason: str, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, stop_reason: str, message: str) -> None:
+        super().__init__(message)
         self.stop_reason = stop_reason
 
 
@@ -84,10 +82,10 @@ class AgentGenerator(GeneratorInterface):
         public_url: str | None = None,
         max_concurrent_agents: int = 128,
     ) -> None:
-        """The server starts with the first rollout. `public_url` is how agents on other machines reach it.
+        """The server starts with the first rollout. `public_url` is its address for agents on other machines.
 
         Raises:
-            ConfigError: a setting that only an agent loop of ours could follow.
+            ConfigError: a setting applies to turns of environments only.
         """
         _check_config(generator_cfg)
         self._agent = agent
@@ -105,7 +103,7 @@ class AgentGenerator(GeneratorInterface):
         self._rewards = RewardFunctions(generator_cfg, self._service.chat)
         self._limit_s = generator_cfg.trajectory_timeout_seconds or AGENT_TIMEOUT_S
         self._slots = asyncio.Semaphore(max_concurrent_agents)
-        self._pool = None if _is_async(agent) else ThreadPool(max_concurrent_agents, None, "skyrl-agent")
+        self._pool = None if is_async(agent) else ThreadPool(max_concurrent_agents, None, "skyrl-agent")
         self._endpoint: Endpoint | None = None
         self._starting = asyncio.Lock()
         self._n_rolling = 0
@@ -113,14 +111,20 @@ class AgentGenerator(GeneratorInterface):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """See `GeneratorInterface.rollout`. An agent that fails makes an invalid trajectory, never reward 0."""
+        """Return one trajectory for each request, in order. Failed agents make it invalid, never reward 0."""
         async with self._serving() as endpoint:
-            play = partial(self._play_all, endpoint, sampling)
-            rollouts = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
-        return await self._rewards.add_to([rollout.trajectory() for rollout in rollouts])
+
+            async def play(rollouts: Sequence[Rollout]) -> None:
+                async with asyncio.TaskGroup() as tasks:
+                    for rollout in rollouts:
+                        tasks.create_task(self._play(endpoint, sampling, rollout))
+
+            n_retries = self.generator_cfg.n_rollout_retries
+            trajectories = await play_until_valid(requests, metadata, play, n_retries=n_retries)
+        return await self._rewards.add_to(trajectories)
 
     async def close(self) -> None:
-        """See `GeneratorInterface.close`: no thread and no socket is left."""
+        """Close the server and end all threads."""
         if self._endpoint is not None:
             await self._endpoint.close()
         if self._pool is not None:
@@ -128,7 +132,7 @@ class AgentGenerator(GeneratorInterface):
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[Endpoint]:
-        """The endpoint. Outside of rollouts it uses the engine for nobody: weights change then."""
+        """Yield the started endpoint. Outside of rollouts, requests without a session wait: weights may change."""
         async with self._starting:
             if self._endpoint is None:
                 endpoint = Endpoint(self._service)
@@ -143,11 +147,6 @@ class AgentGenerator(GeneratorInterface):
             if self._n_rolling == 0:
                 await self._endpoint.hold_others()
 
-    async def _play_all(self, endpoint: Endpoint, sampling: SamplingParams, rollouts: Sequence[Rollout]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for rollout in rollouts:
-                tasks.create_task(self._play(endpoint, sampling, rollout))
-
     async def _play(self, endpoint: Endpoint, sampling: SamplingParams, rollout: Rollout) -> None:
         async with self._slots:
             session = endpoint.open_session(sampling, rollout.seed, rollout.session_id)
@@ -157,24 +156,23 @@ class AgentGenerator(GeneratorInterface):
                     returned = await self._call_agent(endpoint.url(session), session.id, rollout.request.row)
                 finally:
                     await endpoint.end_session(session)
-                    rollout.turns = session.recording.turns
-                    rollout.conversation = session.recording if rollout.turns else None
+                    rollout.conversation = session.recording if session.recording.turns else None
                     rollout.generate_s = session.generate_s
                     rollout.env_s = max(0.0, time.perf_counter() - started - session.generate_s)
-                _reward(rollout, _checked_result(returned, self.generator_cfg.reward_weights))
+                _apply_result(rollout, returned, self.generator_cfg.reward_weights)
 
     async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
-        """What the agent returns.
+        """Return the agent's result.
 
         Raises:
-            NoReward: it took too long.
+            NoReward: the agent exceeded its time limit.
         """
         call = partial(
             self._agent,
             base_url=base_url,
-            api_key=session_id,  # anything will do
+            api_key=session_id,  # not checked
             model=self._service.model_name,
-            row=copy.deepcopy(row),  # agents append to its messages
+            row=copy.deepcopy(row),  # agents may append to its messages
             session_id=session_id,
         )
         limit = asyncio.timeout(self._limit_s)
@@ -183,14 +181,14 @@ class AgentGenerator(GeneratorInterface):
                 returned = await self._pool.run(call) if self._pool else call()
                 return await returned if inspect.isawaitable(returned) else returned
         except TimeoutError as error:
-            if not limit.expired():  # it is the agent's own
+            if not limit.expired():  # the agent raised it
                 raise
             raise NoReward("agent_timeout", f"the agent was not done after {self._limit_s:g} s") from error
 
 
 @contextmanager
 def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
-    """What goes wrong with an agent ends its rollout as invalid, and no other."""
+    """Turn an error of the agent into an invalid rollout."""
     try:
         yield
     except NoReward as error:
@@ -198,23 +196,18 @@ def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # it is the rollout that was cancelled, not something of the agent's
+            raise  # the rollout was cancelled
         if session.engine_failure is not None:
             rollout.fail("engine_error", session.engine_failure, error)
         else:
             rollout.fail("agent_error", f"the agent raised {type(error).__name__}: {error}", error)
 
 
-def _is_async(agent: Agent) -> bool:
-    """Return whether calling the agent returns a coroutine."""
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
-
-
-def _checked_result(returned: Any, weights: Mapping[str, float]) -> AgentResult:
-    """Return the result of an agent. If a component has a weight, the reward is the weighted sum of all components.
+def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
+    """Set the rewards of the turns, and end the rollout.
 
     Raises:
-        NoReward: the reward is unknown, or the result is malformed.
+        NoReward: the result is malformed, or does not fit the recorded turns.
     """
     result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
     reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
@@ -225,42 +218,33 @@ def _checked_result(returned: Any, weights: Mapping[str, float]) -> AgentResult:
     if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
         raise NoReward("agent_error", f"the agent returned {returned!r}; rewards must be finite numbers")
     components = {str(name): float(value) for name, value in result.components.items()}
-    return AgentResult(weighted_reward(reward, components, weights), components, dict(result.metrics))
-
-
-def _reward(rollout: Rollout, result: AgentResult) -> None:
-    """Give a rollout that is over its reward.
-
-    Raises:
-        NoReward: it does not fit what was recorded.
-    """
-    turns, reward = rollout.turns, result.reward
-    assert reward is not None
-    if any(record.result.stop_reason == "abort" for record in turns):
-        raise NoReward("abort", "the engine was told to abort it")
+    reward = weighted_reward(reward, components, weights)
+    turns = rollout.turns
+    if any(turn.result.stop_reason == "abort" for turn in turns):
+        raise NoReward("abort", "the engine aborted a request")
     if not turns:
         raise NoReward("agent_silent", "the agent returned without a reply of the model")
-    rewards = reward if isinstance(reward, Sequence) else [0.0] * (len(turns) - 1) + [reward]
+    rewards = reward if isinstance(reward, list) else [0.0] * (len(turns) - 1) + [reward]
     if len(rewards) != len(turns):
-        why = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"
-        raise NoReward("agent_error", why)
-    for record, value in zip(turns, rewards, strict=True):
-        record.reward = float(value)
-    rollout.reward_components, rollout.env_metrics = dict(result.components), dict(result.metrics)
+        message = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"
+        raise NoReward("agent_error", message)
+    for turn, value in zip(turns, rewards, strict=True):
+        turn.reward = float(value)
+    rollout.reward_components, rollout.env_metrics = components, dict(result.metrics)
     rollout.stop_reason = turns[-1].result.stop_reason
 
 
 def _check_config(cfg: GeneratorConfig) -> None:
-    """ConfigError for settings of the agent loop that an agent of one's own cannot know."""
-    not_here = {
+    """Raise ConfigError for settings that shape the turns of environments."""
+    unsupported = {
         "step_wise_trajectories": cfg.step_wise_trajectories,
         "inject_context_status": cfg.inject_context_status,
         "use_conversation_multi_turn=false": not cfg.use_conversation_multi_turn,
         "max_response_length": cfg.max_response_length is not None,
     }
-    named = [f"generator.{name}" for name, is_set in not_here.items() if is_set]
+    named = [f"generator.{name}" for name, is_set in unsupported.items() if is_set]
     if named:
         raise ConfigError(
-            f"{', '.join(named)}: these shape the turns of an environment, and an endpoint's agents take their turns "
-            "as they like; leave them out"
+            f"{', '.join(named)}: these shape the turns of an environment, and agents take their turns as they like; "
+            "leave them out"
         )

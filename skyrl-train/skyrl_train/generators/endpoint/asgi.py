@@ -1,4 +1,4 @@
-"""The endpoint's dealings with ASGI: requests in progress, clients that disconnect, event streams and errors."""
+"""ASGI parts of the endpoint: requests in progress, disconnecting clients, event streams and error responses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientGone(Exception):
-    """The client disconnected before it got an answer."""
+    """The client disconnected before it received an answer."""
 
 
-class Calls:
+class ActiveRequests:
     """Requests in progress, and the sessions that they belong to."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Calls:
 
         Raises:
             ClientGone: the client disconnected.
-            RequestError: the reason that `end` was given.
+            RequestError: the reason passed to `end`.
         """
         task = asyncio.create_task(work)
         disconnecting = asyncio.create_task(_wait_for_disconnect(receive))
@@ -55,9 +55,9 @@ class Calls:
             self._owners.pop(task)
             self._reasons.pop(task, None)
 
-    async def end(self, reason: RequestError, is_meant: Callable[[Owners], bool] = lambda owners: True) -> None:
-        """Answer the requests whose owners are meant with `reason`, after their work has stopped."""
-        tasks = [task for task, owners in self._owners.items() if is_meant(owners)]
+    async def end(self, reason: RequestError, is_ended: Callable[[Owners], bool] = lambda owners: True) -> None:
+        """Cancel the requests whose owners match, and answer them with `reason`. Return when their work has stopped."""
+        tasks = [task for task, owners in self._owners.items() if is_ended(owners)]
         for task in tasks:
             self._reasons[task] = reason
             task.cancel()
@@ -65,24 +65,23 @@ class Calls:
 
 
 class JSONAnswer(Response):
-    """JSON in ASCII, which can hold any text, lone surrogates included."""
+    """JSON in ASCII, which can represent any text, including lone surrogates."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encode the content."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class EventStream(Response):
-    """Chunks as server-sent events. An error is the last of them."""
+    """Chunks as server-sent events. An error is the last event."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, run: Callable[[Receive, Coroutine[Any, Any, None]], Awaitable[None]], chunks: AsyncGenerator[Json]
+        self, run: Callable[[Receive, Callable[[], Awaitable[None]]], Awaitable[None]], chunks: AsyncGenerator[Json]
     ) -> None:
-        """`run` awaits the coroutine that sends `chunks`, and may raise ClientGone or RequestError."""
+        """`run` calls and awaits the function that sends `chunks`, and may raise ClientGone or RequestError."""
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._run = run
@@ -92,7 +91,7 @@ class EventStream(Response):
         """Send the chunks until the client disconnects."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await self._run(receive, self._send_chunks(send))
+            await self._run(receive, lambda: self._send_chunks(send))
             await _send_event(send, "[DONE]")
         except RequestError as error:
             await _send_event(send, json.dumps(error.body()))
@@ -111,7 +110,7 @@ async def _send_event(send: Send, event: str) -> None:
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client of a request, whose body has been read, disconnects."""
+    """Return when the client disconnects. The body of its request has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -126,19 +125,19 @@ def handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        is_json = first["type"] != "json_invalid"  # otherwise the place is a position in the text
+        is_json = first["type"] != "json_invalid"  # otherwise the location is a position in the text
         where = [str(part) for part in first["loc"][1:] if is_json]
         message = f"{'.'.join(where) or 'body'}: {first['msg']}"
         return await request_error(request, RequestError(400, message, param=where[0] if where else None))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        what = f"{request.method} {request.url.path}"
-        message = f"invalid URL ({what})" if error.status_code in (404, 405) else f"{error.detail} ({what})"
+        reason = "invalid URL" if error.status_code in (404, 405) else error.detail
+        message = f"{reason} ({request.method} {request.url.path})"
         return await request_error(request, RequestError(error.status_code, message))
 
     @app.exception_handler(ClientGone)
-    async def nobody(_: Request, __: ClientGone) -> Response:
+    async def client_gone(_: Request, __: ClientGone) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)

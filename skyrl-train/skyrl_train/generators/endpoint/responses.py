@@ -1,4 +1,4 @@
-"""Responses of the endpoint: the text of replies, and bodies in OpenAI's format, whole or in chunks."""
+"""Responses of the endpoint: the text of replies, and bodies in OpenAI's format, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 from uuid import uuid4
@@ -35,10 +35,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """n tokens of a reply, with their logprobs if the engine knows them."""
+    """Tokens of a reply, with their logprobs if the engine knows them."""
 
-    token_ids: list[int]
-    logprobs: list[float] | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
 
     @staticmethod
@@ -61,7 +61,7 @@ def reply_text(decode: Decode, result: EngineResult, stops: Sequence[str], *, ke
 
 
 class TextStream:
-    """An incremental decoder. Its pieces add up to the text of the whole reply.
+    """An incremental decoder. Its pieces add up to the text of the complete reply.
 
     It holds back incomplete characters, and text that may turn out to be part of a stop string.
     """
@@ -70,7 +70,7 @@ class TextStream:
         self._decode = decode
         self._stops = stops
         self._keeps_stop = keeps_stop
-        self._waits = bool(stops) and not keeps_stop
+        self._holds_back = bool(stops) and not keeps_stop
         self._n_held = max(map(len, stops), default=1) - 1  # characters that may begin a stop string
         self._token_ids: list[int] = []
         self._window = 0  # start of the tokens that are decoded together with new ones
@@ -79,7 +79,7 @@ class TextStream:
         self.text = ""  # returned so far
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that new tokens add, as far as it is certain."""
+        """Return the text that new tokens add, without the part that may still change."""
         if not token_ids:
             return ""
         self._token_ids += token_ids
@@ -87,10 +87,10 @@ class TextStream:
         now = self._decode(self._token_ids[self._window :])
         if now.endswith(INCOMPLETE):
             return ""
-        n_certain = len(self._pending) - self._n_held  # these tokens are not the ones that end the reply
+        n_certain = len(self._pending) - self._n_held  # of earlier tokens: none of them ended the reply
         self._pending += now[len(before) :]
         self._window, self._n_read = self._n_read, len(self._token_ids)
-        return self._emit(self._pending[: max(0, n_certain)] if self._waits else self._pending)
+        return self._emit(self._pending[: max(0, n_certain)] if self._holds_back else self._pending)
 
     def finish(self, result: EngineResult) -> str:
         """Return the rest of the text."""
@@ -119,22 +119,18 @@ class Answer(ABC):
         self._id = f"{self.id_prefix}-{uuid4().hex}"
         self._created = int(time.time())
 
-    def whole(self, replies: Sequence[Reply]) -> Json:
+    def complete(self, replies: Sequence[Reply]) -> Json:
         """Return the answer as one body."""
         choices = [
             self._choice(i, self._content(reply.text), SampledTokens.of(reply.result), reply.result.stop_reason)
             for i, reply in enumerate(replies)
         ]
-        body = self._body(self.kind, choices, replies)
-        self._add_prompts(body, [reply.prompt_ids for reply in replies])
-        return body
+        return self._body(self.kind, choices, replies, [reply.prompt_ids for reply in replies])
 
     def first_chunk(self, prompts: Sequence[list[int]]) -> Json:
         """Return the first chunk of a stream, which has no text yet."""
-        choices = [self._choice(i, self._delta(None), SampledTokens([], None)) for i in range(len(prompts))]
-        body = self._body(self.chunk_kind, choices)
-        self._add_prompts(body, prompts)
-        return body
+        choices = [self._choice(i, self._delta(None), SampledTokens()) for i in range(len(prompts))]
+        return self._body(self.chunk_kind, choices, prompts=prompts)
 
     def chunk(self, index: int, text: str, tokens: SampledTokens) -> Json:
         """Return a chunk with new text and new tokens."""
@@ -165,7 +161,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
-        """Add the token ids of each choice's prompt, if they were requested."""
+        """Add the token ids of each choice's prompt."""
 
     def _choice(self, index: int, content: Json, tokens: SampledTokens, finish_reason: str | None = None) -> Json:
         choice = {"index": index, **content, "finish_reason": finish_reason, "logprobs": None}
@@ -175,7 +171,9 @@ class Answer(ABC):
             choice["token_ids"] = tokens.token_ids
         return choice
 
-    def _body(self, kind: str, choices: list[Json], replies: Sequence[Reply] = ()) -> Json:
+    def _body(
+        self, kind: str, choices: list[Json], replies: Sequence[Reply] = (), prompts: Sequence[list[int]] = ()
+    ) -> Json:
         """Return a body, with usage and the version of the weights once the replies are complete."""
         body = {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
         body["choices"] = choices
@@ -185,17 +183,19 @@ class Answer(ABC):
                 body["system_fingerprint"] = f"weights-{spans[-1].version}"
         elif self._request.includes_usage:
             body["usage"] = None
+        if prompts and self._request.return_token_ids:
+            self._add_prompts(body, prompts)
         return body
 
     def _usage(self, replies: Sequence[Reply]) -> Json:
-        of_prompts = replies[:: self._request.n_choices]  # the choices of a prompt share it
-        n_prompt = sum(len(reply.prompt_ids) for reply in of_prompts)
+        first_choices = replies[:: self._request.n_choices]  # the choices of a prompt share it
+        n_prompt = sum(len(reply.prompt_ids) for reply in first_choices)
         n_sampled = sum(len(reply.result.token_ids) for reply in replies)
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_sampled,
             "total_tokens": n_prompt + n_sampled,
-            "prompt_tokens_details": {"cached_tokens": sum(reply.result.n_reused for reply in of_prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(reply.result.n_reused for reply in first_choices)},
         }
 
 
@@ -223,8 +223,7 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode())}
 
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
-        if self._request.return_token_ids:
-            body["prompt_token_ids"] = prompts[0]
+        body["prompt_token_ids"] = prompts[0]
 
 
 class CompletionAnswer(Answer):
@@ -257,6 +256,5 @@ class CompletionAnswer(Answer):
         }
 
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
-        if self._request.return_token_ids:
-            for choice in body["choices"]:
-                choice["prompt_token_ids"] = prompts[choice["index"]]
+        for choice in body["choices"]:
+            choice["prompt_token_ids"] = prompts[choice["index"]]

@@ -1,4 +1,4 @@
-"""One agent's dealings with the model: how it is sampled, and what was said."""
+"""One agent's session: the sampling, seeds and caches of its requests, and their recording."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from skyrl_train.generators.base import seed_of
+from skyrl_train.generators.base import hash_seed
 from skyrl_train.generators.endpoint.recorder import Prompt, Recording
 from skyrl_train.generators.endpoint.wire import CompletionOptions
 from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, EngineResult, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-OF_THE_SESSION: Mapping[str, str] = {
+DISTRIBUTION_FIELDS: Mapping[str, str] = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -26,20 +26,27 @@ OF_THE_SESSION: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "ignore_eos": "ignore_eos",
 }
-"""Fields of a request that a session decides, and their names in `SamplingParams`: they shape the distribution that the
-trainer believes replies to come from."""
+"""Fields of a request that shape the sampling distribution, and their names in `SamplingParams`. In a session, the
+configuration decides them: the trainer computes log-probs of that distribution."""
 
 
-def free_sampling(asked: CompletionOptions, max_new_tokens: int) -> SamplingParams:
+def free_sampling(request: CompletionOptions, max_new_tokens: int) -> SamplingParams:
     """Return the sampling of a request without a session, of at most `max_new_tokens` tokens."""
-    set_here = {name: value for field, name in OF_THE_SESSION.items() if (value := getattr(asked, field)) is not None}
-    temperature = set_here.get("temperature", 1.0)
-    return SamplingParams(
-        **set_here | {"temperature": temperature if temperature >= MIN_TEMPERATURE else 0.0},
-        max_new_tokens=min(asked.max_new_tokens or max_new_tokens, max_new_tokens),
-        stop=asked.stops,
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
-        n_top_logprobs=asked.n_top_logprobs or 0,
+    values = {name: getattr(request, field) for field, name in DISTRIBUTION_FIELDS.items()}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if chosen.get("temperature", 1.0) < MIN_TEMPERATURE:
+        chosen["temperature"] = 0.0
+    return _limited(SamplingParams(max_new_tokens, **chosen), request)
+
+
+def _limited(sampling: SamplingParams, request: CompletionOptions) -> SamplingParams:
+    """Return the sampling with the limits of a request: they can only make its reply shorter."""
+    return replace(
+        sampling,
+        max_new_tokens=min(request.max_new_tokens or sampling.max_new_tokens, sampling.max_new_tokens),
+        stop=tuple(dict.fromkeys((*sampling.stop, *request.stops))),
+        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *(request.stop_token_ids or ())))),
+        n_top_logprobs=request.n_top_logprobs or 0,
     )
 
 
@@ -47,68 +54,59 @@ def free_sampling(asked: CompletionOptions, max_new_tokens: int) -> SamplingPara
 class Session:
     """An agent's requests, from `open_session` to `end_session`.
 
-    A request may stop earlier than the session's sampling says, and changes nothing else about it. Its randomness
-    follows from the session's seed, its prompt, and how often the same prompt was asked before.
+    The seed of a request is a function of the session's seed, its prompt, and the
+    number of earlier requests with the same prompt.
     """
 
     id: str
     sampling: SamplingParams
     seed: int
     recording: Recording
-    generate_s: float = 0.0  # seconds that requests took, one after the other
-    engine_failure: str | None = None  # since the last reply, the first
-    caches: set[str] = field(default_factory=set)  # the engine's sessions: one a row, so that none evicts another
+    generate_s: float = 0.0  # sum over requests
+    engine_failure: str | None = None  # the first one since the last reply
+    caches: set[str] = field(default_factory=set)  # the engine's session ids: one for each row
     _seeds: set[int] = field(default_factory=set)  # of requests so far
     _cache_of_row: dict[int, str] = field(default_factory=dict)
 
-    def sampling_for(self, asked: CompletionOptions, warned: set[str]) -> SamplingParams:
-        """The session's sampling, cut shorter where the request says so. Names in `warned` need no other warning."""
-        for field_name, name in OF_THE_SESSION.items():
-            self._warn(field_name, getattr(asked, field_name), getattr(self.sampling, name), warned)
-        self._warn("seed", asked.seed, None, warned)
-        max_new_tokens = self.sampling.max_new_tokens
-        return replace(
-            self.sampling,
-            max_new_tokens=min(asked.max_new_tokens or max_new_tokens, max_new_tokens),
-            stop=tuple(dict.fromkeys((*self.sampling.stop, *asked.stops))),
-            stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *(asked.stop_token_ids or ())))),
-            n_top_logprobs=asked.n_top_logprobs or 0,
-        )
+    def sampling_for(self, request: CompletionOptions, warned: set[str]) -> SamplingParams:
+        """Return the sampling of a reply. Log one warning for each ignored field that is not in `warned`."""
+        for field_name, name in DISTRIBUTION_FIELDS.items():
+            self._warn(field_name, getattr(request, field_name), getattr(self.sampling, name), warned)
+        self._warn("seed", request.seed, None, warned)
+        return _limited(self.sampling, request)
 
     def engine_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
-        """The request for one reply to `prompt`, to be recorded or given up; no two have the same randomness."""
+        """Return a request with a seed of its own, to be passed to `record` or `give_up`."""
         digest = blake2b(array("q", prompt.token_ids), digest_size=16).hexdigest()
-        n_before = 0
-        while (seed := seed_of(f"{self.seed}/{n_before}/{digest}")) in self._seeds:
-            n_before += 1
+        n_earlier = 0
+        while (seed := hash_seed(f"{self.seed}/{n_earlier}/{digest}")) in self._seeds:
+            n_earlier += 1
         self._seeds.add(seed)
-        return EngineRequest(prompt.token_ids, sampling, seed, self._cache_for(prompt, n_before))
+        if prompt.origin is not None and n_earlier == 0 and self.recording.extends_row(prompt):
+            cache = self._cache_of_row[prompt.origin.row]
+        else:
+            cache = f"{self.id}/{len(self.caches)}"
+            self.caches.add(cache)
+        return EngineRequest(prompt.token_ids, sampling, seed, cache)
 
     def record(self, prompt: Prompt, request: EngineRequest, result: EngineResult, reply: str) -> None:
-        """Take down a reply, whose text the agent knows as `reply`."""
+        """Record a reply, whose text the agent receives as `reply`."""
         self.engine_failure = None
-        row = self.recording.add(prompt, result, reply)
+        row = self.recording.record(prompt, result, reply)
         assert request.session_id is not None
         self._cache_of_row.setdefault(row, request.session_id)
 
     def give_up(self, request: EngineRequest) -> None:
-        """Nobody got an answer: asked again, the request is the same."""
+        """Free the seed of a request without an answer: a retry samples the same tokens."""
         self._seeds.discard(request.seed)
 
-    def _cache_for(self, prompt: Prompt, n_before: int) -> str:
-        if prompt.origin is not None and n_before == 0 and self.recording.goes_on(prompt):
-            return self._cache_of_row[prompt.origin.row]
-        cache = f"{self.id}/{len(self.caches)}"
-        self.caches.add(cache)
-        return cache
-
-    def _warn(self, name: str, asked: object, decided: object, warned: set[str]) -> None:
-        if asked is None or asked == decided or name in warned:
+    def _warn(self, name: str, requested: object, configured: object, warned: set[str]) -> None:
+        if requested is None or requested == configured or name in warned:
             return
         warned.add(name)
         logger.warning(
             "Requests ask for %s=%s. While they are recorded for training, %s; such values are ignored",
-            *(name, asked, "randomness is the trainer's" if decided is None else f"{name} is {decided}"),
+            *(name, requested, "seeds are the trainer's" if configured is None else f"{name} is {configured}"),
         )
 
 

@@ -102,7 +102,7 @@ class ChatMessage(WireModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    def rendered(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """Return the message for the chat template: text, tool calls with parsed arguments, and no empty fields."""
         message: dict[str, Any] = {"role": self.role, "content": self._text()}
         for name in ("name", "tool_call_id", "reasoning_content"):
@@ -141,7 +141,7 @@ class CompletionOptions(WireModel):
     frequency_penalty: Penalty | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Ge(-1), AfterValidator(lambda k: k or -1)] | None = None  # 0 is off, too
+    top_k: Annotated[int, Ge(-1), AfterValidator(lambda k: k or -1)] | None = None  # 0 also means off
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: Annotated[float, Gt(0.01), Le(100)] | None = None
     min_tokens: Annotated[int, Ge(0)] | None = None

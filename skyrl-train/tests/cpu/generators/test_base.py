@@ -243,7 +243,7 @@ def test_sampling_parameters_under_any_of_their_names(params: dict[str, Any] | N
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"max_tokens": 3, "temprature": 0.5}, "temprature=0.5, which no engine here follows"),
+        ({"max_tokens": 3, "temprature": 0.5}, "temprature=0.5, which no engine here supports"),
         ({"max_tokens": 3, "skip_special_tokens": False}, "skip_special_tokens=False"),
         ({"temperature": 0.5}, "no max_tokens"),
         (None, "no max_tokens"),

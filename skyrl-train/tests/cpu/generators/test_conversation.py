@@ -21,7 +21,7 @@ from skyrl_train.generators.conversation import (
     SingleMessageConversation,
     StepwiseConversation,
     TokenConversation,
-    _n_tokens_in_common,
+    _n_common_tokens,
 )
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import SegmentBuilder, Trajectory, WeightSpan
@@ -161,7 +161,7 @@ async def test_a_rollout_without_a_turn_has_nothing_to_render(make_stage: MakeSt
 def test_a_template_without_generation_blocks_is_refused(make_stage: MakeStage, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}")
-    with pytest.raises(ConfigError, match=r"mine.jinja' does not say what is learned from; .* \{% generation %\}"):
+    with pytest.raises(ConfigError, match=r"mine.jinja' does not mark the tokens to train on; .* \{% generation %\}"):
         make_stage(chat_template={"source": "file", "name_or_path": str(file)})
 
 
@@ -379,24 +379,24 @@ def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
 
 def test_a_turn_cut_by_its_length_ends_also_where_stopped_turns_do_not(chat: ChatEncoder) -> None:
     ends = {}
-    for was_stopped in (True, False):
+    for stop_reason in ("stop", "length"):
         conversation = TokenConversation(chat, PROMPT, ends_stopped_turns=False)
         reply = chat.encode("ab")
-        conversation.add_turn(result(reply), "ab")
+        conversation.add_turn(replace(result(reply), stop_reason=stop_reason), "ab")
         n_tokens = len(conversation.next_prompt())
-        conversation.observe(USER, was_stopped=was_stopped)
-        ends[was_stopped] = conversation.next_prompt()[n_tokens] == chat.eos_token_id
-    assert ends == {True: False, False: True}
+        conversation.observe(USER)
+        ends[stop_reason] = conversation.next_prompt()[n_tokens] == chat.eos_token_id
+    assert ends == {"stop": False, "length": True}
 
 
 def test_an_empty_turn_takes_no_token_from_the_observation_before_it(chat: ChatEncoder) -> None:
     conversation = SingleMessageConversation(chat, PROMPT)
     conversation.add_turn(result(chat.encode("ab")), "ab")
-    conversation.observe([{"role": "user", "content": "end<|im_end|>"}], was_stopped=True)
+    conversation.observe([{"role": "user", "content": "end<|im_end|>"}])
     before = list(conversation.next_prompt())
     assert before[-1] == chat.eos_token_id
     conversation.add_turn(result([]), "")
-    conversation.observe([{"role": "user", "content": "c"}], was_stopped=True)
+    conversation.observe([{"role": "user", "content": "c"}])
     assert conversation.next_prompt() == before + chat.encode("c")
 
 
@@ -407,7 +407,7 @@ def test_a_row_is_merged_only_if_the_history_repeats_all_of_it(chat: ChatEncoder
     sampled_ids = rendered[n_tokens : n_tokens + 2]
     other = next(token for token in range(3, 300) if token != sampled_ids[-1])
     conversation.add_turn(result([sampled_ids[0], other]), "ab")  # the text does not repeat the last token
-    conversation.observe(USER, was_stopped=True)
+    conversation.observe(USER)
     assert len(conversation.rows) == 2
     assert conversation.next_prompt() == rendered
 
@@ -419,12 +419,12 @@ def test_rewards_of_turns_that_the_history_lost_go_to_the_first_that_is_left(
     conversation = RetokenizedConversation(ChatEncoder(tiny_tokenizer, template), USER)
     for _ in range(3):
         conversation.add_turn(result([7]), "first turns")
-        conversation.observe(USER, was_stopped=True)
+        conversation.observe(USER)
     conversation.replace_history([*USER, {"role": "assistant", "content": "third"}, *USER])
     conversation.add_turn(result([7]), "fourth")
     conversation.finish()
-    places = [(place.start, place.end) for place in conversation.places]
-    assert places[0] == places[1] == places[2] < places[3]
+    spans = [(turn.start, turn.end) for turn in conversation.turns]
+    assert spans[0] == spans[1] == spans[2] < spans[3]
 
 
 def test_a_token_that_ends_in_half_a_character_is_not_kept() -> None:
@@ -434,5 +434,5 @@ def test_a_token_that_ends_in_half_a_character_is_not_kept() -> None:
     def decode(token_ids: list[int]) -> str:
         return b"".join(pieces[token_id] for token_id in token_ids).decode(errors="replace")
 
-    assert _n_tokens_in_common(decode, [0, 1, 2], "aéb") == 1
-    assert _n_tokens_in_common(decode, [0, 1, 2], "aéz!") == 3
+    assert _n_common_tokens(decode, [0, 1, 2], "aéb") == 1
+    assert _n_common_tokens(decode, [0, 1, 2], "aéz!") == 3

@@ -18,8 +18,7 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_gym.envs.registration import deregister
 from skyrl_train.generators import env_pool
-from skyrl_train.generators.env_pool import ThreadPool
-from skyrl_train.generators.episodes import EnvTimeout
+from skyrl_train.generators.env_pool import EnvTimeout, ThreadPool
 
 MakePool = Callable[..., ThreadPool]
 

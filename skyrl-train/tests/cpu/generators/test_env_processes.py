@@ -104,6 +104,19 @@ async def test_a_row_that_has_no_json_is_named_and_its_process_plays_on(make_sta
     assert good.is_valid
 
 
+async def test_a_process_that_dies_between_two_episodes_costs_no_rollout(make_stage: MakeStage) -> None:
+    stage, others = make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 1}), psutil.Process().children()
+    await stage.play([faulty("a")])
+    (worker,) = set(psutil.Process().children()) - set(others)
+    worker.kill()
+    async with asyncio.timeout(10):
+        while psutil.pid_exists(worker.pid):
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # the event loop reads the end of the connection
+    (t,) = await play(stage, [faulty("b")])
+    assert t.error is None
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.1, 0.3, 0.6])
 async def test_a_run_that_is_cancelled_leaves_no_process(make_stage: MakeStage, seconds: float) -> None:
     stage = make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 2})

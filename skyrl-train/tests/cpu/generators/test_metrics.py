@@ -50,6 +50,12 @@ def test_rewards_of_earlier_rows_count() -> None:
     assert metrics == {"avg_score": 2.0, "pass_at_1": 1.0, "mean_positive_reward": 3.0}
 
 
+def test_a_row_that_is_drawn_twice_is_two_prompts() -> None:
+    twice = [make_trajectory("a", [float(draw)], repetition=i, draw=draw) for draw in (0, 1) for i in range(2)]
+    assert reward_metrics(twice, 2)["pass_at_2"] == 0.5
+    assert pass_at_k(twice) == {"pass_at_1": 0.5, "pass_at_2": 0.5}
+
+
 def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k_samples() -> None:
     passed = {"a": [1, 0, 0, 1, 0], "b": [0, 0, 0], "c": [1, 1], "d": [0, 1, 0, 0]}
     many = [

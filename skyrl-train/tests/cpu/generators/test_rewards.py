@@ -65,6 +65,16 @@ async def test_a_group_function_sees_the_samples_of_one_prompt(
     assert [t.reward_components for t in trajectories] == [{"rank": 0.0}, {"rank": 1.0}] * 2
 
 
+async def test_a_row_that_is_drawn_twice_makes_two_groups(
+    tiny_tokenizer: PreTrainedTokenizerBase, register: Callable[..., None]
+) -> None:
+    register("size", lambda samples: [float(len(samples))] * len(samples))
+    cfg = load_config({"generator": {"reward_functions": ["size"]}}).generator
+    many = [make_trajectory("a", [0.0], repetition=i, draw=draw) for draw in (4, 5) for i in range(2)]
+    scored = await RewardFunctions(cfg, ChatEncoder(tiny_tokenizer)).add_to(many)
+    assert [t.total_reward for t in scored] == [2.0] * 4
+
+
 async def test_a_batch_function_is_awaited_once(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None]
 ) -> None:
@@ -118,7 +128,7 @@ async def test_what_is_not_known_is_invalid_and_never_zero(
     n_valid = 1 if answer[0] is None else 0
     assert [t.is_valid for t in trajectories] == ([False, True] if n_valid else [False, False]) * 2
     assert {t.stop_reason for t in trajectories if not t.is_valid} == {"reward_unknown"}
-    assert trajectories[0].error == "reward function odd does not know its reward"
+    assert trajectories[0].error == "reward function odd gave no reward"
 
 
 @pytest.mark.parametrize("level", ["group", "batch"])

@@ -40,7 +40,7 @@ class Talk:
     def answer(self, prompt: Prompt, text: str, stop_reason: StopReason = "stop") -> int:
         token_ids = self.sampled(text, ends=stop_reason == "stop")
         logprobs = [-0.5 - i for i in range(len(token_ids))]
-        return self.recording.add(prompt, EngineResult(token_ids, logprobs, stop_reason, ()), text)
+        return self.recording.record(prompt, EngineResult(token_ids, logprobs, stop_reason, ()), text)
 
     def ask(self, messages: list[Message]) -> Prompt:
         return self.recording.chat_prompt(messages, self.chat)
@@ -144,7 +144,7 @@ def test_the_row_of_the_last_turn_comes_last(talk: Talk) -> None:
     assert [row.n_prompt for row in talk.recording.rows] == [
         len(talk.chat.prompt_ids(messages)) for messages in ([user("Summary")], OPENING)
     ]
-    assert [place.row for place in talk.recording.places] == [1, 0, 1]
+    assert [turn.row for turn in talk.recording.turns] == [1, 0, 1]
 
 
 def test_a_question_without_an_answer_leaves_no_trace(talk: Talk) -> None:
@@ -196,7 +196,7 @@ def test_an_end_of_turn_that_text_does_not_show_is_not_gone_on_with(talk: Talk) 
 
 def test_a_reply_without_tokens_hides_nothing(talk: Talk) -> None:
     first = talk.recording.text_prompt("State")
-    talk.recording.add(first, EngineResult([], [], "abort", ()), "")
+    talk.recording.record(first, EngineResult([], [], "abort", ()), "")
     assert talk.recording.text_prompt("State").token_ids == first.token_ids
 
 
@@ -218,13 +218,13 @@ def test_nothing_sampled_is_lost_or_learned_twice(chat: ChatEncoder, data: st.Da
             history = data.draw(st.sampled_from(histories))
             waiting.append((history, talk.ask(history)))
     talk.recording.finish()
-    rows, places, turns = talk.recording.rows, talk.recording.places, talk.recording.turns
-    assert len(places) == len(turns) == len(replies)
-    for place, record, (prompt, _) in zip(places, turns, replies, strict=True):
-        row = rows[place.row]
+    rows, turns = talk.recording.rows, talk.recording.turns
+    assert len(turns) == len(replies)
+    for turn, (prompt, _) in zip(turns, replies, strict=True):
+        row = rows[turn.row]
         response = row.token_ids[row.n_prompt :]
-        assert response[place.start : place.end] == record.result.token_ids
-        assert row.loss_mask[place.start : place.end] == [1] * len(record.result.token_ids)
-        assert row.logprobs[place.start : place.end] == record.result.logprobs
-        assert row.token_ids[: row.n_prompt + place.start] == prompt.token_ids
+        assert response[turn.start : turn.end] == turn.result.token_ids
+        assert row.loss_mask[turn.start : turn.end] == [1] * len(turn.result.token_ids)
+        assert row.logprobs[turn.start : turn.end] == turn.result.logprobs
+        assert row.token_ids[: row.n_prompt + turn.start] == prompt.token_ids
     assert sum(sum(row.loss_mask) for row in rows) == sum(len(record.result.token_ids) for record in turns)

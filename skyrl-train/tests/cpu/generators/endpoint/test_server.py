@@ -99,8 +99,8 @@ async def test_any_choice_can_be_gone_on_with(stage: Stage) -> None:
     await chat(client, [*HELLO, {"role": "assistant", "content": text}, question])
     session.recording.finish()
     assert [len(record.result.token_ids) for record in session.recording.turns][:3]
-    places = session.recording.places
-    assert places[3].row == places[1].row == 2
+    turns = session.recording.turns
+    assert turns[3].row == turns[1].row == 2
     assert len(session.recording.rows) == 3
 
 
