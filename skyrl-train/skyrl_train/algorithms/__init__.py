@@ -1,4 +1,4 @@
-"""The mathematics of policy optimisation: pure functions over tensors, nothing else is imported here."""
+"""The mathematics of policy optimisation: pure functions over tensors."""
 
 from skyrl_train.algorithms import advantages, losses
 from skyrl_train.algorithms.inputs import required_inputs

@@ -1,15 +1,16 @@
-"""Checks of estimators and policy losses on a made-up example, before a run starts."""
+"""Checks of estimators and policy losses on an example batch, before a run starts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
 from skyrl_train.algorithms.inputs import INPUTS, named_inputs, required_inputs, settings
+from skyrl_train.algorithms.off_policy import ROLLOUT_GAP_METRICS
 from skyrl_train.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -24,23 +25,23 @@ from skyrl_train.errors import ConfigError
 
 RESERVED_METRICS = frozenset(
     {"policy_loss", "final_loss", "policy_kl", "policy_entropy", "policy_lr", "grad_norm", "skipped_updates"}
-)
+).union(ROLLOUT_GAP_METRICS)
 """Metrics that the trainer logs for each update."""
 
 MASK = torch.tensor([[1.0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
-"""Sampled tokens (4, 6) of the made-up example: two prompts with two trajectories each, some of several turns."""
+"""Sampled tokens (4, 6) of the example: two prompts with two trajectories each, some of several turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPolicyLoss:
-    """A policy loss with one signature and one return type, whoever wrote it; it pickles if `function` does."""
+    """A policy loss with a uniform signature and return type; it pickles if `function` does."""
 
     function: Callable[..., tuple[torch.Tensor, Any]]
     traits: LossTraits
     n_arguments: int
-    """How many of the six arguments `function` takes."""
+    """Number of the six arguments that `function` takes."""
     reduces: bool
-    """Returns a scalar for the whole mini-batch instead of a loss for each token."""
+    """True if it returns a scalar for the whole mini-batch instead of a loss for each token."""
 
     @property
     def scope(self) -> Literal["token", "batch"]:
@@ -58,7 +59,7 @@ class ResolvedPolicyLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each token (B, R), or a scalar if it `reduces`, and detached metrics (B, R) by name.
 
-        A metric that is a number has this value on every token, so that its mean is the number.
+        A metric that is a number is repeated on every token, so that its mean is the number.
         """
         inputs = (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
         loss, metrics = self.function(*inputs[: self.n_arguments])
@@ -81,22 +82,22 @@ def check_advantage_estimator(estimator: AdvantageEstimator, config: AlgorithmCo
 
 
 def estimator_traits(config: AlgorithmConfig) -> EstimatorTraits:
-    """Return the traits of the configured estimator; those that it was not registered with are observed.
+    """Return the traits of the configured estimator; undeclared ones are observed on the example.
 
     Raises:
-        ConfigError: the estimator is not registered, or fails on the made-up example.
+        ConfigError: the estimator is not registered, or fails on the example.
     """
     name = config.advantage_estimator
     declared = ADVANTAGE_ESTIMATORS.traits(name)
-    values = {field.name: getattr(declared, field.name) for field in fields(declared)}
+    values = asdict(declared)
     if None not in values.values():
         return declared
-    observed = observe_estimator(ADVANTAGE_ESTIMATORS.get(name), config)
-    return EstimatorTraits(**{key: getattr(observed, key) if value is None else value for key, value in values.items()})
+    observed = asdict(observe_estimator(ADVANTAGE_ESTIMATORS.get(name), config))
+    return EstimatorTraits(**{key: observed[key] if value is None else value for key, value in values.items()})
 
 
 def observe_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) -> EstimatorTraits:
-    """Return the traits that an estimator shows on made-up rewards (4, 6) of two prompts with two trajectories each."""
+    """Return the traits that an estimator shows on random rewards of the example."""
 
     def advantages(rewards: torch.Tensor, baseline: float = 0.0) -> torch.Tensor:
         return _estimate(estimator, config, rewards, baseline)[0]
@@ -115,7 +116,7 @@ def observe_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) ->
 def _observe_comparison(advantages: Callable[..., torch.Tensor], noise: torch.Tensor) -> Comparison:
     others = torch.tensor([[0.0], [1], [1], [1]]) * MASK
     if torch.allclose(advantages(noise + others, baseline=1.0)[0], advantages(noise - others, baseline=-1.0)[0]):
-        return "nothing"  # the first trajectory's advantages are the same whatever the others earned
+        return "nothing"  # the first trajectory's advantages do not depend on the other rewards
     equal, moved = torch.zeros_like(MASK), torch.zeros_like(MASK)
     equal[:, 0] = moved[[0, 1, 2, 3], [0, 4, 0, 3]] = torch.tensor([1.0, 1.0, 0.5, 0.5])
     if _is_not_zero(advantages(equal)):
@@ -136,7 +137,7 @@ def resolve_policy_loss(config: AlgorithmConfig) -> ResolvedPolicyLoss:
 def check_policy_loss(
     loss: PolicyLoss, config: AlgorithmConfig, traits: LossTraits | None = None
 ) -> ResolvedPolicyLoss:
-    """Call a policy loss on two made-up trajectories and return it with one signature.
+    """Call a policy loss on two example trajectories and return it with a uniform signature.
 
     Raises:
         ConfigError: it returns neither a scalar nor a loss for each token, metrics that cannot be logged, or a scalar
@@ -172,7 +173,7 @@ def _count_arguments(loss: PolicyLoss) -> int:
 
 
 def _by_name(metrics: Any) -> dict[str, Any]:
-    """Return metrics by name; a single value is SkyRL's share of clipped tokens."""
+    """Return metrics by name; a single value is the share of clipped tokens, as in SkyRL."""
     return metrics if isinstance(metrics, dict) else {"ppo_clip_ratio": metrics}
 
 
@@ -202,14 +203,14 @@ def _factors_on_tokens(config: AlgorithmConfig) -> list[str]:
 
 
 def _noise() -> torch.Tensor:
-    """Rewards (4, 6) on every sampled token."""
+    """Return random rewards (4, 6) on every sampled token."""
     return torch.rand(MASK.shape, generator=torch.Generator().manual_seed(1)) * MASK
 
 
 def _estimate(
     estimator: AdvantageEstimator, config: AlgorithmConfig, rewards: torch.Tensor, baseline: float = 0.0
 ) -> Any:
-    """Call an estimator on the made-up example; `baseline` is added to values and to rewards of greedy rollouts."""
+    """Call an estimator on the example; `baseline` is added to values and to rewards of greedy rollouts."""
     random = torch.Generator().manual_seed(0)
     tokens = -torch.rand(MASK.shape, generator=random)
     computed: dict[str, Any] = {
@@ -243,7 +244,7 @@ def _call(key: str, call: Callable[[], Any]) -> Any:
         return call()
     except ConfigError:
         raise
-    except Exception as error:  # the boundary to a function of the user's own
+    except Exception as error:  # the boundary to user code
         raise ConfigError(f"{key} failed on a made-up example: {type(error).__name__}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts are drawn until enough groups of trajectories teach something."""
+"""Dynamic sampling: prompts are drawn until enough groups have unequal rewards."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ Group = list[Trajectory]  # the trajectories of one prompt
 class GroupCollector:
     """Collects the groups of one step, from one or more batches of rollouts.
 
-    A group is good if its rewards are not all equal (see `filters.informative_groups`). What happens to the others is
-    `dynamic_sampling.type`:
+    A group is the trajectories of one draw. It is good if its rewards are not all equal (`filters.informative_groups`).
+    `dynamic_sampling.type` decides on the other groups:
 
-    null      they are taken with the rest: one batch is the step.
-    filter    they are dropped; batches are added until `n_prompts` good groups are there. The surplus is dropped too.
-    replace   if more than `min_replace_ratio` of `n_prompts` groups are good, copies of randomly chosen ones replace
-              the others, and prompts that are missing: of different ones while there are enough. Else the whole batch
-              is dropped and another one added. A copy has the draw of the group that it replaces, so it never merges
-              with its original.
-
-    Groups are told apart by their draw, also where one row of the dataset is drawn twice.
+    null      they are kept: one batch is the step.
+    filter    they are dropped; batches are added until there are `n_prompts` good groups. Surplus groups are dropped.
+    replace   if more than `min_replace_ratio` of `n_prompts` groups are good, copies of randomly chosen good groups
+              replace the others and missing prompts: copies of different groups while there are enough. Else the whole
+              batch is dropped and another one added. A copy has the draw of the group that it replaces, so it never
+              merges with its original.
 
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.2, for filter.
     """
@@ -43,20 +41,15 @@ class GroupCollector:
         self._n_batches = 0
         self._n_good = 0
         self._n_copies = 0
-        self._is_complete = False
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the step has all the groups it needs."""
-        return self._is_complete
+        self.is_complete = False  # the step has all the groups that it needs
 
     def add(self, trajectories: Sequence[Trajectory], draws: Sequence[int]) -> None:
-        """Add one batch of valid trajectories; `draws` are all that were drawn for it, those without any included.
+        """Add one batch of valid trajectories; `draws` includes draws without any.
 
         Raises:
             DataError: `max_sample_batches` batches were not enough.
         """
-        assert not self._is_complete, "the step is complete: take() its trajectories"
+        assert not self.is_complete, "the step is complete: take() its trajectories"
         assert not self._seen & set(draws), f"drawn twice: {sorted(self._seen & set(draws))}"
         groups: dict[int, Group] = {}
         for t in trajectories:
@@ -69,27 +62,27 @@ class GroupCollector:
         self._n_good += len(good)
         match self._config.type:
             case None:
-                self._groups, self._is_complete = list(groups.values()), True
+                self._groups, self.is_complete = list(groups.values()), True
             case "filter":
                 self._groups += [group for draw, group in groups.items() if draw in good]
-                self._is_complete = len(self._groups) >= self._n_prompts
+                self.is_complete = len(self._groups) >= self._n_prompts
             case "replace":
                 if len(good) >= self._n_prompts or len(good) > self._config.min_replace_ratio * self._n_prompts:
-                    self._groups, self._is_complete = self._filled_up(groups, good, draws), True
-        if not self._is_complete and self._n_batches == self._config.max_sample_batches:
-            raise DataError(self._why_it_is_not_enough())
+                    self._groups, self.is_complete = self._fill_up(groups, good, draws), True
+        if not self.is_complete and self._n_batches == self._config.max_sample_batches:
+            raise DataError(self._describe_shortage())
 
     def take(self) -> list[Trajectory]:
-        """The trajectories of the step, the groups in the order they were collected in."""
-        assert self._is_complete, "more batches are needed"
+        """Return the trajectories of the step, group by group in the order of collection."""
+        assert self.is_complete, "more batches are needed"
         return [t for group in self._taken for t in group]
 
     def metrics(self) -> dict[str, float]:
-        """How the step came about; groups taken = sampled - dropped + replaced.
+        """Return metrics of the step; groups taken = sampled - dropped + replaced.
 
-        generate/n_sample_batches   batches of prompts that were sampled
-        generate/n_groups_dropped   groups that were sampled and are not learned from
-        generate/n_groups_replaced  groups that are learned from as copies of others
+        generate/n_sample_batches   sampled batches of prompts
+        generate/n_groups_dropped   sampled groups that are not trained on
+        generate/n_groups_replaced  groups that are copies of others
         generate/signal_ratio       share of all sampled groups whose rewards are not equal
         """
         n_originals = len(self._taken) - self._n_copies
@@ -104,7 +97,7 @@ class GroupCollector:
     def _taken(self) -> list[Group]:
         return self._groups if self._config.type is None else self._groups[: self._n_prompts]
 
-    def _filled_up(self, groups: dict[int, Group], good: set[int], draws: Sequence[int]) -> list[Group]:
+    def _fill_up(self, groups: dict[int, Group], good: set[int], draws: Sequence[int]) -> list[Group]:
         """Return `n_prompts` groups in the order of their draws: the good ones, and copies in place of the others."""
         sources = [group for draw, group in groups.items() if draw in good]
         vacant = [draw for draw in draws if draw not in good]
@@ -115,7 +108,7 @@ class GroupCollector:
         filled |= {draw: groups[draw] for draw in good}
         return [filled[draw] for draw in draws if draw in filled]
 
-    def _why_it_is_not_enough(self) -> str:
+    def _describe_shortage(self) -> str:
         config = self._config
         needed = f"{self._n_prompts}"
         if config.type == "replace":

@@ -1,7 +1,7 @@
-"""What not to learn from, and what to make of replies that were cut off: on trajectories, before they are a batch.
+"""Filters of trajectories and corrections of their rewards, before they become a batch.
 
-Trajectories are left out by their loss mask alone: their rewards still count in the baseline of their group. Invalid
-ones pass unchanged.
+A filter only sets the loss mask to 0: the rewards still count in the baseline of the group. Invalid trajectories are
+not changed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from skyrl_train.types import Trajectory, last_sampled
 
 
 def informative_groups(rewards: Sequence[float], draws: Sequence[int], tolerance: float) -> set[int]:
-    """Return the draws whose trajectories got unequal total rewards: a group of equal ones has advantages of 0.
+    """Return the draws whose trajectories got unequal total rewards; a group of equal ones has advantages of 0.
 
-    `rewards` and `draws` have one entry for each trajectory. Equal means that the standard deviation (that of the
-    group, not an estimate) is at most `tolerance`. A group of one has nothing to be equal to, and is kept.
+    `rewards` and `draws` have one entry for each trajectory. Rewards are equal if their population standard deviation
+    is at most `tolerance`. A group of one is kept.
 
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.2.
     """
@@ -28,39 +28,36 @@ def informative_groups(rewards: Sequence[float], draws: Sequence[int], tolerance
 
 
 def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Put a loss mask of zeros on trajectories whose last turn was cut off (stop reason `length`).
+    """Set the loss mask of trajectories whose last turn was cut off (stop reason `length`) to 0.
 
-    What a reply that was cut off would have earned is unknown, so its reward says nothing about its tokens. An empty
-    response has no token to learn from in the first place.
+    The reward of a truncated reply is no measure of its tokens.
 
     Source: overlong filtering in DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.4.
     """
-    return [_left_out(t) if t.is_valid and t.last_stop_reason == "length" else t for t in trajectories]
-
-
-def _left_out(trajectory: Trajectory) -> Trajectory:
-    segments = tuple(replace(s, loss_mask=[0] * len(s.loss_mask)) for s in trajectory.segments)
-    return replace(trajectory, segments=segments)
+    return [
+        replace(t, segments=tuple(replace(s, loss_mask=[0] * len(s.loss_mask)) for s in t.segments))
+        if t.is_valid and t.last_stop_reason == "length"
+        else t
+        for t in trajectories
+    ]
 
 
 def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     """Set all rewards of trajectories whose last turn did not end by itself (stop reason `stop`) to 0."""
-    return [_without_reward(t) if t.is_valid and t.last_stop_reason != "stop" else t for t in trajectories]
-
-
-def _without_reward(trajectory: Trajectory) -> Trajectory:
-    return replace(
-        trajectory,
-        segments=tuple(replace(s, rewards=[0.0] * len(s.rewards)) for s in trajectory.segments),
-        reward_components=dict.fromkeys(trajectory.reward_components, 0.0),
-    )
+    return [
+        replace(
+            t,
+            segments=tuple(replace(s, rewards=[0.0] * len(s.rewards)) for s in t.segments),
+            reward_components=dict.fromkeys(t.reward_components, 0.0),
+        )
+        if t.is_valid and t.last_stop_reason != "stop"
+        else t
+        for t in trajectories
+    ]
 
 
 def soft_overlong_punishment(n_tokens: int, max_tokens: int, buffer: int, factor: float) -> float:
-    """What a reply of `n_tokens` is punished with, from -factor to 0.
-
-    Nothing up to max_tokens - buffer, then linearly more until -factor at `max_tokens` and beyond:
-    -factor · clip((n_tokens - (max_tokens - buffer)) / buffer, 0, 1).
+    """Return the punishment of a reply, -factor · clip((n_tokens - (max_tokens - buffer)) / buffer, 0, 1).
 
     Source: DAPO (Yu et al., 2025, arXiv:2503.14476), equation 13.
     """
@@ -73,14 +70,14 @@ def punish_overlong(
 ) -> list[Trajectory]:
     """Add the soft overlong punishment of its longest turn to the reward of each trajectory's last sampled token.
 
-    The limit `max_generate_length` is one on turns, so the longest turn is what comes near it; a trajectory that says
-    nothing about its turns is taken as one, of the tokens in its loss mask, so leave out truncated ones afterwards.
-    Where the environment reports components of the reward, the punishment is one more of them, `overlong`.
+    `max_generate_length` limits turns, so the longest one counts. A trajectory without turns counts as one turn of the
+    tokens in its loss mask, so leave out truncated ones afterwards. If the environment reports components of the
+    reward, the punishment is one more of them, `overlong`.
     """
-    return [_punished(t, max_generate_length, buffer, factor) if t.is_valid else t for t in trajectories]
+    return [_punish(t, max_generate_length, buffer, factor) if t.is_valid else t for t in trajectories]
 
 
-def _punished(trajectory: Trajectory, max_tokens: int, buffer: int, factor: float) -> Trajectory:
+def _punish(trajectory: Trajectory, max_tokens: int, buffer: int, factor: float) -> Trajectory:
     last = trajectory.segments[-1]
     if last.turns:
         n_tokens = max(turn.end - turn.start for turn in trajectory.turns)

@@ -32,7 +32,7 @@ def required_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
 
 
 def readable_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
-    """Return the inputs that an estimator may read: those it names, or all with `**kwargs`; `**_` is not read."""
+    """Return the inputs that an estimator may read: those it names, or all with `**kwargs`, but not with `**_`."""
     parameters = inspect.signature(estimator).parameters.values()
     if any(p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters):
         return INPUTS
@@ -48,7 +48,7 @@ def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) ->
 
 
 def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: AlgorithmConfig) -> dict[str, Any]:
-    """Return everything that a scored batch and the settings have for an estimator, one row for each trajectory."""
+    """Return all inputs that a scored batch and the settings provide, with one row for each trajectory."""
     computed = {
         "values": batch.values,
         "old_log_probs": batch.old_logprobs,

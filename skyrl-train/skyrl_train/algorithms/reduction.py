@@ -1,11 +1,10 @@
-"""From a loss per token to one number, with a divisor that belongs to the whole mini-batch.
+"""Reduction of a loss per token to one number, with the divisor of the whole mini-batch.
 
-The weights are computed once, before the mini-batch is divided; every part then only sums `weights * loss`. So the
-result does not depend on how many micro-batches or ranks share the work.
+The weights are computed once, before the mini-batch is split; every part then only sums `weights * loss`. So the result
+does not depend on the number of micro-batches or ranks.
 
-A row without a trained token (a truncated response, a group of equal rewards) is in no divisor: leaving rows out of the
-mask gives the loss of a mini-batch that never had them. Weights of zero that a correction of the loss puts on some
-tokens are another matter: those tokens stay in the divisor.
+A row without a trained token (a truncated response, a group of equal rewards) is in no divisor: its mini-batch has the
+loss of one without the row. Tokens that a correction of the loss weighs with zero stay in the divisor.
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ def token_weights(
 
     token_mean               1 / T: every token counts the same (DAPO, Yu et al., 2025, arXiv:2503.14476)
     sequence_mean            1 / (N · T_i): every trajectory counts the same (GRPO, Shao et al., 2024, arXiv:2402.03300)
-    prompt_mean              1 / (P · T_g): every prompt counts the same, and every token of a prompt's trajectories
-                             (a larger group has no more say than a smaller one)
-    seq_mean_token_sum_norm  1 / (N · max_seq_len): a long trajectory counts more than a short one, but what a token
-                             counts does not depend on lengths (Dr. GRPO, Liu et al., 2025, arXiv:2503.20783)
+    prompt_mean              1 / (P · T_g): every prompt counts the same, and so does every token of its trajectories
+    seq_mean_token_sum_norm  1 / (N · max_seq_len): every token counts the same, whatever the lengths (Dr. GRPO, Liu et
+                             al., 2025, arXiv:2503.20783)
     seq_mean_token_sum       1 / N
     token_sum                1
 
-    `index` [B] names the prompt of each row, which only prompt_mean reads; `trajectories` [B] its trajectory, None
-    where each row is one.
+    `index` [B] names the prompt of each row, which only prompt_mean reads; `trajectories` [B] its trajectory, None if
+    each row is one.
 
     Raises:
         ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.
@@ -74,7 +72,7 @@ def token_weights(
 def _group_tokens(
     n_tokens: torch.Tensor, groups: Sequence[Any] | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many groups of rows have a trained token, and the trained tokens (B, 1) of each row's group."""
+    """Return the number of groups with a trained token, and the trained tokens (B, 1) of each row's group."""
     if groups is None:
         return (n_tokens > 0).sum(), n_tokens
     names = groups.tolist() if isinstance(groups, torch.Tensor) else groups
@@ -85,7 +83,7 @@ def _group_tokens(
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Σ weights · values over (B, R). A NaN where the weight is 0 stays there."""
+    """Return Σ weights · values over (B, R); a NaN with weight 0 is ignored."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
 
 
@@ -96,10 +94,10 @@ def reduce_loss(
     max_seq_len: int | None = None,
     index: Sequence[str] | None = None,
 ) -> torch.Tensor:
-    """One number from a loss per token (B, R): `weighted_sum` with `token_weights`. No mask is a mask of ones.
+    """Return `weighted_sum` of a loss per token (B, R) with `token_weights`. No mask is a mask of ones.
 
-    For policy losses of your own that return a scalar. The divisor is that of the rows you have: called on
-    micro-batches, it makes a mean of means. Return the loss of each token to have it reduced over the mini-batch.
+    For custom policy losses that return a scalar. The divisor is that of the given rows: on micro-batches, the result
+    is a mean of means. A loss that returns one value per token is reduced over the whole mini-batch.
 
     Raises:
         ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.

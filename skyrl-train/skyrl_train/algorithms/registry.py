@@ -1,4 +1,4 @@
-"""Registries of advantage estimators and policy losses: functions by name, with the traits that rules depend on."""
+"""Registries of advantage estimators and policy losses: functions by name, with the traits that rules read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from skyrl_train.errors import ConfigError
 class AdvantageEstimator(Protocol):
     """Turns rewards into advantages.
 
-    It is called with the keyword arguments that its signature names, or with all of them if it takes `**kwargs`. One
-    without a default is a requirement: a run that cannot provide it is refused before it starts.
+    It is called with the keyword arguments that its signature names, or with all of them if it takes `**kwargs`. An
+    argument without a default is required: a run that cannot provide it is refused before it starts.
 
     token_level_rewards  (B, R) rewards of the environment, less the KL penalty if there is one
     response_mask        (B, R) 1 on sampled tokens
@@ -37,7 +37,7 @@ class AdvantageEstimator(Protocol):
 
 
 class PolicyLoss(Protocol):
-    """Scores tokens; reducing to a scalar is best left to the caller, and then never depends on micro-batches."""
+    """Scores tokens. The caller reduces them to a scalar, which then does not depend on micro-batches."""
 
     def __call__(
         self,
@@ -50,7 +50,7 @@ class PolicyLoss(Protocol):
     ) -> tuple[torch.Tensor, Any]:
         """Return the loss of each token (B, R), and metrics (B, R) by name that are averaged over trained tokens.
 
-        A scalar loss, with scalar metrics or the share of clipped tokens, is taken as the loss of the mini-batch.
+        A scalar, with scalar metrics or the share of clipped tokens, is accepted as the loss of the mini-batch.
         """
         ...
 
@@ -62,11 +62,11 @@ Comparison = Literal["samples", "parts", "baseline", "nothing"]
 class EstimatorTraits:
     """Properties of an advantage estimator that its signature does not show.
 
-    None means that the property was not declared; `contract.estimator_traits` then observes it on a made-up example.
+    None means undeclared; `contract.estimator_traits` then observes the property on an example batch.
     """
 
     compares: Comparison | None = None
-    """What rewards are compared with: the total rewards of a prompt's `samples`, `parts` of them (components, turns or
+    """The baseline of rewards: the total rewards of a prompt's `samples`, `parts` of them (components, turns or
     tokens), another `baseline` (a critic, the batch, a greedy rollout), or `nothing`."""
 
     per_token: bool | None = None
@@ -86,7 +86,7 @@ class LossTraits:
     """Properties of a policy loss; the defaults restrict nothing."""
 
     whole_batch: bool = False
-    """Compares tokens across the mini-batch, so that it must be called with all of it."""
+    """Compares tokens across the mini-batch, so it must be called with all of it."""
 
     per_sequence: bool = False
     """Takes one advantage for each trajectory."""
@@ -98,7 +98,7 @@ class LossTraits:
     """Reads `eps_clip_low` and `eps_clip_high`."""
 
     loss_reduction: LossReduction | None = None
-    """Reduction that the method was published with, if it matters."""
+    """Reduction of the published method, if it matters."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -121,7 +121,7 @@ class Registry(Generic[Function, Traits]):
         self._entries[name] = (function, traits or self._default_traits)
 
     def unregister(self, name: str) -> None:
-        """Remove a function; ConfigError if there is none."""
+        """Remove a function; ConfigError if the name is unknown."""
         self.get(name)
         del self._entries[name]
 
@@ -132,7 +132,7 @@ class Registry(Generic[Function, Traits]):
         return self._entries[name][0]
 
     def traits(self, name: str) -> Traits:
-        """Return the traits that the function under `name` was registered with; ConfigError if there is none."""
+        """Return the traits that the function under `name` was registered with; ConfigError if it is unknown."""
         self.get(name)
         return self._entries[name][1]
 
@@ -158,7 +158,7 @@ def register_advantage_estimator(
 ) -> Callable[[Function], Function]:
     """Make a function available as `trainer.algorithm.advantage_estimator=name`.
 
-    The keyword arguments declare its `EstimatorTraits`; those left out are observed on a made-up example.
+    The keyword arguments declare its `EstimatorTraits`; undeclared ones are observed on an example batch.
 
     Raises:
         ConfigError: the name is taken.

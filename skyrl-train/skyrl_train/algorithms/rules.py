@@ -1,12 +1,11 @@
-"""Rules of `trainer.algorithm.*` that depend on the configured estimator and policy loss.
+"""Rules that depend on the configured estimator and policy loss.
 
-They read the registry, so that a function of the user's own obeys the same rules as one that comes with the package.
-The rules that read the configuration alone are in `skyrl_train.config`.
+They read the registry, so custom functions obey the same rules as built-in ones. Rules that read the configuration
+alone are in `skyrl_train.config.validation`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,10 +13,9 @@ from skyrl_train.algorithms.contract import check_advantage_estimator, estimator
 from skyrl_train.algorithms.inputs import INPUTS, readable_inputs, required_inputs
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorTraits, LossTraits
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.algorithm_rules import group_filters
-from skyrl_train.config.problems import FIELDS, Rule, raise_problems, show
+from skyrl_train.config.problems import FIELDS, Rule, show
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.validation import mini_batches_divide_batch, mini_batches_fill_workers
+from skyrl_train.config.validation import group_filters
 from skyrl_train.errors import ConfigError
 
 
@@ -27,14 +25,12 @@ class Functions:
 
     estimator: EstimatorTraits = field(default_factory=EstimatorTraits)
     loss: LossTraits = field(default_factory=LossTraits)
-    required: frozenset[str] = frozenset()
-    """Inputs that the estimator requires."""
+    required: frozenset[str] = frozenset()  # inputs of the estimator
     readable: frozenset[str] = INPUTS
-    """Inputs that the estimator may read."""
 
 
-def look_up(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
-    """Return the properties of the functions that are registered, and a sentence for each that breaks its contract."""
+def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
+    """Return the properties of the registered functions, and a sentence for each that breaks its contract."""
     functions, problems = Functions(), []
     if config.advantage_estimator in ADVANTAGE_ESTIMATORS.list_available():
         estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
@@ -61,15 +57,15 @@ def reads_reference(config: AlgorithmConfig) -> bool:
 
 
 def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an estimator or a loss that breaks its contract, or that the rest of the configuration does not fit."""
-    functions, problems = look_up(cfg.trainer.algorithm)
+    """Refuse an estimator or a loss that breaks its contract or does not fit the rest of the configuration."""
+    functions, problems = inspect_functions(cfg.trainer.algorithm)
     yield from problems
-    yield from _inputs_are_there(cfg, functions)
+    yield from _inputs_are_provided(cfg, functions)
     yield from _rewards_suit_the_estimator(cfg, functions)
     yield from _advantages_suit_the_loss(cfg, functions)
 
 
-def _inputs_are_there(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
+def _inputs_are_provided(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
     algorithm = cfg.trainer.algorithm
     estimator = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
     if "values" in functions.required and cfg.trainer.critic.model.path is None:
@@ -118,7 +114,7 @@ def _advantages_suit_the_loss(cfg: SkyRLConfig, functions: Functions) -> Iterato
             f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} gives each token its own; try "
             "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
         )
-    conflicts = {
+    conflicts = {  # reason → whether the loss has it
         "chooses tokens by comparing them all, corrected or not": functions.loss.whole_batch,
         "reads the engine's log-probs itself, so that they would count twice": functions.loss.reads_rollout_logprobs,
     }
@@ -133,8 +129,8 @@ def _advantages_suit_the_loss(cfg: SkyRLConfig, functions: Functions) -> Iterato
 
 
 def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of settings that the estimator or the loss most likely is not meant for."""
-    functions, _problems = look_up(cfg.trainer.algorithm)
+    """Warn of settings that probably do not suit the estimator or the loss."""
+    functions, _problems = inspect_functions(cfg.trainer.algorithm)
     yield from _estimator_is_used_as_intended(cfg, functions)
     yield from _loss_is_used_as_intended(cfg, functions.loss)
 
@@ -187,7 +183,7 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
 
 
 def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse two models on the same GPUs with different numbers of them."""
+    """Refuse two models on the same GPUs that ask for different numbers of GPUs."""
     placement = cfg.trainer.placement
     is_shared = placement.colocate_policy_ref and not placement.colocate_all
     if not is_shared or not reads_reference(cfg.trainer.algorithm):
@@ -200,32 +196,6 @@ def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
                 f"trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_{name}={policy} or "
                 "trainer.placement.colocate_policy_ref=false"
             )
-
-
-def batch_fills_workers(cfg: SkyRLConfig, policy_dp: int, ref_dp: int) -> Iterator[str]:
-    """Refuse a batch that leaves a worker of the policy or of the reference without a trajectory."""
-    batch, n_samples = cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt
-    lcm = math.lcm(policy_dp, ref_dp) if reads_reference(cfg.trainer.algorithm) else policy_dp
-    if batch * n_samples < lcm:
-        yield (
-            f"trainer.train_batch_size={batch} times generator.n_samples_per_prompt={n_samples} is "
-            f"{batch * n_samples} trajectories, fewer than {lcm}, the least common multiple of {policy_dp} policy "
-            f"workers and {ref_dp} reference workers; try trainer.train_batch_size={math.ceil(lcm / n_samples)}"
-        )
-
-
-def validate_batch_sizes(cfg: SkyRLConfig, policy_dp: int = 1, ref_dp: int = 1, critic_dp: int = 1) -> None:
-    """Raise ConfigError unless the batches split evenly over so many data-parallel workers.
-
-    `ref_dp` and `critic_dp` count only where the configuration has a reference and a critic.
-    """
-    raise_problems(
-        [
-            *mini_batches_divide_batch(cfg),
-            *mini_batches_fill_workers(cfg, policy_dp, critic_dp),
-            *batch_fills_workers(cfg, policy_dp, ref_dp),
-        ]
-    )
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run, policy_and_ref_share_gpus)

@@ -1,4 +1,4 @@
-"""Rows of a batch joined into trajectories, which is how advantage estimators see them."""
+"""Rows of a batch joined into trajectories, as advantage estimators take them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from skyrl_train.types import TrainingBatch
 class TrajectoryView:
     """The T trajectories of a batch, each as one row of R' tokens.
 
-    The rows of a trajectory, which are several where its history was rewritten, follow each other with one unmasked
-    column in between, as an observation would. So estimators count time, turns and tokens over the whole trajectory,
-    and an advantage does not depend on how a trajectory is divided into rows.
+    A trajectory whose history was rewritten has several rows. They are joined with one unmasked column in between, like
+    an observation. So estimators count time, turns and tokens over the whole trajectory, and advantages do not depend
+    on how it is divided into rows.
     """
 
     def __init__(self, batch: TrainingBatch) -> None:
@@ -53,5 +53,5 @@ class TrajectoryView:
         return divided
 
     def of_last_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what all rows of a trajectory share, from (B,) to (T,)."""
+        """Return values that all rows of a trajectory share, from (B,) to (T,)."""
         return values[self.last_rows]

@@ -1,4 +1,4 @@
-"""The configuration: Hydra at the door, typed sections inside. Loads neither torch nor ray nor transformers."""
+"""The configuration: Hydra parses the command line, typed sections check it. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from skyrl_train.config.data import DataConfig
 from skyrl_train.config.environment import EnvironmentConfig, SkyRLGymConfig
 from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.config.loading import changed_settings, load_config, to_yaml, validate_cfg
-from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.policy import (
     CriticConfig,
     CriticModelConfig,
@@ -21,7 +20,7 @@ from skyrl_train.config.policy import (
 from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.runtime import what_runs_here
-from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.config.trainer import PlacementConfig, TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -40,7 +40,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 
 class KLControllerConfig(Section):
-    """How the weight of the KL penalty in the reward moves."""
+    """The weight of the KL penalty in the reward over time."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """`fixed` keeps `kl_loss_coef`; `adaptive` raises it while the divergence is above `kl_target`, and lowers it
@@ -54,15 +54,15 @@ class KLControllerConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Groups whose rewards are all equal teach nothing: sample others in their place."""
+    """Replacement of groups whose rewards are all equal, which have advantages of 0."""
 
     type: Literal["filter", "replace"] | None = None
     """`filter` samples more prompts until `trainer.train_batch_size` of them have groups of unequal rewards (DAPO);
-    `replace` puts copies of good groups in place of the others. A step then takes as many batches of prompts as it
-    needs, so the data is passed more often than `trainer.epochs` says."""
+    `replace` puts copies of good groups in place of the others. A step then draws as many batches of prompts as it
+    needs, so the data may be passed more than `trainer.epochs` times."""
 
     max_sample_batches: CountOrMinusOne = 30
-    """Stop with an error after so many batches in one step; -1 never stops."""
+    """Maximum number of batches in one step, then an error; -1 is no limit."""
 
     min_replace_ratio: Annotated[float, Ge(0), Le(1)] = 0.3
     """`replace` samples again until more than this share of the groups is good."""
@@ -72,17 +72,17 @@ class GdpoConfig(Section):
     """`advantage_estimator=gdpo`: each named component of the reward is normalised on its own."""
 
     weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
-    """Weight of each component, by its name: `trainer.algorithm.gdpo.weights.format=0.5`; 1 where none is given."""
+    """Weight of each component, by its name: `trainer.algorithm.gdpo.weights.format=0.5`; 1 by default."""
 
 
 class AlgorithmConfig(Section):
     """Advantages, policy loss, KL and entropy terms."""
 
     advantage_estimator: Text = "grpo"
-    """How rewards become advantages: a registered name, yours included."""
+    """The advantage estimator: a registered name, yours included."""
 
     gamma: Discount = 1.0
-    """Discount of later rewards, per sampled token, or per turn where the estimator goes by turns."""
+    """Discount of later rewards, per sampled token, or per turn in per-turn estimators."""
 
     lambd: Discount = 1.0
     """λ of generalised advantage estimation: 1 trusts rewards, 0 trusts the critic."""
@@ -100,9 +100,9 @@ class AlgorithmConfig(Section):
     """The policy loss: a registered name, yours included. `regular` is PPO's clipped loss."""
 
     loss_reduction: LossReduction = "token_mean"
-    """How token losses become one number, over the whole mini-batch: the mean over tokens; over sequences of each one's
-    token mean; over prompts of each one's token mean; over sequences of each one's token sum, divided by `max_seq_len`
-    (Dr. GRPO) or not; or the plain sum."""
+    """Reduction of token losses over the whole mini-batch, to the mean over tokens; over sequences of each one's token
+    mean; over prompts of each one's token mean; over sequences of each one's token sum, divided by `max_seq_len` (Dr.
+    GRPO) or not; or to the plain sum."""
 
     max_seq_len: OptionalCount = None
     """The constant that `seq_mean_token_sum_norm` divides by, in tokens; null takes `generator.max_input_length` plus
@@ -115,7 +115,7 @@ class AlgorithmConfig(Section):
     """The probability ratio is clipped from above at 1 plus this."""
 
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """`policy_loss_type=dual_clip`: the ratio of a token of negative advantage counts as this at most."""
+    """`policy_loss_type=dual_clip`: upper bound of the ratio of tokens of negative advantage."""
 
     cispo: CispoConfig = CispoConfig()
     """Settings of the loss `cispo`."""
@@ -145,21 +145,21 @@ class AlgorithmConfig(Section):
     """Settings of the loss `rollout_is`."""
 
     value_clip: Annotated[float, Gt(0)] | None = 0.2
-    """The critic's value moves at most this far from the old one in an update before its loss is clipped; null never
+    """The critic's loss is clipped where its value moves farther than this from the old one in an update; null never
     clips."""
 
     use_kl_loss: bool = True
-    """Add the KL divergence from the reference to the loss; this loads the reference."""
+    """Add the KL divergence from the reference to the loss. Loads the reference."""
 
     use_kl_in_reward: bool = False
-    """Subtract the KL divergence from the reference from each token's reward instead; this loads the reference."""
+    """Subtract the KL divergence from the reference from each token's reward instead. Loads the reference."""
 
     kl_loss_coef: Coefficient = 0.001
     """Weight of the KL divergence, in the loss or in the reward."""
 
     kl_estimator_type: KLEstimator = "k3"
     """Estimator of the KL divergence from the log-probs of the sampled tokens. A `+` keeps the value and takes the
-    gradient of k2, which is the unbiased one on policy."""
+    gradient of k2, which is unbiased on policy."""
 
     use_bias_correction_kl: bool = False
     """Weigh the KL loss of each token by its probability ratio, which keeps its gradient unbiased off policy."""
@@ -174,17 +174,17 @@ class AlgorithmConfig(Section):
     """Weight of the entropy term."""
 
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Share of a mini-batch's tokens that the policy loss is of, those of highest entropy; 1 is all of them."""
+    """Share of a mini-batch's tokens in the policy loss, those of highest entropy; 1 is all tokens."""
 
     off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
-    """The difference between the engine that sampled and the policy that learns."""
+    """Correction of the gap between the engine that sampled and the policy that is trained."""
 
     off_policy_sequence_mask_threshold: Annotated[float, Gt(0)] | None = None
-    """Leave out trajectories of negative advantage whose tokens the policy has come to find less likely than the one
-    that sampled them, by more than this many nats on average; null leaves out none."""
+    """Leave out trajectories of negative advantage whose tokens are now less likely than when they were sampled, by
+    more than this many nats on average; null leaves out none. Rows of a step-wise trajectory are judged separately."""
 
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Sampling until enough groups teach something."""
+    """Sampling until enough groups have unequal rewards."""
 
     zero_variance_filter: bool = False
     """Leave groups of equal rewards out of the loss, and out of its divisor."""
@@ -193,14 +193,14 @@ class AlgorithmConfig(Section):
     """Rewards whose standard deviation is at most this count as equal, in the filter and in dynamic sampling."""
 
     overlong_buffer_len: OptionalCount = None
-    """Soft overlong punishment (DAPO): the last so many tokens before `generator.sampling_params.max_generate_length`
-    cost up to `overlong_buffer_penalty_factor`; null is no punishment."""
+    """Soft overlong punishment (DAPO): this many tokens before `generator.sampling_params.max_generate_length` cost up
+    to `overlong_buffer_penalty_factor`; null is no punishment."""
 
     overlong_buffer_penalty_factor: Coefficient = 1.0
-    """What a response of full length costs."""
+    """Punishment of a response of full length."""
 
     temperature: Resolved[Annotated[float, Gt(0)]] = resolved_later()
-    """Logits are divided by this in the policy and the reference, as they were in the engine; null takes
+    """Logits are divided by this in the policy and the reference, as in the engine; null takes
     `generator.sampling_params.temperature`."""
 
     custom: Annotated[dict[str, FreeValue], Allowed("a section of keys of your own")] = Field(default={})
@@ -209,5 +209,5 @@ class AlgorithmConfig(Section):
 
     @property
     def compares_with_reference(self) -> bool:
-        """Whether the KL divergence from the reference is in the loss or in the reward."""
+        """True if the KL divergence from the reference is in the loss or in the reward."""
         return self.use_kl_loss or self.use_kl_in_reward

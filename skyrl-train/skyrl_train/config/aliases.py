@@ -1,7 +1,7 @@
-"""The one table of other spellings: SkyRL's in other versions, and verl's, each with the key that stands for it here.
+"""Aliases of keys, from other versions of SkyRL and from verl.
 
-Only keys that mean the same are listed. A value map translates values whose spelling differs too; values that it does
-not mention pass as they are, and a value that it maps to None leaves the key alone.
+Only keys of the same meaning are listed. A value map translates values with another spelling; it passes other values
+unchanged, and a value that it maps to None does not set the key.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import FIELDS, show
 
 logger = logging.getLogger(__name__)
@@ -18,29 +19,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Alias:
-    """The key that stands for another spelling, and its value map."""
+    """The key that an alias sets, and its value map."""
 
     key: str
     values: Mapping[Any, Any] = field(default_factory=dict)
 
     also: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Other keys that the value decides here, each with the function that gives their value."""
+    """Other keys that the alias sets, each with a function of its value."""
 
     only_if: str | None = None
-    """The key that must be true; without it the other spelling means nothing, there as here."""
+    """A key that must be true; otherwise the alias has no effect, as in its own framework."""
 
     def readings(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """The keys that are set, with their values as they are spelt here."""
+        """Yield the keys to set, with their values."""
         main = self.translate(value)
         if main is not None or value is None:
             yield self.key, main
         yield from ((key, function(value)) for key, function in self.also.items())
 
     def translate(self, value: Any) -> Any:
-        """The value as it is spelt here; None where the key stays as it is."""
+        """Return the value in this configuration; None if the key is not set."""
         try:
             return self.values.get(value, value)
-        except TypeError:  # lists and mappings have no spelling
+        except TypeError:  # lists and mappings are not hashable
             return value
 
 
@@ -64,6 +65,7 @@ SKYRL = {
     ),
 }
 
+KL_IN_REWARD = "trainer.algorithm.use_kl_in_reward"
 VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 VERL = {
@@ -86,17 +88,11 @@ VERL = {
     "algorithm.gamma": Alias("trainer.algorithm.gamma"),
     "algorithm.lam": Alias("trainer.algorithm.lambd"),
     "algorithm.use_kl_in_reward": Alias("trainer.algorithm.use_kl_in_reward"),
-    "algorithm.kl_penalty": Alias(
-        "trainer.algorithm.kl_estimator_type", VERL_KL, only_if="trainer.algorithm.use_kl_in_reward"
-    ),
-    "algorithm.kl_ctrl.type": Alias("trainer.algorithm.kl_ctrl.type", only_if="trainer.algorithm.use_kl_in_reward"),
-    "algorithm.kl_ctrl.kl_coef": Alias("trainer.algorithm.kl_loss_coef", only_if="trainer.algorithm.use_kl_in_reward"),
-    "algorithm.kl_ctrl.horizon": Alias(
-        "trainer.algorithm.kl_ctrl.horizon", only_if="trainer.algorithm.use_kl_in_reward"
-    ),
-    "algorithm.kl_ctrl.target_kl": Alias(
-        "trainer.algorithm.kl_ctrl.kl_target", only_if="trainer.algorithm.use_kl_in_reward"
-    ),
+    "algorithm.kl_penalty": Alias("trainer.algorithm.kl_estimator_type", VERL_KL, only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.type": Alias("trainer.algorithm.kl_ctrl.type", only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.kl_coef": Alias("trainer.algorithm.kl_loss_coef", only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.horizon": Alias("trainer.algorithm.kl_ctrl.horizon", only_if=KL_IN_REWARD),
+    "algorithm.kl_ctrl.target_kl": Alias("trainer.algorithm.kl_ctrl.kl_target", only_if=KL_IN_REWARD),
     "algorithm.filter_groups.enable": Alias("trainer.algorithm.dynamic_sampling.type", {True: "filter", False: None}),
     "algorithm.filter_groups.max_num_gen_batches": Alias(
         "trainer.algorithm.dynamic_sampling.max_sample_batches", {0: -1}
@@ -182,10 +178,10 @@ SKYRL_WITHOUT_EFFECT = {
 
 
 def apply_aliases(tree: dict[str, Any]) -> list[str]:
-    """Rename the other spellings inside a nested dict, in place, with a log line for each.
+    """Replace aliases inside a nested dict, in place, with a log line for each; return one sentence for each problem.
 
-    A composed configuration holds a value under every key, so the other spelling wins over a value that is the default;
-    it is a problem, and a returned sentence, when both were set and differ.
+    A composed configuration has a value for every key, so an alias overrides a default value. It is a problem if both
+    were set and differ.
     """
     problems = []
     for old, alias in ALIASES.items():
@@ -205,7 +201,7 @@ def apply_aliases(tree: dict[str, Any]) -> list[str]:
 
 
 def _set(tree: dict[str, Any], spelling: str, key: str, value: object) -> list[str]:
-    """Set a key that another spelling stands for; the sentence where something else was set."""
+    """Set the key of an alias; return a sentence if it has another value already."""
     current = _get(tree, key)
     if current not in (FIELDS[key].get_default(), value):
         return [f"{spelling} means {key}={show(value)}, but {key}={show(current)} was set too; remove one of them"]
@@ -215,7 +211,7 @@ def _set(tree: dict[str, Any], spelling: str, key: str, value: object) -> list[s
 
 
 def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
-    """Take a value out of nested dicts, with the dicts that this empties; (False, None) where it is not there."""
+    """Remove a value from nested dicts, with the dicts that this empties; return (False, None) if it is missing."""
     name, *rest = path
     if name not in tree:
         return False, None
@@ -231,12 +227,11 @@ def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
 
 
 def _get(tree: Any, key: str) -> Any:
-    """The value of a key of ours; its default where the tree has none."""
-    for name in key.split("."):
-        if not isinstance(tree, dict) or name not in tree:
-            return FIELDS[key].get_default()
-        tree = tree[name]
-    return tree
+    """Return the value of a key, or its default if the tree has none."""
+    try:
+        return value_at(tree, key)
+    except KeyError:
+        return FIELDS[key].get_default()
 
 
 def _put(tree: dict[str, Any], path: list[str], value: object) -> None:

@@ -1,7 +1,7 @@
-"""The base of every config section: frozen, strict, no unknown keys, and able to describe its own fields.
+"""The base of every config section: frozen, strict, without unknown keys, and able to describe its own fields.
 
-A default is written once, on the field; the docstring under the field is its help text. Both the YAML file that
-Hydra reads and the reference page are generated from them.
+A default is written once, on the field; the docstring under the field is its help text. `generate.py` writes the YAML
+file that Hydra reads and the reference page from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Section(BaseModel):
-    """One section of the configuration: immutable, and strict about types (only an int passes for a float)."""
+    """A section of the configuration: immutable and strict about types; only an int is accepted for a float."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Allowed:
-    """The words for what a field accepts, where its type and bounds do not say it by themselves."""
+    """A description of the values that a field accepts, in place of the one derived from its type and bounds."""
 
     text: str
 
@@ -38,27 +38,27 @@ if TYPE_CHECKING:
     Resolved = Annotated[T, "null until load_config fills it in"]
 else:
     Resolved = Optional
-"""`Resolved[str]`: null may be written and means "take it from another key"; `load_config` has replaced it by then,
-so that readers see a `str`. `config/resolve.py` holds the table of those keys."""
+"""`Resolved[str]`: null means "take it from another key". `load_config` replaces it, so that readers see a `str`;
+`loading.SOURCES` lists those keys."""
 
 
 def resolved_later() -> Any:
-    """The default, null, of a `Resolved[...]` field."""
+    """Return the default, null, of a `Resolved[...]` field."""
     return None
 
 
-def _as_list(value: object) -> object:
-    """A single string becomes a list of one."""
+def as_list(value: object) -> object:
+    """Return a string as a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 def as_tuple(value: object) -> object:
-    """YAML has lists only."""
+    """Return a list as a tuple; YAML has lists only."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _null_as_empty(value: object) -> object:
-    return [] if value is None else _as_list(value)
+    return [] if value is None else as_list(value)
 
 
 def _not_zero(value: int) -> int:
@@ -75,8 +75,8 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
-def _only_plain(value: object) -> object:
-    """Nothing else comes back from YAML as it was."""
+def _check_plain(value: object) -> object:
+    """Raise ValueError for a value that does not survive a round trip through YAML."""
     if not _is_plain(value):
         raise ValueError("cannot be written to a file")
     return value
@@ -88,26 +88,26 @@ CountOrMinusOne = Annotated[int, Ge(-1), AfterValidator(_not_zero), Allowed("-1 
 Text = Annotated[str, MinLen(1)]
 StringList = Annotated[list[Text], BeforeValidator(_null_as_empty), Allowed("a string or a list of strings")]
 OptionalStringList = Annotated[
-    list[Text] | None, BeforeValidator(_as_list), Allowed("a string, a list of strings, or null")
+    list[Text] | None, BeforeValidator(as_list), Allowed("a string, a list of strings, or null")
 ]
 TokenIdList = Annotated[list[Annotated[int, Ge(0)]], Allowed("a list of token ids")]
 FREE_VALUE = "a finite number, a string, true, false, null, or a list or section of these"
-FreeValue = Annotated[Any, AfterValidator(_only_plain), Allowed(FREE_VALUE)]
-"""A value under a key that a user chose: anything that the run folder's YAML can hold."""
+FreeValue = Annotated[Any, AfterValidator(_check_plain), Allowed(FREE_VALUE)]
+"""The value of a key that a user chose: anything that the run folder's YAML can hold."""
 
 
 def as_section(annotation: Any) -> type[Section] | None:
-    """The section class behind an annotation, or None where the field is a value."""
+    """Return the section class behind an annotation, or None if the field is a value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def is_open(field: FieldInfo) -> bool:
-    """Whether a field holds keys that users choose: `dict[str, ...]`."""
+    """Return True for a field that holds keys of the user's own: `dict[str, ...]`."""
     return get_origin(field.annotation) is dict
 
 
 def iter_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field of a section and of the sections inside it, as (dotted key, field), in writing order."""
+    """Yield (dotted key, field) for every field of a section and of its inner sections, in source order."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         yield key, field
@@ -117,12 +117,12 @@ def iter_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a field accepts, in words: "an integer >= 1", "one of nccl, gloo", "true or false"."""
+    """Describe the values that a field accepts: "an integer >= 1", "one of nccl, gloo", "true or false"."""
     return _describe(field.annotation, list(field.metadata))
 
 
 def describe_values(field: FieldInfo) -> str:
-    """What an open field accepts under each of its keys, in words."""
+    """Describe the values that an open field accepts under each of its keys."""
     return _describe(get_args(field.annotation)[1], [])
 
 
@@ -146,21 +146,13 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    words = []
-    for item in metadata:
-        if isinstance(item, Ge):
-            words.append(f">= {item.ge}")
-        elif isinstance(item, Gt):
-            words.append(f"> {item.gt}")
-        elif isinstance(item, Le):
-            words.append(f"<= {item.le}")
-        elif isinstance(item, Lt):
-            words.append(f"< {item.lt}")
+    signs = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+    words = [f"{sign} {getattr(item, name)}" for item in metadata for kind, name, sign in signs if type(item) is kind]
     return " " + " and ".join(words) if words else ""
 
 
 def value_at(tree: object, key: str) -> Any:
-    """The value under a dotted key in nested sections or mappings; KeyError where there is none."""
+    """Return the value under a dotted key in nested sections or mappings; KeyError if there is none."""
     for name in key.split("."):
         if isinstance(tree, Mapping):
             tree = tree[name]
@@ -172,7 +164,7 @@ def value_at(tree: object, key: str) -> Any:
 
 
 def with_value(section: Section, key: str, value: object) -> Any:
-    """A copy of a frozen section with one dotted key replaced."""
+    """Return a copy of a frozen section with one dotted key replaced."""
     name, _, rest = key.partition(".")
     inner = with_value(getattr(section, name), rest, value) if rest else value
     return section.model_copy(update={name: inner})

@@ -1,9 +1,9 @@
-"""Hydra at the door: the folder it reads, and the overrides of a command line as it parses them.
+"""Parse command lines with Hydra.
 
 Hydra refuses a key that is not in its YAML before `load_config` sees it. `rewrite_overrides` therefore marks such keys
-as additions (`++key=value`), so that `load_config` can read other spellings and keys of the user's own, and answer a
-mistyped key with the nearest ones. A script that hands its own command line to `@hydra.main` does the same
-with one line, `sys.argv[1:] = rewrite_overrides(sys.argv[1:])`; without it, such keys are written `+key=value` there.
+as additions (`++key=value`). `load_config` then reads aliases and keys of the user's own, and suggests the nearest keys
+for a mistyped one. A script that passes its own command line to `@hydra.main` needs one more line,
+`sys.argv[1:] = rewrite_overrides(sys.argv[1:])`; without it, such keys must be written `+key=value`.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from skyrl_train.errors import ConfigError
 config_dir = str(Path(__file__).parent)
 """The folder that `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` reads."""
 
-CONFIG_NAME = "ppo_base_config"
-
 
 def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
-    """Return the checked configuration of a run: `parse_cli(["trainer.epochs=3", "trainer.logger=[console,wandb]"])`.
+    """Return the configuration of overrides such as `["trainer.epochs=3", "trainer.logger=[console,wandb]"]`, checked.
 
-    Raises one ConfigError that lists every problem, those of `extra_rules` included. For rules of estimators and
-    losses, use `skyrl_train.entrypoints.main_base.parse_cli`.
+    `skyrl_train.entrypoints.main_base.parse_cli` adds the rules of estimators and losses.
+
+    Raises:
+        ConfigError: it lists every problem.
     """
     raise_problems(sentence for text in argv for sentence in _not_one_override(text))
     return validate_cfg(compose_config(rewrite_overrides(argv)), extra_rules)
 
 
 def get_default_config() -> DictConfig:
-    """The default configuration as Hydra composes it, to be changed and handed to `load_config`."""
+    """Return the default configuration as Hydra composes it; change it and pass it to `load_config`."""
     return compose_config([])
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """What `@hydra.main` would hand to a script for these overrides; ConfigError where Hydra refuses them."""
+    """Return the configuration that `@hydra.main` composes for these overrides; ConfigError if Hydra refuses them."""
     try:
-        with _hydra_set_aside(), initialize_config_dir(config_dir=config_dir, version_base=None):
-            return compose(config_name=CONFIG_NAME, overrides=list(overrides))
+        with _without_running_hydra(), initialize_config_dir(config_dir=config_dir, version_base=None):
+            return compose(config_name="ppo_base_config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"these overrides cannot be applied: {' '.join(overrides)} ({reason})") from error
 
 
 @contextmanager
-def _hydra_set_aside() -> Iterator[None]:
-    """Hydra composes one configuration at a time; inside a `@hydra.main` function the running one comes back after."""
+def _without_running_hydra() -> Iterator[None]:
+    """Clear Hydra's global state, and restore it afterwards for the `@hydra.main` function that may be running."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -68,10 +68,12 @@ def _hydra_set_aside() -> Iterator[None]:
 
 
 def rewrite_overrides(argv: Sequence[str]) -> list[str]:
-    """A command line whose overrides Hydra accepts, whatever their keys: `load_config` answers for the unknown ones.
+    """Return a command line that Hydra accepts whatever its keys; `load_config` then reports unknown ones.
 
-    Flags, deletions and Hydra's own keys stay as they are. Raises ConfigError, which lists every override that cannot
-    be parsed.
+    Flags, deletions and Hydra's own keys are not changed.
+
+    Raises:
+        ConfigError: it lists every override that cannot be parsed.
     """
     overrides, problems = [], []
     for text in argv:
@@ -102,12 +104,12 @@ def _parse(text: str) -> Override:
 
 
 def _is_override(text: str) -> bool:
-    """Hydra takes flags too: `--help`, `--config-name other`, `--multirun`."""
+    """Return False for flags such as `--help`, `--config-name other` or `--multirun`, which Hydra takes too."""
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 
 def _not_one_override(text: str) -> list[str]:
-    """The sentence for an argument that is a flag, a bare word or several runs at once."""
+    """Return a sentence if an argument is a flag, a bare word or a sweep over several runs, else nothing."""
     if not _is_override(text):
         word, equals, value = text.lstrip("-").partition("=")
         keys = [key for key in FIELDS if key.rpartition(".")[2] == word] or [word or "<key>"]
@@ -116,7 +118,7 @@ def _not_one_override(text: str) -> list[str]:
     try:
         override = _parse(text)
     except ConfigError:
-        return []  # rewrite_overrides says so
+        return []  # rewrite_overrides reports it
     if not override.is_sweep_override():
         return []
     key, _, value = text.partition("=")

@@ -1,6 +1,6 @@
-"""Write what is generated from the sections: `ppo_base_config.yaml` for Hydra, and the reference page.
+"""Generate `ppo_base_config.yaml` for Hydra and the reference page from the sections.
 
-`python -m skyrl_train.config.generate` writes both; with `--check` it writes nothing and fails where they differ.
+`python -m skyrl_train.config.generate` writes both; with `--check` it writes nothing and fails if they are out of date.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ defaults:
   - override hydra/job_logging: none
   - override hydra/hydra_logging: none
 
-# A run stays in the folder it was started in, writes its run folder only, and sets up logging itself.
+# A run stays in its working directory, writes only to its run folder, and sets up logging itself.
 hydra:
   run:
     dir: .
@@ -55,11 +55,10 @@ Every key is set on the command line as `key=value`:
 python -m skyrl_train.entrypoints.main_base trainer.train_batch_size=64 "data.train_data=['a.parquet','b.parquet']"
 ```
 
-An unknown key, a value of the wrong type, or values that cannot go together stop the run before it starts, with a
-message that names the key, the value, what is allowed and a fix. The resolved configuration is written to
-`config.yaml` in the run folder.
+Unknown keys, values of the wrong type and conflicting values are errors before the run starts. The message names the
+key, the value, the allowed values and a fix. The resolved configuration is written to `config.yaml` in the run folder.
 
-Keys of your own have a place below `trainer.algorithm.custom` (`trainer.algorithm.custom.tau=0.3`),
+Add keys of your own below `trainer.algorithm.custom` (`trainer.algorithm.custom.tau=0.3`),
 `trainer.algorithm.gdpo.weights` and `environment.skyrl_gym.<env_class>`.
 """
 
@@ -72,7 +71,7 @@ These keys are read as the keys on the right, with a log line for each. A script
 
 
 def render_yaml() -> str:
-    """The text of `ppo_base_config.yaml`: every default, with its help text as a comment."""
+    """Return the text of `ppo_base_config.yaml`: every default, with its help text as a comment."""
     return YAML_HEAD + "\n" + "\n".join(_yaml_lines(SkyRLConfig, indent="")) + "\n"
 
 
@@ -101,7 +100,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def render_page() -> str:
-    """The text of the reference page: a table per section, then the other spellings."""
+    """Return the text of the reference page: a table per section, then the aliases."""
     return "\n".join([PAGE_HEAD, *_page_sections(SkyRLConfig, ""), ALIAS_HEAD, *_alias_tables()])
 
 
@@ -149,14 +148,14 @@ def _value_map(alias: Alias) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write both files, or with `--check` name those that are out of step; the exit status."""
+    """Write both files, or with `--check` name those that are out of date; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is out of step")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     is_check = parser.parse_args(argv).check
     files = {YAML_PATH: render_yaml(), PAGE_PATH: render_page()}
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
-        sys.stderr.write(f"{path}: {'out of step' if is_check else 'written'}\n")
+        sys.stderr.write(f"{path}: {'out of date' if is_check else 'written'}\n")
         if not is_check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(files[path], encoding="utf-8")

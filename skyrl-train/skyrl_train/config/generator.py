@@ -1,4 +1,4 @@
-"""`generator.*`: how rollouts are sampled."""
+"""`generator.*`: sampling of rollouts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Temperature = Annotated[float, Ge(0)]
 
 
 class SamplingConfig(Section):
-    """How training rollouts are sampled."""
+    """Sampling of training rollouts."""
 
     max_generate_length: Count = 1024
-    """Most new tokens per turn."""
+    """Maximum number of new tokens per turn."""
 
     temperature: Temperature = 1.0
     """Logits are divided by this before sampling; 0 takes the most likely token."""
@@ -44,46 +44,46 @@ class SamplingConfig(Section):
     """Leave out tokens less likely than this fraction of the most likely one."""
 
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
-    """Positive logits of tokens that prompt and response already hold are divided by this, negative ones multiplied."""
+    """Positive logits of tokens in the prompt or the response so far are divided by this, negative ones multiplied."""
 
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that the response already holds."""
+    """Subtracted from the logits of tokens in the response so far."""
 
     frequency_penalty: float = 0.0
-    """Taken from the logits of tokens that the response already holds, times how often."""
+    """Subtracted from the logits of tokens in the response so far, once per occurrence."""
 
     min_tokens: Annotated[int, Ge(0)] = 0
-    """Before this many new tokens, a turn cannot end."""
+    """Minimum number of new tokens per turn."""
 
     logprobs: Annotated[int, Ge(0), Le(0), Allowed("0")] | None = 0
-    """The engine always returns the log-prob of each sampled token; 0 says the same."""
+    """The engine always returns the log-prob of each sampled token; 0 and null have no effect."""
 
     stop: OptionalStringList = None
-    """Strings that end a turn. One string stands for a list of one."""
+    """Strings that end a turn. A single string is a list of one."""
 
     stop_token_ids: TokenIdList = Field(default=[])
-    """Tokens that end a turn, besides the model's own end of sequence."""
+    """Tokens that end a turn, besides the EOS token."""
 
 
 class EvalSamplingConfig(SamplingConfig):
-    """How evaluation rollouts are sampled."""
+    """Sampling of evaluation rollouts."""
 
     max_generate_length: Resolved[Count] = resolved_later()
-    """Most new tokens per turn; null takes `generator.sampling_params.max_generate_length`."""
+    """Maximum number of new tokens per turn; null takes `generator.sampling_params.max_generate_length`."""
 
     temperature: Temperature = 0.0
     """Logits are divided by this before sampling; 0 takes the most likely token."""
 
 
 class ChatTemplateConfig(Section):
-    """A chat template in the place of the tokenizer's own."""
+    """A chat template in place of the tokenizer's."""
 
     source: Literal["name", "file"] = "name"
-    """Whether `name_or_path` names a template that comes with the package, or a file of yours."""
+    """`name`: a template of this package; `file`: a file of yours."""
 
     name_or_path: Text | None = None
     """`qwen3_with_thinking`, `qwen3_without_thinking`, or the path of a Jinja file. With one, conversations are
-    rendered anew before each turn, and the template's `generation` blocks say what is learned from. null takes the
+    rendered again before each turn, and the template's `generation` blocks mark the trained tokens. null takes the
     tokenizer's."""
 
 
@@ -91,8 +91,8 @@ class GeneratorConfig(Section):
     """The rollout engine and the loop that plays trajectories with it."""
 
     backend: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them. Where vLLM is not
-    installed, the embedded engine runs. `auto` is `hf`."""
+    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them, and falls back to
+    the embedded engine if vLLM is not installed. `auto` is `hf`."""
 
     run_engines_locally: bool = True
     """Engines are started by this run."""
@@ -104,14 +104,14 @@ class GeneratorConfig(Section):
     """GPUs that one engine is spread over."""
 
     weight_sync_backend: Literal["nccl", "gloo"] = "nccl"
-    """How new weights reach engines that hold their own copy."""
+    """Transport of new weights to engines that hold their own copy."""
 
     async_engine: bool = True
     """Ask the engine asynchronously. Engines always are asynchronous, so false needs no `batched=true`."""
 
     batched: bool = False
-    """true: all trajectories of a batch play their turns together; false, and where environments have processes of
-    their own: each at its own pace."""
+    """true: all trajectories of a batch play their turns in lockstep, unless environments run in separate processes;
+    false: each at its own pace."""
 
     n_samples_per_prompt: Count = 5
     """Trajectories per training prompt, which form one group."""
@@ -120,72 +120,73 @@ class GeneratorConfig(Section):
     """Trajectories per evaluation prompt."""
 
     max_turns: Count = 1
-    """Most turns of a trajectory. Told to every environment as `extras["max_turns"]`; a trajectory that is not done by
-    then ends with stop reason `max_turns`."""
+    """Maximum number of turns of a trajectory, which then ends with stop reason `max_turns`. Environments receive it as
+    `extras["max_turns"]`."""
 
     max_response_length: OptionalCount = None
-    """Most tokens of a trajectory after its prompt, observations included; the turn that reaches it is cut
+    """Maximum number of tokens of a trajectory after its prompt, observations included; the turn that reaches it is cut
     (`length`)."""
 
     use_conversation_multi_turn: bool = True
     """Each turn is a message of the assistant. false: all turns make one, and observations are plain text in it."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """A turn that a stop string ended gets the template's end of turn, which is not learned from."""
+    """Append the template's end of turn, which is not trained on, to a turn that a stop string ended."""
 
     chat_template: ChatTemplateConfig = ChatTemplateConfig()
-    """A chat template in the place of the tokenizer's own."""
+    """A chat template in place of the tokenizer's."""
 
     chat_template_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of variables of the template")] = Field(
         default={}
     )
-    """Handed to the chat template, e.g. `chat_template_kwargs.enable_thinking=false`."""
+    """Arguments of the chat template, e.g. `chat_template_kwargs.enable_thinking=false`."""
 
     step_wise_trajectories: bool = False
-    """Each turn is a row of its own, with the history that the template renders before it. Advantages and the loss
-    treat the rows of a trajectory as one."""
+    """Each turn is a separate row, with the history that the template renders before it. Advantages and the weights of
+    the loss treat the rows of a trajectory as one; losses with one ratio per trajectory, and the corrections of whole
+    trajectories, treat each row as one."""
 
     merge_stepwise_output: bool = False
-    """With `step_wise_trajectories`, a turn whose prompt begins with all tokens so far extends the row before it."""
+    """With `step_wise_trajectories`, a turn whose prompt begins with all tokens so far extends the previous row."""
 
     inject_context_status: bool = False
     """Tell the model, at the end of each observation, how much of its context and of its turns it has used."""
 
     reward_functions: StringList = Field(default=[])
-    """Reward functions of yours (`register_reward_function`) that are added to what environments give."""
+    """Registered reward functions (`register_reward_function`) to add to the rewards of environments."""
 
     reward_weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
-    """Weights of the named components of the reward, 1 where none is given. Where an environment reports components,
-    their weighted sum takes the place of the reward of a turn, if any of them has a weight here."""
+    """Weights of the named components of the reward, 1 by default. If an environment reports components, and any of
+    them has a weight here, their weighted sum replaces the reward of a turn."""
 
     n_rollout_retries: Annotated[int, Ge(0)] = 1
-    """How often a rollout that failed is played again, with a fresh environment, before it counts as invalid."""
+    """Number of retries of a failed rollout, each with a fresh environment, before it counts as invalid."""
 
     trajectory_timeout_seconds: Annotated[float, Gt(0)] | None = None
-    """A rollout that takes longer, waiting for the engine included and for an environment's process not, is invalid
-    (`trajectory_timeout`)."""
+    """A rollout that takes longer is invalid (`trajectory_timeout`). Waiting for the engine counts; waiting for an
+    environment's process does not."""
 
     max_input_length: OptionalCount = None
     """A trajectory whose input for the next turn is longer, in tokens, ends with stop reason `length`. null takes
     `trainer.max_prompt_length` when `max_turns=1`, else the model's context length."""
 
     zero_reward_on_non_stop: bool = False
-    """Set every reward of a trajectory to 0 unless its last turn ended by itself (`stop`)."""
+    """Set all rewards of a trajectory to 0 unless its last turn ended by itself (`stop`)."""
 
     apply_overlong_filtering: bool = False
     """Leave trajectories whose last turn was cut off (`length`) out of the loss; their rewards still count in the
     baseline of their group (DAPO)."""
 
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
-    """Fraction of the memory that weights, gradients and optimizer state leave free, for the engine: the KV cache, and
+    """Fraction of the memory beyond weights, gradients and optimizer state that the engine takes: for the KV cache, and
     vLLM's copy of the weights."""
 
     max_num_seqs: Count = 1024
-    """Most sequences that the engine decodes at once."""
+    """Maximum number of sequences that the engine decodes at once."""
 
     max_num_batched_tokens: Count = 8192
-    """Tokens that the engine reads in one step: one of every running sequence, and of new prompts the rest, but 64 at
-    least."""
+    """Tokens that the engine reads in one step: one of every running sequence, and the rest, but at least 64, of new
+    prompts."""
 
     enforce_eager: bool = True
     """Run the model without CUDA graphs."""
@@ -193,10 +194,10 @@ class GeneratorConfig(Section):
     engine_init_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of fields of vLLM's EngineArgs")] = Field(
         default={}
     )
-    """Further options of vLLM, e.g. `engine_init_kwargs.block_size=32`. They go before the keys above."""
+    """Further options of vLLM, e.g. `engine_init_kwargs.block_size=32`. They override the keys above."""
 
     sampling_params: SamplingConfig = SamplingConfig()
-    """How training rollouts are sampled."""
+    """Sampling of training rollouts."""
 
     eval_sampling_params: EvalSamplingConfig = EvalSamplingConfig()
-    """How evaluation rollouts are sampled."""
+    """Sampling of evaluation rollouts."""

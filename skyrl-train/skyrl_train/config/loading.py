@@ -1,9 +1,10 @@
-"""From what Hydra composed, or any nested mapping, to the typed configuration, and back to YAML."""
+"""Load the typed configuration from Hydra or any nested mapping, and write it as YAML."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
@@ -12,30 +13,70 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from skyrl_train.config.aliases import apply_aliases
-from skyrl_train.config.problems import config_error, from_validation_error, raise_problems, show
-from skyrl_train.config.resolve import resolve
+from skyrl_train.config.base import value_at, with_value
+from skyrl_train.config.problems import Rule, config_error, from_validation_error, raise_problems, show
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.validation import MACHINE_RULES, RULES, Rule, find_problems, find_warnings
+from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 ConfigSource = DictConfig | Mapping[str, Any] | None
 
+PATHS = (
+    "trainer.output_dir",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "trainer.resume_path",
+    "trainer.policy.model.path",
+    "trainer.critic.model.path",
+    "trainer.ref.model.path",
+)
+"""Keys whose `~` and `$VARIABLES` are expanded; a Hub name has neither."""
+
+
+def _max_input_length(cfg: SkyRLConfig) -> int | None:
+    """Return the longest prompt; with several turns the limit is the model's, which is not known yet."""
+    return cfg.trainer.max_prompt_length if cfg.generator.max_turns == 1 else None
+
+
+def _max_seq_len(cfg: SkyRLConfig) -> int | None:
+    n_input = cfg.generator.max_input_length
+    return None if n_input is None else n_input + cfg.generator.sampling_params.max_generate_length
+
+
+SOURCES: tuple[tuple[str, Callable[[SkyRLConfig], object]], ...] = (
+    ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path),
+    ("trainer.ckpt_path", lambda cfg: f"{cfg.trainer.run_dir}/ckpts"),
+    ("trainer.export_path", lambda cfg: f"{cfg.trainer.run_dir}/export"),
+    ("trainer.algorithm.temperature", lambda cfg: cfg.generator.sampling_params.temperature),
+    (
+        "generator.eval_sampling_params.max_generate_length",
+        lambda cfg: cfg.generator.sampling_params.max_generate_length,
+    ),
+    ("generator.max_input_length", _max_input_length),
+    ("trainer.algorithm.max_seq_len", _max_seq_len),
+)
+"""Keys whose null means another key, with their source. A source may read a key that an earlier row filled in."""
+
 
 def load_config(source: ConfigSource = None) -> SkyRLConfig:
-    """The typed configuration: other spellings read, types and rules checked, nulls that mean another key filled in.
+    """Return the typed configuration: aliases are read, types and rules checked, and the nulls of `SOURCES` filled in.
 
-    `source` holds any part of the keys, nested; what is missing takes its default. Raises one ConfigError that lists
-    every problem. Depends on the source alone: what a run needs from the machine is checked by `validate_cfg`.
+    `source` holds any part of the keys, nested; missing keys take their defaults. The result depends on the source
+    alone; `validate_cfg` also checks the machine.
+
+    Raises:
+        ConfigError: it lists every problem.
     """
     return _load(source, RULES)
 
 
 def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
-    """Check a configuration and what it needs from the machine (keys of trackers), and return it typed.
+    """Check a configuration, `extra_rules` and requirements on the machine (logins of trackers), and return it typed.
 
-    Raises one ConfigError that lists every problem, those of `extra_rules` included.
+    Raises:
+        ConfigError: it lists every problem.
     """
     rules = RULES + extra_rules + MACHINE_RULES
     if not isinstance(cfg, SkyRLConfig):
@@ -46,15 +87,15 @@ def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] 
 
 
 def to_yaml(cfg: SkyRLConfig) -> str:
-    """The configuration as YAML, filled-in values included; `load_config(yaml.safe_load(text))` gives it back.
+    """Return the resolved configuration as YAML; `load_config(yaml.safe_load(text))` is its inverse.
 
-    Characters beyond ASCII are escaped: PyYAML does not read all of them back as it writes them.
+    Characters beyond ASCII are escaped, because PyYAML does not read all of them back as it writes them.
     """
     return str(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, width=1000))
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """One line for each key whose value differs between two dumped configurations: "trainer.epochs: 1 -> 2"."""
+    """Return a line such as "trainer.epochs: 1 -> 2" for each key that differs between two dumped configurations."""
     lines = []
     for name in [*before, *(name for name in after if name not in before)]:
         old, new = before.get(name), after.get(name)
@@ -65,6 +106,18 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], prefix
     return lines
 
 
+def resolve(cfg: SkyRLConfig) -> SkyRLConfig:
+    """Return a copy with paths expanded and each null of `SOURCES` filled in, where its source is known."""
+    for key in PATHS:
+        path = value_at(cfg, key)
+        if path is not None:
+            cfg = with_value(cfg, key, os.path.expandvars(os.path.expanduser(path)))
+    for key, source in SOURCES:
+        if value_at(cfg, key) is None:
+            cfg = with_value(cfg, key, source(cfg))
+    return cfg
+
+
 def _load(source: ConfigSource, rules: tuple[Rule, ...]) -> SkyRLConfig:
     tree = _as_tree(source)
     problems = apply_aliases(tree)
@@ -73,13 +126,13 @@ def _load(source: ConfigSource, rules: tuple[Rule, ...]) -> SkyRLConfig:
     except ValidationError as error:
         raise config_error([*problems, *from_validation_error(error, tree)]) from None
     raise_problems([*problems, *find_problems(cfg, rules)])
-    for sentence in find_warnings(cfg):
+    for sentence in find_problems(cfg, WARNINGS):
         logger.warning(sentence)
     return cfg
 
 
 def _as_tree(source: ConfigSource) -> dict[str, Any]:
-    """Plain nested dicts and lists, interpolations resolved; Hydra's own sections are none of ours."""
+    """Return plain nested dicts and lists, with interpolations resolved and without Hydra's own sections."""
     if isinstance(source, DictConfig):
         try:
             source = OmegaConf.to_container(source, resolve=True, throw_on_missing=True)  # type: ignore[assignment]

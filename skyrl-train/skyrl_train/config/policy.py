@@ -46,21 +46,21 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
 
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """The gradient is scaled down to this norm when it is longer."""
+    """Gradients with a larger norm are scaled down to it."""
 
     num_warmup_steps: Annotated[int, Ge(0)] = 0
     """Optimizer steps, that is mini-batches, over which the learning rate rises from 0."""
 
     scheduler: SchedulerName = "constant_with_warmup"
-    """Learning-rate schedule after warm-up, by its name in transformers. Those that need more settings than the number
-    of steps are left out."""
+    """Learning-rate schedule after warm-up, by its name in transformers. Schedules with more settings than the number
+    of steps are not supported."""
 
 
 class PolicyConfig(Section):
     """The model that is trained."""
 
     model: PolicyModelConfig = PolicyModelConfig()
-    """Which weights, in which type."""
+    """Source and type of the weights."""
 
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
@@ -70,8 +70,8 @@ class CriticModelConfig(Section):
     """The critic's weights."""
 
     path: Text | None = None
-    """A Hugging Face model name or a local folder: a causal language model, whose value head then starts at zero, or a
-    critic that was exported; null trains no critic."""
+    """A Hugging Face model name or a local folder: a causal language model, whose value head then starts at zero, or an
+    exported critic; null trains no critic."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights, gradients and optimizer state."""
@@ -88,7 +88,7 @@ class CriticConfig(Section):
     """The model that estimates values, for `advantage_estimator=gae`."""
 
     model: CriticModelConfig = CriticModelConfig()
-    """Which weights, in which type."""
+    """Source and type of the weights."""
 
     optimizer_config: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer and its schedule."""
@@ -102,8 +102,7 @@ class RefModelConfig(Section):
 
 
 class RefConfig(Section):
-    """The frozen model that the KL divergence compares the policy with, or the teacher of a distillation; loaded when
-    something reads its log-probs."""
+    """The frozen model of the KL divergence, or the teacher of a distillation; loaded if its log-probs are read."""
 
     model: RefModelConfig = RefModelConfig()
-    """Which weights."""
+    """Source of the weights."""

@@ -30,7 +30,7 @@ class SapoConfig(Section):
     """Steepness of the gate where the advantage is positive."""
 
     tau_neg: Positive = 1.05
-    """Steepness of the gate elsewhere; a larger one trusts bad tokens less."""
+    """Steepness of the gate elsewhere; a larger one reduces the weight of bad tokens faster."""
 
 
 class GmpoConfig(Section):
@@ -47,20 +47,20 @@ class ClipCovConfig(Section):
     """Share of the mini-batch's tokens to leave out, at least one."""
 
     clip_cov_lb: float = 1.0
-    """Tokens may be left out when the covariance of log-prob and advantage is above this …"""
+    """Lower bound of the covariance of log-prob and advantage of tokens to leave out."""
 
     clip_cov_ub: float = 5.0
-    """… and below this."""
+    """Upper bound of the same."""
 
 
 class KLCovConfig(Section):
-    """`policy_loss_type=kl_cov`: the tokens of highest covariance pay for moving."""
+    """`policy_loss_type=kl_cov`: a KL penalty on the tokens of highest covariance."""
 
     kl_cov_frac: Share = 0.2
-    """Share of the mini-batch's tokens that pay, at least one."""
+    """Share of the mini-batch's tokens with the penalty, at least one."""
 
     ppo_kl_coef: NonNegative = 1.0
-    """Weight of |log π − log π_old| on them."""
+    """Weight of the penalty |log π − log π_old|."""
 
 
 class DppoConfig(Section):
@@ -70,13 +70,13 @@ class DppoConfig(Section):
     """Distance between the two Bernoulli distributions "this token or another": total variation or KL divergence."""
 
     delta_low: NonNegative = 0.2
-    """A token of negative advantage is left out once it is farther than this below the policy that sampled it."""
+    """A token of negative advantage is left out if its probability fell by a distance of more than this."""
 
     delta_high: NonNegative = 0.2
-    """A token of positive advantage is left out once it is farther than this above the policy that sampled it."""
+    """A token of positive advantage is left out if its probability rose by a distance of more than this."""
 
     max_ratio: Positive = 20.0
-    """The probability ratio that weighs a token is held below this."""
+    """Upper bound of the probability ratio that weighs a token."""
 
 
 class VespoConfig(Section):
@@ -115,7 +115,7 @@ class RolloutIsConfig(Section):
 class OffPolicyCorrectionConfig(Section):
     """Correction for κ = π_old / π_rollout, the ratio of the trainer's probability of a token to the engine's.
 
-    All off by default; how far κ is from 1 is logged in any case.
+    All off by default; metrics of κ are always logged. Each row of a step-wise trajectory is corrected separately.
     """
 
     tis_ratio_type: Literal["token", "sequence"] | None = None

@@ -1,9 +1,11 @@
-"""What is wrong with a configuration, one sentence per problem: the key, its value, what is allowed, a fix."""
+"""Describe problems of a configuration, one sentence each: the key, its value, the allowed values, a fix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,7 +27,7 @@ FIELDS: dict[str, FieldInfo] = dict(iter_fields(SkyRLConfig))
 """Every key of the configuration, sections included."""
 
 OPEN_SECTION = "environment.skyrl_gym"
-"""The one section that takes free sections, one per environment class."""
+"""The only section that takes free sections, one per environment class."""
 
 OPEN_FIELDS = tuple(key for key, field in FIELDS.items() if is_open(field))
 """Fields that take keys of the user's own: `trainer.algorithm.custom.tau=0.3`."""
@@ -33,11 +35,11 @@ OPEN_FIELDS = tuple(key for key, field in FIELDS.items() if is_open(field))
 N_SUGGESTIONS = 3
 
 Rule = Callable[[SkyRLConfig], Iterator[str]]
-"""One sentence for each problem that a configuration has."""
+"""A function that yields one sentence for each problem of a configuration."""
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
-    """One error that lists every problem."""
+    """Return one error that lists every problem."""
     sentences = list(dict.fromkeys(problems))
     if len(sentences) == 1:
         return ConfigError(sentences[0])
@@ -53,11 +55,11 @@ def raise_problems(problems: Iterable[str]) -> None:
 
 
 def show(value: object) -> str:
-    """A value as it is written on the command line; a string that would read as something else keeps its quotes."""
+    """Format a value as on the command line; a string that would parse as another type keeps its quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        return value if value and value.isprintable() and not _reads_as_something_else(value) else repr(value)
+        return value if value and value.isprintable() and not _parses_as_another_type(value) else repr(value)
     if isinstance(value, list | tuple):
         return "[" + ",".join(show(item) for item in value) + "]"
     if isinstance(value, Mapping):
@@ -65,7 +67,7 @@ def show(value: object) -> str:
     return str(value)
 
 
-def _reads_as_something_else(text: str) -> bool:
+def _parses_as_another_type(text: str) -> bool:
     if text.lower() in ("null", "true", "false"):
         return True
     try:
@@ -76,26 +78,26 @@ def _reads_as_something_else(text: str) -> bool:
 
 
 def nearest_keys(key: str) -> list[str]:
-    """Up to three valid keys that an unknown one may have meant, the likeliest first.
+    """Return up to three valid keys that an unknown one may have meant, the likeliest first.
 
-    In this order: keys elsewhere with the same last name, keys behind a misspelt open field, misspelt keys of the same
-    section. Where there are none, a key of one's own in that section; else any key that looks alike.
+    In this order: keys with the same last name in other sections, keys below a misspelt open field, misspelt keys of
+    the same section. If there are none: a key of the user's own in that section; else any similar key.
     """
     parent, _, name = key.rpartition(".")
     valid = [known for known, field in FIELDS.items() if as_section(field.annotation) is None]
     same_name = [known for known in valid if known.rpartition(".")[2] == name]
     same_name.sort(key=lambda known: -_similarity(key, known))
-    likely = list(dict.fromkeys([*same_name, *_opened(key), *_misspelt(key, valid, cutoff=0.75)]))
+    likely = list(dict.fromkeys([*same_name, *_in_open_field(key), *_misspelt(key, valid, cutoff=0.75)]))
     if likely:
         return likely[:N_SUGGESTIONS]
-    of_ones_own = [f"{field}.{name}" for field in OPEN_FIELDS if field.rpartition(".")[0] == parent]
-    if of_ones_own:
-        return [*_misspelt(key, valid, cutoff=0.6)[: N_SUGGESTIONS - 1], *of_ones_own]
+    own_keys = [f"{field}.{name}" for field in OPEN_FIELDS if field.rpartition(".")[0] == parent]
+    if own_keys:
+        return [*_misspelt(key, valid, cutoff=0.6)[: N_SUGGESTIONS - 1], *own_keys]
     return get_close_matches(key, valid, n=N_SUGGESTIONS, cutoff=0.75)
 
 
-def _opened(key: str) -> list[str]:
-    """The key with the part in front of the user's own names put right."""
+def _in_open_field(key: str) -> list[str]:
+    """Return the key with the spelling of its open field corrected, if it has one."""
     names = key.split(".")
     for field in OPEN_FIELDS:
         depth = field.count(".") + 1
@@ -105,7 +107,7 @@ def _opened(key: str) -> list[str]:
 
 
 def _misspelt(key: str, valid: list[str], cutoff: float) -> list[str]:
-    """Keys of the same section, then of the sections inside it, whose last name looks alike."""
+    """Return keys of the same section, then of its inner sections, whose last name is similar."""
     parent, _, name = key.rpartition(".")
     below = [known for known in valid if known.startswith(f"{parent}.")]
     matches = get_close_matches(name, {known.rpartition(".")[2] for known in below}, cutoff=cutoff)
@@ -118,7 +120,7 @@ def _similarity(left: str, right: str) -> float:
 
 
 def unknown_key(key: str, value: object) -> str:
-    """The sentence for a key that does not exist."""
+    """Return the sentence for a key that does not exist."""
     return f"{key}={show(value)}: there is no key {key}; {_did_you_mean(key)}"
 
 
@@ -128,7 +130,7 @@ def _did_you_mean(key: str) -> str:
 
 
 def wrong_value(key: str, value: object) -> str:
-    """The sentence for a value that the field of this key does not accept."""
+    """Return the sentence for a value that the field of this key does not accept."""
     field = FIELDS[key]
     if as_section(field.annotation) is not None:
         return f"{key}={show(value)} must be {describe_field(field)}; set its keys one by one: {key}.<name>=<value>"
@@ -137,7 +139,7 @@ def wrong_value(key: str, value: object) -> str:
 
 
 def from_validation_error(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
-    """One sentence per key that pydantic refused; `tree` is what was validated."""
+    """Return one sentence for each key of the validated `tree` that pydantic refused."""
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         if item["type"] == "extra_forbidden":
@@ -148,7 +150,7 @@ def from_validation_error(error: ValidationError, tree: Mapping[str, Any]) -> li
         below = [str(name) for name in item["loc"][known.count(".") + 1 :]]
         value = value_at(tree, known)
         if below and (known == OPEN_SECTION or known in OPEN_FIELDS):
-            key, sentence = _wrong_own_value(known, below, value)
+            key, sentence = _wrong_open_value(known, below, value)
             sentences[key] = sentence
         else:
             sentences[known] = wrong_value(known, value)
@@ -156,7 +158,7 @@ def from_validation_error(error: ValidationError, tree: Mapping[str, Any]) -> li
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Every value inside nested mappings, with its dotted key; an empty mapping is a value."""
+    """Yield (dotted key, value) for every value inside nested mappings; an empty mapping is a value."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from leaves(inner, f"{key}.{name}")
@@ -165,26 +167,18 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def _longest_known(loc: tuple[int | str, ...]) -> str:
-    """The key that an error is about: pydantic adds list positions behind it."""
+    """Return the key that an error is about, without the list positions that pydantic appends."""
     keys = [".".join(str(name) for name in loc[:n]) for n in range(len(loc), 0, -1)]
     return next(key for key in keys if key in FIELDS)
 
 
-def _wrong_own_value(known: str, below: list[str], values: Mapping[str, Any]) -> tuple[str, str]:
-    """A key of the user's own and what is wrong with its value; `below` are its names behind the `known` key."""
+def _wrong_open_value(known: str, below: list[str], values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a key of the user's own, `known` followed by the names in `below`, and the sentence for its value."""
+    key, value = ".".join([known, *below]), reduce(getitem, below, values)
     if known == OPEN_SECTION and len(below) == 1:
-        return f"{known}.{below[0]}", _wrong_open_section(f"{known}.{below[0]}", values[below[0]])
-    value: Any = values
-    for name in below:
-        value = value[name]
-    key = ".".join([known, *below])
+        return key, (
+            f"{key}={show(value)}: there is no key {key}; {_did_you_mean(key)} "
+            f"(settings for an environment of class {below[0]} are a section: {key}.<name>=<value>)"
+        )
     allowed = FREE_VALUE if known == OPEN_SECTION else describe_values(FIELDS[known])
     return key, f"{key}={show(value)} must be {allowed}"
-
-
-def _wrong_open_section(key: str, value: object) -> str:
-    name = key.rpartition(".")[2]
-    return (
-        f"{key}={show(value)}: there is no key {key}; {_did_you_mean(key)} "
-        f"(settings for an environment of class {name} are a section: {key}.<name>=<value>)"
-    )

@@ -10,7 +10,7 @@ from skyrl_train.config.trainer import TrainerConfig
 
 
 class SkyRLConfig(Section):
-    """The typed configuration of a run; `load_config` makes it."""
+    """The typed configuration of a run; `load_config` returns it."""
 
     data: DataConfig = DataConfig()
     """The datasets: prompts to train on and prompts to evaluate on."""
@@ -22,4 +22,4 @@ class SkyRLConfig(Section):
     """The rollout engine and the loop that plays trajectories with it."""
 
     environment: EnvironmentConfig = EnvironmentConfig()
-    """Which environment, and what it is given."""
+    """The environment and its settings."""

@@ -1,4 +1,4 @@
-"""`trainer.*`: the clock of a run, its batches, and what it writes."""
+"""`trainer.*`: the steps of a run, its batches, and its outputs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from skyrl_train.config.base import (
     Resolved,
     Section,
     Text,
+    as_list,
     resolved_later,
 )
-from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.policy import CriticConfig, PolicyConfig, RefConfig
 
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
 LoggerList = Annotated[
     list[LoggerName],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    BeforeValidator(as_list),
     Allowed("one of console, jsonl, tensorboard, wandb, or a list of them"),
 ]
 ResumeMode = Annotated[
@@ -34,14 +34,42 @@ ResumeMode = Annotated[
 ]
 
 
+class PlacementConfig(Section):
+    """Nodes and GPUs of each worker group. In a run in one process, every group is one worker on one device."""
+
+    colocate_all: bool = True
+    """Training and rollout engines share the same GPUs."""
+
+    colocate_policy_ref: bool = True
+    """Policy and reference share the same GPUs; read only when `colocate_all=false`."""
+
+    policy_num_nodes: Count = 1
+    """Nodes of the policy."""
+
+    policy_num_gpus_per_node: Count = 1
+    """GPUs of the policy on each node."""
+
+    critic_num_nodes: Count = 1
+    """Nodes of the critic."""
+
+    critic_num_gpus_per_node: Count = 1
+    """GPUs of the critic on each node."""
+
+    ref_num_nodes: Count = 1
+    """Nodes of the reference."""
+
+    ref_num_gpus_per_node: Count = 1
+    """GPUs of the reference on each node."""
+
+
 class TrainerConfig(Section):
     """The training run."""
 
     placement: PlacementConfig = PlacementConfig()
-    """Which worker stands on which GPUs."""
+    """Placement of workers on GPUs."""
 
     strategy: Literal["fsdp2", "fsdp"] = "fsdp2"
-    """How the model is sharded over several GPUs."""
+    """Sharding of the model over several GPUs."""
 
     policy: PolicyConfig = PolicyConfig()
     """The model that is trained."""
@@ -74,18 +102,18 @@ class TrainerConfig(Section):
     """Prompts per optimizer step of the critic, when there is one; divides `train_batch_size`."""
 
     update_ref_every_epoch: bool = False
-    """After each epoch but the last, the reference becomes the policy as it is then."""
+    """Copy the policy to the reference after each epoch but the last."""
 
     micro_train_batch_size_per_gpu: OptionalCount = None
-    """Most trajectories in one forward and backward pass; null leaves it to `max_tokens_per_microbatch`. A cap on
-    memory: the loss and its gradient do not depend on it."""
+    """Maximum number of trajectories in one forward and backward pass; null leaves it to `max_tokens_per_microbatch`.
+    It limits memory; the loss and its gradient do not depend on it."""
 
     micro_forward_batch_size_per_gpu: OptionalCount = None
-    """Most trajectories in one pass without gradient; null leaves it to `max_tokens_per_microbatch`."""
+    """Maximum number of trajectories in one forward pass; null leaves it to `max_tokens_per_microbatch`."""
 
     max_tokens_per_microbatch: Count = 16384
-    """Most tokens in one pass; a longer trajectory goes alone. A cap on memory: the loss and its gradient do not depend
-    on it."""
+    """Maximum number of tokens in one pass; a longer trajectory has a pass of its own. It limits memory; the loss and
+    its gradient do not depend on it."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
@@ -104,28 +132,28 @@ class TrainerConfig(Section):
     """Prompts per evaluation batch."""
 
     eval_before_train: bool = True
-    """Evaluate before the first step too, when evaluation is on."""
+    """Also evaluate before the first step, if evaluation is on."""
 
     eval_interval: CountOrMinusOne = 5
-    """Evaluate every so many steps, and after the last one; -1 turns evaluation off."""
+    """Steps between evaluations; the last step is evaluated too; -1 turns evaluation off."""
 
     ckpt_interval: CountOrMinusOne = 10
-    """Write a checkpoint every so many steps, and after the last one; -1 writes none."""
+    """Steps between checkpoints; the last step has one too; -1 writes none."""
 
     ckpt_path: Resolved[Text] = resolved_later()
     """Folder of the checkpoints; null takes `<output_dir>/<project_name>/<run_name>/ckpts`."""
 
     max_ckpts_to_keep: CountOrMinusOne = -1
-    """Older checkpoints than these are removed; -1 keeps all that the disk has room for."""
+    """Number of newest checkpoints to keep; -1 keeps all that the disk has room for."""
 
     hf_save_interval: CountOrMinusOne = -1
-    """Export the policy as a Hugging Face folder every so many steps; -1 exports none."""
+    """Steps between exports of the policy as a Hugging Face folder; -1 exports none."""
 
     export_path: Resolved[Text] = resolved_later()
     """Folder of the exports; null takes `<output_dir>/<project_name>/<run_name>/export`."""
 
     resume_mode: ResumeMode = "latest"
-    """Start from nothing (`none`), from the newest checkpoint under `ckpt_path` if there is one (`latest`), or from
+    """Start from scratch (`none`), from the newest checkpoint under `ckpt_path` if there is one (`latest`), or from
     `resume_path` (`from_path`)."""
 
     resume_path: Text | None = None
@@ -144,7 +172,7 @@ class TrainerConfig(Section):
     """Run, in the run folder and in the trackers."""
 
     logger: LoggerList = Field(default=["console", "tensorboard"])
-    """Where metrics go; wandb needs WANDB_API_KEY. `metrics.jsonl` in the run folder is written in any case."""
+    """Trackers of metrics; wandb needs WANDB_API_KEY. `metrics.jsonl` in the run folder is always written."""
 
     dump_eval_results: bool = True
     """Write every evaluated trajectory under `evals/` in the run folder."""
@@ -154,5 +182,5 @@ class TrainerConfig(Section):
 
     @property
     def run_dir(self) -> str:
-        """The run folder, `$HOME` and `~` not yet expanded."""
+        """The run folder, before `$HOME` and `~` are expanded."""
         return f"{self.output_dir.rstrip('/')}/{self.project_name}/{self.run_name}"

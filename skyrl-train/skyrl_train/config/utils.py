@@ -1,4 +1,4 @@
-"""The path under which SkyRL users import the default configuration."""
+"""The module from which SkyRL scripts import the default configuration."""
 
 from __future__ import annotations
 

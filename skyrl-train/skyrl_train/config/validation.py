@@ -1,57 +1,49 @@
-"""The rules that tie several keys together: each is a small function that yields one sentence per problem.
+"""Rules that tie several keys together: each is a small function that yields one sentence per problem.
 
-The type and the range of a single key belong to its field. Rules of `trainer.algorithm.*` are in `algorithm_rules`;
-those that need the registered functions are in `skyrl_train.algorithms.rules`.
+The type and range of a single key belong to its field. Rules that read the traits of the registered estimator and
+policy loss are in `skyrl_train.algorithms.rules`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
 
-from skyrl_train.config.algorithm_rules import ALGORITHM_RULES, ALGORITHM_WARNINGS
+from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import Rule, show
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.config.wandb_login import wandb_login_problem
 
+CORRECTION = "trainer.algorithm.off_policy_correction"
+
+INTERVALS = (
+    (f"{CORRECTION}.product_mask_low", f"{CORRECTION}.product_mask_high"),
+    (f"{CORRECTION}.geo_mask_low", f"{CORRECTION}.geo_mask_high"),
+    (f"{CORRECTION}.token_mask_is_threshold_low", f"{CORRECTION}.token_mask_is_threshold_high"),
+    (f"{CORRECTION}.outlier_token_is_threshold_low", f"{CORRECTION}.outlier_token_is_threshold_high"),
+    ("trainer.algorithm.clip_cov.clip_cov_lb", "trainer.algorithm.clip_cov.clip_cov_ub"),
+    ("trainer.algorithm.rollout_is.ratio_low", "trainer.algorithm.rollout_is.ratio_high"),
+)
+
 
 def mini_batches_divide_batch(cfg: SkyRLConfig) -> Iterator[str]:
-    """Every mini-batch of a step has the same number of prompts."""
-    batch = cfg.trainer.train_batch_size
-    for key, mini in _mini_batches(cfg).values():
-        if batch % mini:
-            yield f"{key}={mini} must divide trainer.train_batch_size={batch}; try {_around(mini, _divisors(batch))}"
-
-
-def mini_batches_fill_workers(cfg: SkyRLConfig, policy_dp: int, critic_dp: int) -> Iterator[str]:
-    """Every data-parallel worker gets the same, non-zero number of trajectories; holds by itself for one worker."""
-    batch, n_samples = cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt
-    n_workers = {"policy": policy_dp, "critic": critic_dp}
-    for role, (key, mini) in _mini_batches(cfg).items():
-        n = n_workers[role]
-        if mini * n_samples % n:
-            splits = [size for size in _divisors(batch) if size * n_samples % n == 0]
-            prompts = f"{key}={_around(mini, splits)}" if splits else ""
-            samples = f"generator.n_samples_per_prompt={_next_multiple(n_samples, n)}"
+    """Refuse mini-batches of unequal numbers of prompts."""
+    batch, sizes = cfg.trainer.train_batch_size, {"policy": cfg.trainer.policy_mini_batch_size}
+    if cfg.trainer.critic.model.path is not None:
+        sizes["critic"] = cfg.trainer.critic_mini_batch_size
+    for role, size in sizes.items():
+        if batch % size:
+            divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+            nearest = [n for n in divisors if n < size][-1:] + [n for n in divisors if n > size][:1]
             yield (
-                f"{key}={mini} times generator.n_samples_per_prompt={n_samples} is {mini * n_samples} trajectories, "
-                f"which do not split evenly over {n} {role} workers; "
-                f"try {' or '.join(filter(None, [prompts, samples]))}"
+                f"trainer.{role}_mini_batch_size={size} must divide trainer.train_batch_size={batch}; try "
+                f"{' or '.join(map(str, nearest))}"
             )
 
 
-def _mini_batches(cfg: SkyRLConfig) -> dict[str, tuple[str, int]]:
-    """Key and size of the mini-batches of each model that is trained."""
-    sizes = {"policy": ("trainer.policy_mini_batch_size", cfg.trainer.policy_mini_batch_size)}
-    if cfg.trainer.critic.model.path is not None:
-        sizes["critic"] = ("trainer.critic_mini_batch_size", cfg.trainer.critic_mini_batch_size)
-    return sizes
-
-
 def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
-    """`seq_mean_token_sum_norm` divides by a constant that must be known."""
+    """Refuse `seq_mean_token_sum_norm` without the constant that it divides by."""
     algorithm = cfg.trainer.algorithm
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and algorithm.max_seq_len is None:
         yield (
@@ -62,7 +54,7 @@ def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def training_temperature_is_positive(cfg: SkyRLConfig) -> Iterator[str]:
-    """Greedy rollouts give no temperature to divide the logits by."""
+    """Refuse to divide the logits by the temperature of greedy rollouts."""
     if cfg.trainer.algorithm.temperature == 0:
         yield (
             "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, and "
@@ -72,7 +64,7 @@ def training_temperature_is_positive(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """A prompt that the dataset keeps must fit the first turn; in one turn nothing longer ever comes."""
+    """Refuse an input limit below the longest prompt, or above it when there is a single turn."""
     n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
     if n_input is None:
         return
@@ -89,7 +81,7 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def engines_run_here(cfg: SkyRLConfig) -> Iterator[str]:
-    """There is no way to reach an engine that another program started."""
+    """Refuse engines that another program started."""
     if not cfg.generator.run_engines_locally:
         yield (
             "generator.run_engines_locally=false asks for engines that another program started, which this version "
@@ -98,7 +90,7 @@ def engines_run_here(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Evaluation needs prompts, unless it is off."""
+    """Refuse evaluation without prompts."""
     if not cfg.data.val_data and cfg.trainer.eval_interval > 0:
         yield (
             f"data.val_data=[] leaves nothing to evaluate every trainer.eval_interval={cfg.trainer.eval_interval} "
@@ -107,13 +99,13 @@ def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Training needs prompts."""
+    """Refuse training without prompts."""
     if not cfg.data.train_data:
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
 
 
 def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
-    """`resume_mode=from_path` names one checkpoint folder."""
+    """Refuse `resume_mode=from_path` without the path of one checkpoint."""
     if cfg.trainer.resume_mode != "from_path":
         return
     path = cfg.trainer.resume_path
@@ -130,7 +122,7 @@ def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
-    """A path without its mode does nothing."""
+    """Warn of a path that `resume_mode` ignores."""
     if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
         yield (
             f"trainer.resume_path={show(cfg.trainer.resume_path)} is not read when "
@@ -139,10 +131,168 @@ def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def wandb_has_a_key(cfg: SkyRLConfig) -> Iterator[str]:
-    """Weights & Biases refuses runs without a login, which would otherwise be seen only once the models have loaded."""
+    """Refuse Weights & Biases without a login, which it would report only after the models have loaded."""
     problem = wandb_login_problem(os.environ) if "wandb" in cfg.trainer.logger else None
     if problem:
         yield problem
+
+
+def group_filters(cfg: SkyRLConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the filters of groups of equal rewards that are on: key, value, and the value that turns it off."""
+    algorithm = cfg.trainer.algorithm
+    if algorithm.dynamic_sampling.type is not None:
+        yield "trainer.algorithm.dynamic_sampling.type", algorithm.dynamic_sampling.type, "null"
+    if algorithm.zero_variance_filter:
+        yield "trainer.algorithm.zero_variance_filter", "true", "false"
+
+
+def distillation_has_a_teacher(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a teacher that is the policy itself, or becomes it."""
+    estimator = "trainer.algorithm.advantage_estimator=on_policy_distillation"
+    if cfg.trainer.algorithm.advantage_estimator != "on_policy_distillation":
+        return
+    teacher, student = cfg.trainer.ref.model.path, cfg.trainer.policy.model.path
+    if teacher == student:
+        yield (
+            f"{estimator} learns from trainer.ref.model.path={show(teacher)}, which is "
+            f"trainer.policy.model.path={show(student)} itself; set trainer.ref.model.path=<the teacher>"
+        )
+    if cfg.trainer.update_ref_every_epoch:
+        yield (
+            f"trainer.update_ref_every_epoch=true would replace the teacher of {estimator} by the policy; set "
+            "trainer.update_ref_every_epoch=false"
+        )
+
+
+def filter_has_a_group(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse to compare the rewards of a group of one."""
+    for key, value, off in group_filters(cfg):
+        if cfg.generator.n_samples_per_prompt == 1:
+            yield (
+                f"{key}={value} compares the rewards of one prompt's samples, and generator.n_samples_per_prompt=1 "
+                f"leaves nothing to compare; try generator.n_samples_per_prompt=5, or {key}={off}"
+            )
+
+
+def kl_in_reward_is_possible(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a KL penalty in the reward that would count twice, not at all, or without its gradient."""
+    algorithm = cfg.trainer.algorithm
+    if not algorithm.use_kl_in_reward:
+        return
+    if algorithm.use_kl_loss:
+        yield (
+            "trainer.algorithm.use_kl_loss=true and trainer.algorithm.use_kl_in_reward=true would count the KL "
+            "divergence twice; set one of them to false"
+        )
+    estimator = algorithm.kl_estimator_type
+    if estimator.endswith("+"):
+        yield (
+            f"trainer.algorithm.kl_estimator_type={estimator} differs from {estimator[:-1]} by its gradient, and with "
+            "trainer.algorithm.use_kl_in_reward=true there is none; set "
+            f"trainer.algorithm.kl_estimator_type={estimator[:-1]}"
+        )
+
+
+def kl_settings_have_a_kl_term(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse settings of a KL term that is off, or that has no weight to adapt."""
+    algorithm = cfg.trainer.algorithm
+    is_adaptive = algorithm.kl_ctrl.type == "adaptive"
+    if is_adaptive and not algorithm.use_kl_in_reward:
+        yield (
+            "trainer.algorithm.kl_ctrl.type=adaptive controls the KL penalty in the reward, and "
+            "trainer.algorithm.use_kl_in_reward=false leaves nothing to control; set "
+            "trainer.algorithm.use_kl_in_reward=true and trainer.algorithm.use_kl_loss=false, or "
+            "trainer.algorithm.kl_ctrl.type=fixed"
+        )
+    if is_adaptive and algorithm.kl_loss_coef == 0:
+        yield (
+            "trainer.algorithm.kl_loss_coef=0.0 stays 0 whatever trainer.algorithm.kl_ctrl.type=adaptive multiplies it "
+            "by; try trainer.algorithm.kl_loss_coef=0.001"
+        )
+    if algorithm.use_bias_correction_kl and not algorithm.use_kl_loss:
+        yield (
+            "trainer.algorithm.use_bias_correction_kl=true weighs the KL loss, and "
+            "trainer.algorithm.use_kl_loss=false leaves none; set trainer.algorithm.use_kl_loss=true, or "
+            "trainer.algorithm.use_bias_correction_kl=false"
+        )
+
+
+def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an interval whose lower end is not below its upper end, and one of token ratios with a single end."""
+    keys = [f"{CORRECTION}.token_mask_is_threshold_{end}" for end in ("low", "high")]
+    values = [value_at(cfg, key) for key in keys]
+    if values.count(None) == 1:
+        missing = values.index(None)
+        yield (
+            f"{keys[missing]}=null must be set too when {keys[1 - missing]}={show(values[1 - missing])}: tokens are "
+            f"left out on both sides; set {keys[missing]}={(0.5, 2.0)[missing]}, or {keys[1 - missing]}=null"
+        )
+    for low_key, high_key in INTERVALS:
+        low, high = value_at(cfg, low_key), value_at(cfg, high_key)
+        if low is not None and high is not None and low >= high:
+            yield (
+                f"{low_key}={low} must be below {high_key}={high}, or nothing lies between them; lower the first or "
+                "raise the second"
+            )
+
+
+def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a second clip that bounds what the first one lets pass, and a buffer that punishes every response."""
+    algorithm, longest = cfg.trainer.algorithm, cfg.generator.sampling_params.max_generate_length
+    first, buffer = 1 + algorithm.eps_clip_high, algorithm.overlong_buffer_len
+    if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= first:
+        yield (
+            f"trainer.algorithm.clip_ratio_c={algorithm.clip_ratio_c} must be above {first:g}, that is 1 plus "
+            f"trainer.algorithm.eps_clip_high={algorithm.eps_clip_high}, or trainer.algorithm.policy_loss_type="
+            f"dual_clip clips what it should not; try trainer.algorithm.clip_ratio_c={first + 2:g}"
+        )
+    if buffer is not None and buffer >= longest:
+        fixes = [f"trainer.algorithm.overlong_buffer_len={n}" for n in ([longest // 4 or 1] if longest > 1 else [])]
+        yield (
+            f"trainer.algorithm.overlong_buffer_len={buffer} must be below "
+            f"generator.sampling_params.max_generate_length={longest}, or every response is punished for its length; "
+            f"try {' or '.join([*fixes, 'trainer.algorithm.overlong_buffer_len=null'])}"
+        )
+
+
+def rewards_are_compared(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of groups of one, of filters without effect, and of truncation that zeroes nearly every reward."""
+    algorithm, generator = cfg.trainer.algorithm, cfg.generator
+    if generator.n_samples_per_prompt == 1 and algorithm.advantage_estimator == "grpo":
+        yield (
+            "generator.n_samples_per_prompt=1 with trainer.algorithm.advantage_estimator=grpo compares every "
+            "trajectory with itself only; try generator.n_samples_per_prompt=5"
+        )
+    if algorithm.dynamic_sampling.type == "filter" and algorithm.zero_variance_filter:
+        yield (
+            "trainer.algorithm.zero_variance_filter=true finds no group of equal rewards, for "
+            "trainer.algorithm.dynamic_sampling.type=filter has dropped them; leave one of the two out"
+        )
+    for name, effect in (
+        ("zero_reward_on_non_stop", "nearly every reward becomes 0"),
+        ("apply_overlong_filtering", "nearly every trajectory is left out of the loss"),
+    ):
+        if getattr(generator, name) and generator.sampling_params.max_generate_length == 1:
+            yield (
+                f"generator.{name}=true looks for replies that ended by themselves, and with "
+                f"generator.sampling_params.max_generate_length=1 next to none does: {effect}; set "
+                f"generator.{name}=false"
+            )
+
+
+def loss_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of a loss that ignores rewards, and of a KL loss whose gradient is 0 on average."""
+    algorithm = cfg.trainer.algorithm
+    if algorithm.policy_loss_type == "cross_entropy":
+        yield (
+            "trainer.algorithm.policy_loss_type=cross_entropy imitates every rollout, whatever its reward; try "
+            "trainer.algorithm.policy_loss_type=policy_gradient"
+        )
+    if algorithm.use_kl_loss and algorithm.kl_estimator_type == "k1" and not algorithm.use_bias_correction_kl:
+        yield (
+            "trainer.algorithm.kl_estimator_type=k1 with trainer.algorithm.use_kl_loss=true has a gradient of 0 on "
+            "average, which is noise; try trainer.algorithm.kl_estimator_type=k1+ or k3"
+        )
 
 
 RULES: tuple[Rule, ...] = (
@@ -154,37 +304,22 @@ RULES: tuple[Rule, ...] = (
     input_length_covers_prompts,
     engines_run_here,
     resume_path_is_a_checkpoint,
-    *ALGORITHM_RULES,
+    distillation_has_a_teacher,
+    filter_has_a_group,
+    kl_in_reward_is_possible,
+    kl_settings_have_a_kl_term,
+    intervals_are_not_empty,
+    bounds_leave_room,
 )
 """Rules that read the configuration alone."""
 
 MACHINE_RULES: tuple[Rule, ...] = (wandb_has_a_key,)
 """Rules that read the machine too: only a run checks them, a report about a finished run does not."""
 
-WARNINGS: tuple[Rule, ...] = (*ALGORITHM_WARNINGS, resume_path_is_read)
-"""What is allowed, but most likely not meant."""
+WARNINGS: tuple[Rule, ...] = (rewards_are_compared, loss_learns_from_rewards, resume_path_is_read)
+"""Warnings of settings that are allowed, but most likely not meant."""
 
 
 def find_problems(cfg: SkyRLConfig, rules: tuple[Rule, ...] = RULES) -> list[str]:
-    """The sentences of every rule that a configuration breaks."""
+    """Return the sentences of every rule that a configuration breaks."""
     return [sentence for rule in rules for sentence in rule(cfg)]
-
-
-def find_warnings(cfg: SkyRLConfig) -> list[str]:
-    """The sentences of every warning that a configuration gives rise to."""
-    return find_problems(cfg, WARNINGS)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _around(value: int, choices: list[int]) -> str:
-    """The nearest choices below and above a value, e.g. "32 or 64"."""
-    below = [choice for choice in choices if choice < value][-1:]
-    above = [choice for choice in choices if choice > value][:1]
-    return " or ".join(str(choice) for choice in below + above)
-
-
-def _next_multiple(value: int, step: int) -> int:
-    return math.ceil(value / step) * step

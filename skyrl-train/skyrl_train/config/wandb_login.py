@@ -1,4 +1,4 @@
-"""Whether Weights & Biases could start a run, known without importing it."""
+"""Check the login of Weights & Biases without importing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
 
 def wandb_login_problem(environ: Mapping[str, str]) -> str | None:
-    """What is missing, and how to get it; None when there is a key, a `wandb login`, or a mode that needs neither.
+    """Return None if there is a key, a `wandb login`, or a mode that needs neither; else a sentence on how to log in.
 
     Reads only `environ` and the netrc file.
     """

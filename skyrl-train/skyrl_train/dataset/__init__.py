@@ -1,4 +1,4 @@
-"""Prompt rows in, training batches out."""
+"""Datasets of prompts, and batches made of trajectories."""
 
 from skyrl_train.dataset.prompts import PromptDataset
 

@@ -1,4 +1,4 @@
-"""Trajectories to the padded tensors of a training batch, and rows to micro-batches."""
+"""Conversion of trajectories to training batches, and of rows to micro-batches."""
 
 from __future__ import annotations
 
@@ -59,11 +59,8 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, max_rows: int | None 
     A row longer than `max_tokens` gets a micro-batch of its own. With `max_rows`, none has more rows than that.
     """
     parts: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):  # the newest row is the longest
-        part = parts[-1] if parts else None
-        is_full = part is None or lengths[row] * (len(part) + 1) > max_tokens or len(part) == max_rows
-        if is_full:
-            parts.append([row])
-        elif part is not None:
-            part.append(row)
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):  # `row` is the longest so far
+        if not parts or lengths[row] * (len(parts[-1]) + 1) > max_tokens or len(parts[-1]) == max_rows:
+            parts.append([])
+        parts[-1].append(row)
     return parts

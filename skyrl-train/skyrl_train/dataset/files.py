@@ -17,14 +17,14 @@ Row = dict[str, Any]
 
 
 def read_rows(source: str) -> list[Row]:
-    """The rows of one entry of `data.train_data` or `data.val_data`.
+    """Return the rows of one entry of `data.train_data` or `data.val_data`.
 
     Args:
         source: a `.parquet`, `.json` or `.jsonl` file (`~` and `$VARIABLES` are expanded), or a Hub dataset as
             `owner/name` (its train split), `owner/name:split` or, if it has configurations, `owner/name/config:split`.
 
     Raises:
-        DataError: no such file, or one that cannot be read; names the path and the reason.
+        DataError: the file does not exist or cannot be read.
     """
     path = Path(os.path.expandvars(source)).expanduser()
     read = _READERS.get(path.suffix)
@@ -43,7 +43,7 @@ def read_rows(source: str) -> list[Row]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object a line; the file appears when it is complete."""
+    """Write one JSON object per line; the file appears when it is complete."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -87,10 +87,10 @@ def _read_from_hub(source: str) -> list[Row]:
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:
-    """Dataset, configuration and split of `owner/name/config:split`, of which the last two may be left out."""
+    """Return dataset, configuration and split of `owner/name/config:split`; the last two are optional."""
     name, _, split = source.partition(":")
     parts = name.split("/")
-    if len(parts) == 3 and all(parts) and not Path(name).exists():  # a folder with data is a dataset too
+    if len(parts) == 3 and all(parts) and not Path(name).exists():  # a local folder is a dataset too
         return "/".join(parts[:2]), parts[2], split or "train"
     return name, None, split or "train"
 

@@ -1,4 +1,4 @@
-"""Batches to which each data source contributes its share."""
+"""Batches with a fixed share of prompts from each data source."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ MIXTURE = "data.mixture"
 class MixedPrompts(PromptOrder):
     """Batches of prompts in which every data source has its share, whatever its size.
 
-    Each source is gone through in an order of its own, epoch after epoch. What a source's share of a batch falls short
-    of a whole prompt is made up for in the batches that follow. An epoch of the whole is as many batches as the dataset
-    fills.
+    Each source is shuffled separately, epoch after epoch. Fractions of a prompt are carried over to later batches. An
+    epoch of the mixture is as many batches as the dataset fills.
     """
 
     def __init__(
@@ -35,13 +34,16 @@ class MixedPrompts(PromptOrder):
         *,
         resumes_weights: bool = False,
     ) -> None:
-        """`weights` by data source, which need not add up to 1; none: by the number of rows. `n_least` prompts of each
-        source are in every batch, however small its share. `resumes_weights`: the weights of a position that is loaded
-        apply, for a curriculum made them; otherwise these.
+        """Start with the first batch.
+
+        Args:
+            weights: by data source, relative to one another; empty: by the number of rows.
+            n_least: minimum number of prompts of each source in every batch.
+            resumes_weights: `load_state_dict` restores the weights too, since a curriculum set them.
 
         Raises:
             DataError: the dataset does not fill one batch.
-            ConfigError: see `set_weights`; or `n_least` of each source do not fit.
+            ConfigError: the weights are invalid, or `n_least` of each source do not fit.
         """
         super().__init__(dataset, batch_size, seed)
         rows: dict[str, list[int]] = {}
@@ -51,8 +53,8 @@ class MixedPrompts(PromptOrder):
         self._n_least = n_least
         self._resumes_weights = resumes_weights
         self._n_batches = 0
-        self._credits = dict.fromkeys(self._streams, 0.0)  # prompts that a source is owed
-        self.set_weights(weights or {name: len(of_source) for name, of_source in rows.items()})
+        self._credits = dict.fromkeys(self._streams, 0.0)  # prompts owed to each source
+        self.set_weights(weights or {name: len(numbers) for name, numbers in rows.items()})
 
     @property
     def weights(self) -> dict[str, float]:
@@ -60,10 +62,10 @@ class MixedPrompts(PromptOrder):
         return dict(self._weights)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """From the next batch on, other shares. A source of weight 0 is left out.
+        """Set the shares from the next batch on. A source of weight 0 is left out.
 
         Raises:
-            ConfigError: a weight is missing, negative or not finite, all are 0, or one is of no source.
+            ConfigError: a weight is missing, negative, NaN or infinite, all are 0, or a source is unknown.
         """
         _check_weights(weights, list(self._streams))
         total = sum(weights.values())
@@ -77,7 +79,7 @@ class MixedPrompts(PromptOrder):
 
     @property
     def n_epochs_over(self) -> int:
-        """See `PromptOrder`."""
+        """Epochs of the mixture that are complete."""
         return self._n_batches // self.batches_per_epoch
 
     def _next_rows(self) -> list[PromptRow]:
@@ -87,7 +89,7 @@ class MixedPrompts(PromptOrder):
         return [self._dataset[chosen[i]] for i in order.tolist()]
 
     def _shares(self) -> dict[str, int]:
-        """How many prompts each source contributes to the next batch; settles what it is owed."""
+        """Return each source's number of prompts in the next batch, and settle its credit."""
         used = [name for name, weight in self._weights.items() if weight > 0]
         for name in used:
             self._credits[name] += self._batch_size * self._weights[name]
@@ -97,7 +99,7 @@ class MixedPrompts(PromptOrder):
             movable = [name for name in used if step > 0 or shares[name] > self._n_least]
             most_owed = max(movable, key=lambda name: step * (self._credits[name] - shares[name]))
             shares[most_owed] += step
-        for name in used:  # what is forced upon a batch is no debt for ever
+        for name in used:  # forced deviations are not owed forever
             self._credits[name] = max(-1.0, min(1.0, self._credits[name] - shares[name]))
         return shares
 
@@ -112,7 +114,7 @@ class MixedPrompts(PromptOrder):
     def _load(self, state: dict[str, Any]) -> None:
         if "streams" not in state:
             raise DataError(
-                f"the checkpoint was made without {MIXTURE}, and this run has one; go on without, or start anew with "
+                f"the checkpoint was made without {MIXTURE}, and this run has one; remove it, or start a new run with "
                 "another trainer.run_name"
             )
         self._n_batches = state["n_batches"]
@@ -124,23 +126,23 @@ class MixedPrompts(PromptOrder):
 
 
 class _Stream:
-    """The rows of one source, epoch after epoch, each in an order that follows from the seed and the epoch."""
+    """The rows of one source, shuffled for each epoch by the seed and the epoch's number."""
 
     def __init__(self, name: str, rows: Sequence[int], seed: int) -> None:
         self._name = name
         self._rows = rows
         self._seed = seed
-        self.position = (0, 0)  # epoch, and row of the epoch's order
+        self.position = (0, 0)  # epoch, index in its order
 
     def take(self, n: int) -> list[int]:
-        """The next n rows; one that is taken again is of another epoch."""
+        """Return the next n rows, from several epochs if need be."""
         epoch, row = self.position
         taken: list[int] = []
         while len(taken) < n:
             order = torch.randperm(len(self._rows), generator=_generator(self._seed, self._name, epoch))
-            some = order[row : row + n - len(taken)].tolist()
-            taken += [self._rows[i] for i in some]
-            row += len(some)
+            indices = order[row : row + n - len(taken)].tolist()
+            taken += [self._rows[i] for i in indices]
+            row += len(indices)
             if row == len(self._rows):
                 epoch, row = epoch + 1, 0
         self.position = (epoch, row)

@@ -1,4 +1,4 @@
-"""The order in which training goes through its prompts: the n-th draw → a row."""
+"""The order in which prompts are drawn for training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ EPOCHS_PER_SEED = 1_000_003  # the second epoch of one seed is not the first of 
 
 
 class PromptOrder(ABC):
-    """Batches of prompts, epoch after epoch, in an order that follows from the seed alone.
+    """Batches of prompts, epoch after epoch, in an order that depends on the seed alone.
 
-    Every prompt that is drawn gets the next number. `state_dict` is the position after the last batch; an order that
-    loads it continues from there.
+    Drawn prompts are numbered. `state_dict` is the position after the last batch; an order that loads it continues from
+    there.
     """
 
     def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
-        """DataError if the dataset does not fill one batch."""
+        """Start at the first prompt; DataError if the dataset does not fill one batch."""
         if len(dataset) < batch_size:
             raise DataError(
                 f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
@@ -50,20 +50,21 @@ class PromptOrder(ABC):
         return [DrawnPrompt(first + i, row) for i, row in enumerate(rows)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what identifies the data that it is a position in."""
+        """Return the position, and the identity of the data."""
         return {**self._position(), "n_drawn": self._n_drawn, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, with batches of any size.
 
         Raises:
-            DataError: the data or the seed is another one, so the position means nothing here.
+            DataError: the state is of other data or another seed.
         """
         for name, value in self._identity().items():
             if state[name] != value:
                 raise DataError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={value}; resume with "
-                    "the same data and seed, or start anew with trainer.resume_mode=none and another trainer.run_name"
+                    "the same data and seed, or start a new run with another trainer.run_name and "
+                    "trainer.resume_mode=none"
                 )
         self._load(state)
         self._n_drawn = state["n_drawn"]
@@ -78,24 +79,23 @@ class PromptOrder(ABC):
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """Take over the position in `state`, which is of the same data."""
+        """Set the position to that of `state`."""
 
     def _identity(self) -> dict[str, Any]:
         return {"n_rows": len(self._dataset), "fingerprint": self._dataset.fingerprint, "seed": self._seed}
 
 
 class ShuffledPrompts(PromptOrder):
-    """All rows shuffled, anew in each epoch. The last batch of an epoch is dropped when it is not full."""
+    """All rows, shuffled for each epoch. A last batch that is not full is dropped."""
 
     def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
-        """See `PromptOrder`."""
         super().__init__(dataset, batch_size, seed)
         self._epoch = 0
-        self._row = 0  # of the epoch's order: where the next batch starts
+        self._row = 0  # start of the next batch in the epoch's order
 
     @property
     def n_epochs_over(self) -> int:
-        """See `PromptOrder`."""
+        """Epochs that have no batch left."""
         return self._epoch + self._is_epoch_over
 
     @property
@@ -116,7 +116,7 @@ class ShuffledPrompts(PromptOrder):
     def _load(self, state: dict[str, Any]) -> None:
         if "epoch" not in state:
             raise DataError(
-                "the checkpoint was made with data.mixture, and this run has none; give it the same, or start anew "
-                "with another trainer.run_name"
+                "the checkpoint was made with data.mixture, and this run has none; set it, or start a new run with "
+                "another trainer.run_name"
             )
         self._epoch, self._row = state["epoch"], state["row"]

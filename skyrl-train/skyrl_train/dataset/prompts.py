@@ -33,8 +33,8 @@ class PromptDataset:
         """Read, check and filter the rows.
 
         Raises:
-            DataError: a source that cannot be read, a row without a chat prompt, one whose prompt the chat template
-                refuses, or no row short enough.
+            DataError: a source cannot be read, a row has no chat prompt or one that the chat template refuses, or no
+                row is short enough.
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
         rows, texts = [], []
@@ -57,7 +57,7 @@ class PromptDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every row, the same for the same data in the same order."""
+        """A hash of all rows in their order."""
         digest = hashlib.blake2b(digest_size=16)
         for row in self._rows:
             digest.update(repr(row).encode())
@@ -93,7 +93,7 @@ def _prompt_row(uid: str, row: Row, prompt_key: str, env_class_key: str) -> Prom
 
 
 def _render(prompt: Sequence[Mapping[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt with the assistant's header, as the model will read it."""
+    """Render the prompt with the assistant's header."""
     try:
         conversation = [dict(message) for message in prompt]
         return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))

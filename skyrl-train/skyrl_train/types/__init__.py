@@ -1,4 +1,4 @@
-"""The nouns every room speaks: trajectories from rollouts, the batch the trainer learns from, and metrics.
+"""The shared types: trajectories of rollouts, training batches, and metrics.
 
 Letters: P prompts in a step, G samples of each, B rows of L tokens, the last R of them response.
 """

@@ -1,4 +1,4 @@
-"""Rows of tokens as tensors, and the part of them that one rank works on."""
+"""Rows of tokens as tensors, and the part of them that one rank processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 class TrainingBatch:
     """B rows as tensors. Prompts are padded left, responses right: every response starts at column L - R.
 
-    Only the first four fields are always there; others are None until they are computed, or where a run has no use
-    for them. Rows of one draw stand side by side, and so do those of one trajectory.
+    Only the first four fields are always set; others are None until they are computed, or if the run does not need
+    them. Rows of one draw are adjacent, and so are those of one trajectory.
     """
 
     sequences: torch.Tensor  # (B, L) int64
@@ -68,10 +68,9 @@ class TrainingBatch:
     @property
     def is_last_row(self) -> torch.Tensor:
         """True on the last row of each trajectory (B,)."""
-        if self.trajectories is None:
-            return torch.ones(len(self), dtype=torch.bool)
         is_last = torch.ones(len(self), dtype=torch.bool)
-        is_last[:-1] = self.trajectories[1:] != self.trajectories[:-1]
+        if self.trajectories is not None:
+            is_last[:-1] = self.trajectories[1:] != self.trajectories[:-1]
         return is_last
 
     def _starts(self) -> list[int]:
@@ -100,7 +99,7 @@ class TrainingBatch:
         for name in TENSOR_FIELDS:
             parts = [getattr(batch, name) for batch in batches]
             n_computed = sum(part is not None for part in parts)
-            assert n_computed in (0, len(parts)), f"{name} is there in {n_computed} of {len(parts)} batches"
+            assert n_computed in (0, len(parts)), f"{name} is set in {n_computed} of {len(parts)} batches"
             joined[name] = torch.cat(parts) if n_computed else None
         names = {name for batch in batches for name in batch.reward_components}
         components = {name: torch.cat([batch.reward_components[name] for batch in batches]) for name in names}
@@ -119,14 +118,14 @@ TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "reward
 
 @dataclass(slots=True)
 class Shard:
-    """The part of a batch that one data-parallel rank works on."""
+    """The part of a batch that one data-parallel rank processes."""
 
     rows: TrainingBatch  # (b, L); fillers, whose loss mask is 0, come after the rank's own rows
     micro_batches: list[list[int]]  # rows of each pass; equally many on every rank
 
 
 class TokenScores(NamedTuple):
-    """A language model's view of chosen tokens, (B, R) or (N,) each; 0 where no token was chosen."""
+    """Scores of a language model for chosen tokens, (B, R) or (N,) each; 0 elsewhere."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor  # of the distribution the token came from, in nats
@@ -134,7 +133,7 @@ class TokenScores(NamedTuple):
 
 
 class ValueScores(NamedTuple):
-    """A critic's view of the states in which tokens were sampled, (B, R); 0 where no token was chosen."""
+    """A critic's values of the states in which the chosen tokens were sampled, (B, R); 0 elsewhere."""
 
     values: torch.Tensor
 

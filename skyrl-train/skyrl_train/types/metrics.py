@@ -1,4 +1,4 @@
-"""Measurements that can be added up in any order: over micro-batches, ranks, updates and stages of a step."""
+"""Metrics that merge in any order: over micro-batches, ranks, updates and stages of a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MetricKind = Literal["mean", "std", "ess", "sum", "max", "min"]
 
 
 class Metric(NamedTuple):
-    """Sums from which one number follows, e.g. `Metric("mean", value=6.0, weight=4.0)` is 1.5.
+    """The sums behind one number, e.g. `Metric("mean", value=6.0, weight=4.0)` is 1.5.
 
     `mean`, `std` (of the population) and `ess` (effective sample size as a share of the samples, (Σx)² / (n Σx²)) are
-    of all samples that were merged, however they were divided.
+    of all merged samples.
     """
 
     kind: MetricKind
@@ -52,7 +52,7 @@ class Metrics(dict[str, Metric]):
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> Metrics:
-        """Wrap numbers that were measured once; merged with others of the same name, they are averaged."""
+        """Wrap numbers; merged with others of the same name, they are averaged."""
         return cls({name: Metric("mean", float(value)) for name, value in numbers.items()})
 
     def merge(self, *others: Metrics) -> Metrics:
@@ -103,7 +103,7 @@ class MetricSums:
             self.add(kind, full_name, value, 1.0 if kind in extremes else len(values), values.square().sum())
 
     def metrics(self) -> Metrics:
-        """Return what was added."""
+        """Return the metrics that were added."""
         if not self._sums:
             return Metrics()
         rows = torch.stack([sums.cpu() for sums in self._sums]).tolist()

@@ -1,7 +1,8 @@
-"""What a rank needs to know to load its model."""
+"""Specifications of ranks, models and their tensors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,14 +36,14 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model of a run: where it comes from, and how its ranks compute."""
+    """One model of a run: its source, and how its ranks compute."""
 
     role: Role
     load: Callable[[], Any]
     """Returns the `PreTrainedModel`, on the rank's device."""
     save_tokenizer: Callable[[str], Any]
     """Writes the tokenizer into a folder; called for exports and checkpoints."""
-    optimizer: OptimizerSpec | None = None  # None: the model does not learn
+    optimizer: OptimizerSpec | None = None  # None: the model is frozen
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
     max_tokens_per_micro_batch: int = 16384
@@ -61,7 +62,4 @@ class TensorSpec:
     @property
     def n_bytes(self) -> int:
         """Size of the tensor."""
-        n_values = 1
-        for size in self.shape:
-            n_values *= size
-        return n_values * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize

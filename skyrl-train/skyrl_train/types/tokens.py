@@ -1,4 +1,4 @@
-"""Prompts, turns and trajectories: tokens as lists, before they are a batch."""
+"""Prompts, turns and trajectories, with tokens as lists."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class PromptRow:
 
     @property
     def data_source(self) -> str:
-        """The dataset that the row comes from, for grouping metrics; "unknown" where the row does not name it."""
+        """The dataset of the row, for grouping metrics; "unknown" if the row does not name it."""
         return str(self.env_extras.get("data_source") or "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """A prompt that was drawn from the dataset. Drawing a row again makes another draw of it."""
+    """A prompt drawn from the dataset. A row that is drawn again gets another draw."""
 
-    draw: int  # this run's n-th drawn prompt
+    draw: int  # number of the draw in this run
     row: PromptRow
 
 
@@ -46,22 +46,22 @@ Phase = Literal["train", "eval"]
 class TrajectoryID:
     """One sample of one drawn prompt: `TrajectoryID("17", 3, draw=4711)` is the fourth sample of draw 4711."""
 
-    instance_id: str  # dataset row; for metrics and people only
+    instance_id: str  # dataset row; for metrics and messages only
     repetition_id: int  # 0 … G-1; G is the greedy sample
-    draw: int = 0  # this run's n-th drawn prompt, whichever step trains on it
+    draw: int = 0  # as in `DrawnPrompt`
     phase: Phase = "train"
 
     def to_string(self) -> str:
-        """Return the name that people read, e.g. "17_3"."""
+        """Return a readable name, e.g. "17_3"."""
         return f"{self.instance_id}_{self.repetition_id}"
 
     def session_id(self, attempt: int = 0) -> str:
-        """Return the engine's name for one attempt at this trajectory, e.g. "train-4711-17-3-0"; a run has it once."""
+        """Return the engine's name for one attempt, e.g. "train-4711-17-3-0"; it is unique in a run."""
         return f"{self.phase}-{self.draw}-{self.instance_id}-{self.repetition_id}-{attempt}"
 
 
 class WeightSpan(NamedTuple):
-    """`n_tokens` in a row were sampled with the weights of one version."""
+    """Consecutive tokens that were sampled with one version of the weights."""
 
     version: int
     n_tokens: int
@@ -73,7 +73,7 @@ class Turn:
 
     start: int
     end: int
-    prompt_length: int  # tokens the engine was given for this turn, the first prompt included
+    prompt_length: int  # tokens of the engine's input for this turn, the first prompt included
     reward: float
     stop_reason: str  # the engine's: "stop", "length" or "abort"
     weight_spans: tuple[WeightSpan, ...] = ()
@@ -90,8 +90,10 @@ class Segment:
     n_prompt: int
     loss_mask: list[int]  # [r], like the next three
     rewards: list[float]
-    logprobs: list[float] | None = None  # nats; None: the engine did not report them
-    sampling_logprobs: list[float] | None = None  # of the truncated or penalised distribution that was sampled from
+    logprobs: list[float] | None = None  # nats; None: not reported
+    sampling_logprobs: list[float] | None = (
+        None  # of the truncated or penalised distribution, if it was sampled from one
+    )
     turns: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
@@ -113,13 +115,13 @@ class Segment:
 
 @dataclass(slots=True)
 class SegmentBuilder:
-    """A segment that grows turn by turn."""
+    """A segment under construction, turn by turn."""
 
     token_ids: list[int]
     n_prompt: int
     loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)  # None once a turn came without
-    sampling_logprobs: list[float] | None = None  # None until a turn was sampled from another distribution
+    logprobs: list[float] | None = field(default_factory=list)  # None if any turn came without
+    sampling_logprobs: list[float] | None = None  # None while they equal `logprobs`
 
     @property
     def response_length(self) -> int:
@@ -129,7 +131,7 @@ class SegmentBuilder:
     def append_sampled(
         self, token_ids: list[int], logprobs: list[float] | None, sampling_logprobs: list[float] | None
     ) -> None:
-        """Add sampled tokens; `sampling_logprobs` is None where they are the log-probs."""
+        """Add sampled tokens; `sampling_logprobs=None` means that they equal `logprobs`."""
         n_tokens = len(token_ids)
         if sampling_logprobs is not None and self.sampling_logprobs is None:
             self.sampling_logprobs = list(self.logprobs or [0.0] * self.response_length)
@@ -169,9 +171,9 @@ class SegmentBuilder:
 class Trajectory:
     """One rollout, from the prompt to the last sampled token.
 
-    Most are one segment. A conversation whose history was rewritten between two turns has a segment for each version
-    of the history; they share the trajectory's reward and advantage. `prompt_ids`, `response_ids`, `loss_mask`,
-    `rewards` and `logprobs` read the last one.
+    Most are one segment. A conversation whose history is rewritten has a segment for each version of the history; they
+    share the trajectory's reward and advantage. `prompt_ids`, `response_ids`, `loss_mask`, `rewards` and `logprobs`
+    are those of the last one.
 
     A trajectory with an `error` is *invalid*: no baseline, metric or loss reads its rewards.
     """
@@ -180,14 +182,14 @@ class Trajectory:
     env_class: str
     data_source: str
     segments: tuple[Segment, ...]
-    stop_reason: str  # why it ended: its last turn's, or a limit's ("length", "max_turns"), or "env_error", …
-    error: str | None = None  # what made it invalid
-    reward_components: dict[str, float] = field(default_factory=dict)  # totals by name, where the environment says
-    greedy_reward: float | None = None  # total reward of a greedy rollout of the same prompt, where one was played
+    stop_reason: str  # the last turn's, or "length", "max_turns", "env_error", …
+    error: str | None = None  # makes it invalid
+    reward_components: dict[str, float] = field(default_factory=dict)  # totals by name, if reported
+    greedy_reward: float | None = None  # total reward of a greedy rollout of the prompt, if there is one
     env_metrics: dict[str, Any] = field(default_factory=dict)
     env_extras: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)  # seconds: "generate", "env"
-    n_attempts: int = 1  # how often it was played until it was valid, or given up
+    n_attempts: int = 1  # rollouts until it was valid or given up
 
     def __post_init__(self) -> None:
         assert self.segments, f"trajectory {self.id} has no segment"
@@ -235,7 +237,7 @@ class Trajectory:
 
     @property
     def last_stop_reason(self) -> str:
-        """Why its last turn ended; where turns are not known, why the trajectory did."""
+        """The stop reason of the last turn, or of the trajectory if its turns are unknown."""
         turns = self.turns
         return turns[-1].stop_reason if turns else self.stop_reason
 
@@ -251,17 +253,17 @@ class Trajectory:
 
     @property
     def weight_versions(self) -> list[int]:
-        """The versions of the weights that sampled it, ascending."""
+        """The versions of the weights that sampled it, in ascending order."""
         return sorted({span.version for turn in self.turns for span in turn.weight_spans})
 
 
 def last_sampled(loss_mask: Sequence[int]) -> int:
-    """Return the position of the last sampled token [r]; the last token where none was sampled, -1 for no token."""
+    """Return the index of the last sampled token [r]; of the last token if none was sampled, -1 without tokens."""
     last = len(loss_mask) - 1
     return next((position for position in range(last, -1, -1) if loss_mask[position]), last)
 
 
 def all_or_none(values: Sequence[T | None]) -> list[T] | None:
-    """Return the values as a list, or None when one of them is missing."""
+    """Return the values as a list, or None if any is None."""
     present = [value for value in values if value is not None]
     return present if len(present) == len(values) else None

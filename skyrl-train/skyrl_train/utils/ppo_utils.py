@@ -1,7 +1,7 @@
 """Algorithms under the names that SkyRL's scripts import. Everything lives in `skyrl_train.algorithms`.
 
 Three things differ behind the names. Policy losses return the loss of each token (B, R), which the trainer reduces over
-the whole mini-batch; a loss of your own may still return a scalar. `ppo_policy_loss` is `regular` alone. The registries
+the whole mini-batch; a custom loss may still return a scalar. `ppo_policy_loss` is `regular` alone. The registries
 are plain ones in the driver, which hands functions to its workers, so there is nothing to synchronise.
 """
 

@@ -1,4 +1,4 @@
-"""Which sentences of a module of rules a test has seen, by the line of their `yield`."""
+"""Settings that tests of rules share, and the sentences of a module of rules that a test has seen."""
 
 from __future__ import annotations
 
@@ -9,9 +9,32 @@ from types import ModuleType
 
 from omegaconf import OmegaConf
 
+from skyrl_train.config.loading import resolve
 from skyrl_train.config.problems import Rule
-from skyrl_train.config.resolve import resolve
 from skyrl_train.config.root import SkyRLConfig
+
+ALGORITHM = "trainer.algorithm"
+CORRECTION = f"{ALGORITHM}.off_policy_correction"
+KL_IN_REWARD = [f"{ALGORITHM}.use_kl_loss=false", f"{ALGORITHM}.use_kl_in_reward=true"]
+TEACHER = "trainer.ref.model.path=teacher"
+ONE_SAMPLE = "generator.n_samples_per_prompt=1"
+PARTS = {
+    "tis_ratio_type": "sequence",
+    "sequence_mask_metric": "product",
+    "token_mask_is_threshold_low": 0.5,
+    "token_mask_is_threshold_high": 2.0,
+    "outlier_token_is_threshold_low": 0.1,
+    "outlier_token_is_threshold_high": 10.0,
+}
+Case = tuple[list[str], str, list[list[str]]]  # what is reported, in which words, and the nearest that is not
+
+
+def estimator(name: str) -> str:
+    return f"{ALGORITHM}.advantage_estimator={name}"
+
+
+def loss(name: str) -> str:
+    return f"{ALGORITHM}.policy_loss_type={name}"
 
 
 def sentences_of(module: ModuleType, *, without: Iterable[str] = ()) -> set[int]:

@@ -162,7 +162,7 @@ def test_chunks_joined_again_are_the_batch(group_sizes: list[int], n_prompts: in
 def test_cat_refuses_to_drop_what_only_some_batches_have() -> None:
     scored = batch_of([0], advantages=torch.ones(1, 3))
     for batches in ([scored, batch_of([1])], [batch_of([1]), scored]):
-        with pytest.raises(AssertionError, match="advantages is there in 1 of 2 batches"):
+        with pytest.raises(AssertionError, match="advantages is set in 1 of 2 batches"):
             TrainingBatch.cat(batches)
 
 

@@ -41,7 +41,7 @@ TESTS = {
         "workers/test_objective.py",
         "workers/test_critic.py",
     ),
-    "algorithms/": ("algorithms", "config/test_algorithm_rules.py", SPECIFICATION),
+    "algorithms/": ("algorithms", "config/test_validation.py", SPECIFICATION),
     "dataset/batch.py": ("dataset/test_batch.py", SPECIFICATION),
     "models/logprobs.py": ("models/test_logprobs.py", SPECIFICATION),
     "workers/": ("workers", "checkpoint", "distributed"),

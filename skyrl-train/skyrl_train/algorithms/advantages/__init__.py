@@ -1,13 +1,12 @@
 """Advantage estimators: rewards (B, R) in, advantages and returns (B, R) out, both exactly 0 outside the mask.
 
-Most look at a row or at its group alone. These look at the whole batch, so that a batch must not be split before
-them: `reinforce++`, `reinforce++-baseline`, `gae`, `gae_per_turn` and `gdpo` whiten over it, and `gpg` counts it.
+Most read a row or its group alone. These read the whole batch, which must therefore not be split before them:
+`reinforce++`, `reinforce++-baseline`, `gae`, `gae_per_turn` and `gdpo` whiten over it, and `gpg` counts it.
 
-Returns are what is left before a baseline or whitening where an estimator adds up rewards over time, V + A where
-there is a critic, and the advantages themselves otherwise.
+Returns are rewards-to-go where an estimator adds up rewards over time, V + A where there is a critic, and the
+advantages themselves otherwise.
 """
 
-from skyrl_train.algorithms.advantages.batch import normalize_over_batch
 from skyrl_train.algorithms.advantages.by_group import (
     gpg,
     group_normalised,
@@ -30,6 +29,7 @@ from skyrl_train.algorithms.advantages.by_token import (
 from skyrl_train.algorithms.advantages.by_turn import gae_per_turn, grpo_per_turn, rloo_per_turn, turn_index
 from skyrl_train.algorithms.advantages.components import gdpo
 from skyrl_train.algorithms.advantages.groups import group_statistics, trajectory_scores
+from skyrl_train.algorithms.masked import normalize_over_batch
 
 __all__ = [
     "gae",

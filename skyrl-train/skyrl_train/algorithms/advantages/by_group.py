@@ -1,4 +1,4 @@
-"""Estimators that compare what a trajectory earned with its group: one advantage for all its tokens."""
+"""Estimators that compare the score of a trajectory with its group: one advantage for all its tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def grpo(
     """Group-relative advantages: A = (S - mean_group(S)) / (std_group(S) + 1e-6), the same for every token.
 
     S is the sum of a trajectory's rewards, std the unbiased one; `grpo_norm_by_std=false` leaves the division
-    out. A group of one has no baseline: its advantage is S itself. A group of equal rewards gets exactly 0; the
-    formula alone would divide the rounding of their sums by 1e-6.
+    out. A group of one has no baseline: its advantage is S itself. A group of equal rewards gets exactly 0; by the
+    formula alone it would get the rounding of their sums, divided by 1e-6.
 
     Source: DeepSeekMath (Shao et al., 2024, arXiv:2402.03300), section 4.1; without the division, Dr. GRPO
     (Liu et al., 2025, arXiv:2503.20783).
@@ -41,10 +41,7 @@ def grpo(
 
 @register_advantage_estimator("rloo", compares="samples", per_token=False, whitens=False)
 def rloo(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: list[str],
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE leave-one-out: A = S - the mean score of the others = (S - mean_group(S)) · n / (n - 1).
 
@@ -53,41 +50,34 @@ def rloo(
     Source: Buy 4 REINFORCE Samples, Get a Baseline for Free! (Kool et al., 2019); Back to Basics (Ahmadian et al.,
     2024, arXiv:2402.14740).
     """
-    centred, _std, size = _centred_scores(token_level_rewards, response_mask, index)
+    centred, size = _centred_scores(token_level_rewards, response_mask, index)
     return _same_for_every_token(centred * size / (size - 1).clamp(min=1), response_mask)
 
 
 @register_advantage_estimator("reinforce++-baseline", compares="samples", per_token=False, whitens=True)
 def reinforce_plus_plus_baseline(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: list[str],
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE++ with a group baseline: A = whiten(S - mean_group(S)) over the sampled tokens of the batch.
 
-    S is the sum of a trajectory's rewards. A long trajectory counts more than a short one, token by token, so that
-    after whitening a group of equal rewards is 0 only up to the mean that all groups share; a batch of nothing but
-    such groups gets exactly 0.
+    S is the sum of a trajectory's rewards. Whitening weighs trajectories by their length, so it shifts all groups by a
+    common mean, and a group of equal rewards is not exactly 0; a batch of such groups only is.
 
     Source: REINFORCE++ (Hu et al., 2025, arXiv:2501.03262), the variant with baseline.
     """
-    centred, _std, _size = _centred_scores(token_level_rewards, response_mask, index)
+    centred, _size = _centred_scores(token_level_rewards, response_mask, index)
     advantages = masked_whiten(on_sampled_tokens(centred, response_mask), response_mask)
     return advantages, advantages
 
 
 @register_advantage_estimator("opo", compares="samples", per_token=False, whitens=False)
 def opo(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: list[str],
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Optimal reward baseline: A = S - Σ_group l·S / Σ_group l, with l the number of a trajectory's sampled tokens.
 
-    The baseline of least variance weighs each score by the squared norm of its gradient, which grows with length. So
-    a trajectory whose mask is all 0 has no say in it. A group of one, or of equal rewards, gets exactly 0.
+    The baseline of least variance weighs each score by the squared norm of its gradient, which grows with length; a
+    trajectory whose mask is all 0 weighs nothing. A group of one, or of equal rewards, gets exactly 0.
 
     Source: On-Policy RL with Optimal Reward Baseline (Hao et al., 2025, arXiv:2505.23585).
     """
@@ -101,16 +91,13 @@ def opo(
 
 @register_advantage_estimator("gpg", compares="samples", per_token=False, whitens=False)
 def gpg(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: list[str],
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Group policy gradient: A = α · (S - mean_group(S)), with α = trajectories / trajectories of non-zero score.
 
     α makes up for trajectories that earned nothing; both counts are of the whole batch, and of trajectories with
-    sampled tokens. It presumes rewards of 0 for failure: with -1 for failure it is 1. (The paper counts out the
-    trajectories of groups of equal rewards instead; what is here is how the method came into common use.)
+    sampled tokens. It presumes rewards of 0 for failure: with -1 for failure it is 1. (In the paper α leaves out the
+    trajectories of groups of equal rewards; this is the variant in common use.)
 
     Source: GPG (Chu et al., 2025, arXiv:2504.02546); its loss is `policy_loss_type=policy_gradient`.
     """
@@ -124,18 +111,14 @@ def gpg(
 
 @register_advantage_estimator("maxrl", compares="samples", per_token=False, whitens=False)
 def maxrl(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: list[str],
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum likelihood RL: A = (S - mean_group(S)) / (mean_group(S) - floor + 1e-6), floor = min(0, min_group(S)).
 
-    S is the sum of a trajectory's rewards. Where no reward is negative the floor is 0 and this is the paper's
-    estimator: with rewards of 0 and 1, prompts that are solved with probability p weigh 1/p. Its denominator alone
-    is no scale for signed rewards: near 0 the advantages explode, below 0 they change sign. A negative score
-    therefore moves the zero from which the group's scores are counted. So rewards of ±1 give what rewards of 0 and 1
-    give, an advantage has the sign of S - mean, and none leaves [-1, n - 1] in a group of n.
+    S is the sum of a trajectory's rewards. Without negative rewards the floor is 0 and this is the paper's estimator:
+    with rewards of 0 and 1, prompts that are solved with probability p weigh 1/p. With signed rewards the paper's
+    denominator, the mean, may be near 0 or negative; scores are therefore counted from the floor. So rewards of ±1 give
+    the advantages of rewards of 0 and 1, and a group of n has them within [-1, n - 1].
 
     A group of equal rewards gets exactly 0; a group of one keeps its score, as in GRPO.
 
@@ -159,8 +142,8 @@ def grpo_passk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pass@k: the best of a group gets A = (its score - the second best) / (std_group + 1e-6), the others 0.
 
-    The group is the k samples, and its worth is its best score: that is what the best one adds. A tie for the best
-    adds nothing, and neither does a group of one. `grpo_norm_by_std=false` leaves the division out.
+    The group is the k samples, its value is its best score, and A is the part of it that the best one adds. A tie for
+    the best adds nothing, and neither does a group of one. `grpo_norm_by_std=false` leaves the division out.
 
     Source: Optimizing Language Models for Inference Time Objectives using Reinforcement Learning (Tang et al., 2025,
     arXiv:2503.19595).
@@ -179,7 +162,7 @@ def grpo_passk(
 
 
 def group_normalised(scores: torch.Tensor, index: list[str], by_std: bool = True) -> torch.Tensor:
-    """Scores (B,) less the mean of their group, divided by its std + 1e-6; a group of one keeps its score."""
+    """Return scores (B,) less the mean of their group, divided by its std + 1e-6; a group of one keeps its score."""
     mean, std, size = group_statistics(scores, index)
     normalised = torch.where(std > 0, scores - mean, 0.0)
     if by_std:
@@ -189,14 +172,14 @@ def group_normalised(scores: torch.Tensor, index: list[str], by_std: bool = True
 
 def _centred_scores(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores (B,) less the mean of their group, exactly 0 where it is flat or of one; its std and its size."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores (B,) less the mean of their group, exactly 0 in a flat group or one of one, and its size (B,)."""
     scores = trajectory_scores(token_level_rewards, response_mask)
     mean, std, size = group_statistics(scores, index)
-    return torch.where(std > 0, scores - mean, 0.0), std, size
+    return torch.where(std > 0, scores - mean, 0.0), size
 
 
 def _same_for_every_token(advantages: torch.Tensor, response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages (B,) as advantages and returns of each sampled token, both (B, R)."""
+    """Return advantages (B,) as the advantages and returns of each sampled token, both (B, R)."""
     on_tokens = on_sampled_tokens(advantages, response_mask)
     return on_tokens, on_tokens

@@ -1,4 +1,4 @@
-"""Estimators that tell a trajectory's tokens apart, by the rewards that follow them or by the token itself.
+"""Estimators with an advantage for each token, from later rewards or from the token itself.
 
 Time is counted in sampled tokens: an observation between two turns neither discounts nor earns.
 """
@@ -16,14 +16,11 @@ from skyrl_train.algorithms.registry import register_advantage_estimator
 
 @register_advantage_estimator("reinforce++", compares="baseline", per_token=True, whitens=True)
 def reinforce_plus_plus(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    gamma: float = 1.0,
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE++: the reward-to-go G_t = r_t + γ G_{t+1}, whitened over the sampled tokens of the batch.
 
-    There is no baseline but the batch, so one sample of a prompt is enough. Returns are G.
+    The batch is the only baseline, so one sample of a prompt is enough. Returns are G.
 
     Source: REINFORCE++ (Hu et al., 2025, arXiv:2501.03262).
     """
@@ -44,19 +41,12 @@ def gae(
     """Generalised advantage estimation, whitened over the sampled tokens of the batch.
 
     With V (B, R) the critic's values and V = 0 after the end: δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1},
-    where t + 1 is the next sampled token. Returns, what the critic learns, are V plus A before whitening.
+    where t + 1 is the next sampled token. Returns, the critic's targets, are V plus A before whitening.
 
     Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation (Schulman et al., 2015,
     arXiv:1506.02438).
     """
-    is_sampled = response_mask > 0  # (B, R)
-    advantages = torch.zeros_like(token_level_rewards)
-    next_value = next_advantage = torch.zeros_like(token_level_rewards[:, 0])  # (B,)
-    for t in reversed(range(token_level_rewards.shape[1])):
-        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = delta + gamma * lambd * next_advantage
-        next_value = torch.where(is_sampled[:, t], values[:, t], next_value)
-        next_advantage = torch.where(is_sampled[:, t], advantages[:, t], next_advantage)
+    advantages = generalised_advantages(token_level_rewards, values, response_mask, gamma, lambd)
     return masked_whiten(advantages, response_mask), on_sampled_tokens(advantages + values, response_mask)
 
 
@@ -68,7 +58,7 @@ def remax(
     gamma: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ReMax: A_t = G_t - b, the reward-to-go less what the greedy answer to the same prompt earns.
+    """ReMax: A_t = G_t - b, the reward-to-go less the reward of the greedy answer to the same prompt.
 
     G_t = r_t + γ G_{t+1}; b is `greedy_rewards` (B,), the total of one more rollout at temperature 0. Returns are G.
 
@@ -94,9 +84,9 @@ def optimal_token_baseline(
     norms, in the logits, of the tokens sampled so far: the baseline of least variance weighs by them. π_s is the
     probability of the sampled token, Σ_v π_s(v)² is `sum_pi_squared` (B, R).
 
-    The t-th token is the t-th sampled one, so that observations of unequal length do not misalign later turns. Only
-    trajectories that reach it have a say in B_t; where a trajectory is the only one, or where all G_t are equal, its
-    advantage is exactly 0. Tokens that were certain up to t (W = 0) count alike. Returns are G.
+    The t-th token is the t-th sampled one, so that observations of unequal length do not misalign later turns. B_t is
+    of the trajectories that reach t; if there is only one, or if all G_t are equal, the advantage is exactly 0. Tokens
+    that were certain up to t (W = 0) count alike. Returns are G.
 
     Source: The Optimal Token Baseline (Li et al., 2026, arXiv:2602.07078).
     """
@@ -115,15 +105,12 @@ def optimal_token_baseline(
 
 @register_advantage_estimator("on_policy_distillation", compares="nothing", per_token=True, whitens=False)
 def on_policy_distillation(
-    response_mask: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
-    **_: Any,
+    response_mask: torch.Tensor, old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """On-policy distillation: A_t = log π_teacher - log π_old of each sampled token; rewards are not read.
 
     The teacher is the reference model. On the policy's own samples the mean of -A is the reverse KL divergence to the
-    teacher: a reward for every token, and no discount, for a later token is graded on its own.
+    teacher. There is no discount, because each token is graded separately.
 
     Source: On-Policy Distillation (Lu and Thinking Machines Lab, 2025,
     https://thinkingmachines.ai/blog/on-policy-distillation); GKD (Agarwal et al., 2023, arXiv:2306.13649).
@@ -134,17 +121,15 @@ def on_policy_distillation(
 
 @register_advantage_estimator("token_rewards", compares="nothing", per_token=True, whitens=False)
 def token_rewards(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rewards themselves: A_t = r_t, for an environment or a reward model that already speaks of advantages."""
+    """The rewards themselves: A_t = r_t, for an environment or a reward model that returns advantages."""
     advantages = on_sampled_tokens(token_level_rewards, response_mask)  # (B, R)
     return advantages, advantages
 
 
 def reward_to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """G_t = r_t + γ G_{t+1} (B, R), where t + 1 is the next sampled token; 0 outside the mask."""
+    """Return G_t = r_t + γ G_{t+1} (B, R), where t + 1 is the next sampled token; 0 outside the mask."""
     is_sampled = response_mask > 0
     returns = torch.zeros_like(token_level_rewards)
     following = torch.zeros_like(token_level_rewards[:, 0])  # (B,)
@@ -154,8 +139,26 @@ def reward_to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor,
     return on_sampled_tokens(returns, response_mask)
 
 
+def generalised_advantages(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lambd: float
+) -> torch.Tensor:
+    """Return A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t (B, R), where t + 1 is the next step in the mask.
+
+    Values outside the mask are of no step.
+    """
+    is_step = mask > 0
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # (B,)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lambd * next_advantage
+        next_value = torch.where(is_step[:, t], values[:, t], next_value)
+        next_advantage = torch.where(is_step[:, t], advantages[:, t], next_advantage)
+    return advantages
+
+
 def _same_position(is_sampled: torch.Tensor, groups: Cells) -> Cells:
-    """The N sampled tokens in cells of the same group and the same ordinal among the sampled tokens of their row."""
+    """Return the N sampled tokens in cells of equal group and equal ordinal among the sampled tokens of their row."""
     response_length = is_sampled.shape[1]
     ordinal = is_sampled.cumsum(dim=-1) - 1  # (B, R)
     cell = groups.cell[:, None] * response_length + ordinal

@@ -1,4 +1,4 @@
-"""The estimator that takes a reward apart: each named component is compared with the group on its own."""
+"""The estimator that compares each named component of the reward with the group separately."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def gdpo(
     """Group reward-decoupled normalisation: A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)).
 
     S_c (B,) is a trajectory's total of component c, w_c its weight in `gdpo.weights`, 1 where none is given. GRPO on
-    the sum would give the same advantage to trajectories that earned the sum in different ways, and a component of
-    small spread would be lost in one of large spread. Whitening is over the sampled tokens of the batch, so that the
-    size of the advantages does not grow with the number of components. `token_level_rewards` is not read.
+    the sum would not distinguish trajectories that earned the same sum in different ways, and would lose a component of
+    small spread beside one of large spread. Whitening over the sampled tokens of the batch makes the size of the
+    advantages independent of the number of components. `token_level_rewards` is not read.
 
     Source: GDPO (Liu et al., 2026, arXiv:2601.05242).
 
@@ -37,7 +37,7 @@ def gdpo(
     """
     weights = config.gdpo.weights
     _check(weights, reward_components)
-    # in double precision: components that cancel leave little, which whitening makes large again
+    # double precision: whitening magnifies the rounding of components that cancel
     total = torch.stack(
         [
             weights.get(name, 1.0) * group_normalised(scores.double(), index)

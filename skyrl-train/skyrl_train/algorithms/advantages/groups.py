@@ -1,4 +1,4 @@
-"""Values that are compared with one another: the trajectories of a prompt, or the same turn or token of them."""
+"""Groups of values that are compared: the trajectories of a prompt, or their turns or tokens of the same index."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ ROUNDING = 1e-6  # values that differ by no more than the rounding of a sum are 
 class Cells:
     """N values sorted into cells: only values of the same cell are compared.
 
-    Every method takes values (N,) and answers for each of them about its own cell (N,).
+    Every method takes values (N,) and returns a number for each of them, of its own cell (N,).
     """
 
     cell: torch.Tensor  # (N,) the number of each value's cell
     n_cells: int
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the cell."""
+        """Return the sum of the cell."""
         return values.new_zeros(self.n_cells).index_add(0, self.cell, values)[self.cell]
 
     def highest(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest value of the cell."""
+        """Return the largest value of the cell."""
         return self._extreme(values, "amax")
 
     def lowest(self, values: torch.Tensor) -> torch.Tensor:
-        """The smallest value of the cell."""
+        """Return the smallest value of the cell."""
         return self._extreme(values, "amin")
 
     def statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mean, unbiased standard deviation and size of the cell.
+        """Return mean, unbiased standard deviation and size of the cell.
 
         A cell of one value, or of values that differ by no more than rounding, has standard deviation exactly 0.
         """
@@ -44,7 +44,7 @@ class Cells:
         return mean, torch.where(is_flat, 0.0, std), size
 
     def weighted_mean(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The mean of the cell by non-negative weights; 0 where they are all 0."""
+        """Return the mean of the cell by non-negative weights; 0 if they are all 0."""
         total_weight = self.total(weights)
         return self.total(values * weights) / torch.where(total_weight > 0, total_weight, 1.0)
 
@@ -54,36 +54,36 @@ class Cells:
 
 
 def prompt_groups(index: list[str], device: torch.device) -> Cells:
-    """The groups of B rows: those with equal `index`, wherever they stand."""
+    """Return the groups of B rows: those with equal `index`, adjacent or not."""
     groups: dict[str, int] = {}
     group_of_row = [groups.setdefault(uid, len(groups)) for uid in index]
     return Cells(torch.tensor(group_of_row, dtype=torch.long, device=device), len(groups))
 
 
 def group_statistics(scores: torch.Tensor, index: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, unbiased standard deviation and size of the group each row belongs to, all (B,).
+    """Return mean, unbiased standard deviation and size of each row's group, all (B,).
 
-    Groups are the rows with equal `index`, wherever they stand. A group of one, or of scores that differ by no more
-    than the rounding of a sum (1e-6, relative above 1), has std exactly 0.
+    Groups are the rows with equal `index`. A group of one, or of scores that differ by no more than the rounding of a
+    sum (1e-6, relative above 1), has std exactly 0.
     """
     return prompt_groups(index, scores.device).statistics(scores)
 
 
 def are_equal(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Whether `high`, which is not below `low`, is above it only by rounding."""
+    """Return True where `high` >= `low` exceeds it by no more than rounding."""
     return high - low <= ROUNDING * high.abs().clamp(min=1)
 
 
 def trajectory_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """The total reward of each trajectory (B,): of all its tokens (B, R), sampled or not.
+    """Return the total reward of each trajectory (B,): of all its tokens (B, R), sampled or not.
 
-    So a trajectory that is left out of the loss, its mask all 0, still tells its group how well it did. Where nothing
-    was sampled a NaN is no reward.
+    So a trajectory that is left out of the loss, its mask all 0, still counts in its group. A NaN outside the mask is
+    no reward.
     """
-    is_nothing = token_level_rewards.isnan() & (response_mask <= 0)
-    return torch.where(is_nothing, 0.0, token_level_rewards).sum(dim=-1)
+    is_padding = token_level_rewards.isnan() & (response_mask <= 0)
+    return torch.where(is_padding, 0.0, token_level_rewards).sum(dim=-1)
 
 
 def on_sampled_tokens(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Values of trajectories (B,) or of tokens (B, R) as (B, R): exactly 0 outside the mask."""
+    """Return values of trajectories (B,) or of tokens (B, R) as (B, R), exactly 0 outside the mask."""
     return torch.where(response_mask > 0, values[:, None] if values.dim() == 1 else values, 0.0)

@@ -1,15 +1,14 @@
-"""Policy losses: one value per token (B, R), to be reduced with `reduction.token_weights`; and the critic's loss.
+"""Policy losses, one value per token (B, R), and the critic's loss; `reduction.token_weights` reduces them.
 
-Each policy loss is registered under its name here, but for `clipped_surrogate`, which is `regular`; `gspo` is
-`gspo_token` too.
+Each policy loss is registered under its name, except `clipped_surrogate`, which is `regular`; `gspo` is also
+`gspo_token`.
 """
 
 from skyrl_train.algorithms.losses.clipped import clipped_surrogate, dual_clip
 from skyrl_train.algorithms.losses.covariance import clip_cov, kl_cov
 from skyrl_train.algorithms.losses.divergence import dppo
-from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
-from skyrl_train.algorithms.losses.ratio import importance_ratio, sequence_ratio
-from skyrl_train.algorithms.losses.sequence import gmpo, gspo, luspo, vespo
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, importance_ratio, within_mask
+from skyrl_train.algorithms.losses.sequence import gmpo, gspo, luspo, sequence_ratio, vespo
 from skyrl_train.algorithms.losses.value import value_loss
 from skyrl_train.algorithms.losses.weighted import (
     cispo,

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate, token by token, and what is built on it."""
+"""PPO's clipped surrogate of each token, and its variants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def clipped_surrogate(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 
     All tensors (B, R). Metric `ppo_clip_ratio`: the share of tokens where the clip wins, which have no gradient.
 
-    Source: Proximal Policy Optimization (Schulman et al., 2017, arXiv:1707.06347), equation 7. An upper bound of its
-    own: DAPO (Yu et al., 2025, arXiv:2503.14476).
+    Source: Proximal Policy Optimization (Schulman et al., 2017, arXiv:1707.06347), equation 7; a separate upper bound,
+    DAPO (Yu et al., 2025, arXiv:2503.14476).
     """
     loss, is_clipped = pessimistic_surrogate(tokens.ratio, tokens.advantages, config)
     return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
@@ -26,7 +26,7 @@ def clipped_surrogate(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("dual_clip")
 @within_mask
 def dual_clip(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """The clipped surrogate, at most -A · clip_ratio_c where A < 0: PPO does not bound ρ there.
+    """The clipped surrogate, at most -A · clip_ratio_c where A < 0, where PPO does not bound ρ.
 
     With clip_ratio_c > 1 + eps_clip_high this is the two-sided clip, -min(min(ρ, δ) A, clip(ρ) A) for δ = clip_ratio_c.
     All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `dual_clip_ratio`, the share of tokens at the bound.
@@ -46,7 +46,7 @@ def dual_clip(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def pessimistic_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(ρA, clip(ρ) A) and whether the clip made it smaller, (B, R) both; `ratio` is (B, R) or (B, 1)."""
+    """Return -min(ρA, clip(ρ) A) and where the clip wins, both (B, R); `ratio` is (B, R) or (B, 1)."""
     surrogate = -ratio * advantages
     clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
     return torch.maximum(surrogate, clipped), clipped > surrogate

@@ -1,7 +1,7 @@
-"""Losses that keep entropy up: tokens where log-prob and advantage vary together are held back.
+"""Losses that preserve entropy by restraining tokens of high covariance between log-prob and advantage.
 
-Such tokens are what lowers the policy's entropy. The covariance compares a token with all others of the mini-batch, so
-these losses see the whole mini-batch at once.
+Such tokens lower the policy's entropy. The covariance compares a token with all others of the mini-batch, so these
+losses are called with the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 @register_policy_loss("clip_cov", whole_batch=True)
 @within_mask
 def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """PPO's clipped surrogate, and 0 for a few tokens of high covariance, which are chosen at random.
+    """PPO's clipped surrogate, and 0 for a few randomly chosen tokens of high covariance.
 
     Candidates are the tokens with clip_cov_lb < cov < clip_cov_ub that PPO does not clip; of these,
-    max(⌊clip_ratio · N⌋, 1) are left out, N being the trained tokens of the mini-batch. The choice takes numbers from
-    torch's CPU generator. All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `masked_token_ratio`, the
+    max(⌊clip_ratio · N⌋, 1) are left out, with N the trained tokens of the mini-batch. They are drawn with torch's CPU
+    generator. All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `masked_token_ratio`, the
     share of tokens left out.
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
@@ -63,22 +63,21 @@ def kl_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 
 
 def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """(A - mean A)(log π - mean log π) of each token (B, R), without gradient; means are over trained tokens."""
+    """Return (A - mean A)(log π - mean log π) of each token (B, R), detached; means are over trained tokens."""
     log_probs = log_probs.detach()
     return (advantages - masked_mean(advantages, loss_mask)) * (log_probs - masked_mean(log_probs, loss_mask))
 
 
 def _n_chosen(share: float, loss_mask: torch.Tensor) -> int:
-    """That share of the trained tokens, rounded down, at least one while there is one."""
+    """Return a share of the trained tokens, rounded down, but at least one if there is any."""
     n_tokens = int((loss_mask > 0).sum())
     return min(max(int(share * n_tokens), 1), n_tokens)
 
 
 def _choose(candidates: torch.Tensor, n: int) -> torch.Tensor:
-    """Mark `n` of the candidates (B, R) at random, or all if there are fewer; padding has no part in the draw."""
+    """Mark `n` of the candidates (B, R) at random, or all if there are fewer; padding does not affect the draw."""
     rows, columns = candidates.nonzero(as_tuple=True)
-    lots = torch.rand(len(rows), device="cpu")
-    drawn = lots.topk(min(n, len(rows))).indices.to(candidates.device)
+    drawn = torch.rand(len(rows), device="cpu").topk(min(n, len(rows))).indices.to(candidates.device)
     chosen = torch.zeros_like(candidates)
     chosen[rows[drawn], columns[drawn]] = True
     return chosen

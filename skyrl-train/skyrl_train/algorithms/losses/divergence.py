@@ -1,11 +1,10 @@
-"""A trust region in probability: tokens that have moved too far are left out."""
+"""A trust region in probability: tokens whose probability has changed too much are left out."""
 
 from __future__ import annotations
 
 import torch
 
-from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
-from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, importance_ratio, within_mask
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
@@ -15,10 +14,10 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside of the trust region.
 
-    μ is the policy that sampled: the engine's probabilities, or the old ones where it reports none. A token is outside
-    where A > 0, π > μ and D(μ, π) > delta_high, or where A < 0, π < μ and D(μ, π) > delta_low. D is taken of the two
-    Bernoulli distributions "this token or another": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. PPO's ratio
-    is far from 1 for rare tokens that hardly moved, and close to 1 for frequent ones that moved a lot; D is not.
+    μ is the policy that sampled: the engine's probabilities, or the old ones if it reports none. A token is outside if
+    A > 0, π > μ and D(μ, π) > delta_high, or if A < 0, π < μ and D(μ, π) > delta_low. D is a distance between the
+    Bernoulli distributions "this token or another": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. Unlike PPO's
+    ratio, D is small for rare tokens whose probability hardly changed, and large for frequent ones with a large change.
 
     All tensors (B, R). Metric `masked_token_ratio`: the share of tokens left out.
 
@@ -36,16 +35,16 @@ def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 
 
 def _binary_tv(log_mu: torch.Tensor, log_pi: torch.Tensor) -> torch.Tensor:
-    """|π - μ| from the logarithms."""
+    """Return |π - μ| from the logarithms."""
     return (log_pi.exp() - log_mu.exp()).abs()
 
 
 def _binary_kl(log_mu: torch.Tensor, log_pi: torch.Tensor) -> torch.Tensor:
-    """μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)) from log μ and log π."""
+    """Return μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)) from log μ and log π."""
     other_mu, other_pi = _complement(log_mu), _complement(log_pi)
     return log_mu.exp() * (log_mu - log_pi) + other_mu * (other_mu.log() - other_pi.log())
 
 
 def _complement(log_p: torch.Tensor) -> torch.Tensor:
-    """1 - p from log p: exact for p close to 1, and never 0, so that its logarithm is finite."""
+    """Return 1 - p from log p: exact for p close to 1, and never 0, so that its logarithm is finite."""
     return (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)

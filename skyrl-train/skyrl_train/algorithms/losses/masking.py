@@ -1,4 +1,4 @@
-"""What lies outside of the loss mask never reaches a policy loss."""
+"""The inputs of policy losses, set to 0 outside of the loss mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import wraps
 
 import torch
 
-from skyrl_train.algorithms.losses.ratio import importance_ratio
 from skyrl_train.algorithms.registry import PolicyLoss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
@@ -19,10 +18,10 @@ LossOutput = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a policy loss reads of each token; (B, R) all, and 0 outside of the mask."""
+    """Inputs of a policy loss, all (B, R) and 0 outside of the mask."""
 
     log_probs: torch.Tensor
-    """Of the policy; the only one with a gradient."""
+    """Of the policy; the others are detached."""
     old_log_probs: torch.Tensor
     """At the start of the update."""
     advantages: torch.Tensor
@@ -42,10 +41,15 @@ class Tokens:
         return importance_ratio(self.log_probs, self.old_log_probs)
 
 
-def within_mask(loss: Callable[[Tokens, AlgorithmConfig], LossOutput]) -> PolicyLoss:
-    """Make a policy loss of a function of `Tokens`, which are 0 outside of the mask.
+def importance_ratio(log_probs: torch.Tensor, behaviour_log_probs: torch.Tensor) -> torch.Tensor:
+    """Return π / μ per token (B, R); the exponent is held within ±20 so that no ratio overflows."""
+    return (log_probs - behaviour_log_probs).clamp(-20, 20).exp()
 
-    So a NaN of padding reaches no value and no gradient, a sum over a row is a sum over its trained tokens, and the
+
+def within_mask(loss: Callable[[Tokens, AlgorithmConfig], LossOutput]) -> PolicyLoss:
+    """Turn a function of `Tokens` into a policy loss.
+
+    A NaN in padding then affects no value and no gradient, a sum over a row is one over its trained tokens, and the
     gradient outside of the mask is exactly 0. Without a mask, every token is trained.
     """
 

@@ -1,4 +1,7 @@
-"""Policy losses of a whole trajectory: its tokens share one ratio."""
+"""Policy losses with one ratio for all tokens of a trajectory.
+
+A trajectory of several rows has one ratio, and in `luspo` one length, for each row: its rows may be on different ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import torch
 
 from skyrl_train.algorithms.losses.clipped import pessimistic_surrogate
 from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
-from skyrl_train.algorithms.losses.ratio import bounded_exp, sequence_ratio
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -16,19 +18,19 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 @register_policy_loss("gspo", loss_reduction="sequence_mean")
 @within_mask
 def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """PPO's clip of the trajectory's ratio: -min(s_t A, clip(s_t) A) with s_t = sg(s) · π / sg(π), sg without gradient.
+    """PPO's clip of the trajectory's ratio: -min(s_t A, clip(s_t) A) with s_t = sg(s) · π / sg(π), sg(x) x detached.
 
-    s = exp(mean_t log(π / π_old)) is the trajectory's ratio. The value of s_t is that of s, its gradient that of the
-    token alone: the paper's GSPO-token. Where the advantage is the same on all tokens, the mean over them has the value
-    and the gradient of -min(sA, clip(s) A), the paper's GSPO, so one function goes by both names.
+    s = exp(mean_t log(π / π_old)) is the trajectory's ratio. s_t has the value of s and the gradient of its own token:
+    the paper's GSPO-token. If all tokens have the same advantage, their mean has the value and the gradient of
+    -min(sA, clip(s) A), the paper's GSPO, so one function has both names.
 
-    All tensors (B, R). `loss_reduction=sequence_mean` is the mean over trajectories that the paper takes. The clip is
-    narrow there: 3e-4 below and 4e-4 above. Metric `ppo_clip_ratio`: the share of tokens in clipped trajectories.
+    All tensors (B, R). The paper uses `loss_reduction=sequence_mean` and a narrow clip, 3e-4 below and 4e-4 above.
+    Metric `ppo_clip_ratio`: the share of tokens in clipped trajectories.
 
     Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), sections 4.1 and 4.3.
     """
     mean_log_ratio = masked_mean(tokens.log_ratio.detach(), tokens.mask, dim=-1)[:, None]  # (B, 1)
-    ratio = bounded_exp(mean_log_ratio + (tokens.log_probs - tokens.log_probs.detach()))  # (B, R)
+    ratio = _bounded_exp(mean_log_ratio + (tokens.log_probs - tokens.log_probs.detach()))  # (B, R)
     loss, is_clipped = pessimistic_surrogate(ratio, tokens.advantages, config)
     return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
 
@@ -36,11 +38,10 @@ def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("luspo", per_sequence=True, loss_reduction="sequence_mean")
 @within_mask
 def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """GSPO's loss of a trajectory times the number of its tokens, so that long ones are not held back.
+    """GSPO's loss of a trajectory times the number of its tokens, which removes its bias against long ones.
 
     The ratio is GSPO's, the length-normalised s. All tensors (B, R); one advantage for a trajectory, and
-    `loss_reduction=sequence_mean`: `token_mean` already weighs `gspo` by length, and would do it twice here. Metric as
-    in `gspo`.
+    `loss_reduction=sequence_mean`, since `token_mean` would weigh by length a second time. Metric as in `gspo`.
 
     Source: Length-Unbiased Sequence Policy Optimization (Liu et al., 2026, arXiv:2602.05261).
     """
@@ -53,7 +54,7 @@ def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("gmpo", per_sequence=True, reads_eps_clip=False, loss_reduction="sequence_mean")
 @within_mask
 def gmpo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-A · exp(mean_t l_t): the geometric mean of the ratios, each clipped before and only where A pushes it.
+    """-A · exp(mean_t l_t): the geometric mean of the ratios, each clipped first on the side that A pushes it to.
 
     l_t = min(log ρ_t, c) where A > 0, max(log ρ_t, -c) where A < 0, with c = gmpo.log_ratio_clip. All tensors (B, R);
     one advantage for a trajectory, and `loss_reduction=sequence_mean`. Metric `ppo_clip_ratio`: the share of clipped
@@ -70,10 +71,10 @@ def gmpo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("vespo", per_sequence=True, reads_eps_clip=False)
 @within_mask
 def vespo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-φ(w) · A · log π with φ(w) = w^k e^(λ(1 - w)), without gradient, of the trajectory's full ratio w = Π_t ρ_t.
+    """-φ(w) · A · log π with φ(w) = w^k e^(λ(1 - w)), detached, of the trajectory's full ratio w = Π_t ρ_t.
 
-    k and λ are `k_pos`, `lambda_pos` where A ≥ 0, else `k_neg`, `lambda_neg`. φ is 1 on policy, falls to 0 far from it
-    on both sides, and is largest at w = k / λ. All tensors (B, R). Metric `vespo_weight`: φ.
+    k and λ are `k_pos`, `lambda_pos` where A ≥ 0, else `k_neg`, `lambda_neg`. φ is 1 on policy, approaches 0 as w goes
+    to 0 or infinity, and is largest at w = k / λ. All tensors (B, R). Metric `vespo_weight`: φ.
 
     Source: Variational Sequence-Level Soft Policy Optimization (Shen et al., 2026, arXiv:2602.10693).
     """
@@ -85,3 +86,17 @@ def vespo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     # w may overflow to infinity; φ is then e^-inf = 0, which is its limit.
     phi = (lambd + k * log_w - lambd * log_w.exp()).exp()  # (B, R)
     return -phi * tokens.advantages * tokens.log_probs, {"vespo_weight": phi}
+
+
+def sequence_ratio(log_ratio: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Return the geometric mean (B, 1) of the ratios of each row's trained tokens, from their logarithms (B, R).
+
+    It is 1 for a row without a trained token; the exponent is held below 10 so that no ratio overflows.
+
+    Source: GSPO (Zheng et al., 2025, arXiv:2507.18071), section 4.1.
+    """
+    return _bounded_exp(masked_mean(log_ratio, loss_mask, dim=-1)[:, None])
+
+
+def _bounded_exp(mean_log_ratio: torch.Tensor) -> torch.Tensor:
+    return mean_log_ratio.clamp(max=10).exp()

@@ -10,10 +10,10 @@ from skyrl_train.algorithms.losses.masking import LossOutput
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float | None
 ) -> LossOutput:
-    """½ max((V - G)², (clip(V, V_old ± value_clip) - G)²) per token, for the returns G; `value_clip=None` never clips.
+    """Return ½ max((V - G)², (clip(V, V_old ± value_clip) - G)²) per token, with returns G; None never clips.
 
-    All tensors (B, R); only `values` has a gradient. Metric `values_clipfrac`: the share of tokens where the clip wins,
-    which have no gradient.
+    All tensors (B, R); only `values` has a gradient, and none where the clip wins. Metric `values_clipfrac`: the share
+    of such tokens.
 
     Source: the clip of the value in PPO, described in Implementation Matters in Deep Policy Gradients (Engstrom et al.,
     2020, arXiv:2005.12729).

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
-from skyrl_train.algorithms.losses.ratio import importance_ratio
+from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, importance_ratio, within_mask
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
@@ -14,7 +13,7 @@ from skyrl_train.errors import ConfigError
 @register_policy_loss("policy_gradient", reads_eps_clip=False)
 @within_mask
 def policy_gradient(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """The plain policy gradient: -A log π, without correction for what was sampled by an older policy.
+    """The plain policy gradient: -A log π, without a correction for tokens of an older policy.
 
     All tensors (B, R); no metrics. With the estimator `gpg` this is Group Policy Gradient.
 
@@ -34,7 +33,7 @@ def cross_entropy(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("importance_sampling", reads_eps_clip=False)
 @within_mask
 def importance_sampling(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-ρA with ρ = π / π_old and no clip at all. All tensors (B, R). Metric `importance_ratio`: ρ.
+    """-ρA with ρ = π / π_old, without a clip. All tensors (B, R). Metric `importance_ratio`: ρ.
 
     Source: Off-Policy Actor-Critic (Degris et al., 2012, arXiv:1205.4839).
     """
@@ -46,8 +45,8 @@ def importance_sampling(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """-sg(ρ) · A · log π with ρ = π / π_rollout, and 0 where ρ is outside of [ratio_low, ratio_high].
 
-    One ratio corrects both for updates since the rollout and for an engine that computes other probabilities than the
-    trainer. All tensors (B, R). Metric `masked_token_ratio`: the share of tokens left out.
+    One ratio corrects both for updates since the rollout and for the gap between engine and trainer. All tensors (B,
+    R). Metric `masked_token_ratio`: the share of tokens left out.
 
     Source: IcePop, in Every Step Evolves (Ling Team, 2025, arXiv:2510.18855).
 
@@ -84,10 +83,10 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("sapo", reads_eps_clip=False, loss_reduction="sequence_mean")
 @within_mask
 def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-(4 / τ) σ(τ(ρ - 1)) · A with ρ = π / π_old: a sigmoid in the place of the clip.
+    """-(4 / τ) σ(τ(ρ - 1)) · A with ρ = π / π_old: a sigmoid in place of the clip.
 
-    τ is `tau_pos` where A > 0, else `tau_neg`. All tensors (B, R). Metric `sapo_gate`: 4 σ (1 - σ), the share of the
-    gradient of -ρA that is let through; 1 on policy.
+    τ is `tau_pos` where A > 0, else `tau_neg`. All tensors (B, R). Metric `sapo_gate`: 4 σ (1 - σ), the factor on
+    the gradient of -ρA; 1 on policy.
 
     Source: Soft Adaptive Policy Optimization (Gao et al., 2025, arXiv:2511.20347).
     """
@@ -100,7 +99,7 @@ def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("dro", reads_eps_clip=False)
 @within_mask
 def dro(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-(A log π - β/2 · (log ρ)²) with ρ = π / π_old: a spring to the old policy in the place of a clip.
+    """-(A log π - β/2 · (log ρ)²) with ρ = π / π_old: a penalty on moving away from the old policy in place of a clip.
 
     All tensors (B, R). Metric `dro_penalty`: β/2 · (log ρ)².
 

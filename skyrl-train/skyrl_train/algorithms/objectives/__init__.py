@@ -1,4 +1,4 @@
-"""Objectives: what a model minimises on a mini-batch, as sums whose weights belong to the whole of it."""
+"""Objectives: losses of a mini-batch as sums, with weights that are computed from the whole mini-batch."""
 
 from skyrl_train.algorithms.objectives.objective import Objective
 from skyrl_train.algorithms.objectives.policy import PolicyObjective

@@ -10,14 +10,14 @@ from skyrl_train.types import Metrics, TrainingBatch
 
 
 class Objective(Protocol):
-    """A loss of a mini-batch that may be divided among micro-batches and ranks without changing its gradient.
+    """A loss whose gradient does not depend on how the mini-batch is split into micro-batches and ranks.
 
-    The driver calls `weigh` on the whole mini-batch, which is where divisors come from. Ranks call the objective on
-    any part of it and add up. The scores are those of the model: `TokenScores` or `ValueScores`.
+    The driver calls `weigh` on the whole mini-batch, which sets the divisors. Ranks call the objective on parts of it
+    and sum. The scores are the model's `TokenScores` or `ValueScores`.
     """
 
     needs_entropy_grad: bool
-    """True if the loss differentiates the entropy, for which the model holds two more values per logit."""
+    """True if the loss differentiates the entropy, which costs the model two more values per logit."""
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
         """Return the mini-batch with `loss_weights` and `sequence_weights` (B, R) filled in."""

@@ -20,8 +20,8 @@ class PolicyObjective:
     """Σ loss_weights · policy loss + Σ sequence_weights · (kl_loss_coef · KL - entropy_loss_coef · entropy).
 
     A policy loss that compares tokens across the mini-batch, or reduces to a scalar by itself, has the scope `batch`.
-    The driver evaluates it (`differentiate`), and by the chain rule its gradient in the log-probs is all that the
-    ranks need: they minimise Σ logprob_gradient · log π in its place.
+    The driver computes its gradient in the log-probs (`differentiate`), and the ranks minimise
+    Σ logprob_gradient · log π instead, which by the chain rule has the same gradient.
     """
 
     def __init__(self, loss: ResolvedPolicyLoss, algorithm: AlgorithmConfig) -> None:
@@ -31,7 +31,7 @@ class PolicyObjective:
         self.needs_entropy_grad = algorithm.use_entropy_loss
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
-        """Return the mini-batch with its weights; tokens outside of the top entropies weigh nothing in the loss."""
+        """Return the mini-batch with its weights; tokens outside of the top entropies have weight 0 in the loss."""
         algorithm, mask = self._algorithm, mini_batch.loss_mask
         draws, trajectories = mini_batch.draws, mini_batch.trajectories
         loss = token_weights(mask, algorithm.loss_reduction, algorithm.max_seq_len, draws, trajectories)
@@ -44,7 +44,7 @@ class PolicyObjective:
     def differentiate(self, log_probs: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Return the weighed mini-batch with the gradient of its policy loss in `log_probs` (B, R), and metrics.
 
-        Only rows with a trained token are read, always in the same order.
+        Only rows with a trained token are read.
         """
         rows = mini_batch.loss_mask.any(dim=1).nonzero()[:, 0]
         gradient = torch.zeros_like(mini_batch.loss_mask)
@@ -81,22 +81,22 @@ class PolicyObjective:
         assert rows.advantages is not None, "advantages are computed before the update"
         assert rows.loss_weights is not None, "weigh() comes first"
         old = _start_logprobs(log_probs, rows)
-        inputs = (log_probs, old, rows.advantages, self._algorithm, rows.loss_mask, rows.rollout_logprobs)
-        loss, metrics = self._loss(*inputs)
+        loss, metrics = self._loss(
+            log_probs, old, rows.advantages, self._algorithm, rows.loss_mask, rows.rollout_logprobs
+        )
         if not self._loss.reduces:
-            factor, factor_metrics = self._factors(log_probs, old, rows)
-            metrics = metrics | factor_metrics
-            loss = weighted_sum(loss, rows.loss_weights if factor is None else rows.loss_weights * factor)
+            weights, correction_metrics = self._correct_weights(rows.loss_weights, log_probs, old, rows)
+            metrics = metrics | correction_metrics
+            loss = weighted_sum(loss, weights)
         for name, values in metrics.items():
             sums.add_samples(name, values[rows.loss_mask > 0])
         return loss
 
-    def _factors(
-        self, log_probs: torch.Tensor, old: torch.Tensor, rows: TrainingBatch
-    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Return the factor on each token's loss (B, R) because another policy sampled it; None is 1."""
+    def _correct_weights(
+        self, weights: torch.Tensor, log_probs: torch.Tensor, old: torch.Tensor, rows: TrainingBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss weights (B, R) with the off-policy corrections, and their metrics (B, R)."""
         algorithm, mask = self._algorithm, rows.loss_mask
-        factor: torch.Tensor | None = None
         metrics: dict[str, torch.Tensor] = {}
         if algorithm.off_policy_correction.is_on:
             if rows.rollout_logprobs is None:
@@ -105,19 +105,20 @@ class PolicyObjective:
                     "reports none; return rollout_logprobs, or leave the correction out"
                 )
             factor, metrics = correction_weights(old, rows.rollout_logprobs, mask, algorithm.off_policy_correction)
+            weights = weights * factor
         if algorithm.off_policy_sequence_mask_threshold is not None:
             assert rows.advantages is not None
             sampled = old if rows.rollout_logprobs is None else rows.rollout_logprobs
             threshold = algorithm.off_policy_sequence_mask_threshold
             kept = sequence_mask(log_probs, sampled, rows.advantages, mask, threshold)
-            factor = kept if factor is None else factor * kept
+            weights = weights * kept
             metrics = metrics | {"off_policy_sequence_masked": 1 - kept}
-        return factor, metrics
+        return weights, metrics
 
     def _regularisation(
         self, scores: TokenScores, rows: TrainingBatch, weight: torch.Tensor, sums: MetricSums
     ) -> torch.Tensor:
-        """Return the KL and the entropy term; both are measured where they are not in the loss, too."""
+        """Return the KL and entropy terms; both are measured even if they are not in the loss."""
         algorithm, weights = self._algorithm, rows.sequence_weights
         assert weights is not None
         loss = scores.logprobs.new_zeros(())
@@ -140,5 +141,5 @@ class PolicyObjective:
 
 
 def _start_logprobs(log_probs: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:
-    """Return log-probs (B, R) at the start of the update; rows without them are in their first and only update."""
+    """Return log-probs (B, R) at the start of the update; they are not computed for rows that are updated once."""
     return log_probs.detach() if rows.old_logprobs is None else rows.old_logprobs

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: imitate the trained tokens."""
+"""Supervised fine-tuning on the trained tokens."""
 
 from __future__ import annotations
 

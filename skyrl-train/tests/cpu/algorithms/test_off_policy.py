@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weights, sequence_mask
+from skyrl_train.algorithms.off_policy import (
+    ROLLOUT_GAP_METRICS,
+    add_rollout_gap,
+    correction_weights,
+    sequence_mask,
+)
 from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 from skyrl_train.types import MetricSums
 
@@ -279,6 +284,7 @@ def test_the_gap_by_hand() -> None:
 
 def test_the_gap_of_one_token_has_no_spread() -> None:
     metrics = rollout_gap(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1))
+    assert metrics.keys() == set(ROLLOUT_GAP_METRICS)  # which a loss must not report: test_contract.py
     assert metrics["is_ratio_std"] == 0
     assert metrics["is_ratio_ess_share"] == 1
 

@@ -8,37 +8,35 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from rule_coverage import sentences_of, sentences_seen
+from rule_coverage import (
+    ALGORITHM,
+    CORRECTION,
+    KL_IN_REWARD,
+    ONE_SAMPLE,
+    PARTS,
+    TEACHER,
+    Case,
+    estimator,
+    loss,
+    sentences_of,
+    sentences_seen,
+)
 
 from skyrl_train.algorithms import register_advantage_estimator, register_policy_loss, rules
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference, validate_batch_sizes
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference
 from skyrl_train.config import SkyRLConfig, load_config, validate_cfg
-from skyrl_train.config.validation import find_problems, find_warnings
+from skyrl_train.config.validation import WARNINGS as CONFIG_WARNINGS
+from skyrl_train.config.validation import find_problems
 from skyrl_train.errors import ConfigError
 
-ALGORITHM = "trainer.algorithm"
-CORRECTION = f"{ALGORITHM}.off_policy_correction"
-KL_IN_REWARD = [f"{ALGORITHM}.use_kl_loss=false", f"{ALGORITHM}.use_kl_in_reward=true"]
-TEACHER = "trainer.ref.model.path=teacher"
 NO_KL = "trainer.algorithm.use_kl_loss=false"
-GAE = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
-ONE_SAMPLE = "generator.n_samples_per_prompt=1"
 CRITIC = "trainer.critic.model.path=tiny"
 SEQUENCE_MEAN = f"{ALGORITHM}.loss_reduction=sequence_mean"
 ESTIMATORS = {name: ADVANTAGE_ESTIMATORS.traits(name) for name in ADVANTAGE_ESTIMATORS.list_available()}
 LOSSES = {name: POLICY_LOSSES.traits(name) for name in POLICY_LOSSES.list_available()}
 CRITIC_OF = {"gae": CRITIC, "gae_per_turn": CRITIC}
-PARTS = {
-    "tis_ratio_type": "sequence",
-    "sequence_mask_metric": "product",
-    "token_mask_is_threshold_low": 0.5,
-    "token_mask_is_threshold_high": 2.0,
-    "outlier_token_is_threshold_low": 0.1,
-    "outlier_token_is_threshold_high": 10.0,
-}
 Tensors = tuple[torch.Tensor, torch.Tensor]
-Case = tuple[list[str], str, list[list[str]]]  # what is reported, in which words, and the nearest that is not
 
 
 def load(overrides: list[str]) -> SkyRLConfig:
@@ -47,21 +45,13 @@ def load(overrides: list[str]) -> SkyRLConfig:
 
 def warnings(overrides: list[str]) -> list[str]:
     cfg = load(overrides)
-    return find_warnings(cfg) + find_problems(cfg, ALGORITHM_WARNINGS)
+    return find_problems(cfg, CONFIG_WARNINGS + ALGORITHM_WARNINGS)
 
 
 def refusal(overrides: list[str]) -> str:
     with pytest.raises(ConfigError) as caught:
         load(overrides)
     return str(caught.value)
-
-
-def estimator(name: str) -> str:
-    return f"{ALGORITHM}.advantage_estimator={name}"
-
-
-def loss(name: str) -> str:
-    return f"{ALGORITHM}.policy_loss_type={name}"
 
 
 PROBLEMS: list[Case] = [
@@ -362,7 +352,7 @@ def test_losses_that_have_bounds_of_their_own(name: str) -> None:
 
 def test_every_sentence_was_seen() -> None:
     seen = [sentences_seen(ALGORITHM_RULES + ALGORITHM_WARNINGS, overrides) for overrides, *_ in PROBLEMS + WARNINGS]
-    assert set().union(*seen) == sentences_of(rules, without=["batch_fills_workers"])
+    assert set().union(*seen) == sentences_of(rules)
 
 
 @pytest.fixture
@@ -550,70 +540,3 @@ def test_the_reference_is_read_for_a_kl_divergence_or_by_the_estimator() -> None
     for name in ESTIMATORS:
         cfg = load_config(OmegaConf.from_dotlist([NO_KL, TEACHER, estimator(name)]))
         assert reads_reference(cfg.trainer.algorithm) == (name == "on_policy_distillation")
-
-
-THREE_MODELS = [*GAE, "trainer.train_batch_size=12", "trainer.policy_mini_batch_size=12"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "workers", "expected"),
-    [
-        (
-            ["trainer.train_batch_size=12", "trainer.policy_mini_batch_size=3"],
-            {"policy_dp": 4, "ref_dp": 4},
-            "trainer.policy_mini_batch_size=3 times generator.n_samples_per_prompt=5 is 15 trajectories, which do not "
-            "split evenly over 4 policy workers; try trainer.policy_mini_batch_size=4 or "
-            "generator.n_samples_per_prompt=8",
-        ),
-        (
-            ["trainer.train_batch_size=3", "trainer.policy_mini_batch_size=3", "generator.n_samples_per_prompt=1"],
-            {"policy_dp": 2},
-            "trainer.policy_mini_batch_size=3 times generator.n_samples_per_prompt=1 is 3 trajectories, which do not "
-            "split evenly over 2 policy workers; try generator.n_samples_per_prompt=2",
-        ),
-        (
-            ["trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2"],
-            {"policy_dp": 4, "ref_dp": 3},
-            "trainer.train_batch_size=2 times generator.n_samples_per_prompt=2 is 4 trajectories, fewer than 12, the "
-            "least common multiple of 4 policy workers and 3 reference workers; try trainer.train_batch_size=6",
-        ),
-        (
-            [*THREE_MODELS, "trainer.critic_mini_batch_size=3"],
-            {"policy_dp": 4, "ref_dp": 4, "critic_dp": 2},
-            "trainer.critic_mini_batch_size=3 times generator.n_samples_per_prompt=5 is 15 trajectories, which do not "
-            "split evenly over 2 critic workers; try trainer.critic_mini_batch_size=2 or 4 or "
-            "generator.n_samples_per_prompt=6",
-        ),
-    ],
-)
-def test_batches_must_fill_the_workers(overrides: list[str], workers: dict[str, int], expected: str) -> None:
-    cfg = load(overrides)
-    validate_batch_sizes(cfg)
-    with pytest.raises(ConfigError) as caught:
-        validate_batch_sizes(cfg, **workers)
-    assert str(caught.value) == expected
-
-
-def test_without_a_reference_its_workers_do_not_count() -> None:
-    sizes = ["trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2"]
-    validate_batch_sizes(load([*sizes, NO_KL]), policy_dp=4, ref_dp=3)
-    for reading in (
-        [NO_KL, "trainer.algorithm.use_kl_in_reward=true"],
-        [NO_KL, "trainer.algorithm.advantage_estimator=on_policy_distillation", "trainer.ref.model.path=teacher"],
-    ):
-        with pytest.raises(ConfigError, match="3 reference workers"):
-            validate_batch_sizes(load([*sizes, *reading]), policy_dp=4, ref_dp=3)
-
-
-def test_without_a_critic_its_workers_do_not_count() -> None:
-    sizes = ["trainer.train_batch_size=12", "trainer.policy_mini_batch_size=12", "trainer.critic_mini_batch_size=5"]
-    validate_batch_sizes(load(sizes), policy_dp=4, ref_dp=4, critic_dp=7)
-
-
-def test_the_advice_for_workers_is_good_advice() -> None:
-    sizes = ["trainer.train_batch_size=12", "trainer.policy_mini_batch_size=3"]
-    for fix in (["trainer.policy_mini_batch_size=4"], ["generator.n_samples_per_prompt=8"]):
-        validate_batch_sizes(load([*sizes, *fix]), policy_dp=4, ref_dp=4)
-    for size in (2, 4):
-        cfg = load([*THREE_MODELS, f"trainer.critic_mini_batch_size={size}"])
-        validate_batch_sizes(cfg, policy_dp=4, ref_dp=4, critic_dp=2)

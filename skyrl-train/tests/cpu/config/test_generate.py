@@ -55,7 +55,7 @@ def test_files_are_written_when_out_of_step_and_checked_on_request(
     monkeypatch.setattr(generate, "YAML_PATH", tmp_path / "a.yaml")
     monkeypatch.setattr(generate, "PAGE_PATH", tmp_path / "docs" / "b.md")
     assert generate.main(["--check"]) == 1
-    assert "a.yaml: out of step" in capsys.readouterr().err
+    assert "a.yaml: out of date" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from skyrl_train.algorithms.losses import LossOutput, Tokens, within_mask
+from skyrl_train.algorithms.losses import LossOutput, Tokens, importance_ratio, within_mask
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
@@ -33,3 +34,9 @@ def test_a_sum_over_a_row_is_a_sum_over_its_trained_tokens() -> None:
 def test_the_wrapped_loss_keeps_its_name_and_its_words() -> None:
     assert sum_of_all.__name__ == "sum_of_all"
     assert sum_of_all.__doc__ == "The products of everything, summed over each row."
+
+
+def test_the_ratio_of_a_token_never_overflows() -> None:
+    log_probs = torch.tensor([0.0, -500.0, math.log(3.0)])
+    ratio = importance_ratio(log_probs, torch.tensor([-500.0, 0.0, 0.0]))
+    assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20), 3.0])

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from skyrl_train.algorithms.losses import sequence_ratio
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.policy_loss import GmpoConfig, VespoConfig
 
@@ -155,3 +157,14 @@ def test_rows_of_many_lengths_against_a_loop(score: Callable[..., Any], name: st
         assert scored.gradient[i] == pytest.approx([n * g for g in gradient] + [0] * (5 - n))
         n_clipped += 0.0 in gradient
     assert 5 < n_clipped < 55
+
+
+def test_the_ratio_of_a_trajectory_is_the_geometric_mean_over_its_trained_tokens() -> None:
+    log_ratio = torch.tensor([[0.1, 0.3, 9.0], [math.log(2.0), 9.0, math.log(8.0)], [math.nan, 9.0, 9.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    assert sequence_ratio(log_ratio, mask).squeeze(-1).tolist() == pytest.approx([1.221403, 4.0, 1.0])
+
+
+def test_the_ratio_of_a_trajectory_never_overflows() -> None:
+    ratio = sequence_ratio(torch.tensor([[500.0, 500.0], [-500.0, -500.0]]), torch.ones(2, 2))
+    assert ratio.squeeze(-1).tolist() == pytest.approx([math.exp(10), 0.0])
