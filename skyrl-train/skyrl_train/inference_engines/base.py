@@ -18,27 +18,25 @@ MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range of float32
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one response. Penalties act on logits; then come temperature, min-p, top-k and top-p."""
+    """Parameters for sampling one response, applied in this order: penalties, temperature, min-p, top-k, top-p."""
 
     max_new_tokens: int
-    min_new_tokens: int = 0  # before that, no token that would end the response
-    temperature: float = 1.0  # 0: the most likely token
+    min_new_tokens: int = 0  # until then, tokens that end the response have probability 0
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 1: off
     top_k: int = -1  # -1: off
     min_p: float = 0.0  # 0: off
-    repetition_penalty: float = (
-        1.0  # divides positive logits of tokens of prompt and response, multiplies negative ones
-    )
-    presence_penalty: float = 0.0  # taken from the logits of tokens of the response
-    frequency_penalty: float = 0.0  # likewise, times how often each is there
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt and response
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the response
+    frequency_penalty: float = 0.0  # the same, times the number of their occurrences
     stop: tuple[str, ...] = ()  # stop after the token that completes one of these; the text keeps it
-    stop_token_ids: tuple[int, ...] = ()  # stop after one of these, as after the model's own end of sequence
-    ignore_eos: bool = False  # the model's own end of sequence is a token like others
-    n_top_logprobs: int = 0  # report this many most likely tokens at every position
+    stop_token_ids: tuple[int, ...] = ()  # stop after one of these, as after the EOS token
+    ignore_eos: bool = False  # do not stop at the EOS token
+    n_top_logprobs: int = 0  # report the log-probs of this many most likely tokens at every position
     with_raw_logprobs: bool = False  # report log-probs at temperature 1 as well
 
     def __post_init__(self) -> None:
-        """Values out of their range raise EngineError."""
+        """Raise EngineError for a value out of its range."""
         for name, is_allowed, range_ in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("min_new_tokens", self.min_new_tokens >= 0, "at least 0"),
@@ -54,7 +52,7 @@ class SamplingParams:
 
     @staticmethod
     def from_config(section: SamplingConfig) -> SamplingParams:
-        """The engine's view of `generator.sampling_params` or `generator.eval_sampling_params`."""
+        """Convert `generator.sampling_params` or `generator.eval_sampling_params`."""
         return SamplingParams(
             max_new_tokens=section.max_generate_length,
             min_new_tokens=section.min_tokens,
@@ -71,12 +69,12 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether logits depend on the tokens that are there already."""
+        """True if logits depend on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are out of reach."""
+        """True if some tokens may have probability 0."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -86,7 +84,7 @@ class EngineRequest:
 
     prompt_ids: list[int]
     sampling: SamplingParams
-    seed: int  # with the position of a token, decides how it is sampled: batching and interruptions do not
+    seed: int  # a token depends on the seed and its position, not on batching or interruptions
     session_id: str | None = None  # requests of one session share a key-value cache until `end_session`
 
 
@@ -94,23 +92,23 @@ class EngineRequest:
 class EngineResult:
     """The n sampled tokens of a response, and their log-probs.
 
-    `logprobs` [n] are of the model at the request's temperature (1 if that is 0), before penalties and truncation: the
-    number the trainer computes.
+    `logprobs` [n] are the model's at the request's temperature (1 if that is 0), before penalties and truncation, as
+    the trainer computes them.
     """
 
     token_ids: list[int]
-    logprobs: list[float] | None  # None: the engine cannot know them, e.g. of a truncated distribution
+    logprobs: list[float] | None  # None: the engine cannot compute them, e.g. for a truncated distribution
     stop_reason: StopReason
     weight_spans: tuple[WeightSpan, ...]
-    sampling_logprobs: list[float] | None = None  # [n] of the distribution sampled from; None where it is the same
+    sampling_logprobs: list[float] | None = None  # [n] after penalties and truncation; None without them
     raw_logprobs: list[float] | None = None  # [n] at temperature 1, on request
     top_logprobs: list[dict[int, float]] | None = None  # [n] most likely tokens, like `logprobs`, on request
-    n_reused: int = 0  # tokens of the prompt that were not read again
+    n_reused: int = 0  # prompt tokens taken from the cache
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """New tokens of a response that is being sampled; the last chunk has the result of the whole."""
+    """New tokens of a response that is being sampled; the last chunk has the whole result."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -121,8 +119,8 @@ class TokenChunk:
 class EngineInfo:
     """Limits of an engine, known before the first request."""
 
-    context_length: int  # tokens of prompt and response together that a sequence can have
-    longest_sequence: int  # the same, or less where the engine's memory holds less
+    context_length: int  # maximum tokens of prompt and response together
+    longest_sequence: int  # the same, or less if the engine's memory holds less
 
 
 class InferenceEngine(Protocol):
@@ -135,48 +133,47 @@ class InferenceEngine(Protocol):
 
     @property
     def n_weight_copies(self) -> int:
-        """Processes that receive new weights; see `WeightSync`."""
+        """Number of processes that receive new weights."""
         ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         """Return one result for each request, in order. Concurrent calls share the engine's batches.
 
-        Requests wait while the engine is paused. Cancelling the call ends them.
+        Requests wait while the engine is paused. Cancelling the call aborts them.
 
         Raises:
-            EngineError: a request that cannot be served, named with its numbers; a step failed; the engine is asleep
-                or closed.
+            EngineError: a request cannot be served, a step failed, or the engine is asleep or closed.
         """
         ...
 
     def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the tokens of one response as they are sampled. Closing the generator ends the request."""
+        """Yield the tokens of one response as they are sampled. Closing the generator aborts the request."""
         ...
 
     async def abort(self, session_id: str | None = None) -> None:
-        """End the requests of a session, or all, with the tokens they have, maybe none: stop reason `abort`."""
+        """End the requests of a session, or all requests; they return their tokens with stop reason `abort`."""
         ...
 
     async def pause(self) -> None:
-        """Stop between two steps. Requests wait, new ones too; EngineError if it is paused already.
+        """Stop after the current step; EngineError if paused already. All requests, including new ones, wait.
 
-        Cancelled before the step ended, it has no effect.
+        Cancelling the call before the step has ended undoes it.
         """
         ...
 
     async def resume(self) -> None:
-        """Continue where `pause` stopped; EngineError if it is not paused."""
+        """Continue after `pause`; EngineError if not paused."""
         ...
 
     async def end_session(self, session_id: str) -> None:
-        """Drop a session's cache; unknown sessions are fine."""
+        """Drop a session's cache. Ignores unknown sessions."""
         ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """Take over new weights, as the receiver `plan.rank`, and report `plan.version` from now on.
+        """Load new weights, as the receiver `plan.rank`; results report `plan.version` from now on.
 
-        While the engine is paused, requests may be unfinished: they continue with the new weights, and what they have
-        is read again. Otherwise that is an EngineError.
+        Unfinished requests are an EngineError unless the engine is paused. They continue with the new weights, after
+        their prompt and response so far have been read again.
         """
         ...
 
@@ -185,7 +182,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def wake_up(self) -> None:
-        """Make the engine ready for requests again; EngineError if it is closed."""
+        """Reload what `sleep` released; EngineError if the engine is closed."""
         ...
 
     async def close(self) -> None:

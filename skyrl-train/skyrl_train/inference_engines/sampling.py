@@ -1,4 +1,4 @@
-"""Choosing the next token of every row at once, each row with its own parameters and its own randomness."""
+"""The choice of the next token of every row at once, each with its own parameters and random numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from skyrl_train.inference_engines.base import SamplingParams
 
-CHUNK = 512  # tokens of the vocabulary that are summed up before the search
-CANDIDATES = 1024  # most likely tokens among which top-p usually ends
+CHUNK = 512  # tokens of the vocabulary that share a partial sum in the search
+CANDIDATES = 1024  # most likely tokens, which usually hold the top-p mass
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What the next token of a sequence depends on besides its logits."""
+    """The inputs of a sequence's next token besides its logits."""
 
     sampling: SamplingParams
     seed: int
@@ -27,7 +27,7 @@ class Draw:
 
     @property
     def banned(self) -> list[int]:
-        """Tokens that would end a response that is still too short."""
+        """Tokens that must not be sampled, since they would end a response before `min_new_tokens`."""
         if len(self.token_ids) - self.n_prompt >= self.sampling.min_new_tokens:
             return []
         return [*(() if self.sampling.ignore_eos else self.eos_ids), *self.sampling.stop_token_ids]
@@ -39,7 +39,7 @@ class Choice:
 
     token_id: int
     logprob: float
-    sampling_logprob: float | None = None  # of the distribution sampled from, where that is another
+    sampling_logprob: float | None = None  # after penalties and truncation; None without them
     raw_logprob: float | None = None  # at temperature 1, on request
     top_logprobs: dict[int, float] | None = None  # on request
 
@@ -48,8 +48,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """Sample one token a row by searching the cumulative distribution.
 
     Args:
-        logits: (B, V) float32; overwritten, so that a large vocabulary needs no second tensor of this size, but for
-            rows with penalties, truncation or raw log-probs.
+        logits: (B, V) float32; overwritten, so that only rows with penalties, truncation or raw log-probs are copied.
         draws: [B] how to sample each row. Temperature 0 takes the most likely token.
     """
     raw_rows = [row for row, draw in enumerate(draws) if draw.sampling.with_raw_logprobs]
@@ -60,7 +59,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     if any(d.sampling.temperature not in (0, 1) for d in draws):
         logits.div_(torch.tensor([[d.sampling.temperature or 1.0] for d in draws], device=logits.device))
     tempered = logits[shaped_rows]  # (s, V)
-    # of the logits: exponentials round close ones to the same number
+    # argmax of the logits, since exponentials of close ones may be equal
     most_likely = logits.argmax(dim=-1) if len(greedy_rows) == len(draws) else logits[greedy_rows].argmax(dim=-1)
     top = _top_logits(logits, draws)
 
@@ -78,30 +77,30 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
         if draws[row].sampling.temperature == 0:
             token_ids[row] = shaped[i].argmax()
 
-    logprobs = _of_chosen(weights, token_ids).log() - log_total  # (B,)
+    logprobs = _gather_chosen(weights, token_ids).log() - log_total  # (B,)
     log_normalizer = (highest[:, 0] + log_total)[shaped_rows]
-    logprobs[shaped_rows] = _of_chosen(tempered, token_ids[shaped_rows]) - log_normalizer
-    sampling = _of_chosen(shaped, token_ids[shaped_rows]) - shaped.logsumexp(dim=-1)
-    at_one = _of_chosen(raw, token_ids[raw_rows]) - raw.logsumexp(dim=-1)
-    sampling_of = dict(zip(shaped_rows, sampling.tolist(), strict=True))
-    raw_of = dict(zip(raw_rows, at_one.tolist(), strict=True))
-    top_of = {
+    logprobs[shaped_rows] = _gather_chosen(tempered, token_ids[shaped_rows]) - log_normalizer
+    sampling_logprobs = _gather_chosen(shaped, token_ids[shaped_rows]) - shaped.logsumexp(dim=-1)
+    raw_logprobs = _gather_chosen(raw, token_ids[raw_rows]) - raw.logsumexp(dim=-1)
+    sampling_by_row = dict(zip(shaped_rows, sampling_logprobs.tolist(), strict=True))
+    raw_by_row = dict(zip(raw_rows, raw_logprobs.tolist(), strict=True))
+    top_by_row = {
         row: dict(zip(ids, (values - highest[row, 0] - log_total[row]).tolist(), strict=True))
         for row, (ids, values) in top.items()
     }
     return [
-        Choice(token_id, logprob, sampling_of.get(row), raw_of.get(row), top_of.get(row))
+        Choice(token_id, logprob, sampling_by_row.get(row), raw_by_row.get(row), top_by_row.get(row))
         for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
     ]
 
 
-def _of_chosen(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The value (b,) of each row's token in (b, V)."""
+def _gather_chosen(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the value (b,) of each row's token in (b, V)."""
     return values.gather(-1, token_ids[:, None])[:, 0]
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """A number in [0, 1) for each (seed, position), the same on every machine: SplitMix64 of the pair.
+    """Return a number in [0, 1) for each (seed, position), the same on every machine: SplitMix64 of the pair.
 
     Source: Fast Splittable Pseudorandom Number Generators (Steele, Lea and Flood, OOPSLA 2014).
     """
@@ -124,7 +123,7 @@ def _is_shaped(draw: Draw) -> bool:
 
 
 def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Tensor:
-    """The logits (s, V) of some rows after penalties and temperature, -inf for tokens out of reach."""
+    """Return a copy of the given rows' logits (s, V) after penalties, temperature and truncation (-inf)."""
     shaped = logits[[row for row, _ in draws]]  # a copy
     for values, (_, draw) in zip(shaped, draws, strict=True):
         _penalize(values, draw)
@@ -138,25 +137,25 @@ def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Te
 
 
 def _penalize(logits: torch.Tensor, draw: Draw) -> None:
-    """Change the logits (V,) of one row by what is there already, and rule out what would end it too soon."""
+    """Apply the penalties of one row to its logits (V,) in place, and rule out its banned tokens."""
     sampling = draw.sampling
     if sampling.repetition_penalty != 1:
-        there = torch.from_numpy(np.asarray(draw.token_ids, dtype=np.int64)).to(logits.device)  # some of them twice
-        values = logits[there]
-        logits[there] = torch.where(
+        present = torch.from_numpy(np.asarray(draw.token_ids, dtype=np.int64)).to(logits.device)  # with duplicates
+        values = logits[present]
+        logits[present] = torch.where(
             values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
         )
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts = Counter(draw.token_ids[draw.n_prompt :])
         sampled = torch.tensor(list(counts), dtype=torch.long, device=logits.device)
-        n_times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        logits[sampled] -= sampling.presence_penalty + sampling.frequency_penalty * n_times
+        n_occurrences = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        logits[sampled] -= sampling.presence_penalty + sampling.frequency_penalty * n_occurrences
     if banned := draw.banned:
         logits[banned] = -torch.inf
 
 
 def _truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The logits (b, V) with -inf for tokens that min-p, then top-k, then top-p leave out. Ties stay together."""
+    """Return the logits (b, V) with -inf for tokens excluded by min-p, then top-k, then top-p. Ties stay together."""
     n_tokens = logits.shape[-1]
 
     def column(values: Iterable[float]) -> torch.Tensor:
@@ -179,7 +178,7 @@ def _truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
 
 
 def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest logit (b, 1) of the fewest tokens that hold `top_p` (b, 1) of the probability; -inf where p is 1."""
+    """Return the smallest logit (b, 1) of the smallest set that holds `top_p` (b, 1) of the mass; -inf where p is 1."""
     log_total = logits.logsumexp(dim=-1, keepdim=True)
     for n_largest in (min(CANDIDATES, logits.shape[-1]), logits.shape[-1]):
         ordered = logits.topk(n_largest, dim=-1).values  # (b, n)
@@ -195,7 +194,7 @@ def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sums (B, ⌈V / CHUNK⌉) over neighbouring tokens of `weights` (B, V)."""
+    """Return sums (B, ⌈V / CHUNK⌉) over neighbouring tokens of `weights` (B, V)."""
     n_whole = weights.shape[-1] // CHUNK * CHUNK
     sums = weights[:, :n_whole].unflatten(-1, (-1, CHUNK)).sum(dim=-1) if n_whole else weights[:, :0]
     if n_whole == weights.shape[-1]:
@@ -204,10 +203,10 @@ def _chunk_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _search(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token (B,) at which the cumulative sum of `weights` (B, V) passes uniform · total.
+    """Return the first token (B,) at which the cumulative sum of `weights` (B, V) passes uniform · total.
 
-    First the chunk is found in the cumulative `sums` of chunks, then the token in it. A row that holds a NaN gets some
-    token; its log-prob is NaN.
+    The search finds the chunk in the cumulative `sums`, then the token in the chunk. A row with NaN gets an arbitrary
+    token, whose log-prob is NaN.
     """
     n_tokens = weights.shape[-1]
     cumulative = sums.cumsum(dim=-1)  # (B, n)
@@ -222,7 +221,7 @@ def _search(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first column (B,) whose cumulative sum is above the target, which rounding may put at the very end."""
+    """Return the first column (B,) whose cumulative sum exceeds the target, which rounding may push to the total."""
     total = cumulative[:, -1]
     below = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
@@ -230,7 +229,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def _top_logits(logits: torch.Tensor, draws: Sequence[Draw]) -> dict[int, tuple[list[int], torch.Tensor]]:
-    """For each row that asks for them, its most likely tokens and their logits."""
+    """Return the most likely tokens and their logits for each row that requests them."""
     return {
         row: (best.indices.tolist(), best.values)
         for row, draw in enumerate(draws)

@@ -1,9 +1,11 @@
-"""A request that is being served."""
+"""A request that is being served, and the rules that end its response."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import (
     EngineRequest,
@@ -16,70 +18,42 @@ from skyrl_train.inference_engines.sampling import Choice
 from skyrl_train.types import WeightSpan
 
 
-@dataclass(slots=True)
-class Call:
-    """One `generate` or `stream` call: its results as they come in, and the future that waits for the last."""
-
-    results: list[EngineResult | None]
-    n_left: int
-    done: asyncio.Future[None]
-    chunks: asyncio.Queue[TokenChunk | None] | None = None  # of a stream; None ends it
-
-    @staticmethod
-    def of(n_requests: int, *, is_stream: bool = False) -> Call:
-        """Return a call of the running event loop."""
-        done = asyncio.get_running_loop().create_future()
-        call = Call([None] * n_requests, n_requests, done, asyncio.Queue() if is_stream else None)
-        if call.chunks is not None:
-            done.add_done_callback(lambda _, chunks=call.chunks: chunks.put_nowait(None))  # type: ignore[misc]
-        return call
-
-    def deliver(self, index: int, result: EngineResult) -> None:
-        """Take the result of one request; the last one wakes the caller."""
-        self.results[index] = result
-        self.n_left -= 1
-        if self.n_left == 0 and not self.done.done():
-            self.done.set_result(None)
-
-    def all_results(self) -> list[EngineResult]:
-        """Return the results of a call that is done."""
-        assert self.n_left == 0
-        return [result for result in self.results if result is not None]
-
-
 @dataclass(slots=True, eq=False)
 class ActiveSequence:
-    """A request on its way: n tokens of response so far."""
+    """A request that is being served, with the n tokens sampled so far."""
 
     request: EngineRequest
-    call: Call
-    index: int  # of the request in its call
     max_tokens: int  # of prompt and response
-    token_ids: list[int]  # prompt and response
-    n_reused: int | None = None  # tokens of the prompt that were stored when its turn came first
+    done: asyncio.Future[EngineResult] | None = None  # None: no task waits for the result
+    chunks: asyncio.Queue[TokenChunk | None] | None = None  # of a stream; None ends it
+    token_ids: list[int] = field(init=False)  # prompt and response
+    n_reused: int | None = None  # prompt tokens found in the cache when the sequence was first admitted
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     is_shaped: bool = False  # a token was sampled from another distribution than the model's
     raw_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     weight_spans: list[WeightSpan] = field(default_factory=list)
-    n_streamed: int = 0  # tokens that were put into the call's stream
+    n_streamed: int = 0  # tokens already in `chunks`
     stop_reason: StopReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
 
     @property
     def sampling(self) -> SamplingParams:
-        """How to sample it."""
+        """The request's sampling parameters."""
         return self.request.sampling
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.request.prompt_ids)
 
     @property
     def is_over(self) -> bool:
-        """Complete, or nobody waits for it any more."""
-        return self.stop_reason is not None or self.call.done.done()
+        """True if the response is complete or its caller has left."""
+        return self.stop_reason is not None or (self.done is not None and self.done.done())
 
     def append(self, choice: Choice, weight_version: int) -> None:
         """Add a sampled token."""
@@ -87,27 +61,25 @@ class ActiveSequence:
         self.logprobs.append(choice.logprob)
         self.is_shaped = self.is_shaped or choice.sampling_logprob is not None
         self.sampling_logprobs.append(choice.logprob if choice.sampling_logprob is None else choice.sampling_logprob)
-        for values, value in (
-            (self.raw_logprobs, choice.raw_logprob),
-            (self.top_logprobs, choice.top_logprobs),
-        ):
-            if value is not None:
-                values.append(value)  # type: ignore[arg-type]
+        if choice.raw_logprob is not None:
+            self.raw_logprobs.append(choice.raw_logprob)
+        if choice.top_logprobs is not None:
+            self.top_logprobs.append(choice.top_logprobs)
         n_before = 0
         if self.weight_spans and self.weight_spans[-1].version == weight_version:
             n_before = self.weight_spans.pop().n_tokens
         self.weight_spans.append(WeightSpan(weight_version, n_before + 1))
 
     def put_chunk(self, result: EngineResult | None = None) -> None:
-        """Put new tokens into the stream of the call, if it is one; the last time with the result."""
-        if self.call.chunks is None or (self.n_streamed == len(self.logprobs) and result is None):
+        """Put new tokens into the stream, if there is one; the last chunk has the result."""
+        if self.chunks is None or (self.n_streamed == len(self.logprobs) and result is None):
             return
         n_before, self.n_streamed = self.n_streamed, len(self.logprobs)
         token_ids = self.token_ids[self.n_prompt + n_before :]
-        self.call.chunks.put_nowait(TokenChunk(token_ids, self.logprobs[n_before:], result))
+        self.chunks.put_nowait(TokenChunk(token_ids, self.logprobs[n_before:], result))
 
     def result(self) -> EngineResult:
-        """What the caller gets."""
+        """Return the result of a sequence that has ended."""
         assert self.stop_reason is not None
         return EngineResult(
             token_ids=self.token_ids[self.n_prompt :],
@@ -119,3 +91,28 @@ class ActiveSequence:
             top_logprobs=self.top_logprobs or None,
             n_reused=self.n_reused or 0,
         )
+
+
+def all_eos_ids(model_ids: int | list[int] | None, tokenizer_id: int | None) -> frozenset[int]:
+    """Return the EOS tokens in the model's generation config, and the tokenizer's."""
+    listed = model_ids if isinstance(model_ids, list) else [model_ids]
+    return frozenset(i for i in [*listed, tokenizer_id] if i is not None)
+
+
+def find_stop_reason(
+    sequence: ActiveSequence, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase
+) -> StopReason | None:
+    """Return why the response ends with its last token; None if it continues."""
+    sampling, n_sampled = sequence.sampling, len(sequence.logprobs)
+    last = sequence.token_ids[-1]
+    if last in eos_ids and not sampling.ignore_eos:
+        return "stop"
+    if last in sampling.stop_token_ids:
+        return "stop"
+    if sampling.stop and n_sampled >= sampling.min_new_tokens:
+        # A token is at least one byte, and some tokenizers drop the space that a text begins with.
+        n_tail = min(max(len(stop.encode()) for stop in sampling.stop) + 1, n_sampled)
+        before, tail = (tokenizer.decode(sequence.token_ids[-n_tail:end]) for end in (-1, None))
+        if any(stop in tail and stop not in before for stop in sampling.stop):
+            return "stop"
+    return "length" if len(sequence.token_ids) >= sequence.max_tokens else None

@@ -1,7 +1,7 @@
-"""What engines that work in steps have in common: an asyncio front, and one loop that takes step after step.
+"""The common part of engines that work in steps: an asyncio interface, and one loop that takes step after step.
 
-A step is one forward pass. Sequences join and leave between steps; requests and results belong to the event loop, and
-whatever takes long happens in one other thread.
+A step is one forward pass. Sequences join and leave between steps. Requests and results belong to the event loop;
+anything slow runs in one other thread.
 """
 
 from __future__ import annotations
@@ -10,27 +10,53 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk
 from skyrl_train.inference_engines.sampling import Choice
-from skyrl_train.inference_engines.sequence import ActiveSequence, Call
-from skyrl_train.inference_engines.stopping import StopRules
-from skyrl_train.inference_engines.thread import EngineThread
+from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 S = TypeVar("S", bound=ActiveSequence)
 
 
+class EngineThread:
+    """The thread in which an engine computes: its own, or one that it shares with a trainer."""
+
+    def __init__(self, shared: ThreadPoolExecutor | None, name: str) -> None:
+        """`shared` has one thread; without it, a thread called `name` is started."""
+        self._executor = shared or ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._is_own = shared is None
+
+    def run_blocking(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` in the thread, blocking. If it raises, the engine's own thread ends."""
+        try:
+            return self._executor.submit(function, *args).result()
+        except BaseException:
+            self.close()
+            raise
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` in the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def close(self) -> None:
+        """End the thread, unless it is shared."""
+        if self._is_own:
+            self._executor.shutdown()
+
+
 class SteppedEngine(ABC, Generic[S]):
-    """The part of an `InferenceEngine` that does not depend on who runs the model."""
+    """The part of an `InferenceEngine` that does not depend on what runs the model."""
 
     n_weight_copies = 1
 
@@ -46,11 +72,11 @@ class SteppedEngine(ABC, Generic[S]):
         self.info = EngineInfo(context_length, context_length)
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._rules = StopRules(eos_ids, tokenizer)
+        self._tokenizer = tokenizer
         self._thread = thread
         self._weight_version = 0
         self._is_paused, self._is_asleep = False, False
-        self._n_holds = 0  # reasons not to take another step
+        self._n_holds = 0  # while positive, no step starts
         self._between_steps = asyncio.Event()
         self._between_steps.set()
         self._loop_task: asyncio.Task[None] | None = None
@@ -58,45 +84,43 @@ class SteppedEngine(ABC, Generic[S]):
         self._broken_by: Exception | None = None
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        """See `InferenceEngine.generate`."""
-        if not requests:
-            self._check_ready()
-            return []
-        call = Call.of(len(requests))
-        self._submit(requests, call)
-        await call.done
-        return call.all_results()
+        return await asyncio.gather(*self._submit(requests))  # cancelling it cancels every request
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See `InferenceEngine.stream`."""
-        call = Call.of(1, is_stream=True)
-        self._submit([request], call)
-        assert call.chunks is not None
+        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        (done,) = self._submit([request], chunks)
+        done.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
-            while (chunk := await call.chunks.get()) is not None:
+            while (chunk := await chunks.get()) is not None:
                 yield chunk
-            call.done.result()
+            done.result()
         finally:
-            if not call.done.cancel() and not call.done.cancelled():
-                call.done.exception()  # a consumer that left before the error has no use for it
+            if not done.cancel() and not done.cancelled():
+                done.exception()  # marks the error as retrieved: a consumer that left early does not need it
 
-    def _submit(self, requests: Sequence[EngineRequest], call: Call) -> None:
+    def _submit(
+        self, requests: Sequence[EngineRequest], chunks: asyncio.Queue[TokenChunk | None] | None = None
+    ) -> list[asyncio.Future[EngineResult]]:
         self._check_ready()
-        self._add([self._admit(request, call, index) for index, request in enumerate(requests)])
+        sequences = [self._admit(request) for request in requests]
+        results: list[asyncio.Future[EngineResult]] = []
+        for sequence in sequences:
+            sequence.done, sequence.chunks = asyncio.get_running_loop().create_future(), chunks
+            results.append(sequence.done)
+        self._add(sequences)
         self._start_loop()
+        return results
 
     async def abort(self, session_id: str | None = None) -> None:
-        """See `InferenceEngine.abort`."""
         for sequence in self._unfinished():
             if session_id is None or sequence.request.session_id == session_id:
                 sequence.stop_reason = "abort"
         self._start_loop()
 
     async def pause(self) -> None:
-        """See `InferenceEngine.pause`."""
         self._check_usable()
         if self._is_paused:
-            raise EngineError("the engine is paused already; whoever paused it must resume it first")
+            raise EngineError("the engine is paused already; resume() it first")
         self._is_paused = True
         self._n_holds += 1
         try:
@@ -106,17 +130,15 @@ class SteppedEngine(ABC, Generic[S]):
             raise
 
     async def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
         if not self._is_paused:
             raise EngineError("the engine is not paused")
         self._unpause()
 
     def _unpause(self) -> None:
         self._is_paused = False
-        self._let_go()
+        self._release_hold()
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
-        """See `InferenceEngine.receive_weights`."""
         self._check_ready()
         n_unfinished = len(self._unfinished())
         if n_unfinished and not self._is_paused:
@@ -124,13 +146,12 @@ class SteppedEngine(ABC, Generic[S]):
                 f"weights changed to version {plan.version} while {n_unfinished} sequences were being generated; "
                 "pause() the engine first, or wait for generate() to return"
             )
-        async with self._hold():  # a call that was cancelled may still be in a step
-            receipt = await self._take_weights(plan)
+        async with self._hold():  # a cancelled call may still be in a step
+            receipt = await self._load_weights(plan)
             self._weight_version = plan.version
         return receipt
 
     async def sleep(self) -> None:
-        """See `InferenceEngine.sleep`."""
         if self._is_asleep:
             return
         self._check_ready()
@@ -141,63 +162,61 @@ class SteppedEngine(ABC, Generic[S]):
             await self._release_memory()
 
     async def wake_up(self) -> None:
-        """See `InferenceEngine.wake_up`."""
         if self._is_asleep:
             self._check_usable()
-            await self._take_memory()
+            await self._restore_memory()
             self._is_asleep = False
 
     async def close(self) -> None:
-        """See `InferenceEngine.close`. It goes on when the call is cancelled."""
+        """Release memory and threads. A cancelled call does not interrupt it."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    # -- what an engine adds
+    # -- what a backend implements
 
     @abstractmethod
     async def end_session(self, session_id: str) -> None:
-        """See `InferenceEngine.end_session`."""
+        """Drop a session's cache."""
 
     @abstractmethod
-    def _sequence(self, request: EngineRequest, call: Call, index: int, max_tokens: int) -> S:
-        """The sequence of a request, `max_tokens` with its prompt at most; EngineError if it cannot be served."""
+    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> S:
+        """Return a sequence of at most `max_tokens` with its prompt; EngineError if it cannot be served."""
 
     @abstractmethod
     def _add(self, sequences: Sequence[S]) -> None:
-        """Hold new sequences, for the next step to take up."""
+        """Hold new sequences for the next step."""
 
     @abstractmethod
     def _held(self) -> Iterable[S]:
-        """All sequences that were added and have not been taken."""
+        """Return all sequences that were added and not yet taken."""
 
     @abstractmethod
     def _take_finished(self) -> list[S]:
-        """The sequences that are over; they are held no more."""
+        """Return the held sequences that are over, and hold them no longer."""
 
     @abstractmethod
     async def _step(self) -> None:
-        """Take one step with the sequences that are held, and `_append` what it brings."""
+        """Take one step with the held sequences, and `_append` the tokens that it samples."""
 
     @abstractmethod
     async def _drop_all(self) -> None:
-        """Hold no sequence and nothing that was computed, after a step that failed."""
+        """Drop all sequences and caches after a failed step."""
 
     @abstractmethod
-    async def _take_weights(self, plan: SyncPlan) -> Receipt:
-        """Load the weights of a sync; sequences that are held are read again."""
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        """Load the weights of a sync, and drop all caches; held sequences are read again."""
 
     @abstractmethod
     async def _release_memory(self) -> None:
-        """Give memory back. Nothing is held."""
+        """Release memory while no sequence is held."""
 
-    @abstractmethod
-    async def _take_memory(self) -> None:
-        """The inverse of `_release_memory`."""
+    async def _restore_memory(self) -> None:
+        """Undo `_release_memory`. An engine that allocates on demand has nothing to do."""
 
-    @abstractmethod
     async def _shut_down(self) -> None:
-        """Release everything, after the step that runs."""
+        """Release everything, after the last step."""
+        await self._release_memory()
 
     # -- the loop
 
@@ -207,65 +226,68 @@ class SteppedEngine(ABC, Generic[S]):
 
     @asynccontextmanager
     async def _hold(self) -> AsyncIterator[None]:
-        """No step is taken within, and nothing is held that is over."""
+        """Wait for the current step to end and deliver its results; no step starts within."""
         self._n_holds += 1
         try:
             await self._between_steps.wait()
-            self._hand_out()
+            self._deliver_finished()
             yield
         finally:
-            self._let_go()
+            self._release_hold()
 
-    def _let_go(self) -> None:
+    def _release_hold(self) -> None:
         self._n_holds -= 1
         self._start_loop()
 
     async def _run(self) -> None:
-        """Take steps while there is something to do and nobody holds the engine."""
-        while self._hand_out():
+        """Take steps until no sequence is left or the engine is held."""
+        self._deliver_finished()
+        while not self._n_holds and any(True for _ in self._held()):
             self._between_steps.clear()
             try:
                 await self._step()
-            except Exception as error:  # the boundary of a request: every caller learns why, and the engine goes on
+            except Exception as error:  # the boundary of a step: its callers get the error, and the engine continues
                 logger.exception("A generation step failed")
-                await self._start_over(error)
+                await self._recover(error)
             finally:
                 self._between_steps.set()
+            self._deliver_finished()
 
-    def _hand_out(self) -> bool:
-        """Hand out what is complete, drop what nobody waits for any more; whether there is a step to do."""
+    def _deliver_finished(self) -> None:
+        """Deliver complete results; drop sequences whose caller has left."""
         for sequence in self._take_finished():
-            if sequence.stop_reason is not None and not sequence.call.done.done():
+            assert sequence.done is not None
+            if sequence.stop_reason is not None and not sequence.done.done():
                 result = sequence.result()
                 sequence.put_chunk(result)
-                sequence.call.deliver(sequence.index, result)
-        return not self._n_holds and any(True for _ in self._held())
+                sequence.done.set_result(result)
 
-    async def _start_over(self, error: Exception) -> None:
-        """Everyone who waits gets the error, and nothing is left that the failed step may have spoiled."""
-        self._tell_waiting(str(error) if isinstance(error, EngineError) else f"generation failed: {error!r}", error)
+    async def _recover(self, error: Exception) -> None:
+        """Fail every waiting call, and drop everything that the failed step may have corrupted."""
+        self._deliver_finished()  # aborted requests, and those that the step completed before it failed
+        self._fail_waiting(str(error) if isinstance(error, EngineError) else f"generation failed: {error!r}", error)
         try:
             await self._drop_all()
-        except Exception as worse:
-            logger.exception("The engine cannot go on")
-            self._broken_by = worse
+        except Exception as second_error:
+            logger.exception("The engine cannot continue")
+            self._broken_by = second_error
             self._n_holds += 1
-            self._tell_waiting(f"the engine cannot go on: {worse!r}", worse)
+            self._fail_waiting(f"the engine cannot continue: {second_error!r}", second_error)
 
     async def _close(self) -> None:
         self._n_holds += 1
-        self._tell_waiting("the engine was closed while requests were waiting")
+        self._fail_waiting("the engine was closed while requests were waiting")
         try:
             await self._between_steps.wait()
             if self._loop_task is not None:
                 await asyncio.wait([self._loop_task])
-            self._hand_out()
+            self._deliver_finished()
             await self._shut_down()
         finally:
             self._thread.close()
 
     def _append(self, sequence: S, choice: Choice) -> None:
-        """Add a sampled token to its sequence, unless that ended while the step ran."""
+        """Add a sampled token to its sequence, unless the sequence ended while the step ran."""
         if sequence.is_over:
             return
         if not math.isfinite(choice.logprob):
@@ -274,13 +296,13 @@ class SteppedEngine(ABC, Generic[S]):
                 "diverged; resume from an earlier checkpoint with a lower learning rate"
             )
         sequence.append(choice, self._weight_version)
-        sequence.stop_reason = self._rules.stop_reason(sequence)
+        sequence.stop_reason = find_stop_reason(sequence, self._eos_ids, self._tokenizer)
         if sequence.stop_reason is None:
             sequence.put_chunk()
 
     # -- requests
 
-    def _admit(self, request: EngineRequest, call: Call, index: int) -> S:
+    def _admit(self, request: EngineRequest) -> S:
         n_prompt = len(request.prompt_ids)
         if not 0 < n_prompt < self.info.context_length:
             raise EngineError(
@@ -295,14 +317,15 @@ class SteppedEngine(ABC, Generic[S]):
             )
         if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._vocab_size]:
             raise EngineError(f"stop_token_ids={unknown}: this model knows 0 to {self._vocab_size - 1}")
-        max_tokens = min(n_prompt + request.sampling.max_new_tokens, self.info.context_length)
-        return self._sequence(request, call, index, max_tokens)
+        return self._new_sequence(request, min(n_prompt + request.sampling.max_new_tokens, self.info.context_length))
 
     def _check_usable(self) -> None:
         if self._closing is not None:
             raise EngineError("the engine is closed; make another")
         if self._broken_by is not None:
-            raise EngineError(f"the engine cannot go on after {self._broken_by!r}; make another") from self._broken_by
+            raise EngineError(
+                f"the engine cannot continue after {self._broken_by!r}; make another"
+            ) from self._broken_by
 
     def _check_ready(self) -> None:
         self._check_usable()
@@ -312,10 +335,10 @@ class SteppedEngine(ABC, Generic[S]):
     def _unfinished(self) -> list[S]:
         return [sequence for sequence in self._held() if not sequence.is_over]
 
-    def _tell_waiting(self, message: str, cause: Exception | None = None) -> None:
-        """Everyone who waits gets an error of their own."""
+    def _fail_waiting(self, message: str, cause: Exception | None = None) -> None:
+        """Fail every waiting request with an error of its own."""
         for sequence in self._unfinished():
+            assert sequence.done is not None
             error = EngineError(message)
             error.__cause__ = cause
-            if not sequence.call.done.done():
-                sequence.call.done.set_exception(error)
+            sequence.done.set_exception(error)

@@ -1,1 +1,1 @@
-"""From a configuration to ranks, engines and weight sync."""
+"""Creation of ranks, engines and weight sync from a configuration."""

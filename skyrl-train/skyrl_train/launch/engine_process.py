@@ -17,38 +17,28 @@ from multiprocessing.connection import Connection
 import torch
 
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.remote import (
-    MAX_FRAME_BYTES,
-    RemoteEngine,
-    connect,
-    listen,
-    new_token,
-    serve_engines,
-)
+from skyrl_train.inference_engines.channel import listen
+from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve_engines
 
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 5.0
-FAILED_START_TIMEOUT_S = 1.0  # a cancelled start may be in the middle of loading, with nothing to save
+FAILED_START_TIMEOUT_S = 1.0  # a cancelled start may still be loading; it has nothing to save
 
 
 class EngineProcess:
-    """A process that runs inference engines: one for each connection, one after the other.
+    """A process that runs one inference engine per connection, one at a time.
 
-    It ends with `close`, and when the process that started it ends.
+    It ends with `close`, or when the process that started it ends.
     """
 
-    def __init__(
-        self, address: str | None = None, *, n_threads: int | None = None, max_frame_bytes: int = MAX_FRAME_BYTES
-    ) -> None:
+    def __init__(self, address: str | None = None, *, n_threads: int | None = None) -> None:
         """Start the process.
 
         Args:
             address: "host:port" to listen on (port 0: any free one); None for a Unix socket in a temporary folder.
-            n_threads: Threads of torch; None for its own choice.
-            max_frame_bytes: Maximum size of a message in either direction.
+            n_threads: Number of torch threads; None for torch's default.
         """
-        self._max_frame_bytes = max_frame_bytes
         self._token = new_token()
         self._exit_status: int | None = None
         self._is_closed = False
@@ -60,7 +50,7 @@ class EngineProcess:
             with theirs, listen(address or f"{self._folder}/socket") as listener:
                 name = listener.getsockname()
                 self.address: str = name if isinstance(name, str) else f"{name[0]}:{name[1]}"
-                args = (listener, theirs, self._token, self._folder, n_threads, max_frame_bytes)
+                args = (listener, theirs, self._token, self._folder, n_threads)
                 self._process = context.Process(target=_run, args=args, name="engine", daemon=True)
                 self._process.start()
         except BaseException:
@@ -73,15 +63,10 @@ class EngineProcess:
     def connect(
         self, make_engine: Callable[[], InferenceEngine], *, is_owner: bool = False, start_timeout_s: float = 600.0
     ) -> RemoteEngine:
-        """Return a new engine in this process; see `skyrl_train.inference_engines.remote.connect`. Blocks."""
+        """Return a new engine in this process, as `connect` does; closing an owner closes the process. Blocks."""
+        end_process = self.close if is_owner else None
         return connect(
-            self.address,
-            self._token,
-            make_engine,
-            self,
-            is_owner=is_owner,
-            start_timeout_s=start_timeout_s,
-            max_frame_bytes=self._max_frame_bytes,
+            self.address, self._token, make_engine, self.describe_end, end_process, start_timeout_s=start_timeout_s
         )
 
     def describe_end(self) -> str:
@@ -122,18 +107,17 @@ async def start_engine(
     address: str | None = None,
     n_threads: int | None = None,
     start_timeout_s: float = 600.0,
-    max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> RemoteEngine:
     """Start a process, make an engine in it, and return the engine, whose `close` ends the process.
 
-    For example `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. See `EngineProcess` for the
-    arguments.
+    For example `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. `EngineProcess` explains
+    `address` and `n_threads`.
 
     Raises:
         EngineError: the process ended, or the engine was not ready in time.
         Exception: any error of `make_engine`.
     """
-    process = EngineProcess(address, n_threads=n_threads, max_frame_bytes=max_frame_bytes)
+    process = EngineProcess(address, n_threads=n_threads)
     try:
         return await asyncio.to_thread(process.connect, make_engine, is_owner=True, start_timeout_s=start_timeout_s)
     except BaseException:
@@ -142,33 +126,28 @@ async def start_engine(
 
 
 def _run(
-    listener: socket.socket,
-    lifeline: Connection,
-    token: bytes,
-    folder: str | None,
-    n_threads: int | None,
-    max_frame_bytes: int,
+    listener: socket.socket, lifeline: Connection, token: bytes, folder: str | None, n_threads: int | None
 ) -> None:
-    """Serve engines until the lifeline is used or breaks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver decides what ends
+    """Serve engines until the driver sends something through the lifeline or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the driver ends this one
     if n_threads is not None:
         torch.set_num_threads(n_threads)
     try:
-        asyncio.run(_serve_until_ended(listener, lifeline, token, max_frame_bytes))
+        asyncio.run(_serve_until_ended(listener, lifeline, token))
     finally:
         listener.close()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # for a driver that was killed
 
 
-async def _serve_until_ended(listener: socket.socket, lifeline: Connection, token: bytes, max_frame_bytes: int) -> None:
-    loop, is_ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(lifeline.fileno(), is_ended.set)
-    serving = asyncio.create_task(serve_engines(listener, token, max_frame_bytes=max_frame_bytes))
-    ending = asyncio.create_task(is_ended.wait())
-    await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
-    loop.remove_reader(lifeline.fileno())
-    for task in (serving, ending):
-        task.cancel()
+async def _serve_until_ended(listener: socket.socket, lifeline: Connection, token: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    serving = loop.create_task(serve_engines(listener, token))
+
+    def end() -> None:
+        loop.remove_reader(lifeline.fileno())  # once: a second cancellation would interrupt the engine's `close`
+        serving.cancel()
+
+    loop.add_reader(lifeline.fileno(), end)
     with suppress(asyncio.CancelledError):
         await serving

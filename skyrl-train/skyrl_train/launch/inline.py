@@ -1,4 +1,4 @@
-"""Everything in this process: one rank per model, and an engine that generates with the policy's own tensors."""
+"""A run in one process: one rank per model, and an engine that generates with the policy's own tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def load_inline(
 ) -> tuple[WorkerGroup, PreTrainedModel]:
     """Load a model in this process; return its group, and the model for an engine that shares its tensors.
 
-    It computes in `executor`, which has one thread.
+    The model computes in `executor`, which has one thread.
     """
     rank = LocalRank(executor, SingleStrategy(World(device=str(default_device()))))
     group = WorkerGroup(spec, [rank], objective)
@@ -54,7 +54,7 @@ def model_spec(
 
 
 def optimizer_spec(cfg: OptimizerConfig, n_steps: int) -> OptimizerSpec:
-    """Return an optimizer whose schedule is laid over the `n_steps` optimizer steps of the whole run."""
+    """Return the specification of an optimizer whose schedule spans the `n_steps` optimizer steps of the run."""
     return OptimizerSpec(
         lr=cfg.lr,
         betas=cfg.adam_betas,

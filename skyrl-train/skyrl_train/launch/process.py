@@ -1,4 +1,4 @@
-"""Ranks in processes of this machine, which share a process group: sharded training without a cluster."""
+"""Ranks in processes of this machine with a common process group: sharded training without a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class ProcessRank:
-    """A rank in a process of its own. Calls and results are pickled."""
+    """A rank in a separate process. Calls and results are pickled."""
 
     is_leader = True
 
@@ -36,11 +36,11 @@ class ProcessRank:
         self._thread = ThreadPoolExecutor(1, f"rank-{world.rank}")
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        """See `Rank.load`. `spec` and `objective` are pickled: functions in them must be importable."""
+        """Load a model. `spec` and `objective` are pickled: functions in them must be importable."""
         await self.call("load", spec, objective)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """See `Rank.call`.
+        """Call a method of the worker.
 
         Raises:
             WorkerError: the process has ended.
@@ -72,7 +72,7 @@ class ProcessRank:
 
 
 def start_ranks(n_ranks: int) -> list[ProcessRank]:
-    """Start processes that share a gloo process group; each holds a slice of the models that a group loads on them."""
+    """Start processes with a common gloo process group; each holds a shard of the models that a group loads on them."""
     context = multiprocessing.get_context("spawn")
     address = f"tcp://127.0.0.1:{free_port()}"
     n_threads = max(1, (os.cpu_count() or 1) // n_ranks)

@@ -1,16 +1,6 @@
-"""How new weights get from the policy into engines, and into the reference."""
+"""The transfer of new weights from the policy to engines and to the reference."""
 
-from skyrl_train.weight_sync.base import Receipt, Receiver, Sender, SyncPlan, receiver, sender
-from skyrl_train.weight_sync.sync import WeightSink, WeightSource, WeightSync
+from skyrl_train.weight_sync.base import Receipt, SyncPlan
+from skyrl_train.weight_sync.sync import Receiver, WeightSink, WeightSource, WeightSync, send
 
-__all__ = [
-    "Receipt",
-    "Receiver",
-    "Sender",
-    "SyncPlan",
-    "WeightSink",
-    "WeightSource",
-    "WeightSync",
-    "receiver",
-    "sender",
-]
+__all__ = ["Receipt", "Receiver", "SyncPlan", "WeightSink", "WeightSource", "WeightSync", "send"]

@@ -1,12 +1,9 @@
-"""The plan of one weight sync, and the two ends that carry it out."""
+"""The plan of a weight sync, and the receipt of each end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
-
-import torch
+from typing import Literal, NamedTuple
 
 from skyrl_train.types.specs import TensorSpec
 
@@ -17,13 +14,13 @@ Transport = Literal["shared", "broadcast"]
 class SyncPlan:
     """One transfer of all weights of a model.
 
-    `shared` hands over references within one process: nothing is copied on the way. `broadcast` sends chunks from
-    rank 0 of the model to `n_receivers` processes through gloo.
+    `shared` passes references within one process, without a copy. `broadcast` sends chunks from rank 0 of the model to
+    `n_receivers` processes through gloo.
     """
 
     version: int
     transport: Transport
-    address: str  # "host:port" of the sender's store; of `shared`, the name of the hand-over
+    address: str  # "host:port" of the sender's store; for `shared`, the key of the references
     chunks: tuple[tuple[TensorSpec, ...], ...] = ()  # one broadcast each
     n_receivers: int = 1
     rank: int = 0  # 0 sends, 1 … n_receivers receive
@@ -31,49 +28,8 @@ class SyncPlan:
 
 
 class Receipt(NamedTuple):
-    """What one end of a sync has sent or received; all ends must agree."""
+    """A summary of what one end of a sync sent or received; all ends must agree."""
 
     version: int
     n_bytes: int
-    checksum: int = 0  # of the tensors' bits; 0 where nothing was copied
-
-
-class Sender(Protocol):
-    """The sending end, on every rank of the model, since gathering is collective."""
-
-    def send(self, plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]]) -> Receipt:
-        """Send the tensors in the order of the plan."""
-        ...
-
-
-class Receiver(Protocol):
-    """The receiving end, in every process that holds a copy of the weights."""
-
-    receipt: Receipt
-    """What was received; complete once `receive` is exhausted."""
-
-    def receive(self, plan: SyncPlan) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors. Each is valid until the next one is asked for."""
-        ...
-
-
-def sender(plan: SyncPlan) -> Sender:
-    """Return the sending end of a plan's transport."""
-    if plan.transport == "shared":
-        from skyrl_train.weight_sync.shared import SharedSender
-
-        return SharedSender()
-    from skyrl_train.weight_sync.broadcast import BroadcastSender
-
-    return BroadcastSender()
-
-
-def receiver(plan: SyncPlan) -> Receiver:
-    """Return the receiving end of a plan's transport."""
-    if plan.transport == "shared":
-        from skyrl_train.weight_sync.shared import SharedReceiver
-
-        return SharedReceiver()
-    from skyrl_train.weight_sync.broadcast import BroadcastReceiver
-
-    return BroadcastReceiver()
+    checksum: int = 0  # of the tensors' bits; 0 if nothing was copied

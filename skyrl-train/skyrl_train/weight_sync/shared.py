@@ -1,42 +1,32 @@
-"""Weight sync within one process: tensors are handed over, not copied."""
+"""Weight sync within one process: tensors are passed by reference, not copied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 
 import torch
 
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
 
-_HANDED_OVER: dict[str, list[tuple[str, torch.Tensor]]] = {}
+_SENT: dict[str, list[tuple[str, torch.Tensor]]] = {}
 
 
-class SharedSender:
-    """Lays out references to the model's own tensors under the plan's address."""
-
-    def send(self, plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]]) -> Receipt:
-        """See `Sender.send`."""
-        listed = list(tensors)
-        _HANDED_OVER[plan.address] = listed
-        return Receipt(plan.version, _n_bytes(listed))
+def send_shared(plan: SyncPlan, tensors: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
+    """Store references to the model's own tensors under the plan's address."""
+    _SENT[plan.address] = list(tensors)
+    return _receipt(plan)
 
 
-class SharedReceiver:
-    """Reads the tensors where the sender laid them out. The sender must have finished."""
-
-    receipt: Receipt
-
-    def receive(self, plan: SyncPlan) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Receiver.receive`."""
-        listed = _HANDED_OVER[plan.address]
-        self.receipt = Receipt(plan.version, _n_bytes(listed))
-        yield from listed
+def receive_shared(plan: SyncPlan) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
+    """Yield the tensors that the sender stored. The sender must have finished."""
+    yield from _SENT[plan.address]
+    return _receipt(plan)
 
 
 def release(address: str) -> None:
-    """Forget the references under an address."""
-    _HANDED_OVER.pop(address, None)
+    """Drop the references under an address."""
+    _SENT.pop(address, None)
 
 
-def _n_bytes(tensors: list[tuple[str, torch.Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+def _receipt(plan: SyncPlan) -> Receipt:
+    return Receipt(plan.version, sum(tensor.numel() * tensor.element_size() for _, tensor in _SENT[plan.address]))

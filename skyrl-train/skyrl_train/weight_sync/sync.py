@@ -1,23 +1,42 @@
-"""One weight sync from end to end: from a model to everybody who holds a copy of its weights."""
+"""Weight sync from end to end: from a model to all holders of a copy of its weights."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch.distributed as dist
+import torch
 
 from skyrl_train.errors import SyncError
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport
-from skyrl_train.weight_sync.broadcast import call_off, chunked
-from skyrl_train.weight_sync.shared import release
+from skyrl_train.weight_sync.broadcast import call_off, chunked, receive_broadcast, send_broadcast
+from skyrl_train.weight_sync.shared import receive_shared, release, send_shared
 
-logger = logging.getLogger(__name__)
+
+def send(plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]]) -> Receipt:
+    """Send tensors, in the order of the plan. Call it on every rank of the model: gathering them is collective."""
+    return (send_shared if plan.transport == "shared" else send_broadcast)(plan, tensors)
+
+
+class Receiver:
+    """The receiving end of a plan, in a process that holds a copy of the weights: iterate over the tensors.
+
+    Each tensor is valid until the next one.
+    """
+
+    receipt: Receipt
+    """Set after the last tensor."""
+
+    def __init__(self, plan: SyncPlan) -> None:
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        receive = receive_shared if self._plan.transport == "shared" else receive_broadcast
+        self.receipt = yield from receive(self._plan)
 
 
 class WeightSource(Protocol):
@@ -28,7 +47,7 @@ class WeightSource(Protocol):
         ...
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
-        """Send the weights as `plan` says."""
+        """Send the weights by `plan`."""
         ...
 
 
@@ -37,7 +56,7 @@ class WeightSink(Protocol):
 
     @property
     def n_weight_copies(self) -> int:
-        """Processes that receive; each is a receiver of its own."""
+        """Number of processes that receive; each is a separate receiver."""
         ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
@@ -46,7 +65,7 @@ class WeightSink(Protocol):
 
 
 class WeightSync:
-    """Sends the weights of one model to some sinks, and makes sure that they have arrived."""
+    """Sends the weights of one model to its sinks, and checks that they have arrived."""
 
     def __init__(
         self,
@@ -58,7 +77,7 @@ class WeightSync:
         host: str = "127.0.0.1",
         timeout_s: float = 600.0,
     ) -> None:
-        """`shared` is for sinks in the process of the source. `host` is where the source's rank 0 can be reached."""
+        """`shared` requires sinks in the process of the source. `host` is the address of the source's rank 0."""
         self._source = source
         self._sinks = list(sinks)
         self._transport: Transport = transport
@@ -67,10 +86,10 @@ class WeightSync:
         self._timeout_s = timeout_s
 
     async def __call__(self, version: int) -> None:
-        """Give every sink the weights, as those of `version`. Sinks must be idle or paused.
+        """Send the weights to every sink, as those of `version`. Sinks must be idle or paused.
 
         Raises:
-            SyncError: a sink received other bytes than were sent, or did not receive them in time.
+            SyncError: a sink received different bytes, or none in time.
             EngineError: a sink refused, e.g. because it is asleep.
         """
         plan = await self._plan(version)
@@ -80,7 +99,7 @@ class WeightSync:
             first += sink.n_weight_copies
         pairs = list(zip(self._sinks, plans, strict=True))
         if self._transport == "shared":
-            sent = await self._source.send_weights(plan)  # lays references out; then they can be read
+            sent = await self._source.send_weights(plan)  # stores the references that the sinks read
             try:
                 received = [await sink.receive_weights(sink_plan) for sink, sink_plan in pairs]
             finally:
@@ -91,8 +110,8 @@ class WeightSync:
                     send_task = tasks.create_task(self._source.send_weights(plan))
                     receive_tasks = [tasks.create_task(sink.receive_weights(sink_plan)) for sink, sink_plan in pairs]
             except ExceptionGroup as errors:
-                first_error = errors.exceptions[0]  # it cancelled the other tasks, whose processes still wait
-                await asyncio.to_thread(_call_off, plan)
+                first_error = errors.exceptions[0]  # it cancelled the other tasks, but their processes still wait
+                await asyncio.to_thread(call_off, plan)
                 raise first_error from first_error.__cause__
             sent, received = send_task.result(), [task.result() for task in receive_tasks]
         for index, receipt in enumerate(received):
@@ -108,15 +127,8 @@ class WeightSync:
         return SyncPlan(version, "broadcast", address, chunks, n_receivers, timeout_s=self._timeout_s)
 
 
-def _call_off(plan: SyncPlan) -> None:
-    try:
-        call_off(plan)
-    except (RuntimeError, dist.DistError) as error:
-        logger.warning("Weight sync %d could not be called off: %s", plan.version, error)
-
-
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

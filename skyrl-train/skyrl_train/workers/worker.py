@@ -20,7 +20,7 @@ from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.errors import CheckpointError
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, OptimizerSpec, TensorSpec
-from skyrl_train.weight_sync import Receipt, SyncPlan, receiver, sender
+from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -161,14 +161,13 @@ class Worker:
 
     def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights to the receivers of `plan`. Gathering is collective: every rank must call this."""
-        return sender(plan).send(plan, self._strategy.full_tensors(self.module))
+        return send(plan, self._strategy.full_tensors(self.module))
 
     def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load the weights of a model of the same architecture, as the receiver `plan.rank` plus this rank."""
-        link = receiver(plan)
-        own_plan = replace(plan, rank=plan.rank + self._strategy.world.rank)
-        self._strategy.load_tensors(self.module, link.receive(own_plan))
-        return link.receipt
+        receiver = Receiver(replace(plan, rank=plan.rank + self._strategy.world.rank))
+        self._strategy.load_tensors(self.module, receiver)
+        return receiver.receipt
 
     def close(self) -> None:
         """Wait for a save in progress."""

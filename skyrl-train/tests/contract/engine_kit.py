@@ -31,7 +31,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.types.specs import TensorSpec
-from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync, sender
+from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync, send
 from skyrl_train.weight_sync.base import Transport
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -195,7 +195,7 @@ class TensorSource:
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """See `WeightSource.send_weights`. A broadcast blocks until it was received."""
         tensors = ((name, tensor.detach()) for name, tensor in self.named_tensors())
-        return await asyncio.to_thread(sender(plan).send, plan, tensors)
+        return await asyncio.to_thread(send, plan, tensors)
 
 
 async def sync_weights(

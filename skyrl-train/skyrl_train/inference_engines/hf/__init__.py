@@ -1,6 +1,5 @@
 """The embedded engine: generates with the policy's own tensors, in the trainer's process, or with a copy elsewhere."""
 
-from skyrl_train.inference_engines.hf.engine import HFEngine
-from skyrl_train.inference_engines.hf.loading import load_engine
+from skyrl_train.inference_engines.hf.engine import HFEngine, load_engine
 
 __all__ = ["HFEngine", "load_engine"]

@@ -1,7 +1,7 @@
-"""Attention of one packed forward pass: the new tokens of all sequences side by side, keys read where they lie.
+"""Attention of one packed forward pass: new tokens of all sequences side by side, keys read in place.
 
-Sequences whose regions are neighbours form a run, which is one call of PyTorch's attention. Query heads that share a
-key head are folded into one (n, key heads, heads per key head · T, d) query, so that keys are never repeated.
+Sequences with neighbouring regions form a run, which is one call of PyTorch's attention. Query heads that share a key
+head are folded into one (n, key heads, heads per key head · T, d) query, so that keys are never repeated.
 """
 
 from __future__ import annotations
@@ -20,74 +20,77 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 
 NAME = "skyrl_packed"
-MASK_SIZE = 1 << 24  # elements of a mask: 80 MiB while attention makes numbers of them
-MOST_COPIED = 512  # tokens of a sequence whose keys are copied to be attended to beside those of others
+MASK_SIZE = 1 << 24  # elements of a mask: 80 MiB while attention converts it
+MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others in a run
 
 
 @dataclass(slots=True)
 class Run:
-    """n sequences of T new tokens each, in neighbouring regions of one size."""
+    """n sequences of T new tokens each, in neighbouring regions of the same size."""
 
-    tokens: slice  # of the pass
+    tokens: slice  # of the tokens of the pass
     start: int  # of the first region
     capacity: int  # of each region
     positions: torch.Tensor  # (n, T)
     length: int  # tokens of the longest sequence after the pass, L
-    is_causal: bool  # nothing is stored yet, so that queries and keys are the same tokens
-    is_even: bool  # every query sees all keys
-    places: torch.Tensor | None = None  # (n · L,) of its keys, where they are copied
+    is_causal: bool  # nothing was stored before, so queries and keys are the same tokens
+    sees_all: bool  # every query sees all keys
+    copied_from: torch.Tensor | None = None  # (n · L,) pool indices of its keys, if they are copied
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def view(self, pool: torch.Tensor) -> torch.Tensor:
-        """What the run has stored (n, heads, L, d), in place or copied from its `places`."""
-        if self.places is not None:
-            copied = pool.index_select(0, self.places)
+        """Return the stored keys or values (n, heads, L, d), in place or copied."""
+        if self.copied_from is not None:
+            copied = pool.index_select(0, self.copied_from)
             return copied.view(len(self.positions), self.length, *pool.shape[1:]).transpose(1, 2)
-        of_token, of_head, of_value = pool.stride()
+        token_stride, head_stride, value_stride = pool.stride()
         shape = (len(self.positions), pool.shape[1], self.length, pool.shape[2])
-        return pool.as_strided(shape, (self.capacity * of_token, of_head, of_token, of_value), self.start * of_token)
+        strides = (self.capacity * token_stride, head_stride, token_stride, value_stride)
+        return pool.as_strided(shape, strides, self.start * token_stride)
 
     def mask(self, queries: slice, n_keys: int, window: int | None) -> torch.Tensor:
-        """Which keys each query sees (n, 1, queries, keys): those up to itself, of a sliding window the last ones."""
-        at = (queries.start, window)
-        if at not in self._masks:
+        """Return the keys that each query sees (n, 1, queries, keys): up to itself, within the sliding window."""
+        key = (queries.start, window)
+        if key not in self._masks:
             keys = torch.arange(n_keys, device=self.positions.device)
             distance = self.positions[:, None, queries, None] - keys
-            self._masks[at] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return self._masks[at]
+            self._masks[key] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self._masks[key]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Keys or values as attention finds them: the pool of a layer, and the runs of the pass."""
+    """Keys or values as attention receives them: the pool of a layer, and the runs of the pass."""
 
     pool: torch.Tensor  # (size, heads, d)
     runs: Sequence[Run]
 
 
 class PackedCache:
-    """The cache of one pass, N tokens of several sequences in one row.
+    """The cache of one pass over N tokens of several sequences in one row.
 
-    A Hugging Face model calls `update` in every attention layer and hands what it returns to `packed_attention`.
+    A Hugging Face model calls `update` in every attention layer and passes the result to `packed_attention`.
     """
 
     is_compileable = False
 
-    def __init__(self, memory: KVMemory, rows: Sequence[Row], device: torch.device, *, is_alone: bool = False) -> None:
-        """`rows` are in the order of their regions. For `is_alone`, see `hidden_states`."""
+    def __init__(
+        self, memory: KVMemory, rows: Sequence[Row], device: torch.device, *, is_isolated: bool = False
+    ) -> None:
+        """`rows` and `is_isolated` are those of `hidden_states`."""
         self._memory = memory
         spans = [(row.sequence.n_cached, row.n_new) for row in rows]
         self.position_ids = torch.cat([torch.arange(n, n + n_new) for n, n_new in spans]).to(device)  # (N,)
         starts = torch.tensor([row.start for row in rows]).repeat_interleave(torch.tensor([n for _, n in spans]))
-        self._target = self.position_ids + starts.to(device)  # (N,) places in the pool
-        self._runs = list(_runs(rows, self.position_ids, memory.size if is_alone else None))
+        self._target = self.position_ids + starts.to(device)  # (N,) indices into the pool
+        self._runs = list(_runs(rows, self.position_ids, memory.size if is_isolated else None))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[_Stored, _Stored]:
         """Store new keys and values (1, heads, N, d).
 
-        Under autocast, rotary embeddings leave keys in float32; attention takes them as it takes values.
+        Under autocast, rotary embeddings leave keys in float32; they are stored in the dtype of values.
         """
         keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
@@ -96,78 +99,73 @@ class PackedCache:
         return _Stored(pools[0], self._runs), _Stored(pools[1], self._runs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen before this pass; positions are given explicitly, so nothing depends on it."""
+        """Return 0: positions are explicit, so the model needs no length of the past."""
         return 0
 
 
 def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> Iterator[Run]:
-    """Join rows as long as they are neighbours and alike; with the `size` of the memory, see `_alone`."""
-    joins = _continues if size is None else _is_as_long
+    """Join compatible neighbouring rows into runs. `size` of the memory is set for isolated rows."""
+    can_join = _can_join if size is None else _can_join_isolated
     first, n_tokens = 0, 0
     while first < len(rows):
         end = first + 1
-        while end < len(rows) and joins(rows[first], rows[end], end - first):
+        while end < len(rows) and can_join(rows[first], rows[end], end - first):
             end += 1
-        some = rows[first:end]
-        tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in some))
-        run = _run(some, tokens, position_ids[tokens].view(len(some), -1))
-        yield run if size is None else _alone(run, some, size)
+        joined = rows[first:end]
+        tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in joined))
+        run = _run(joined, tokens, position_ids[tokens].view(len(joined), -1))
+        yield run if size is None else _isolated(run, joined, size)
         first, n_tokens = end, tokens.stop
 
 
 def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor) -> Run:
-    region, n_new = rows[0].sequence.region, rows[0].n_new
-    assert region is not None
+    n_new = rows[0].n_new
     lengths = [row.sequence.n_cached + n_new for row in rows]
     return Run(
         tokens=tokens,
-        start=region.start,
-        capacity=region.capacity,
+        start=rows[0].start,
+        capacity=rows[0].region.capacity,
         positions=positions,
         length=max(lengths),
         is_causal=max(lengths) == n_new,
-        is_even=n_new == 1 and min(lengths) == max(lengths),
+        sees_all=n_new == 1 and min(lengths) == max(lengths),
     )
 
 
-def _continues(first: Row, row: Row, distance: int) -> bool:
-    region, other = first.sequence.region, row.sequence.region
-    assert region is not None
-    assert other is not None
-    return (
-        row.n_new == first.n_new
-        and other.capacity == region.capacity
-        and other.start == region.start + distance * region.capacity
-    )
+def _can_join(first: Row, row: Row, distance: int) -> bool:
+    """Return whether a row continues the run of `first`, which has `distance` rows so far."""
+    capacity = first.region.capacity
+    is_next = row.start == first.start + distance * capacity
+    return row.n_new == first.n_new and row.region.capacity == capacity and is_next
 
 
-def _is_as_long(first: Row, row: Row, distance: int) -> bool:
+def _can_join_isolated(first: Row, row: Row, distance: int) -> bool:
     length = padded_length(first)
-    return 0 < length == padded_length(row) and (length <= MOST_COPIED or _continues(first, row, distance))
+    return 0 < length == padded_length(row) and (length <= MAX_COPIED or _can_join(first, row, distance))
 
 
 def padded_length(row: Row) -> int:
-    """How many keys a sequence that reads one token attends to if it `is_alone`; 0 of one that reads more."""
+    """Return the number of keys that a row of one token attends to if it `is_isolated`; 0 for longer rows."""
     if row.n_new > 1:
         return 0
     n_units = -(-(row.sequence.n_cached + 1) // UNIT)
-    most = MOST_COPIED // UNIT
-    return UNIT * (1 << (n_units - 1).bit_length() if n_units <= most else -(-n_units // most) * most)
+    n_max = MAX_COPIED // UNIT
+    return UNIT * (1 << (n_units - 1).bit_length() if n_units <= n_max else -(-n_units // n_max) * n_max)
 
 
-def _alone(run: Run, rows: Sequence[Row], size: int) -> Run:
-    """The same run, padded: it has its keys in place where they are evenly spaced, and else copies them."""
+def _isolated(run: Run, rows: Sequence[Row], size: int) -> Run:
+    """Return the run padded to its `padded_length`, with keys in place if evenly spaced, else copied."""
     length = padded_length(rows[0])
     if length == 0:
         return run
-    run = replace(run, length=length, is_causal=False, is_even=False)
+    run = replace(run, length=length, is_causal=False, sees_all=False)
     starts = [row.start for row in rows]
-    spaces = {second - first for first, second in pairwise(starts)}
-    if len(spaces) <= 1 and starts[-1] + length <= size:
-        return replace(run, capacity=max(spaces, default=0))
+    distances = {second - first for first, second in pairwise(starts)}
+    if len(distances) <= 1 and starts[-1] + length <= size:
+        return replace(run, capacity=max(distances, default=0))
     offsets = torch.arange(length, device=run.positions.device)
-    places = run.positions.new_tensor(starts)[:, None] + offsets  # the last ones may be beyond the memory
-    return replace(run, places=places.clamp(max=size - 1).flatten())
+    indices = run.positions.new_tensor(starts)[:, None] + offsets  # the last ones may exceed the memory
+    return replace(run, copied_from=indices.clamp(max=size - 1).flatten())
 
 
 def packed_attention(
@@ -183,9 +181,9 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the new tokens' queries (1, heads, N, d) to what their sequences have stored.
+    """Return the attention of new queries (1, heads, N, d) to the stored tokens of their sequences.
 
-    The signature is that of transformers' attention functions; the mask is the runs' own. Returns (1, N, heads, d).
+    The signature is that of transformers' attention functions, but the runs make the mask. Returns (1, N, heads, d).
     """
     if softcap is not None or s_aux is not None:
         raise EngineError("its attention caps its scores, or has sinks")
@@ -210,7 +208,7 @@ def _attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of one run (n, key heads, heads per key head, T, d)."""
+    """Return the attention of one run (n, key heads, heads per key head, T, d)."""
     if window is not None and run.length <= window:
         window = None
     if run.is_causal and window is None and run.positions.shape[1] > 1:
@@ -218,7 +216,7 @@ def _attend(
             queries.flatten(1, 2), keys, values, is_causal=True, scale=scaling, enable_gqa=True
         )
         return whole.view(*queries.shape[:4], -1)
-    if run.is_even and window is None:
+    if run.sees_all and window is None:
         folded = scaled_dot_product_attention(queries.flatten(2, 3), keys, values, scale=scaling)
         return folded.view(*queries.shape[:4], -1)
     n_shared, n_new = queries.shape[2:4]
@@ -236,15 +234,15 @@ def _attend(
 
 
 def hidden_states(
-    model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row], *, is_alone: bool = False
+    model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row], *, is_isolated: bool = False
 ) -> torch.Tensor:
-    """The last hidden states (N, H) of the new tokens of `rows`, whose keys and values are stored on the way.
+    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
 
-    With `is_alone`, a sequence is not padded to the length of another, but to one that follows from its own: among
-    whatever others, as long as N is the same, it gets the same states to the last bit. Rows are in the order of
-    `padded_length` and of their regions then, so that they can be joined.
+    Rows are in the order of their regions. With `is_isolated`, they are in the order of `padded_length`, then of their
+    regions, and a sequence is padded to that length, not to the length of its neighbours. For the same N, its states
+    are then bitwise the same among any other sequences.
     """
-    cache = PackedCache(memory, rows, model.device, is_alone=is_alone)
+    cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated)
     new_ids = [row.sequence.token_ids[row.sequence.n_cached :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
     with packed_attention_of(model):
@@ -257,14 +255,14 @@ def hidden_states(
 
 @contextmanager
 def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model's attention is `packed_attention`."""
+    """Replace the model's attention by `packed_attention`."""
     config = model.config.get_text_config()
-    chosen = config._attn_implementation
+    previous = config._attn_implementation
     config._attn_implementation = NAME
     try:
         yield
     finally:
-        config._attn_implementation = chosen
+        config._attn_implementation = previous
 
 
 AttentionInterface.register(NAME, packed_attention)

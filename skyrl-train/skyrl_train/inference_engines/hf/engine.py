@@ -1,7 +1,7 @@
 """The embedded engine: a Hugging Face model, with the policy's own tensors.
 
-A step reads one token of every running sequence, and as many tokens of new prompts as its budget has left. What a
-session, or any other sequence, has stored of a prompt is not read again.
+A step reads one token of every running sequence, and as many prompt tokens as its budget has left. The part of a prompt
+that its session, or any other sequence, has stored is not read again.
 
 Only the forward pass runs in the thread; regions and sessions belong to the event loop.
 """
@@ -19,19 +19,44 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.hf.attention import hidden_states
-from skyrl_train.inference_engines.hf.head import Head
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import RegionTable
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Scheduler, Step
 from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
-from skyrl_train.inference_engines.sequence import Call
-from skyrl_train.inference_engines.stepped import SteppedEngine
-from skyrl_train.inference_engines.stopping import all_eos_ids
-from skyrl_train.inference_engines.thread import EngineThread
-from skyrl_train.models.loading import autocast
+from skyrl_train.inference_engines.sequence import all_eos_ids
+from skyrl_train.inference_engines.stepped import EngineThread, SteppedEngine
+from skyrl_train.models.loading import autocast, default_device, load_model, load_tokenizer
+from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.memory import cache_bytes_per_token
-from skyrl_train.weight_sync import Receipt, SyncPlan, receiver
+from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
+
+CHUNK_LOGITS = 1 << 24  # logits held at once: 64 MiB
+
+
+def load_engine(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_cache_bytes: int,
+    bf16: bool = False,
+) -> HFEngine:
+    """Return an engine with its own copy of the model in a Hugging Face folder, e.g. to run in another process.
+
+    Raises:
+        ConfigError: the model or its tokenizer cannot be loaded.
+        EngineError: the embedded engine does not support the model.
+    """
+    return HFEngine(
+        load_model(path, dtype=dtype, device=default_device()),
+        load_tokenizer(path),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_cache_bytes=max_cache_bytes,
+        bf16=bf16,
+    )
 
 
 class HFEngine(SteppedEngine[CachedSequence]):
@@ -48,15 +73,15 @@ class HFEngine(SteppedEngine[CachedSequence]):
         bf16: bool = False,
         executor: ThreadPoolExecutor | None = None,
     ) -> None:
-        """`max_num_seqs` sequences run at once; their keys and values take at most `max_cache_bytes`.
+        """Run at most `max_num_seqs` sequences at once, with at most `max_cache_bytes` of keys and values.
 
-        `executor`, if given, has one thread, in which the model runs; otherwise the engine has one of its own.
+        `executor` has one thread, in which the model runs; without it, the engine starts its own.
 
         Raises:
-            EngineError: the model does not compute packed what it computes alone.
+            EngineError: the model does not support packed sequences.
         """
         thread = EngineThread(executor, "hf-engine")
-        thread.begin(check_supported, model, bf16)
+        thread.run_blocking(check_supported, model, bf16)
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         super().__init__(
             context_length=int(model.config.get_text_config().max_position_embeddings),
@@ -77,17 +102,16 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
 
     async def end_session(self, session_id: str) -> None:
-        """See `InferenceEngine.end_session`."""
         self._table.end_session(session_id)
 
-    def _sequence(self, request: EngineRequest, call: Call, index: int, max_tokens: int) -> CachedSequence:
+    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> CachedSequence:
         if -(-max_tokens // UNIT) * UNIT > self._memory.size:
             raise EngineError(
                 f"a sequence of {max_tokens} tokens needs {max_tokens * self._bytes_per_token:,} bytes of key-value "
                 f"cache and {self._max_cache_bytes:,} are allowed; raise generator.gpu_memory_utilization or lower "
                 "generator.max_input_length or sampling_params.max_generate_length"
             )
-        return CachedSequence(request, call, index, max_tokens, list(request.prompt_ids))
+        return CachedSequence(request, max_tokens)
 
     def _add(self, sequences: Sequence[CachedSequence]) -> None:
         self._scheduler.waiting.extend(sequences)
@@ -102,59 +126,52 @@ class HFEngine(SteppedEngine[CachedSequence]):
         step = self._scheduler.next_step()
         choices = iter(await self._thread.run(self._forward, step))
         for row in step.rows:
-            sequence, is_complete = row.sequence, row.is_complete
-            assert sequence.region is not None
-            sequence.region.n_cached += row.n_new
+            is_complete = row.is_complete
+            row.region.n_cached += row.n_new
             if is_complete:
-                self._append(sequence, next(choices))
+                self._append(row.sequence, next(choices))
 
     async def _drop_all(self) -> None:
         self._scheduler.running = []
         self._scheduler.waiting = deque()
-        self._forget()
+        self._drop_caches()
 
-    async def _take_weights(self, plan: SyncPlan) -> Receipt:
-        """Load weights; those that share the policy's memory are there already. Caches are dropped in any case."""
-        self._forget()  # first: a transfer that breaks off leaves some of the new weights
-        return await self._thread.run(self._load, plan)
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        self._drop_caches()  # first: a failed transfer leaves some of the new weights
+        return await self._thread.run(self._copy_weights, plan)
 
     @torch.no_grad()
-    def _load(self, plan: SyncPlan) -> Receipt:
+    def _copy_weights(self, plan: SyncPlan) -> Receipt:
+        """Copy weights into the model, except those that share the policy's memory."""
         own = dict(self._model.named_parameters())
-        link = receiver(plan)
+        receiver = Receiver(plan)
         received = set()
-        for name, tensor in link.receive(plan):
+        for name, tensor in receiver:
             if name not in own or own[name].shape != tensor.shape:
-                there = tuple(own[name].shape) if name in own else "none"
+                own_shape = tuple(own[name].shape) if name in own else "none"
                 raise EngineError(
-                    f"the policy sends {name} of shape {tuple(tensor.shape)} and the engine's model has {there}; load "
-                    "the engine from the policy's folder"
+                    f"the policy sends {name} of shape {tuple(tensor.shape)} and the engine's model has {own_shape}; "
+                    "load the engine from the policy's folder"
                 )
             received.add(name)
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
         if missing := sorted(own.keys() - received):
             raise EngineError(f"the policy has no {missing[0]} ({len(missing)} tensors in all) for the engine's model")
-        return link.receipt
+        return receiver.receipt
 
     async def _release_memory(self) -> None:
-        self._forget()
+        self._drop_caches()
 
-    async def _take_memory(self) -> None:
-        """Memory is taken when it is written."""
-
-    async def _shut_down(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop all keys and values; sequences that are held are read again."""
+    def _drop_caches(self) -> None:
+        """Drop all keys and values; held sequences are read again."""
         self._scheduler.restart_all()
         self._memory.release()
         self._head.release()
 
     @torch.inference_mode()
     def _forward(self, step: Step) -> list[Choice]:
-        """One forward pass; the next token of every sequence that has read all it has, in the order of the rows."""
+        """Run one forward pass; return the next tokens of the complete rows, in order."""
         self._memory.copy(step.copies)
         device = self._model.device
         ends = torch.tensor([row.n_new for row in step.rows]).cumsum(0) - 1
@@ -172,3 +189,37 @@ class HFEngine(SteppedEngine[CachedSequence]):
 
     def _draw(self, sequence: CachedSequence) -> Draw:
         return Draw(sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
+
+
+class Head:
+    """The language-model head of a model, which writes the logits of every step into the same memory.
+
+    With 150,000 tokens, the logits of a step are tens of megabytes. On a CPU, allocating them takes as long as
+    computing them.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._n_tokens = model.get_output_embeddings().weight.shape[0]
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def max_rows(self) -> int:
+        """Maximum number of rows to compute at once."""
+        return max(1, CHUNK_LOGITS // self._n_tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits (b, V) of hidden states (b, H), valid until the next call. Callers may change them."""
+        head = self._model.get_output_embeddings()
+        is_plain = type(head) is torch.nn.Linear and head.bias is None and head.weight.dtype == torch.float32
+        if not is_plain or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return lm_head_logits(self._model, hidden)
+        if self._memory is None or len(self._memory) < len(hidden):
+            self._memory = hidden.new_empty(len(hidden), self._n_tokens)
+        out = self._memory[: len(hidden)]
+        torch.mm(hidden, head.weight.t(), out=out)
+        return scaled_logits(self._model, out)
+
+    def release(self) -> None:
+        """Release the memory."""
+        self._memory = None

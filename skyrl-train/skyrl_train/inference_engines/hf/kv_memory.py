@@ -16,45 +16,47 @@ UNIT = 64  # tokens; the smallest region
 
 
 class Extents:
-    """Which parts of [0, size) are free: first fit, and neighbours merge."""
+    """The free extents of [0, size), allocated first fit. Neighbouring free extents merge."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.clear()
 
     def clear(self) -> None:
-        """Everything is free."""
+        """Free everything."""
         self._starts, self._sizes = ([0], [self._size]) if self._size else ([], [])
 
     def allocate(self, size: int) -> int | None:
-        """Where the first free part of that size begins, now taken; None if there is none."""
-        for i, there in enumerate(self._sizes):
-            if there >= size:
+        """Return the start of a new extent; None if no free extent is large enough."""
+        for i, free_size in enumerate(self._sizes):
+            if free_size >= size:
                 start = self._starts[i]
-                self._starts[i], self._sizes[i] = start + size, there - size
-                if there == size:
-                    del self._starts[i], self._sizes[i]
+                self._take(i, size)
                 return start
         return None
 
     def extend(self, start: int, size: int, new_size: int) -> bool:
-        """Let a taken part of `size` go on to `new_size`, where what follows it is free."""
+        """Extend an allocated extent in place to `new_size`; False if the space after it is taken."""
         i = bisect_left(self._starts, start + size)
-        more = new_size - size
-        if i == len(self._starts) or self._starts[i] != start + size or self._sizes[i] < more:
+        if i == len(self._starts) or self._starts[i] != start + size or self._sizes[i] < new_size - size:
             return False
-        self._starts[i], self._sizes[i] = start + new_size, self._sizes[i] - more
-        if self._sizes[i] == 0:
-            del self._starts[i], self._sizes[i]
+        self._take(i, new_size - size)
         return True
 
+    def _take(self, i: int, size: int) -> None:
+        """Take `size` from the start of the i-th free extent."""
+        self._starts[i] += size
+        self._sizes[i] -= size
+        if self._sizes[i] == 0:
+            del self._starts[i], self._sizes[i]
+
     def free(self, start: int, size: int) -> None:
-        """Give a part back."""
+        """Free an allocated extent."""
         i = bisect_left(self._starts, start)
-        if i < len(self._starts) and start + size == self._starts[i]:  # up to the next free part
+        if i < len(self._starts) and start + size == self._starts[i]:  # merge with the next free extent
             size += self._sizes[i]
             del self._starts[i], self._sizes[i]
-        if i > 0 and self._starts[i - 1] + self._sizes[i - 1] == start:  # from the one before
+        if i > 0 and self._starts[i - 1] + self._sizes[i - 1] == start:  # merge with the previous one
             self._sizes[i - 1] += size
         else:
             self._starts.insert(i, start)
@@ -63,7 +65,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The keys and values of `n_tokens` tokens, to be copied from one place of the pool to another."""
+    """A copy of the keys and values of `n_tokens` tokens, from offset `source` of the pool to `target`."""
 
     source: int
     target: int
@@ -73,8 +75,8 @@ class Copy:
 class KVMemory:
     """Keys and values of `size` tokens, per layer two tensors (size, heads, head_dim), zero at first.
 
-    Layers are made when the model first writes to them, so that no model configuration is read here. On a CPU, memory
-    is taken as it is written.
+    Layers are allocated when the model first writes to them, so that no model configuration is read here. On a CPU,
+    the system provides memory as it is written.
     """
 
     def __init__(self, size: int) -> None:
@@ -82,29 +84,29 @@ class KVMemory:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool of one layer, with heads and types like those given (…, heads, head_dim)."""
+        """Return the pools of one layer, with the heads and dtypes of `keys` and `values` (…, heads, head_dim)."""
         if index not in self._layers:
             self._layers[index] = (self._zeros(keys), self._zeros(values))
         return self._layers[index]
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Carry out copies, as if all at once."""
+        """Carry out copies as if all happened at once."""
         if not copies or not self._layers:
             return
         source = np.concatenate([np.arange(c.source, c.source + c.n_tokens) for c in copies])
         target = np.concatenate([np.arange(c.target, c.target + c.n_tokens) for c in copies])
         device = next(iter(self._layers.values()))[0].device
-        to, of = torch.from_numpy(target).to(device), torch.from_numpy(source).to(device)
+        target_index, source_index = torch.from_numpy(target).to(device), torch.from_numpy(source).to(device)
         for pools in self._layers.values():
             for pool in pools:
-                pool.index_copy_(0, to, pool.index_select(0, of))
+                pool.index_copy_(0, target_index, pool.index_select(0, source_index))
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._layers.clear()
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros, so that what a sequence has not written yet is finite; on a CPU, pages that nobody has touched."""
+        """Return zeros, since masked attention reads unwritten entries; on a CPU, the pages take no memory yet."""
         shape = (self.size, *like.shape[-2:])
         if like.device.type != "cpu":
             return like.new_zeros(shape)

@@ -1,4 +1,4 @@
-"""Who owns which region of the key-value memory, and what is stored where: sessions, shared prompts, eviction."""
+"""The regions of the key-value memory and their owners: sessions, shared prompts, eviction."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy, Extents
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Room for `capacity` tokens from `start` on. The first `n_cached` of `token_ids` are stored in it."""
+    """Space for `capacity` tokens from `start`. It stores the first `n_cached` of `token_ids`."""
 
     start: int
     capacity: int
-    token_ids: list[int]  # the sequence's own list: it grows with it
+    token_ids: list[int]  # while in use, the list of its sequence, which grows
     session_id: str | None
     n_cached: int = 0
     prefix_keys: list[int] = field(default_factory=list)
-    is_ended: bool = False  # its session is
+    is_ended: bool = False  # its session has ended
 
 
 KeysOf = Callable[[], Sequence[int]]
 
 
 class Refusal(Enum):
-    """Why a sequence gets no region yet."""
+    """The reason why a sequence gets no region yet."""
 
     FULL = auto()  # every region is in use
-    SOON = auto()  # what it can share is being read right now
+    SOON = auto()  # the current step reads a prefix that it can share
 
 
 class RegionTable:
-    """Hands out regions of one memory. Idle regions keep what they hold until their room is needed."""
+    """Allocates regions of one memory. Idle regions keep their tokens until their space is needed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._extents = Extents(size)
         self._idle: OrderedDict[Region, None] = OrderedDict()  # least recently used first
-        self._sessions: dict[str, Region] = {}  # idle ones
-        self._busy: dict[str, dict[Region, None]] = {}  # by session
-        self._by_prefix: dict[int, dict[Region, None]] = {}  # by the hash of a prefix of their tokens
-        self._copies: dict[Region, Copy] = {}  # to be carried out before the regions are used
+        self._sessions: dict[str, Region] = {}  # idle regions, by session
+        self._busy: dict[str, dict[Region, None]] = {}  # regions in use, by session
+        self._by_prefix: dict[int, dict[Region, None]] = {}  # by the hashes of their prefixes
+        self._copies: dict[Region, Copy] = {}  # pending, by target
 
     def place(
-        self, token_ids: list[int], keys: KeysOf, n_reserved: int, n_most: int, session_id: str | None
+        self, token_ids: list[int], keys: KeysOf, n_reserved: int, n_max: int, session_id: str | None
     ) -> Region | Refusal:
-        """A region for a sequence that holds `token_ids`, with as many of them stored as any other region can give.
+        """Return a region for a sequence of `token_ids`, which stores as many of them as another region can provide.
 
-        `keys` makes the `prefix_keys` of `token_ids`; `n_reserved` tokens fit, and the sequence never has more than
-        `n_most`.
+        `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit; the sequence never has more
+        than `n_max`.
         """
-        placed = self._place(token_ids, keys, capacity_for(n_reserved, n_most), session_id)
+        placed = self._place(token_ids, keys, capacity_for(n_reserved, n_max), session_id)
         if isinstance(placed, Region) and placed.session_id is not None:
             self._busy.setdefault(placed.session_id, {})[placed] = None
         return placed
@@ -76,18 +76,18 @@ class RegionTable:
         self._index(region, keys())
         return region
 
-    def grow(self, region: Region, n_tokens: int, n_most: int) -> bool:
-        """Make `n_tokens` fit; False if there is no room."""
-        return n_tokens <= region.capacity or self._widen(region, capacity_for(n_tokens, n_most), may_evict=True)
+    def grow(self, region: Region, n_tokens: int, n_max: int) -> bool:
+        """Make `n_tokens` fit; False if there is no space."""
+        return n_tokens <= region.capacity or self._widen(region, capacity_for(n_tokens, n_max), may_evict=True)
 
     def take_copies(self) -> list[Copy]:
-        """What must be copied, all at once, before a region is read or written."""
+        """Return and forget the pending copies: make them all at once before a region is read or written."""
         copies = list(self._copies.values())
         self._copies.clear()
         return copies
 
     def give_back(self, region: Region) -> None:
-        """Its sequence is over: the region idles, under the name of its session if that has no other."""
+        """Make the region of an ended sequence idle; it serves its session, if that has no other idle region."""
         session_id = region.session_id
         if region.n_cached == 0 or region.is_ended or session_id in self._sessions:
             self.free(region)
@@ -101,14 +101,14 @@ class RegionTable:
             self._index(region, prefix_keys(region.token_ids))
 
     def end_session(self, session_id: str) -> None:
-        """Free the idle region of a session, if there is one; those in use are freed when they are given back."""
+        """Free the regions of a session: the idle one now, those in use when they are given back."""
         if region := self._sessions.get(session_id):
             self.free(region)
         for region in self._busy.get(session_id, ()):
             region.is_ended = True
 
     def free(self, region: Region) -> None:
-        """Forget what a region holds; its room is free."""
+        """Free a region and forget its tokens."""
         self._forget_busy(region)
         self._leave_idle(region)
         self._unindex(region)
@@ -116,7 +116,7 @@ class RegionTable:
         self._extents.free(region.start, region.capacity)
 
     def clear(self) -> None:
-        """Forget every region."""
+        """Free every region."""
         self._idle.clear()
         self._sessions.clear()
         self._busy.clear()
@@ -127,9 +127,9 @@ class RegionTable:
     def _reuse(
         self, region: Region, token_ids: list[int], capacity: int, session_id: str | None = None
     ) -> Region | Refusal:
-        """An idle region goes on with a sequence that begins with some of its tokens.
+        """Continue an idle region with a sequence that shares a prefix with it.
 
-        One that went on once will again: while there is room to spare, it doubles, so that each token of a
+        A region that grows here will grow again. It doubles while there is free space, so that each token of a
         conversation is copied about once.
         """
         n_common = common_prefix(region.token_ids, token_ids, region.n_cached)
@@ -145,7 +145,7 @@ class RegionTable:
         return region
 
     def _widen(self, region: Region, capacity: int, *, may_evict: bool) -> bool:
-        """Give a region more room, in place or elsewhere; False if there is none."""
+        """Enlarge a region, in place or by moving it; False if there is no space."""
         if self._extents.extend(region.start, region.capacity, capacity):
             region.capacity = capacity
             return True
@@ -158,7 +158,7 @@ class RegionTable:
         return True
 
     def _allocate(self, capacity: int, keep: Region | None) -> int | None:
-        """Room, if need be that of regions idle for longest; `keep` stays."""
+        """Return the start of free space, evicting the least recently used idle regions except `keep` as needed."""
         while (start := self._extents.allocate(capacity)) is None:
             victim = next((region for region in self._idle if region is not keep), None)
             if victim is None:
@@ -178,7 +178,7 @@ class RegionTable:
                 del self._busy[region.session_id]
 
     def _index(self, region: Region, keys: Sequence[int]) -> None:
-        """Let others find the region by more of its prefixes, behind those that have them already."""
+        """Add the region to the index under more of its prefixes, after the regions that are there already."""
         for key in keys:
             regions = self._by_prefix.setdefault(key, {})
             if region not in regions:
@@ -194,7 +194,7 @@ class RegionTable:
         region.prefix_keys = []
 
     def _longest_match(self, token_ids: list[int], keys: Sequence[int]) -> tuple[Region | None, int]:
-        """The region that shares the longest known prefix, and how many tokens that is."""
+        """Return the region with the longest indexed prefix of `token_ids`, and the length of the shared prefix."""
         for key in reversed(keys):
             if (regions := self._by_prefix.get(key)) is not None:
                 region = max(regions, key=lambda region: (region not in self._copies, region.n_cached))
@@ -203,15 +203,15 @@ class RegionTable:
         return None, 0
 
 
-def capacity_for(n_tokens: int, n_most: int) -> int:
-    """The size of a region that holds `n_tokens` and may grow to `n_most`: it doubles, so that it moves rarely."""
+def capacity_for(n_tokens: int, n_max: int) -> int:
+    """Return the size of a region for `n_tokens` that may grow to `n_max`. Sizes double, so regions rarely move."""
     units = -(-n_tokens // UNIT)
     doubled = 1 << (units - 1).bit_length()
-    return UNIT * min(doubled, -(-max(n_most, n_tokens) // UNIT))
+    return UNIT * min(doubled, -(-max(n_max, n_tokens) // UNIT))
 
 
 def prefix_keys(token_ids: Sequence[int]) -> list[int]:
-    """Hashes of the prefixes of 64, 128, … tokens, and of the whole, shortest first."""
+    """Return hashes of the prefixes of 64, 128, … tokens, and of the whole, shortest first."""
     keys = [0]
     for start in range(0, len(token_ids), UNIT):
         keys.append(hash((keys[-1], *token_ids[start : start + UNIT])))
@@ -219,7 +219,7 @@ def prefix_keys(token_ids: Sequence[int]) -> list[int]:
 
 
 def common_prefix(stored: Sequence[int], token_ids: Sequence[int], n_stored: int) -> int:
-    """How many of `token_ids` the first `n_stored` stored ones begin with; the last one is never counted."""
+    """Return how many leading `token_ids` are the first `n_stored` of `stored`; the last one never counts."""
     n = min(n_stored, len(token_ids) - 1)
     if stored[:n] == token_ids[:n]:
         return n

@@ -1,4 +1,4 @@
-"""Which sequences take part in the next step, and with which of their tokens."""
+"""The choice of the sequences and tokens that the next step reads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from skyrl_train.inference_engines.sequence import ActiveSequence
 
 @dataclass(slots=True, eq=False)
 class CachedSequence(ActiveSequence):
-    """A sequence and what is stored of it."""
+    """A sequence, and the region that stores its keys and values."""
 
-    region: Region | None = None  # None while it waits
+    region: Region | None = None  # None while the sequence waits
     _keys: list[int] = field(default_factory=list)
 
     @property
     def n_cached(self) -> int:
-        """Tokens whose keys and values are stored."""
+        """Number of tokens whose keys and values are stored."""
         return 0 if self.region is None else self.region.n_cached
 
     def prefix_keys(self) -> list[int]:
-        """Those of the tokens it waits with."""
+        """Return the prefix keys of a waiting sequence's tokens, computed once."""
         if not self._keys:
             self._keys = prefix_keys(self.token_ids)
         return self._keys
@@ -31,37 +31,42 @@ class CachedSequence(ActiveSequence):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence in a step, which reads its next `n_new` tokens."""
+    """One sequence of a step, which reads the next `n_new` of its tokens."""
 
     sequence: CachedSequence
     n_new: int
 
     @property
-    def start(self) -> int:
-        """Where its region begins."""
+    def region(self) -> Region:
+        """The region of the sequence."""
         assert self.sequence.region is not None
-        return self.sequence.region.start
+        return self.sequence.region
+
+    @property
+    def start(self) -> int:
+        """Start of the region."""
+        return self.region.start
 
     @property
     def is_complete(self) -> bool:
-        """Whether it then has read all it has, so that its next token can be sampled."""
+        """True if the step reads the last of the sequence's tokens, so that the next one can be sampled."""
         return self.sequence.n_cached + self.n_new == len(self.sequence.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: what to copy before it, and what is read in it."""
+    """One forward pass, and the copies to make before it."""
 
     copies: list[Copy]
     rows: list[Row]  # in the order of their regions
 
 
 class Scheduler:
-    """First come, first served. Sequences join and leave between steps.
+    """Serves sequences in the order of their arrival. They join and leave between steps.
 
-    Every running sequence reads one token a step; what is left of `max_tokens` goes to prompts, in chunks. When memory
-    runs out, the sequence that came last waits again and is read anew: randomness belongs to positions, so that it
-    samples the same tokens.
+    Every running sequence reads one token per step; prompts share the rest of `max_tokens`, in chunks. When memory runs
+    out, the sequence that came last is preempted and later read again. It samples the same tokens, because randomness
+    depends on positions alone.
     """
 
     def __init__(self, table: RegionTable, max_sequences: int, max_tokens: int) -> None:
@@ -72,28 +77,26 @@ class Scheduler:
         self.running: list[CachedSequence] = []
 
     def take_finished(self) -> list[CachedSequence]:
-        """Sequences that are over, no longer held; what they stored stays for their session."""
-        over = [sequence for sequence in self.running if sequence.is_over]
+        """Remove and return the sequences that are over; their regions stay available to their sessions."""
+        over = [sequence for sequence in (*self.running, *self.waiting) if sequence.is_over]
         if over:
             self.running = [sequence for sequence in self.running if not sequence.is_over]
+            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_over)
         for sequence in over:
             if sequence.region is not None:
                 self._table.give_back(sequence.region)
-        if any(sequence.is_over for sequence in self.waiting):
-            over += [sequence for sequence in self.waiting if sequence.is_over]
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_over)
         return over
 
     def next_step(self) -> Step:
-        """The next forward pass. There is something to do when a sequence is waiting or running."""
-        for sequence in list(self.running):  # in the order in which they came
+        """Return the next forward pass. At least one sequence is waiting or running."""
+        for sequence in list(self.running):  # in the order of their arrival
             if sequence.region is not None:
                 self._make_room(sequence)
         self._admit()
         return Step(self._table.take_copies(), self._rows())
 
     def restart_all(self) -> None:
-        """Everything stored is worthless: every sequence is read again."""
+        """Drop all regions; every sequence waits and is read again."""
         for sequence in reversed(self.running):
             sequence.region = None
             self.waiting.appendleft(sequence)
@@ -101,7 +104,7 @@ class Scheduler:
         self._table.clear()
 
     def _make_room(self, sequence: CachedSequence) -> None:
-        """Room for the tokens a sequence has, at the cost of those that came after it."""
+        """Make the tokens of a sequence fit, by preempting later ones or, at last, the sequence itself."""
         assert sequence.region is not None
         while not self._table.grow(sequence.region, len(sequence.token_ids), sequence.max_tokens):
             last = self.running.pop()
@@ -113,15 +116,15 @@ class Scheduler:
                 return
 
     def _admit(self) -> None:
-        """Give waiting sequences a region, while there are sequences and memory to spare."""
+        """Give waiting sequences a region, within the limits of sequences and memory."""
         skipped: list[CachedSequence] = []
         while self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting.popleft()
             placed = self._place(sequence)
             if placed is Refusal.FULL and not self.running:
-                self._table.clear()  # what idles is in the way
+                self._table.clear()  # idle regions fragment the memory
                 placed = self._place(sequence)
-                assert placed is None, "whether it fits alone was checked when the request came in"
+                assert placed is None, "the engine checked on arrival that it fits alone"
             if placed is None:
                 self.running.append(sequence)
                 continue
@@ -131,7 +134,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _place(self, sequence: CachedSequence) -> Refusal | None:
-        """Give a sequence its region, or say why not."""
+        """Give a sequence its region, or return why not."""
         n_reserved = min(len(sequence.token_ids) + UNIT, sequence.max_tokens)
         session_id = sequence.request.session_id
         placed = self._table.place(
@@ -145,7 +148,7 @@ class Scheduler:
         return None
 
     def _rows(self) -> list[Row]:
-        """Every sequence that has one token left to read, and prompts up to the token budget."""
+        """Return all sequences with one token left to read, and prompts up to the token budget."""
         rows: list[Row] = []
         prompts: list[Row] = []
         for sequence in self.running:

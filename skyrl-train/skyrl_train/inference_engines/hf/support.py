@@ -1,4 +1,4 @@
-"""Whether a model computes packed what it computes alone: some architectures mix neighbouring tokens by themselves."""
+"""A check that a model supports packed sequences: some architectures mix neighbouring tokens outside of attention."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 from skyrl_train.models.loading import autocast
 
-FIRST, SECOND = (5, 3), (1, 4)  # tokens of two sequences that a first and a second pass read
-TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # of the largest value: float32, and anything shorter
+FIRST, SECOND = (5, 3), (1, 4)  # tokens of two sequences that the first and the second pass read
+TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter types
 
 
 @torch.inference_mode()
 def check_supported(model: PreTrainedModel, bf16: bool) -> None:
-    """Read two short sequences, packed and with a cache, and each alone and without.
+    """Compare the hidden states of two short sequences, packed with a cache and separate without one.
 
     Raises:
-        EngineError: the model does not run so, or its hidden states differ.
+        EngineError: a pass fails, or the hidden states differ.
     """
     sequences = [
         _sequence(first + second, i * UNIT) for i, (first, second) in enumerate(zip(FIRST, SECOND, strict=True))
@@ -32,10 +32,10 @@ def check_supported(model: PreTrainedModel, bf16: bool) -> None:
     try:
         with autocast(model.device, bf16):
             packed = [_read(model, memory, sequences, lengths) for lengths in (FIRST, SECOND)]
-            alone = [_alone(model, sequence.token_ids) for sequence in sequences]
+            separate = [_read_separately(model, sequence.token_ids) for sequence in sequences]
     except Exception as error:
         raise EngineError(f"{_cannot(model)}: {error}") from error
-    for i, expected in enumerate(alone):
+    for i, expected in enumerate(separate):
         states = torch.cat([parts[i] for parts in packed])  # (t, H)
         difference = ((states - expected).abs().max() / expected.abs().max()).item()
         if not difference < tolerance:
@@ -45,28 +45,25 @@ def check_supported(model: PreTrainedModel, bf16: bool) -> None:
 
 
 def _sequence(n_tokens: int, start: int) -> CachedSequence:
-    token_ids = list(range(2, 2 + n_tokens))
-    request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
-    nobody_waits = None
-    sequence = CachedSequence(request, nobody_waits, 0, n_tokens, token_ids)  # type: ignore[arg-type]
-    sequence.region = Region(start, UNIT, token_ids, session_id=None)
+    request = EngineRequest(list(range(2, 2 + n_tokens)), SamplingParams(max_new_tokens=1), seed=0)
+    sequence = CachedSequence(request, n_tokens)
+    sequence.region = Region(start, UNIT, sequence.token_ids, session_id=None)
     return sequence
 
 
 def _read(
     model: PreTrainedModel, memory: KVMemory, sequences: list[CachedSequence], lengths: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """Hidden states (t, H) of the next tokens of each sequence."""
+    """Return the hidden states (t, H) of the next tokens of each sequence, read in one packed pass."""
     rows = [Row(sequence, n_tokens) for sequence, n_tokens in zip(sequences, lengths, strict=True)]
     states = hidden_states(model, memory, rows).float().split(lengths)
     for row in rows:
-        assert row.sequence.region is not None
-        row.sequence.region.n_cached += row.n_new
+        row.region.n_cached += row.n_new
     return list(states)
 
 
-def _alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Hidden states (t, H)."""
+def _read_separately(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """Return the hidden states (t, H) of a pass over one sequence."""
     input_ids = torch.tensor([token_ids], device=model.device)
     states: torch.Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[0].float()
     return states

@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM schedules, stores keys and values, and runs the model; tokens are chosen as elsewhere."""
+"""The vLLM engine: vLLM schedules, caches and runs the model; our own sampler chooses the tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
-from skyrl_train.inference_engines.sequence import ActiveSequence, Call
-from skyrl_train.inference_engines.stepped import SteppedEngine
-from skyrl_train.inference_engines.thread import EngineThread
+from skyrl_train.inference_engines.sequence import ActiveSequence
+from skyrl_train.inference_engines.stepped import EngineThread, SteppedEngine
 from skyrl_train.inference_engines.vllm.core import Core
-from skyrl_train.weight_sync import Receipt, SyncPlan, receiver
+from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
 
 
 class VLLMEngine(SteppedEngine[ActiveSequence]):
     """Generates with vLLM, in this process and with its own copy of the weights. A process has one at a time.
 
-    Sessions need no cache of their own: vLLM keeps whole blocks of keys and values by the tokens that they stand for,
-    until their room is needed. `end_session` has nothing to do, and a block that is not full is read again.
+    Sessions need no cache of their own: vLLM keeps full blocks of keys and values, indexed by their tokens, until it
+    needs their space. A partial block is read again.
     """
 
     def __init__(
@@ -45,15 +44,15 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         Args:
             path: a Hugging Face folder.
             tokenizer: the policy's, to find stop strings.
-            dtype: what the engine computes in, e.g. `bfloat16`.
-            max_num_seqs: how many sequences run at once.
-            max_num_batched_tokens: how many tokens a step reads.
+            dtype: dtype of weights and activations, e.g. `bfloat16`.
+            max_num_seqs: maximum number of sequences that run at once.
+            max_num_batched_tokens: maximum number of tokens per step.
             gpu_memory_utilization: fraction of the device's memory for weights, activations, keys and values.
             enforce_eager: run the model without CUDA graphs and compilation, whose threads would outlive the engine.
-            max_cache_bytes: of keys and values; None for what `gpu_memory_utilization` leaves.
-            max_model_len: longest sequence; None for the model's own limit.
-            engine_init_kwargs: further fields of vLLM's `EngineArgs`, which go before the ones above.
-            executor: has one thread, in which vLLM runs; None for one of the engine's own.
+            max_cache_bytes: size of keys and values; None for the rest of `gpu_memory_utilization`.
+            max_model_len: maximum sequence length; None for the model's own limit.
+            engine_init_kwargs: fields of vLLM's `EngineArgs`, which override the ones above.
+            executor: one thread in which vLLM runs; None to start one.
 
         Raises:
             EngineError: vLLM does not start with these options, or the model is a mixture of experts.
@@ -70,7 +69,7 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
             **(engine_init_kwargs or {}),
         }
         thread = EngineThread(executor, "vllm-engine")
-        self._core = thread.begin(Core, options, tokenizer.eos_token_id)
+        self._core = thread.run_blocking(Core, options, tokenizer.eos_token_id)
         super().__init__(
             context_length=self._core.context_length,
             vocab_size=self._core.vocab_size,
@@ -78,16 +77,16 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
             tokenizer=tokenizer,
             thread=thread,
         )
-        self._n_requests = 0  # so far
-        self._waiting: dict[str, ActiveSequence] = {}  # vLLM has not heard of them
+        self._n_requests = 0  # received so far
+        self._waiting: dict[str, ActiveSequence] = {}  # not yet passed to vLLM
         self._running: dict[str, ActiveSequence] = {}
-        self._dropped: list[str] = []  # vLLM still holds them
+        self._dropped: list[str] = []  # to be removed from vLLM
 
     async def end_session(self, session_id: str) -> None:
-        """See `InferenceEngine.end_session`. What a session stored may serve others; vLLM drops it in time."""
+        """Do nothing: other sequences may use the blocks of a session, and vLLM evicts them in time."""
 
-    def _sequence(self, request: EngineRequest, call: Call, index: int, max_tokens: int) -> ActiveSequence:
-        return ActiveSequence(request, call, index, max_tokens, list(request.prompt_ids))
+    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
+        return ActiveSequence(request, max_tokens)
 
     def _add(self, sequences: Sequence[ActiveSequence]) -> None:
         for number, sequence in enumerate(sequences, start=self._n_requests):
@@ -125,17 +124,15 @@ class VLLMEngine(SteppedEngine[ActiveSequence]):
         self._running, self._waiting = {}, {}
         await self._thread.run(self._core.forget, self._take_dropped())
 
-    async def _take_weights(self, plan: SyncPlan) -> Receipt:
-        """Copy every tensor into vLLM's model; EngineError if they do not fit."""
-        link = receiver(plan)
-        await self._thread.run(self._core.load_weights, link.receive(plan), self._take_dropped())
-        return link.receipt
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        receiver = Receiver(plan)
+        await self._thread.run(self._core.load_weights, iter(receiver), self._take_dropped())
+        return receiver.receipt
 
     async def _release_memory(self) -> None:
-        """On a CPU, vLLM keeps its memory."""
         await self._thread.run(self._core.sleep, self._take_dropped())
 
-    async def _take_memory(self) -> None:
+    async def _restore_memory(self) -> None:
         await self._thread.run(self._core.wake_up)
 
     async def _shut_down(self) -> None:

@@ -1,9 +1,8 @@
-"""Choosing tokens inside vLLM the way the embedded engine does, and what is known about them on its way out.
+"""A sampler that chooses tokens inside vLLM as the embedded engine does, with the same log-probs.
 
-vLLM's own sampler cannot say what we ask of an engine. It reports one number per token, either of the untouched logits
-at temperature 1 or of the distribution that is left after penalties and truncation; the model's log-prob at the
-request's temperature is neither. On a CPU it also has no seeds for prompts that are read in chunks. So another sampler
-takes its place: the same tokens for the same seed on both engines, and every number exact.
+vLLM's own sampler reports one log-prob per token: of the raw logits at temperature 1, or of the distribution after
+penalties and truncation. The model's log-prob at the request's temperature is neither. On a CPU it also lacks seeds for
+prompts that are read in chunks. With this sampler, both engines sample the same tokens from the same seed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
-CHUNK_LOGITS = 1 << 24  # logits that are copied at once: 64 MiB
-REQUEST = "request"  # where our request travels in the `extra_args` of vLLM's sampling parameters
-N_LEADING = 3  # columns before the most likely tokens: log-prob, of the distribution sampled from, at temperature 1
+CHUNK_LOGITS = 1 << 24  # logits copied at once: 64 MiB
+REQUEST = "request"  # key of our request in the `extra_args` of vLLM's sampling parameters
+N_LEADING = 3  # columns before the most likely tokens: `logprob`, `sampling_logprob`, `raw_logprob`
 
 
 def install_sampler(worker: WorkerBase, eos_ids: frozenset[int]) -> None:
@@ -35,14 +34,14 @@ def install_sampler(worker: WorkerBase, eos_ids: frozenset[int]) -> None:
 
 
 class PositionSampler:
-    """A sampler whose randomness belongs to a request's seed and a token's position: nothing is kept between steps."""
+    """A stateless sampler: random numbers depend on a request's seed and a token's position."""
 
     def __init__(self, runner: GPUModelRunner, eos_ids: frozenset[int]) -> None:
         self._runner = runner
         self._eos_ids = eos_ids
 
     def __call__(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:
-        """One token for every row of `logits` (B, V). Rows that have not read their whole prompt are ignored later."""
+        """Sample a token for every row of `logits` (B, V). vLLM ignores rows whose prompt is not read completely."""
         draws = [self._draw(row) for row in range(len(logits))]
         n_rows = max(1, CHUNK_LOGITS // logits.shape[-1])
         choices = [
@@ -62,7 +61,7 @@ class PositionSampler:
 
 
 def to_columns(choices: Sequence[Choice]) -> LogprobsTensors:
-    """What is known about chosen tokens, as columns that vLLM hands on as log-probs: NaN and -1 stand for nothing."""
+    """Pack choices into columns that vLLM passes on as log-probs. NaN and -1 stand for missing values."""
     tops = [choice.top_logprobs or {} for choice in choices]
     n_top = max(len(top) for top in tops)
     values = np.full((len(choices), N_LEADING + n_top), math.nan, dtype=np.float32)
@@ -81,14 +80,14 @@ def to_columns(choices: Sequence[Choice]) -> LogprobsTensors:
 
 
 def from_columns(columns: LogprobsLists) -> list[Choice]:
-    """The inverse of `to_columns`, for the tokens of one request."""
+    """Unpack the choices of one request."""
     return [
-        Choice(token_ids[0], values[0], _known(values[1]), _known(values[2]), _top(token_ids, values))
+        Choice(token_ids[0], values[0], _value_or_none(values[1]), _value_or_none(values[2]), _top(token_ids, values))
         for token_ids, values in zip(columns.logprob_token_ids.tolist(), columns.logprobs.tolist(), strict=True)
     ]
 
 
-def _known(value: float) -> float | None:
+def _value_or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 

@@ -28,17 +28,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference_engines import channel, remote
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
+from skyrl_train.inference_engines.channel import Channel, listen
 from skyrl_train.inference_engines.hf import load_engine
-from skyrl_train.inference_engines.remote import (
-    TOKEN_BYTES,
-    RemoteEngine,
-    _Channel,
-    connect,
-    listen,
-    new_token,
-    serve_engines,
-)
+from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, connect, new_token, serve_engines
 from skyrl_train.launch.engine_process import EngineProcess, start_engine
 from skyrl_train.weight_sync import SyncPlan
 
@@ -92,27 +86,20 @@ class TestContract(EngineContract):
     """The contract, over a Unix socket."""
 
 
-class ThisProcess:
-    """The host of engines that a test serves from its own event loop."""
-
-    def describe_end(self) -> str:
-        return "this process closed the connection"
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
 @dataclass(frozen=True)
 class Served:
     """An address in this process at which engines are served over TCP."""
 
     address: str
     token: bytes
-    max_frame_bytes: int
 
     async def connect(self, make_engine: MakeEngine) -> RemoteEngine:
-        limits = {"start_timeout_s": 30.0, "max_frame_bytes": self.max_frame_bytes}
-        return await asyncio.to_thread(connect, self.address, self.token, make_engine, ThisProcess(), **limits)
+        def describe_end() -> str:
+            return "this process closed the connection"
+
+        return await asyncio.to_thread(
+            connect, self.address, self.token, make_engine, describe_end, start_timeout_s=30.0
+        )
 
     def open(self) -> socket.socket:
         host, port = self.address.split(":")
@@ -123,10 +110,11 @@ class Served:
 async def served(max_frame_bytes: int = 1 << 20) -> AsyncIterator[Served]:
     """Serve engines from the running event loop."""
     token = new_token()
-    with listen("127.0.0.1:0") as listener:
-        options = {"max_frame_bytes": max_frame_bytes, "token_timeout_s": 0.3}
-        task = asyncio.create_task(serve_engines(listener, token, **options))
-        yield Served(f"127.0.0.1:{listener.getsockname()[1]}", token, max_frame_bytes)
+    with listen("127.0.0.1:0") as listener, pytest.MonkeyPatch.context() as patches:
+        patches.setattr(remote, "TOKEN_TIMEOUT_S", 0.3)
+        patches.setattr(channel, "MAX_FRAME_BYTES", max_frame_bytes)
+        task = asyncio.create_task(serve_engines(listener, token))
+        yield Served(f"127.0.0.1:{listener.getsockname()[1]}", token)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
@@ -272,15 +260,15 @@ async def test_an_engine_that_is_not_ready_in_time(engine_process: EngineProcess
 async def test_chunks_of_all_streams_share_a_frame(
     new_engine: Callable[..., RemoteEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_frames, receive = 0, _Channel.receive
+    n_frames, receive = 0, Channel.receive
 
-    async def counted(channel: _Channel) -> Any:
+    async def counted(channel: Channel) -> Any:
         nonlocal n_frames
         n_frames += 1
         return await receive(channel)
 
     engine = new_engine()
-    monkeypatch.setattr(_Channel, "receive", counted)
+    monkeypatch.setattr(Channel, "receive", counted)
     listeners = [Listener(engine, request(30, seed=seed)) for seed in range(8)]
     for listener in listeners:
         await listener.result()
@@ -300,12 +288,12 @@ async def test_a_pause_whose_caller_left_is_undone(
         deliver(number, kind, value)
         pausing.cancel()
 
-    pausing = asyncio.create_task(engine.pause())
-    for _ in range(5):
-        await asyncio.sleep(0)  # until the request is sent
     if is_delivered:
         monkeypatch.setattr(engine, "_deliver", deliver_and_cancel)
-    else:
+    pausing = asyncio.create_task(engine.pause())
+    if not is_delivered:
+        for _ in range(5):
+            await asyncio.sleep(0)  # until the request is sent
         time.sleep(0.3)  # the engine pauses; this event loop has not read the reply
         pausing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -325,9 +313,9 @@ async def test_a_message_that_is_too_large_fails_its_own_call(tiny_model_path: P
         engine = await server.connect(make_engine(tiny_model_path))
         (expected,) = await engine.generate([request(100)])
         kept = [start(engine, request(100), method) for method in ("generate", "stream")]
-        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds max_frame_bytes=8,000"):
+        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 8,000"):
             await engine.generate([request(1, n_prompt=400), *[request(1) for _ in range(400)]])  # as a request
-        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds max_frame_bytes=8,000"):
+        with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 8,000"):
             await engine.generate([request(400, with_raw_logprobs=True)])  # as a result
         for task in kept:
             assert_same(await task, expected, 1e-5)
@@ -394,4 +382,4 @@ async def test_a_frame_that_is_too_large_ends_the_connection(tiny_model_path: Pa
             reply = await asyncio.to_thread(client.recv, 1 << 16)
         ((_, kind, error),) = pickle.loads(reply[8:])
         assert kind == "error"
-        assert "exceeds max_frame_bytes" in str(error)
+        assert "exceeds the limit" in str(error)

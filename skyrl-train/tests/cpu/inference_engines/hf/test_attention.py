@@ -13,7 +13,6 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 
-NOBODY_WAITS = None
 CAPACITY = 3 * UNIT
 
 
@@ -22,13 +21,13 @@ def sequence_of(length: int, place: int, n_cached: int = 0) -> CachedSequence:
     generator = torch.Generator().manual_seed(length)
     token_ids = torch.randint(3, 61, (length,), generator=generator).tolist()
     request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
-    sequence = CachedSequence(request, NOBODY_WAITS, 0, CAPACITY, token_ids)
-    sequence.region = Region(place * CAPACITY, CAPACITY, token_ids, session_id=None, n_cached=n_cached)
+    sequence = CachedSequence(request, CAPACITY)
+    sequence.region = Region(place * CAPACITY, CAPACITY, sequence.token_ids, session_id=None, n_cached=n_cached)
     return sequence
 
 
 @torch.inference_mode()
-def last_states(model: PreTrainedModel, lengths: list[int], *, is_alone: bool) -> dict[int, torch.Tensor]:
+def last_states(model: PreTrainedModel, lengths: list[int], *, is_isolated: bool) -> dict[int, torch.Tensor]:
     """The states after sequences, by their place, whose last tokens are read in one pass, and the others before it."""
     memory = KVMemory(len(lengths) * CAPACITY)
     rows = []
@@ -38,20 +37,20 @@ def last_states(model: PreTrainedModel, lengths: list[int], *, is_alone: bool) -
         sequence.region.n_cached = length - 1
         rows.append(Row(sequence, 1))
     rows.sort(key=lambda row: (padded_length(row), row.start))
-    states = hidden_states(model, memory, rows, is_alone=is_alone)
+    states = hidden_states(model, memory, rows, is_isolated=is_isolated)
     return {row.start // CAPACITY: state for row, state in zip(rows, states, strict=True)}
 
 
-@pytest.mark.parametrize("most_copied", [UNIT, 512])
-def test_lengths_of_others_change_no_bit_of_a_sequence_that_is_alone(
-    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, most_copied: int
+@pytest.mark.parametrize("max_copied", [UNIT, 512])
+def test_lengths_of_others_change_no_bit_of_a_sequence_that_is_isolated(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, max_copied: int
 ) -> None:
-    monkeypatch.setattr(attention, "MOST_COPIED", most_copied)
+    monkeypatch.setattr(attention, "MAX_COPIED", max_copied)
     for length in (5, 40, 61, 100, 150):
-        apart = last_states(tiny_model, [length, 7, 7, 7], is_alone=True)
+        apart = last_states(tiny_model, [length, 7, 7, 7], is_isolated=True)
         for beside in ([length, 90, length, 59], [length] * 4, [7, length, 130, 150]):
-            states = last_states(tiny_model, beside, is_alone=True)
-            expected = last_states(tiny_model, beside, is_alone=False)
+            states = last_states(tiny_model, beside, is_isolated=True)
+            expected = last_states(tiny_model, beside, is_isolated=False)
             for place, other in enumerate(beside):
                 torch.testing.assert_close(states[place], expected[place])
                 if other == length:

@@ -197,6 +197,28 @@ async def in_a_step(
     return call
 
 
+async def test_requests_that_are_over_when_a_step_fails_return_their_tokens(
+    new_engine: NewEngine, tiny_model: PreTrainedModel, gate: threading.Event
+) -> None:
+    engine = new_engine()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("out of luck")
+
+    hook = tiny_model.base_model.register_forward_pre_hook(fail)
+    call = await in_a_step(engine, gate)
+    late = asyncio.create_task(engine.generate([request(11, 8)]))
+    await engine.abort()
+    await asyncio.sleep(0.01)
+    gate.set()
+    async with asyncio.timeout(10):
+        (result,) = await call
+    hook.remove()
+    assert (result.token_ids, result.stop_reason) == ([], "abort")
+    with pytest.raises(EngineError, match="out of luck"):
+        await late
+
+
 async def cancelled(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.inference_engines.hf import head as head_module
-from skyrl_train.inference_engines.hf.head import Head
+from skyrl_train.inference_engines.hf import engine
+from skyrl_train.inference_engines.hf.engine import Head
 
 
 def test_logits_are_the_models_and_go_into_the_same_memory(tiny_model: PreTrainedModel) -> None:
@@ -33,7 +33,7 @@ def test_other_heads_are_asked_as_they_are(tiny_model: PreTrainedModel) -> None:
 
 def test_rows_are_asked_for_in_parts_that_fit(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     n_tokens = tiny_model.config.vocab_size
-    monkeypatch.setattr(head_module, "CHUNK_LOGITS", 3 * n_tokens + 1)
+    monkeypatch.setattr(engine, "CHUNK_LOGITS", 3 * n_tokens + 1)
     assert Head(tiny_model).max_rows == 3
-    monkeypatch.setattr(head_module, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(engine, "CHUNK_LOGITS", 1)
     assert Head(tiny_model).max_rows == 1

@@ -13,7 +13,6 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT
 from skyrl_train.inference_engines.hf.region_table import RegionTable
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Scheduler, Step
 from skyrl_train.inference_engines.sampling import Choice
-from skyrl_train.inference_engines.sequence import Call
 
 NewSequence = Callable[..., CachedSequence]
 
@@ -84,7 +83,7 @@ def new_sequence() -> Iterator[NewSequence]:
         n_made += 1
         token_ids = prompt or [1000 + n_made] * n_prompt
         request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0, session_id=session)
-        return CachedSequence(request, Call([None], 1, loop.create_future(), None), 0, max_tokens, list(token_ids))
+        return CachedSequence(request, max_tokens, loop.create_future())
 
     yield make
     loop.close()
@@ -265,7 +264,7 @@ def test_cancelled_sequences_leave_whether_they_run_or_wait(new_sequence: NewSeq
     engine.submit(running, cancelled, waiting)
     engine.step()
     for sequence in (running, cancelled):
-        sequence.call.done.cancel()
+        sequence.done.cancel()
     assert engine.scheduler.take_finished() == [running, cancelled]
     engine.step()
     assert (engine.running, engine.waiting) == ([waiting], [])

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.support import check_supported
-from skyrl_train.inference_engines.stopping import all_eos_ids
+from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.models.memory import cache_bytes_per_token
 from tx.models.config import LoraConfig, ModelError

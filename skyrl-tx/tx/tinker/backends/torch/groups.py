@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import TopLogprobs
 
 FAR = 0x9E3779B97F4A7C15  # between the seeds of two requests: those of their samples are neighbours
-NOBODY: Any = None  # waits in an event loop for what is sampled here
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +44,7 @@ class Ongoing(requests.Ongoing[Weights]):
             n_top_logprobs=self.ask.n_top_sampled,
         )
         request = EngineRequest(prompt, how, self.seed * FAR + number)
-        sequence = CachedSequence(request, NOBODY, number, len(prompt) + params.max_tokens, prompt.copy())
+        sequence = CachedSequence(request, len(prompt) + params.max_tokens)
         sequence.region = Region(start, self.capacity, sequence.token_ids, None, self.n_read)
         return sequence
 
@@ -58,6 +56,8 @@ class Lane:
     idle: CachedSequence
     sequence: CachedSequence
     request: Ongoing | None = None
+    number: int = 0
+    """Of the sample in its request."""
 
     @property
     def row(self) -> Row:
@@ -92,7 +92,7 @@ class Group:
 def idle_sequence(region: Region) -> CachedSequence:
     """What a lane reads that is not in use."""
     request = EngineRequest([0], SamplingParams(max_new_tokens=1), seed=0)
-    sequence = CachedSequence(request, NOBODY, 0, 1, [0])
+    sequence = CachedSequence(request, max_tokens=1)
     sequence.region = region
     return sequence
 

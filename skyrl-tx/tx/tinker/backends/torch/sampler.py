@@ -104,7 +104,8 @@ class Sampler:
             self._groups.append(group)
         lane = group.free
         assert lane is not None
-        lane.sequence, lane.request = request.sequence(request.n_begun, start), request
+        lane.number = request.n_begun
+        lane.sequence, lane.request = request.sequence(lane.number, start), request
         request.n_begun += 1
         if not request.n_left:
             self._free_spare(request)
@@ -160,7 +161,7 @@ class Sampler:
         model = group.weights.model
         lanes = sorted(group.lanes, key=lambda lane: (padded_length(lane.row), lane.row.start))
         with group.weights.applied():
-            states = hidden_states(model, self._memory, [lane.row for lane in lanes], is_alone=True)  # (S, H)
+            states = hidden_states(model, self._memory, [lane.row for lane in lanes], is_isolated=True)  # (S, H)
             choices = choose_tokens(lm_head_logits(model, states), [lane.draw for lane in lanes])
         for lane, choice in zip(lanes, choices, strict=True):
             if lane.request is not None:
@@ -177,16 +178,16 @@ class Sampler:
         )
         if is_stopped or len(tokens) == params.max_tokens or request.is_cancelled:
             lane.sequence, lane.request = lane.idle, None
-            self._end(sequence, request, is_stopped)
+            self._end(sequence, request, lane.number, is_stopped)
 
-    def _end(self, sequence: CachedSequence, request: Ongoing, is_stopped: bool) -> None:
+    def _end(self, sequence: CachedSequence, request: Ongoing, number: int, is_stopped: bool) -> None:
         assert sequence.region is not None
         if request.n_left and not request.is_cancelled:
             request.spare.append(sequence.region.start)
         else:
             self._free(request, sequence.region.start)
         tokens = sequence.token_ids[sequence.n_prompt :]
-        request.end(sequence.index, Sample(tokens, sequence.logprobs, is_stopped, top_of(sequence)))
+        request.end(number, Sample(tokens, sequence.logprobs, is_stopped, top_of(sequence)))
 
     def _free_spare(self, request: Ongoing) -> None:
         while request.spare:

@@ -7,24 +7,22 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams, StopReason
 from skyrl_train.inference_engines.sampling import Choice
-from skyrl_train.inference_engines.sequence import ActiveSequence, Call
-from skyrl_train.inference_engines.stopping import StopRules, all_eos_ids
+from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids, find_stop_reason
 
 LONG_TOKEN = "ActionĠ(L/R/S):"  # one token of the tiny tokenizer: "Action (L/R/S):"
 RESPONSE = [*"defghijklmnop", LONG_TOKEN, "7", "8"]
 
 
-async def end_of_response(
+def end_of_response(
     tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams, eos_ids: frozenset[int] = frozenset()
 ) -> tuple[str, StopReason | None]:
     """The prompt `abc` and then `RESPONSE`, one token after the other, up to where the rules end it."""
     prompt_ids = tokenizer.convert_tokens_to_ids(list("abc"))
-    request = EngineRequest(prompt_ids, sampling, 0)
-    sequence = ActiveSequence(request, Call.of(1), 0, 3 + sampling.max_new_tokens, list(prompt_ids))
-    rules, reason = StopRules(eos_ids, tokenizer), None
+    sequence = ActiveSequence(EngineRequest(prompt_ids, sampling, seed=0), 3 + sampling.max_new_tokens)
+    reason = None
     for token_id in tokenizer.convert_tokens_to_ids(RESPONSE):
         sequence.append(Choice(token_id, -1.0), weight_version=0)
-        if (reason := rules.stop_reason(sequence)) is not None:
+        if (reason := find_stop_reason(sequence, eos_ids, tokenizer)) is not None:
             break
     return tokenizer.decode(sequence.token_ids[3:]), reason
 
@@ -42,16 +40,16 @@ async def end_of_response(
         (6, ("hi",), "defghi", "stop"),
     ],
 )
-async def test_stop_strings(
+def test_stop_strings(
     tiny_tokenizer: PreTrainedTokenizerBase, n_new: int, stop: tuple[str, ...], text: str, reason: StopReason | None
 ) -> None:
     sampling = SamplingParams(max_new_tokens=n_new, stop=stop)
-    assert await end_of_response(tiny_tokenizer, sampling) == (text, reason)
+    assert end_of_response(tiny_tokenizer, sampling) == (text, reason)
 
 
-async def test_every_end_token_ends_a_response(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_every_end_token_ends_a_response(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     eos_ids = all_eos_ids(tiny_tokenizer.convert_tokens_to_ids(["g", "z"]), tiny_tokenizer.eos_token_id)
-    text, reason = await end_of_response(tiny_tokenizer, SamplingParams(max_new_tokens=9), eos_ids)
+    text, reason = end_of_response(tiny_tokenizer, SamplingParams(max_new_tokens=9), eos_ids)
     assert (text, reason) == ("defg", "stop")
 
 
