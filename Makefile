@@ -1,4 +1,4 @@
-# Every target sets up .venv by itself; nothing needs to be installed first but Python (3.11 or newer).
+# Every target creates .venv if necessary; only Python (3.11 or newer) must be installed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -32,82 +32,82 @@ export OMP_NUM_THREADS ?= 2
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help
-help: ## show this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
-	@echo "Variables: PYTHON=$(PYTHON) (makes .venv)  SEED=$(SEED) (catch)  ARGS= (passed on by catch and test)"
+	@echo "Variables: PYTHON=$(PYTHON) (makes .venv)  SEED=$(SEED) (catch)  ARGS= (extra arguments for most targets)"
 
-# --- what you came for ---------------------------------------------------------------------------------------
+# --- runs, benchmarks and tests ------------------------------------------------------------------------------
 
 .PHONY: catch
-catch: .venv/.runtime ## teach a small model to play Catch on this machine, and write its report
+catch: .venv/.runtime ## train a small model to play Catch on this machine and write a report
 	@$(IN_TRAIN) -m examples.catch.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
 
 .PHONY: catch-compare
-catch-compare: .venv/.runtime ## the same with shaped and with episodic rewards, curves side by side
+catch-compare: .venv/.runtime ## train on Catch with shaped and with episodic rewards and plot both curves
 	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) --output_dir ../outputs $(ARGS)
 
 .PHONY: bench-catch
-bench-catch: .venv/.runtime ## catch over three seeds and both kinds of reward; writes benchmarks/catch/results.md
+bench-catch: .venv/.runtime ## train on Catch with three seeds and both reward modes; writes benchmarks/catch/results.md
 	@$(BENCH)/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)
 
 .PHONY: bench-algorithms
-bench-algorithms: .venv/.runtime ## every algorithm on catch; writes benchmarks/algorithms/results.md (ARGS='--only rloo')
+bench-algorithms: .venv/.runtime ## train on Catch with every algorithm; writes benchmarks/algorithms/results.md (ARGS='--only rloo')
 	@$(BENCH)/algorithms/compare.py --output_dir ../outputs/bench-algorithms $(ARGS)
 
 .PHONY: bench-rollout
-bench-rollout: .venv/.runtime ## tokens per second against transformers.generate and vLLM; writes benchmarks/rollout/engines.md
+bench-rollout: .venv/.runtime ## compare tokens/s with transformers.generate and vLLM; writes benchmarks/rollout/engines.md
 	@$(BENCH)/rollout/engines.py $(ARGS)
 
 .PHONY: bench-loop
-bench-loop: .venv/.runtime ## what the agent loop costs; writes benchmarks/rollout/loop.md
+bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes benchmarks/rollout/loop.md
 	@$(BENCH)/rollout/loop.py $(ARGS)
 
 .PHONY: bench-tx
-bench-tx: .venv/.dev ## the Tinker server against peft and transformers; writes benchmarks/tx/throughput.md
+bench-tx: .venv/.dev ## compare the Tinker server with peft and transformers; writes benchmarks/tx/throughput.md
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/throughput.py $(ARGS)
 
 .PHONY: bench-experts
-bench-experts: .venv/.dev ## a mixture of experts, by chosen experts and by all; writes benchmarks/tx/experts.md
+bench-experts: .venv/.dev ## compare two ways to compute a mixture of experts; writes benchmarks/tx/experts.md
 	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/tx/experts.py $(ARGS)
 
 .PHONY: test
-test: .venv/.dev ## run the tests, e.g. make test ARGS='-k tracking'
+test: .venv/.dev ## run the tests (ARGS='-k tracking')
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=20 $(ARGS)
 
 .PHONY: test-differential
-test-differential: $(DIFFERENTIAL)/.ready ## compare algorithms with TRL, verl and TorchRL, in an environment of its own
+test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, verl and TorchRL (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
 	  $(DIFFERENTIAL)/bin/python -m pytest -q skyrl-train/tests/differential $(ARGS)
 
 .PHONY: test-openenv
-test-openenv: .venv/.dev $(OPENENV)/.ready ## play on servers of the package openenv, which has an environment of its own
+test-openenv: .venv/.dev $(OPENENV)/.ready ## test against servers of the openenv package (separate environment)
 	@$(BIN)/python -m pytest -q skyrl-gym/tests/openenv_server $(ARGS)
 
 .PHONY: test-tinker
-test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the SDK tinker
+test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the tinker SDK (separate environments)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/sdk $(ARGS)
 
 .PHONY: test-verifiers
-test-verifiers: $(VERIFIERS)/.ready ## play environments of verifiers' first generation, in an environment of its own
+test-verifiers: $(VERIFIERS)/.ready ## test environments of verifiers' first generation (separate environment)
 	@$(VERIFIERS)/bin/python -m pytest -q skyrl-gym/tests/verifiers_v0 $(ARGS)
 
 .PHONY: test-vllm
-test-vllm: .venv/.dev $(VLLM)/.ready ## run the vLLM engine on the CPU build of vLLM, in an environment of its own
+test-vllm: .venv/.dev $(VLLM)/.ready ## test the vLLM engine on the CPU build of vLLM (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
 	  $(VLLM)/bin/python -m pytest -q skyrl-train/tests/vllm $(ARGS)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/vllm_server $(ARGS)
 
 .PHONY: mutate
-mutate: .venv/.dev ## inject faults into the algorithms and count those that tests catch (ARGS='--only learner --max 20')
+mutate: .venv/.dev ## inject faults into the algorithms and count the detected ones (ARGS='--only learner --max 20')
 	@OMP_NUM_THREADS=1 $(BIN)/python skyrl-train/tests/mutation/mutate.py $(ARGS)
 
-# --- for a change --------------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------------------
 
 .PHONY: check
-check: lint lock-check docs test ## everything that CI runs
+check: lint lock-check docs test ## run all checks of the CI
 
 .PHONY: lint
-lint: .venv/.dev ## format check, ruff, mypy, import contracts, secrets
+lint: .venv/.dev ## check format, ruff, mypy, import contracts and secrets
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -124,10 +124,10 @@ docs: .venv/.dev ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "docs: site/index.html"
 
-# --- the lock ------------------------------------------------------------------------------------------------
+# --- locked versions -----------------------------------------------------------------------------------------
 
-# uv keeps the versions that its output file already names. Left out: local labels (2.13.0+cpu), because each index has
-# its own, and the CUDA packages, because the wheel of a torch that needs them pins them itself.
+# uv keeps the versions in its existing output file. Local version labels (2.13.0+cpu) are removed because they depend on
+# the index, and CUDA packages because the torch wheels that need them pin them.
 COMPILE = $(BIN)/uv pip compile --quiet --all-extras --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 	--no-emit-package skyrl-gym --no-emit-package skyrl-train --no-emit-package skyrl-tx \
@@ -138,26 +138,26 @@ define WRITE_LOCK
 endef
 
 .PHONY: lock
-lock: .venv/.dev ## bring constraints.txt to the newest versions that fit (ARGS=--upgrade-package=x for one)
+lock: .venv/.dev ## upgrade constraints.txt to the newest compatible versions (ARGS=--upgrade-package=x for one package)
 	@cp constraints.txt .venv/lock.txt
 	@$(COMPILE) --output-file .venv/lock.txt $(or $(ARGS),--upgrade)
 	@$(call WRITE_LOCK,constraints.txt)
 	@echo "lock: $$(grep -c == constraints.txt) versions in constraints.txt"
 
 .PHONY: lock-check
-lock-check: .venv/.dev ## fail when constraints.txt does not fit the pyproject files
+lock-check: .venv/.dev ## fail if constraints.txt is out of date with the pyproject files
 	@cp constraints.txt .venv/lock.txt
 	@$(COMPILE) --output-file .venv/lock.txt
 	@$(call WRITE_LOCK,.venv/constraints.txt)
 	@diff -u constraints.txt .venv/constraints.txt \
 	  || { echo "lock-check: constraints.txt does not fit the pyproject files; run make lock"; exit 1; }
 
-# --- set-up --------------------------------------------------------------------------------------------------
+# --- setup ---------------------------------------------------------------------------------------------------
 
 .venv/bin/python $(DIFFERENTIAL)/bin/python $(OPENENV)/bin/python $(VERIFIERS)/bin/python $(VLLM)/bin/python \
 $(TINKER_VERSIONS:%=$(TINKER)/%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …"; exit 1; }
+	  || { echo "setup: $(PYTHON) is not Python 3.11 or newer; set one: make PYTHON=python3.12 …"; exit 1; }
 	@echo "setup: creating $(@:/bin/python=)"
 	@$(PYTHON) -m venv $(@:/bin/python=)
 
@@ -177,7 +177,7 @@ $(DIFFERENTIAL)/.ready: $(DIFFERENTIAL_REQUIREMENTS)
 $(VLLM)/.ready: REQUIREMENTS := $(VLLM_REQUIREMENTS)
 $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 
-# First what the lock knows, then the other packages, which may not choose versions: each would want its own torch.
+# Install the locked packages first. The others must not choose versions, because each requires its own torch.
 $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
 	@$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
@@ -185,20 +185,20 @@ $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
-# A server that our client meets over a socket: nothing of ours is in there.
+# A server that our client reaches over a socket: none of our packages is installed.
 $(OPENENV)/.ready: $(OPENENV_REQUIREMENTS) | $(OPENENV)/bin/python
 	@echo "setup: installing $(OPENENV_REQUIREMENTS) into $(OPENENV)"
 	@$(OPENENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(OPENENV_REQUIREMENTS)
 	@touch $@
 
-# Clients of our server, with nothing of ours. All is at the versions of the lock but the SDK, of which each has its own.
-$(TINKER)/0.38.0/.ready: ALONE := $(TINKER_REQUIREMENTS)/cookbook.txt
+# Clients of our server, without our packages. All versions are locked except the SDK, which has one version each.
+$(TINKER)/0.38.0/.ready: WITHOUT_DEPENDENCIES := $(TINKER_REQUIREMENTS)/cookbook.txt
 $(TINKER)/0.38.0/.ready: $(TINKER_REQUIREMENTS)/cookbook.txt
 $(TINKER)/%/.ready: $(TINKER_REQUIREMENTS)/%.txt constraints.txt | $(TINKER)/%/bin/python
 	@echo "setup: installing $< into $(TINKER)/$*"
 	@grep -v '^tinker==' constraints.txt > $(TINKER)/$*/constraints.txt
 	@$(TINKER)/$*/bin/python -m pip install -qq --disable-pip-version-check -c $(TINKER)/$*/constraints.txt -r $<
-	@$(if $(ALONE),$(TINKER)/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(ALONE))
+	@$(if $(WITHOUT_DEPENDENCIES),$(TINKER)/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $(WITHOUT_DEPENDENCIES))
 	@touch $@
 
 $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERIFIERS)/bin/python
@@ -207,7 +207,7 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 	@touch $@
 
 .PHONY: clean
-clean: ## remove .venv, caches and built docs; outputs/ stays
+clean: ## remove .venv, caches and built docs; keep outputs/
 	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(TINKER) $(VERIFIERS) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

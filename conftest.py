@@ -1,6 +1,6 @@
 """Hypothesis profiles, shared by the tests of all packages.
 
-`HYPOTHESIS_PROFILE=nightly` tries other and more examples in every run; without it, every run tries the same ones.
+`HYPOTHESIS_PROFILE=nightly` tries more examples, different in every run; by default every run tries the same ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When, with which code and on what something was measured."""
+"""The conditions of a measurement: date, commit and hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def conditions() -> str:
-    """For example "2026-01-31, commit 1a2b3c4, AMD EPYC, 2 cores, 2 threads"."""
+    """Describe the conditions, for instance "2026-01-31, commit 1a2b3c4, AMD EPYC, 2 cores, 2 threads"."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []

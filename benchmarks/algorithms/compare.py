@@ -1,8 +1,8 @@
-"""How far every algorithm gets on Catch under one budget: `make bench-algorithms`.
+"""Compare all algorithms on Catch under the same budget: `make bench-algorithms`.
 
-All start from the same warm-started model and train for the same number of steps on the same prompts. Writes
-`results.md`, `results.json` and `results.png` beside this file, anew after every run; a run that is finished with the
-same keys is not repeated: remove its folder to have it anew. One thread each, several at once: `--jobs`.
+All runs start from the same warm-started model and train for the same number of steps on the same prompts. The script
+rewrites `results.md`, `results.json` and `results.png` next to this file after every run. It skips runs that have
+finished with the same keys; remove a run's folder to repeat it. Up to `--jobs` runs execute at once, one thread each.
 """
 
 from __future__ import annotations
@@ -33,55 +33,55 @@ DONE = "benchmark.json"  # in the folder of a finished run
 Result = dict[str, Any]
 
 
-def run_of(pair: Pair, options: argparse.Namespace) -> CatchRun:
-    """The run behind a pair: the recipe of `make catch` with the keys of the pair."""
+def make_run(pair: Pair, options: argparse.Namespace) -> CatchRun:
+    """Return the run of a pair: the recipe of `make catch` with the keys of the pair."""
     label = "".join(letter if letter.isalnum() or letter in "+-" else "_" for letter in pair.name)
-    plain = CatchRun(options.output_dir, "shaped", options.seed, options.steps, label)
+    base = CatchRun(options.output_dir, "shaped", options.seed, options.steps, label)
     teacher = CatchRun(options.output_dir, "shaped", options.seed, options.steps, "grpo")
-    stands_for = {
-        MODEL: str(plain.model_dir),
+    model_paths = {
+        MODEL: str(base.model_dir),
         TEACHER: str(teacher.folder.path / f"export/global_step_{options.steps}/policy"),
     }
     overrides = ["trainer.eval_interval=5", "trainer.ckpt_interval=-1"]
     for override in pair.overrides:
         key, _, value = override.partition("=")
-        overrides.append(f"{key}='{stands_for[value]}'" if value in stands_for else override)
+        overrides.append(f"{key}='{model_paths[value]}'" if value in model_paths else override)
     return CatchRun(options.output_dir, "shaped", options.seed, options.steps, label, tuple(overrides))
 
 
 def train(pair: Pair, options: argparse.Namespace) -> None:
     """Train one pair in this process."""
     register_catch()
-    run = run_of(pair, options)
+    run = make_run(pair, options)
     run.prepare()
-    where, started = conditions(), time.monotonic()
+    setup, started = conditions(), time.monotonic()
     run_command(run.train)
-    done = {"keys": pair.overrides, "conditions": where, "seconds": round(time.monotonic() - started)}
+    done = {"keys": pair.overrides, "conditions": setup, "seconds": round(time.monotonic() - started)}
     (run.folder.path / DONE).write_text(json.dumps(done) + "\n")
 
 
-def result_of(pair: Pair, options: argparse.Namespace) -> Result | None:
-    """What a finished run with these keys reached; None while there is none."""
-    run = run_of(pair, options)
+def load_result(pair: Pair, options: argparse.Namespace) -> Result | None:
+    """Return the result of a finished run with these keys, or None if there is none."""
+    run = make_run(pair, options)
     rows, done = run.metrics(), run.folder.path / DONE
     if not done.is_file() or not rows or rows[-1]["step"] < options.steps:
         return None
     result = json.loads(done.read_text())
     if result["keys"] != list(pair.overrides):
-        return None  # it was another one
+        return None  # the run had other keys
     return {"name": pair.name, "curve": {row["step"]: row[METRIC] for row in rows if METRIC in row}, **result}
 
 
 def train_all(options: argparse.Namespace) -> None:
-    """Every pair that is not finished, each in a process of its own; GRPO first, because it is a teacher later."""
+    """Train every unfinished pair in a separate process. GRPO is first because it is a teacher later."""
     pairs = [pair for section in SECTIONS.values() for pair in section]
     if unknown := set(options.only or ()) - {pair.name for pair in pairs}:
-        raise SystemExit(f"--only: there is no {', '.join(sorted(unknown))}; see {HERE / 'pairs.py'}")
+        raise SystemExit(f"--only: unknown pairs {', '.join(sorted(unknown))}; see {HERE / 'pairs.py'}")
     first, rest = pairs[0], [pair for pair in pairs[1:] if not options.only or pair.name in options.only]
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for pair, log in chain(as_they_finish(pool, [first], options), as_they_finish(pool, rest, options)):
-            if result_of(pair, options) is None:
+        for pair, log in chain(train_unfinished(pool, [first], options), train_unfinished(pool, rest, options)):
+            if load_result(pair, options) is None:
                 print(f"{pair.name}: failed, see {log}", flush=True)
                 failed.append(pair.name)
             else:
@@ -90,18 +90,18 @@ def train_all(options: argparse.Namespace) -> None:
         raise SystemExit(f"{len(failed)} runs failed: {', '.join(failed)}")
 
 
-def as_they_finish(
+def train_unfinished(
     pool: ThreadPoolExecutor, pairs: list[Pair], options: argparse.Namespace
 ) -> Iterator[tuple[Pair, Path]]:
-    """Train what is not finished, `--jobs` at a time; each pair with its log."""
-    tasks = {pool.submit(train_in_process, pair, options): pair for pair in pairs if not result_of(pair, options)}
+    """Train the unfinished pairs, `--jobs` at a time, and yield each finished pair with its log."""
+    tasks = {pool.submit(train_in_process, pair, options): pair for pair in pairs if not load_result(pair, options)}
     for task in as_completed(tasks):
         yield tasks[task], task.result()
 
 
 def train_in_process(pair: Pair, options: argparse.Namespace) -> Path:
-    """Train one pair in a process of its own, with one thread; the file its output went to."""
-    log = options.output_dir / "logs" / f"{run_of(pair, options).name}.log"
+    """Train one pair in a separate process with one thread, and return its log file."""
+    log = options.output_dir / "logs" / f"{make_run(pair, options).name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [f"--train={pair.name}", f"--steps={options.steps}", f"--seed={options.seed}"]
     with log.open("w") as output:
@@ -116,36 +116,36 @@ def train_in_process(pair: Pair, options: argparse.Namespace) -> Path:
 
 
 def report(pair: Pair, options: argparse.Namespace) -> None:
-    """Say how a run ended, and write the table and the picture anew."""
-    result = result_of(pair, options)
+    """Print the result of a run and rewrite the table and the figure."""
+    result = load_result(pair, options)
     assert result is not None, f"{pair.name} has just been trained"
     print(f"{pair.name}: {list(result['curve'].values())[-1]:.1%} in {result['seconds']} s", flush=True)
-    baselines = run_of(pair, options).baselines()
+    baselines = make_run(pair, options).baselines()
     results = {
-        heading: [(pair, result) for pair in section if (result := result_of(pair, options))]
+        heading: [(pair, result) for pair in section if (result := load_result(pair, options))]
         for heading, section in SECTIONS.items()
     }
     write_table(results, baselines, options)
-    write_picture(results, baselines)
-    everything = [result for section in results.values() for _, result in section]
-    (HERE / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+    write_figure(results, baselines)
+    all_results = [result for section in results.values() for _, result in section]
+    (HERE / "results.json").write_text(json.dumps(all_results, indent=1) + "\n")
 
 
 Results = dict[str, list[tuple[Pair, Result]]]
 
 
 def write_table(results: Results, baselines: Baselines, options: argparse.Namespace) -> None:
-    """One table for each section."""
-    where = " and ".join(sorted({result["conditions"] for section in results.values() for _, result in section}))
+    """Write one table per section."""
+    setup = " and ".join(sorted({result["conditions"] for section in results.values() for _, result in section}))
     lines = [
         "# Every algorithm on Catch",
         "",
-        f"`make bench-algorithms`, {where}; {options.jobs} runs at once, one thread each. {options.steps} steps from "
+        f"`make bench-algorithms`, {setup}; {options.jobs} runs at once, one thread each. {options.steps} steps from "
         f"one warm-started model, seed {options.seed}, shaped rewards. The optimal player catches "
         f"{baselines.optimal:.1%} of the validation set, random play {baselines.chance:.1%}.",
         "",
-        "What each row changes in the recipe of `make catch` stands in [pairs.py](pairs.py). One seed and one task:",
-        "the table says how far each gets here, and how fast. It is no ranking.",
+        "[pairs.py](pairs.py) lists the changes of each row to the recipe of `make catch`. With one seed and one task,",
+        "the table shows results and times for this setting only. It is not a ranking.",
         "",
         "![Catch rates over training](results.png)",
     ]
@@ -160,22 +160,22 @@ def write_table(results: Results, baselines: Baselines, options: argparse.Namesp
         for pair, result in section:
             curve = result["curve"]
             before, *_, after = curve.values()
-            half, most = (first_at(curve, share * baselines.optimal) for share in (0.5, 0.9))
+            step_at_half, step_at_90 = (find_first_step(curve, share * baselines.optimal) for share in (0.5, 0.9))
             lines.append(
-                f"| {pair.name} | {before:.1%} | {after:.1%} | {after / baselines.optimal:.0%} | {half} | {most} "
-                f"| {result['seconds']} s |"
+                f"| {pair.name} | {before:.1%} | {after:.1%} | {after / baselines.optimal:.0%} "
+                f"| {step_at_half} | {step_at_90} | {result['seconds']} s |"
             )
     (HERE / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def first_at(curve: dict[int, float], rate: float) -> str:
-    """The first evaluated step with at least this catch rate."""
+def find_first_step(curve: dict[int, float], rate: float) -> str:
+    """Return the first evaluated step with at least this catch rate, or an empty string."""
     return next((str(step) for step, value in curve.items() if value >= rate), "")
 
 
-def write_picture(results: Results, baselines: Baselines) -> None:
-    """A small chart for each run, GRPO's curve behind it in grey."""
-    runs = [pair_and_result for section in results.values() for pair_and_result in section]
+def write_figure(results: Results, baselines: Baselines) -> None:
+    """Draw a small chart per run, with GRPO's curve in grey behind it."""
+    runs = [entry for section in results.values() for entry in section]
     grpo = runs[0][1]["curve"]
     n_columns = 6
     n_rows = -(-len(runs) // n_columns)
@@ -196,14 +196,14 @@ def write_picture(results: Results, baselines: Baselines) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--output_dir", type=Path, default=Path("outputs/bench-algorithms"))
     options.add_argument("--steps", type=int, default=40)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at once, one thread each")
-    options.add_argument("--only", nargs="*", help="names of pairs; without it, all of them")
-    options.add_argument("--train", help="train this one pair in this process, and nothing else")
+    options.add_argument("--only", nargs="*", help="names of pairs (default: all)")
+    options.add_argument("--train", help="train only this pair, in this process")
     args = options.parse_args()
     args.output_dir = args.output_dir.resolve()
     if args.train:

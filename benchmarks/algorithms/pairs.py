@@ -1,7 +1,7 @@
-"""Which estimators and losses `make bench-algorithms` compares, and the keys each one is given on top of the recipe.
+"""The estimators and losses of `make bench-algorithms`, with their changes to the recipe.
 
-The recipe of `make catch` is GRPO with PPO's clipped loss and a KL loss of 0.03. Every pair changes what its algorithm
-needs, and nothing else was tuned unless a comment says so.
+The recipe of `make catch` is GRPO with PPO's clipped loss and a KL loss coefficient of 0.03. A pair changes only the
+keys that its algorithm needs; no other key was tuned unless a comment says so.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
 LOSS = "trainer.algorithm.policy_loss_type"
 MODEL, TEACHER = "<model>", "<teacher>"
-"""Stand for the warm-started model, and for what GRPO made of it, in the keys of a pair."""
+"""Placeholders in the keys of a pair for the warm-started model and for the model trained with GRPO."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One line of the table."""
+    """A row of the table."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ CRITIC = (
     f"trainer.critic.model.path={MODEL}",
     "trainer.critic_mini_batch_size=4",
     "trainer.critic.optimizer_config.lr=5e-4",
-    "trainer.algorithm.lambd=0.3",  # the rewards are dense, and the critic knows little
+    "trainer.algorithm.lambd=0.3",  # the rewards are dense, and the critic is inaccurate
 )
 SEQUENCE_MEAN = "trainer.algorithm.loss_reduction=sequence_mean"
 
@@ -62,7 +62,7 @@ ESTIMATORS = (
     _estimator("opo"),
     _estimator("gpg", f"{LOSS}=policy_gradient"),
     _estimator("maxrl"),
-    _estimator("grpo_passk", *GROUPS_OF_FOUR),  # one game in sixteen is won by chance nearly always
+    _estimator("grpo_passk", *GROUPS_OF_FOUR),  # with sixteen games, random play nearly always wins one
     _estimator("optimal_token_baseline"),
     _estimator("gdpo"),
     _estimator("grpo_per_turn"),
@@ -102,7 +102,7 @@ RECIPES = (
             f"{LOSS}=dual_clip",
             "trainer.algorithm.clip_ratio_c=10",
             "trainer.algorithm.dynamic_sampling.type=filter",
-            "generator.sampling_params.max_generate_length=4",  # so that a reply can end by itself, or not
+            "generator.sampling_params.max_generate_length=4",  # so that a reply can end or be truncated
             "generator.apply_overlong_filtering=true",
             "trainer.algorithm.overlong_buffer_len=2",
         ),
@@ -117,4 +117,4 @@ SECTIONS = {
     "Policy losses, with the advantages of grpo": LOSSES,
     "Recipes": RECIPES,
 }
-"""The headings of the table. `cross_entropy` is missing: it imitates every rollout, whatever it was rewarded."""
+"""The sections of the table. `cross_entropy` is missing because it imitates every rollout regardless of its reward."""

@@ -1,7 +1,7 @@
-"""How far the tiny model gets on Catch, over seeds and reward modes: `make bench-catch`.
+"""Train the tiny model on Catch with several seeds and reward modes: `make bench-catch`.
 
-Trains every combination with the recipe of `make catch`, one after the other, and writes `results.md` and
-`results.png` beside this file.
+The script trains every combination with the recipe of `make catch`, one after the other, and writes `results.md` and
+`results.png` next to this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 
 def measure(run: CatchRun) -> str:
-    """Train, and describe the result as a row of the table."""
+    """Train, and return the result as a row of the table."""
     started = time.monotonic()
     run.prepare()
     prepared = time.monotonic()
@@ -31,15 +31,15 @@ def measure(run: CatchRun) -> str:
     finished = time.monotonic()
     before, after = run.catch_rates()
     optimal = run.baselines().optimal
-    first_good = next((row["step"] for row in run.metrics() if row.get(METRIC, 0.0) >= 0.9 * optimal), None)
+    step_at_90 = next((row["step"] for row in run.metrics() if row.get(METRIC, 0.0) >= 0.9 * optimal), None)
     return (
-        f"| {run.reward_mode} | {run.seed} | {before:.1%} | {after:.1%} | {after / optimal:.1%} | {first_good} "
+        f"| {run.reward_mode} | {run.seed} | {before:.1%} | {after:.1%} | {after / optimal:.1%} | {step_at_90} "
         f"| {prepared - started:.0f} s | {finished - prepared:.0f} s |"
     )
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--output_dir", type=Path, default=Path("outputs/bench-catch"))
@@ -50,21 +50,21 @@ def main() -> None:
     run_command(lambda: measure_all(runs, conditions()))
 
 
-def measure_all(runs: list[CatchRun], where: str) -> None:
-    """Write the table and the picture anew after every run."""
+def measure_all(runs: list[CatchRun], setup: str) -> None:
+    """Train all runs, and rewrite the table and the figure after each."""
     rows = []
     for n_done, run in enumerate(runs, start=1):
         rows.append(measure(run))
-        write(runs[:n_done], rows, where)
+        write(runs[:n_done], rows, setup)
 
 
-def write(runs: list[CatchRun], rows: list[str], where: str) -> None:
-    """The table and the picture."""
+def write(runs: list[CatchRun], rows: list[str], setup: str) -> None:
+    """Write the table and the figure."""
     baselines = runs[0].baselines()
     table = [
         "# Catch with the tiny model",
         "",
-        f"`make bench-catch`, {where}. {runs[0].n_steps} steps; the optimal player catches {baselines.optimal:.1%} of "
+        f"`make bench-catch`, {setup}. {runs[0].n_steps} steps; the optimal player catches {baselines.optimal:.1%} of "
         f"the validation set, random play {baselines.chance:.1%}. Runs of one seed share a warm start.",
         "",
         "| rewards | seed | before | after | of optimal | 90% of optimal at step | data and warm start | GRPO |",

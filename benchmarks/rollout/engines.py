@@ -1,7 +1,7 @@
-"""`make bench-rollout`: tokens per second of the embedded engine, `transformers.generate`, and vLLM if it is there.
+"""`make bench-rollout`: tokens per second of the embedded engine, `transformers.generate` and, if installed, vLLM.
 
-Every workload is played by each of them in turn, several times, in one run. Writes `engines.md` and `engines.json`
-beside this file. vLLM plays in `.venv-vllm` (see `make test-vllm`), through the same interface as the embedded engine.
+Each of them runs every workload several times, alternating. The script writes `engines.md` and `engines.json` next to
+this file. vLLM runs in `.venv-vllm` (see `make test-vllm`), behind the same interface as the embedded engine.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from skyrl_train.inference_engines.hf import HFEngine
 
 HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parents[1] / ".venv-vllm/bin/python"
-Player = Callable[[], float]
-"""Plays the workload once; seconds."""
+Runner = Callable[[], float]
+"""Runs a workload once and returns the seconds."""
 
 
 class NoTokenizer:
-    """Nothing is decoded here."""
+    """A tokenizer for runs that decode nothing."""
 
     eos_token_id = None
 
 
-def generate_player(model: PreTrainedModel, conversations: list[Conversation], executor: Executor) -> Player:
-    """`model.generate` as it is used: all conversations are a batch, padded on the left, turn by turn."""
+def generate_runner(model: PreTrainedModel, conversations: list[Conversation], executor: Executor) -> Runner:
+    """Use `model.generate` turn by turn, with all conversations in one left-padded batch."""
 
     @torch.inference_mode()
-    def play() -> float:
+    def run() -> float:
         started = time.perf_counter()
         token_ids = [list(conversation.prompt_ids) for conversation in conversations]
         for turn in range(len(conversations[0].turns)):
@@ -67,15 +67,15 @@ def generate_player(model: PreTrainedModel, conversations: list[Conversation], e
                 ids += row[:n] + conversation.turns[turn][1]
         return time.perf_counter() - started
 
-    return lambda: executor.submit(play).result()
+    return lambda: executor.submit(run).result()
 
 
-def engine_player(
+def engine_runner(
     engine: InferenceEngine, conversations: list[Conversation], loop: asyncio.AbstractEventLoop
-) -> Player:
-    """Every conversation at its own pace."""
+) -> Runner:
+    """Run the conversations concurrently and independently."""
 
-    async def converse(index: int, conversation: Conversation) -> None:
+    async def run_conversation(index: int, conversation: Conversation) -> None:
         token_ids = list(conversation.prompt_ids)
         for n_new, observation_ids in conversation.turns:
             sampling = SamplingParams(max_new_tokens=n_new, ignore_eos=True)
@@ -84,20 +84,20 @@ def engine_player(
             token_ids = token_ids + result.token_ids + observation_ids
         await engine.end_session(str(index))
 
-    async def play_all() -> float:
+    async def run_all() -> float:
         started = time.perf_counter()
-        await asyncio.gather(*(converse(i, conversation) for i, conversation in enumerate(conversations)))
+        await asyncio.gather(*(run_conversation(i, conversation) for i, conversation in enumerate(conversations)))
         seconds = time.perf_counter() - started
         await engine.sleep()  # drops all caches: every repetition starts cold
         await engine.wake_up()
         return seconds
 
-    return lambda: loop.run_until_complete(play_all())
+    return lambda: loop.run_until_complete(run_all())
 
 
 @contextmanager
-def vllm_player(index: int, model: PreTrainedModel) -> Iterator[Player | None]:
-    """The same workload in the environment of vLLM; None where there is none."""
+def vllm_runner(index: int, model: PreTrainedModel) -> Iterator[Runner | None]:
+    """Run the workload in the environment of vLLM; yield None if it does not exist."""
     if not VLLM_PYTHON.exists():
         yield None
         return
@@ -109,7 +109,7 @@ def vllm_player(index: int, model: PreTrainedModel) -> Iterator[Player | None]:
             assert process.stdout is not None
             stdin, stdout = process.stdin, process.stdout
 
-            def play() -> float:
+            def run() -> float:
                 stdin.write("play\n")
                 stdin.flush()
                 for line in stdout:
@@ -117,12 +117,12 @@ def vllm_player(index: int, model: PreTrainedModel) -> Iterator[Player | None]:
                         return float(line.split()[1])
                 raise RuntimeError(f"vLLM ended with exit status {process.wait()}")
 
-            yield play
+            yield run
             stdin.close()
 
 
 def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
-    """Seconds of every player, each time one after the other."""
+    """Measure the seconds of all runners, alternating."""
     model = workload.model()
     loop, executor = asyncio.new_event_loop(), ThreadPoolExecutor(max_workers=1)
     engine = HFEngine(
@@ -131,41 +131,41 @@ def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         max_cache_bytes=1 << 31,
-        executor=executor,  # as in a run: two threads that compute would slow each other down
+        executor=executor,  # as in a run: two computing threads would slow each other down
     )
-    with vllm_player(index, model) as vllm:
-        players: dict[str, Player | None] = {
-            "generate": generate_player(model, workload.conversations, executor),
-            "embedded": engine_player(engine, workload.conversations, loop),
+    with vllm_runner(index, model) as vllm:
+        runners: dict[str, Runner | None] = {
+            "generate": generate_runner(model, workload.conversations, executor),
+            "embedded": engine_runner(engine, workload.conversations, loop),
             "vllm": vllm,
         }
-        seconds: dict[str, list[float]] = {name: [] for name, player in players.items() if player is not None}
+        seconds: dict[str, list[float]] = {name: [] for name, runner in runners.items() if runner is not None}
         for repetition in range(n_times + 1):
-            for name, player in players.items():
-                if player is not None:
-                    taken = player()
-                    print(f"{workload.name}: {name} {workload.n_tokens / taken:,.0f} tokens/s", flush=True)
+            for name, runner in runners.items():
+                if runner is not None:
+                    elapsed = runner()
+                    print(f"{workload.name}: {name} {workload.n_tokens / elapsed:,.0f} tokens/s", flush=True)
                     if repetition:  # the first one warms up
-                        seconds[name].append(taken)
+                        seconds[name].append(elapsed)
     loop.run_until_complete(engine.close())
     loop.close()
     executor.shutdown()
     return {"name": workload.name, "n_tokens": workload.n_tokens, "goal": workload.goal, "seconds": seconds}
 
 
-def table(results: list[dict[str, Any]], where: str) -> str:
-    """The page that people read."""
+def table(results: list[dict[str, Any]], setup: str) -> str:
+    """Format the results as a Markdown page."""
     lines = [
-        "# Generating, by engine",
+        "# Generation throughput by engine",
         "",
-        f"`make bench-rollout`, {where}. Tokens per second, median of alternating runs; random weights, temperature 1.",
-        "Four layers of 256 with 8,192 tokens, but for the last row: two layers of 128.",
+        f"`make bench-rollout`, {setup}. Tokens per second, median of alternating runs; random weights, temperature 1.",
+        "The model has four layers of width 256 and a vocabulary of 8,192; in the last row, two layers of width 128.",
         "",
-        "| workload | `generate` | embedded engine | times generate | goal | vLLM (CPU) | embedded times vLLM |",
+        "| workload | `generate` | embedded engine | embedded / generate | goal | vLLM (CPU) | embedded / vLLM |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
-        rate = {name: result["n_tokens"] / statistics.median(taken) for name, taken in result["seconds"].items()}
+        rate = {name: result["n_tokens"] / statistics.median(elapsed) for name, elapsed in result["seconds"].items()}
         ours = rate["embedded"]
         vllm = f"{rate['vllm']:,.0f} | {ours / rate['vllm']:.2f}" if "vllm" in rate else "not installed | "
         lines.append(
@@ -176,18 +176,18 @@ def table(results: list[dict[str, Any]], where: str) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n_times", type=int, default=3)
-    parser.add_argument("--only", help="part of a workload's name; writes no files")
+    parser.add_argument("--only", help="run only workloads whose name contains this, and write no files")
     options = parser.parse_args()
-    chosen = [(i, w) for i, w in enumerate(workloads()) if not options.only or options.only in w.name]
-    where = conditions()
-    results = [measure(i, workload, options.n_times) for i, workload in chosen]
+    selected = [(i, w) for i, w in enumerate(workloads()) if not options.only or options.only in w.name]
+    setup = conditions()
+    results = [measure(i, workload, options.n_times) for i, workload in selected]
     if not options.only:
-        (HERE / "engines.json").write_text(json.dumps({"conditions": where, "workloads": results}, indent=1) + "\n")
-        (HERE / "engines.md").write_text(table(results, where))
-    print(table(results, where))
+        (HERE / "engines.json").write_text(json.dumps({"conditions": setup, "workloads": results}, indent=1) + "\n")
+        (HERE / "engines.md").write_text(table(results, setup))
+    print(table(results, setup))
 
 
 if __name__ == "__main__":

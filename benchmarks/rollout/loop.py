@@ -1,8 +1,8 @@
-"""`make bench-loop`: what the agent loop costs, with a real tokenizer and an engine that answers at once.
+"""`make bench-loop`: the overhead of the agent loop, with a real tokenizer and an engine that answers immediately.
 
-Writes `loop.md` beside this file: five-turn Catch with thousands of trajectories in flight, and conversations of up to
-400 turns. Time is that of the whole process, the environment's own included; memory is what the process grows by while
-all trajectories are in flight.
+The script writes `loop.md` next to this file: five-turn Catch with thousands of trajectories in flight, and
+conversations of up to 400 turns. The time includes the environment; the memory is the growth of the process while all
+trajectories are in flight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GOAL_US, GOAL_KB = 120, 15
 
 
 class NullEngine:
-    """Answers at once, always with the same tokens; notes how much memory the process has meanwhile."""
+    """An engine that immediately returns the same tokens, and records the peak memory of the process."""
 
     info = EngineInfo(context_length=1 << 20, longest_sequence=1 << 20)
 
@@ -50,21 +50,21 @@ class NullEngine:
         spans = (WeightSpan(0, len(token_ids)),)
         self._result = EngineResult(token_ids, [-0.5] * len(token_ids), "length", spans)
         self._n_calls = 0
-        self.most_bytes = 0
+        self.peak_bytes = 0
 
     async def generate(self, requests: list[EngineRequest]) -> list[EngineResult]:
         await asyncio.sleep(0)
         self._n_calls += 1
         if self._n_calls % 1000 == 0:
-            self.most_bytes = max(self.most_bytes, psutil.Process().memory_info().rss)
+            self.peak_bytes = max(self.peak_bytes, psutil.Process().memory_info().rss)
         return [self._result for _ in requests]
 
     async def end_session(self, session_id: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
 
-class ListenerEnv(BaseTextEnv):
-    """Says the same after every reply, for `max_turns` turns."""
+class ConstantReplyEnv(BaseTextEnv):
+    """An environment with the same observation after every reply, for `max_turns` turns."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
@@ -72,12 +72,14 @@ class ListenerEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        told = [{"role": "user", "content": REPLY}]
-        return BaseTextEnvStepOutput(observations=told, reward=0.0, done=self.turns >= self.max_turns, metadata={})
+        observations = [{"role": "user", "content": REPLY}]
+        return BaseTextEnvStepOutput(
+            observations=observations, reward=0.0, done=self.turns >= self.max_turns, metadata={}
+        )
 
 
 async def measure_catch(tokenizer_path: str, n_trajectories: int, n_workers: int) -> tuple[float, float]:
-    """Microseconds per turn, and kilobytes per trajectory."""
+    """Measure the microseconds per turn and the kilobytes per trajectory."""
     tokenizer = load_tokenizer(tokenizer_path)
     environment = {"env_class": "catch", "skyrl_gym": {"max_env_workers": n_workers}}
     cfg = load_config({"generator": {"max_turns": N_TURNS}, "environment": environment})
@@ -98,11 +100,11 @@ async def measure_catch(tokenizer_path: str, n_trajectories: int, n_workers: int
     await generator.close()
     n_turns = sum(len(t.turns) for t in trajectories)
     assert n_turns == N_TURNS * n_trajectories
-    return seconds / n_turns * 1e6, (engine.most_bytes - before) / n_trajectories / 1024
+    return seconds / n_turns * 1e6, (engine.peak_bytes - before) / n_trajectories / 1024
 
 
 async def measure_long(tokenizer_path: str, n_turns: int) -> tuple[float, float]:
-    """Tokens of a trajectory, and microseconds per token."""
+    """Measure the tokens per trajectory and the microseconds per token."""
     tokenizer = load_tokenizer(tokenizer_path)
     cfg = load_config({"generator": {"max_turns": n_turns}, "environment": {"env_class": "listener"}})
     engine = NullEngine(tokenizer(REPLY, add_special_tokens=False)["input_ids"])
@@ -124,7 +126,7 @@ MEASUREMENTS = {"catch": measure_catch, "long": measure_long}
 
 
 def medians(n_times: int, measurement: str, *arguments: object) -> tuple[float, float]:
-    """Of several runs, each in a process of its own, whose memory nobody has used before."""
+    """Return the medians of several runs, each in a fresh process for a clean memory measurement."""
     command = [sys.executable, __file__, "--measure", measurement, *map(str, arguments)]
     outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(n_times)]
     first, second = zip(*(json.loads(output.splitlines()[-1]) for output in outputs), strict=True)
@@ -132,11 +134,11 @@ def medians(n_times: int, measurement: str, *arguments: object) -> tuple[float, 
 
 
 def report(folder: str, n_times: int) -> list[str]:
-    """The lines of `loop.md`."""
+    """Return the lines of `loop.md`."""
     lines = [
-        "# The agent loop",
+        "# Overhead of the agent loop",
         "",
-        f"`make bench-loop`, {conditions()}. Medians of {n_times} runs, with an engine that answers at once.",
+        f"`make bench-loop`, {conditions()}. Medians of {n_times} runs, with an engine that answers immediately.",
         "",
         f"Five-turn Catch; the goals are {GOAL_US} µs and {GOAL_KB} KB:",
         "",
@@ -150,9 +152,9 @@ def report(folder: str, n_times: int) -> list[str]:
             print(lines[-1], flush=True)
     lines += [
         "",
-        f"{N_LONG} conversations at once; time is linear in their tokens when the last column does not grow:",
+        f"{N_LONG} concurrent conversations; time is linear in the number of tokens if the last column is constant:",
         "",
-        "| turns | tokens of a trajectory | µs per token |",
+        "| turns | tokens per trajectory | µs per token |",
         "|---|---|---|",
     ]
     for n_turns in LONG_TURNS:
@@ -163,13 +165,13 @@ def report(folder: str, n_times: int) -> list[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n_times", type=int, default=5)
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     register_catch()
-    register("listener", ListenerEnv)
+    register("listener", ConstantReplyEnv)
     if options.measure:
         measurement, path, *numbers = options.measure
         with collect_rarely():

@@ -1,18 +1,18 @@
-"""The vLLM side of `engines.py`, run in the environment of vLLM: plays a workload each time that a line comes in."""
+"""The vLLM side of `engines.py`, in the environment of vLLM: runs a workload for every line on the standard input."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 
-from engines import NoTokenizer, engine_player
+from engines import NoTokenizer, engine_runner
 from workloads import workloads
 
 from skyrl_train.inference_engines.vllm import VLLMEngine
 
 
 def main() -> None:
-    """`play_vllm.py <index of the workload> <folder of its model>`."""
+    """Run `play_vllm.py <index of the workload> <folder of its model>`."""
     workload, folder = workloads()[int(sys.argv[1])], sys.argv[2]
     engine = VLLMEngine(
         folder,
@@ -26,9 +26,9 @@ def main() -> None:
         engine_init_kwargs={"block_size": 32},
     )
     loop = asyncio.new_event_loop()
-    play = engine_player(engine, workload.conversations, loop)
+    run = engine_runner(engine, workload.conversations, loop)
     for _ in sys.stdin:
-        print("seconds", play(), flush=True)
+        print("seconds", run(), flush=True)
     loop.run_until_complete(engine.close())
     loop.close()
 

@@ -1,4 +1,4 @@
-"""What `make bench-rollout` lets engines generate: conversations of random tokens, whose lengths are given."""
+"""The workloads of `make bench-rollout`: conversations of random tokens with fixed lengths."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 CONTEXT = 4096  # tokens
-FIRST_TOKEN, LAST_TOKEN = 10, 500  # of prompts; none of them is special
+FIRST_TOKEN, LAST_TOKEN = 10, 500  # of prompts; no special tokens
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt, and turns of `n_new` sampled tokens, each answered with `observation_ids`."""
+    """A prompt, and turns of `n_new` sampled tokens followed by `observation_ids`."""
 
     prompt_ids: list[int]
     turns: list[tuple[int, list[int]]]
@@ -23,31 +23,31 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations that are played at the same time by one model."""
+    """Concurrent conversations with one model."""
 
     name: str
     model: Callable[[], PreTrainedModel]
     conversations: list[Conversation]
-    goal: float  # how many times as fast as `generate` we want to be
+    goal: float  # the required speed-up over `generate`
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that are asked for."""
+        """The number of requested tokens."""
         return sum(n_new for conversation in self.conversations for n_new, _ in conversation.turns)
 
 
 def small_model() -> PreTrainedModel:
-    """Four layers, 8,192 tokens."""
+    """Return a model with four layers and a vocabulary of 8,192."""
     return _qwen3(vocab_size=8192, hidden_size=256, num_hidden_layers=4)
 
 
 def large_vocabulary() -> PreTrainedModel:
-    """Two layers, and the vocabulary of Qwen3."""
+    """Return a model with two layers and the vocabulary of Qwen3."""
     return _qwen3(vocab_size=151_936, hidden_size=128, num_hidden_layers=2)
 
 
 def workloads() -> list[Workload]:
-    """What agent training is made of."""
+    """Return the workloads, which resemble agent training."""
     rng = random.Random(0)
 
     def tokens(n: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""`make bench-tx`: training and sampling through the Tinker client, beside the same work done by peft and transformers.
+"""`make bench-tx`: compare training and sampling through the Tinker client with peft and transformers.
 
-Starts a server with its default settings on a small random Qwen3, and plays each workload with both in turn, several
-times, in one run. Writes `throughput.md` and `throughput.json` beside this file.
+The script starts a server with default settings on a small random Qwen3 and runs each workload several times,
+alternating between the two. It writes `throughput.md` and `throughput.json` next to this file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 HERE = Path(__file__).parent
 LENGTH, RANK, VOCABULARY = 128, 32, 1024
 PROMPT, NEW = 16, 64
-MOST_ADAPTERS = 8
+MAX_ADAPTERS = 8
 IDLE = 32
 SHAPE = Qwen3Config(
     vocab_size=VOCABULARY,
@@ -49,8 +49,8 @@ Player = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What is done, how many tokens that are, and at most how long it may take."""
+class Comparison:
+    """The same work on both sides, its number of tokens and, optionally, the maximum time."""
 
     name: str
     n_tokens: int
@@ -60,7 +60,7 @@ class Workload:
 
 
 def main() -> int:
-    """Measure, write, and say what was not reached."""
+    """Measure and write the results. The exit status is 1 if a goal is not reached."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=9)
     rounds = arguments.parse_args().rounds
@@ -76,7 +76,7 @@ def main() -> int:
 
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """A server of its own; its address."""
+    """Start a server and yield its URL."""
     torch.manual_seed(0)
     Qwen3ForCausalLM(SHAPE).save_pretrained(folder / "model")
     log = (folder / "server.log").open("w+")
@@ -96,61 +96,59 @@ def serve(folder: Path) -> Iterator[str]:
 
 
 def address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where the server listens, once its engine is there."""
+    """Wait for the engine and return the URL of the server."""
     while process.poll() is None:
-        told = log.read_text()
-        found = re.search(r"http://127\.0\.0\.1:\d+", told)
-        if found and "the engine serves" in told:
+        output = log.read_text()
+        found = re.search(r"http://127\.0\.0\.1:\d+", output)
+        if found and "the engine serves" in output:
             return found.group()
         time.sleep(0.2)
     raise SystemExit(log.read_text())
 
 
 def measure(service: tinker.ServiceClient, model: Path, url: str, rounds: int) -> tuple[list[dict[str, object]], bool]:
-    """The rows of the table, and whether every goal is reached."""
-    clients = [
-        service.create_lora_training_client(str(model), rank=RANK, seed=i).result() for i in range(MOST_ADAPTERS)
-    ]
+    """Return the rows of the table, and whether all goals are reached."""
+    clients = [service.create_lora_training_client(str(model), rank=RANK, seed=i).result() for i in range(MAX_ADAPTERS)]
     theirs = peft_model(model)
     work = [*training(clients, theirs), *sampling(clients, theirs)]
-    for one in work:  # compiles
-        one.ours()
-        one.theirs()
+    for workload in work:  # compiles
+        workload.ours()
+        workload.theirs()
     n_programs = programs(url)
-    rows = [row(one, *alternate(one, rounds)) for one in work]
+    rows = [row(workload, *alternate(workload, rounds)) for workload in work]
     rows += idle(service, str(model), work, rounds)
-    n_more = programs(url) - n_programs
-    rows.append({"work": f"programs compiled after the first round of each: {n_more}"})
-    return rows, n_more == 0 and all(one.get("reached", True) for one in rows)
+    n_recompiled = programs(url) - n_programs
+    rows.append({"work": f"programs compiled after the first round of each: {n_recompiled}"})
+    return rows, n_recompiled == 0 and all(row.get("reached", True) for row in rows)
 
 
-def training(clients: list[tinker.TrainingClient], theirs: PeftModel) -> list[Workload]:
-    """`forward_backward` and `optim_step`, of several adapters at once.
+def training(clients: list[tinker.TrainingClient], theirs: PeftModel) -> list[Comparison]:
+    """Return the workloads of `forward_backward` and `optim_step` with several concurrent adapters.
 
     The goals are half of 0.60 s and 1.69 s.
     """
     goals = {(1, 16): 0.30, (4, 16): 0.845}
     return [
-        Workload(
+        Comparison(
             f"train {n} × {rows} × {LENGTH}",
             n * rows * LENGTH,
             partial(train_ours, clients[:n], data(rows)),
-            partial(train_theirs, theirs, n, *(torch.from_numpy(one).long() for one in random_tokens(rows))),
+            partial(train_theirs, theirs, n, *(torch.from_numpy(array).long() for array in random_tokens(rows))),
             goals.get((n, rows)),
         )
         for n, rows in ((1, 16), (4, 4), (4, 16), (8, 16))
     ]
 
 
-def sampling(clients: list[tinker.TrainingClient], theirs: PeftModel) -> list[Workload]:
-    """Requests for samples of `NEW` tokens; requests of several adapters come at once.
+def sampling(clients: list[tinker.TrainingClient], theirs: PeftModel) -> list[Comparison]:
+    """Return the workloads that sample `NEW` tokens, with concurrent requests of several adapters.
 
-    The goals are twice 3,237 and 1,472 tokens a second.
+    The goals are twice 3,237 and 1,472 tokens per second.
     """
     samplers = [client.save_weights_and_get_sampling_client().result() for client in clients]
     goals = {(1, 1, 16): 1024 / (2 * 3237), (1, 16, 1): 1024 / (2 * 1472)}
     return [
-        Workload(
+        Comparison(
             f"sample {n} × {requests} requests × {samples} × {NEW}",
             n * requests * samples * NEW,
             partial(sample_ours, samplers[:n], requests, samples),
@@ -161,16 +159,16 @@ def sampling(clients: list[tinker.TrainingClient], theirs: PeftModel) -> list[Wo
     ]
 
 
-def idle(service: tinker.ServiceClient, model: str, work: list[Workload], rounds: int) -> list[dict[str, object]]:
-    """The first training and the first sampling again, beside adapters that nobody uses."""
+def idle(service: tinker.ServiceClient, model: str, work: list[Comparison], rounds: int) -> list[dict[str, object]]:
+    """Repeat the first training and the first sampling workload with additional idle adapters."""
     for i in range(IDLE):
         service.create_lora_training_client(model, rank=RANK, seed=i).result()
-    again = [work[0], next(one for one in work if one.name.startswith("sample"))]
-    return [row(one, *alternate(one, rounds), suffix=f", beside {IDLE} idle adapters") for one in again]
+    repeated = [work[0], next(workload for workload in work if workload.name.startswith("sample"))]
+    return [row(workload, *alternate(workload, rounds), suffix=f", with {IDLE} idle adapters") for workload in repeated]
 
 
 def train_ours(clients: list[tinker.TrainingClient], batch: list[tinker.Datum]) -> None:
-    """A step of each."""
+    """Make one training step per client."""
     passes = [client.forward_backward(batch, "cross_entropy") for client in clients]
     steps = [client.optim_step(tinker.AdamParams(learning_rate=1e-4)) for client in clients]
     for future in (*passes, *steps):
@@ -178,11 +176,13 @@ def train_ours(clients: list[tinker.TrainingClient], batch: list[tinker.Datum]) 
 
 
 def train_theirs(model: PeftModel, n_adapters: int, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    """A step of each, one after the other."""
+    """Make one training step per adapter, one after the other."""
     for i in range(n_adapters):
         model.set_adapter(str(i))
         parameters = [
-            one for name, one in model.named_parameters() if f".lora_A.{i}." in name or f".lora_B.{i}." in name
+            parameter
+            for name, parameter in model.named_parameters()
+            if f".lora_A.{i}." in name or f".lora_B.{i}." in name
         ]
         optimizer = model.optimizers.setdefault(i, torch.optim.AdamW(parameters, lr=1e-4))
         logits = model(tokens).logits
@@ -192,17 +192,17 @@ def train_theirs(model: PeftModel, n_adapters: int, tokens: torch.Tensor, target
 
 
 def sample_ours(samplers: list[tinker.SamplingClient], n_requests: int, n_samples: int) -> None:
-    """All requests at once."""
+    """Send all requests at once and wait for the samples."""
     params = tinker.SamplingParams(max_tokens=NEW, stop=[])
     prompt = tinker.ModelInput.from_ints(list(range(PROMPT)))
-    futures = [one.sample(prompt, n_samples, params) for one in samplers for _ in range(n_requests)]
+    futures = [sampler.sample(prompt, n_samples, params) for sampler in samplers for _ in range(n_requests)]
     for future in futures:
         assert all(len(sequence.tokens) == NEW for sequence in future.result().sequences)
 
 
 @torch.inference_mode()
 def sample_theirs(model: PeftModel, n_adapters: int, n_samples: int) -> None:
-    """A batch of each, one after the other."""
+    """Sample one batch per adapter, one after the other."""
     tokens = torch.arange(PROMPT).repeat(n_samples, 1)
     for i in range(n_adapters):
         model.set_adapter(str(i))
@@ -218,18 +218,18 @@ def sample_theirs(model: PeftModel, n_adapters: int, n_samples: int) -> None:
 
 
 def peft_model(folder: Path) -> PeftModel:
-    """With adapters of the same matrices as ours."""
+    """Return a model with adapters for the same matrices as ours."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     config = LoraConfig(r=RANK, lora_alpha=32, target_modules=names)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config, adapter_name="0")
-    for i in range(1, MOST_ADAPTERS):
+    for i in range(1, MAX_ADAPTERS):
         model.add_adapter(str(i), config)
     model.optimizers = {}
     return model
 
 
 def data(rows: int) -> list[tinker.Datum]:
-    """Random sequences with random targets."""
+    """Return random sequences with random targets."""
     return [
         tinker.Datum(
             model_input=tinker.ModelInput.from_ints(tokens.tolist()),
@@ -240,12 +240,12 @@ def data(rows: int) -> list[tinker.Datum]:
 
 
 def random_tokens(rows: int) -> np.ndarray:
-    """Tokens and targets (2, rows, LENGTH)."""
+    """Return tokens and targets (2, rows, LENGTH)."""
     return np.random.default_rng(0).integers(0, VOCABULARY, (2, rows, LENGTH))
 
 
-def alternate(work: Workload, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of both, in turn."""
+def alternate(work: Comparison, rounds: int) -> tuple[list[float], list[float]]:
+    """Measure the seconds of both sides, alternating."""
     ours, theirs = [], []
     for _ in range(rounds):
         for player, seconds in ((work.ours, ours), (work.theirs, theirs)):
@@ -255,10 +255,10 @@ def alternate(work: Workload, rounds: int) -> tuple[list[float], list[float]]:
     return ours, theirs
 
 
-def row(work: Workload, ours: list[float], theirs: list[float], suffix: str = "") -> dict[str, object]:
-    """Medians, the middle ratio of a round, and whether the best round reaches the goal."""
+def row(work: Comparison, ours: list[float], theirs: list[float], suffix: str = "") -> dict[str, object]:
+    """Return the medians, the median ratio of a round, and whether the best round reaches the goal."""
     mine, other = statistics.median(ours), statistics.median(theirs)
-    made: dict[str, object] = {
+    result: dict[str, object] = {
         "work": work.name + suffix,
         "seconds": mine,
         "best": min(ours),
@@ -267,44 +267,44 @@ def row(work: Workload, ours: list[float], theirs: list[float], suffix: str = ""
         "tokens": work.n_tokens / mine,
     }
     if work.goal_sec is not None:
-        made |= {"goal": work.goal_sec, "reached": min(ours) <= work.goal_sec}
-    return made
+        result |= {"goal": work.goal_sec, "reached": min(ours) <= work.goal_sec}
+    return result
 
 
 def programs(url: str) -> int:
-    """How many programs the engine has compiled so far."""
-    time.sleep(2.0)  # it tells of itself once a second
-    told = urllib.request.urlopen(f"{url}/metrics").read().decode()
-    found = re.search(r'^tx_engine\{of="programs compiled"\} (\S+)$', told, re.MULTILINE)
-    assert found, told
+    """Return the number of programs that the engine has compiled."""
+    time.sleep(2.0)  # the engine publishes its metrics once a second
+    metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    found = re.search(r'^tx_engine\{of="programs compiled"\} (\S+)$', metrics, re.MULTILINE)
+    assert found, metrics
     return int(float(found.group(1)))
 
 
 def report(note: str, rows: list[dict[str, object]], rounds: int) -> str:
-    """The page."""
+    """Format the results as a Markdown page."""
     lines = [
-        "# A server's throughput",
+        "# Throughput of the server",
         "",
         f"`make bench-tx`, {rounds} rounds; {note}.",
         "",
         f"A random Qwen3 with {SHAPE.num_hidden_layers} layers of {SHAPE.hidden_size}, a vocabulary of {VOCABULARY}, "
         f"adapters of rank {RANK}. Ours is measured at the client, HTTP and the database included; peft and "
-        "transformers compute in the measuring process. Medians, and the median of each round's ratio: how many times "
-        "as long they take. The goals, for the best round, are half of what SkyRL's server took for the same work on "
-        "two cores; for four adapters, with five slots.",
+        "transformers run in the measuring process. The times are medians; the ratio is the median over the rounds of "
+        "the time of peft divided by ours. The goals, for the best round, are half of the time of SkyRL's server for "
+        "the same work on two cores; with four adapters, it had five slots.",
         "",
-        "| work | seconds | tokens a second | peft, seconds | ratio | goal, seconds | best |",
+        "| work | seconds | tokens/s | peft, seconds | ratio | goal, seconds | best |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in rows:
-        if "seconds" not in one:
+    for entry in rows:
+        if "seconds" not in entry:
             continue
-        goal = f"{one['goal']:.2f} {'✓' if one['reached'] else '✗'}" if "goal" in one else ""
+        goal = f"{entry['goal']:.2f} {'✓' if entry['reached'] else '✗'}" if "goal" in entry else ""
         lines.append(
-            f"| {one['work']} | {one['seconds']:.2f} | {one['tokens']:,.0f} | {one['peft']:.2f} | {one['ratio']:.2f} "
-            f"| {goal} | {one['best']:.2f} |"
+            f"| {entry['work']} | {entry['seconds']:.2f} | {entry['tokens']:,.0f} | {entry['peft']:.2f} "
+            f"| {entry['ratio']:.2f} | {goal} | {entry['best']:.2f} |"
         )
-    lines += ["", *(f"{str(one['work']).capitalize()}." for one in rows if "seconds" not in one), ""]
+    lines += ["", *(f"{str(entry['work']).capitalize()}." for entry in rows if "seconds" not in entry), ""]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""The frame of an example in which a tiny model learns a task: data → warm start on random attempts → GRPO → a verdict.
+"""Common part of the examples that learn: data → warm start on random attempts → GRPO → result.
 
-An example gives a `Recipe` to `main`. Every step is skipped when its result is already there.
+An example passes a `Recipe` to `main`. Steps with existing results are skipped.
 """
 
 from __future__ import annotations
@@ -46,42 +46,42 @@ TINY_MODEL = (
     "trainer.logger=[jsonl,tensorboard]",
     "generator.batched=true",
 )
-"""What suits a tiny model, whatever it learns."""
+"""Settings for training the tiny model on any task."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is particular to a task."""
+    """The task-specific part of an example."""
 
     name: str
-    write_data: Callable[[Path], object]  # train.parquet and validation.parquet, into a folder
-    attempt: Callable[[dict[str, Any], random.Random], ConversationType]  # a random conversation about a row
+    write_data: Callable[[Path], object]  # writes train.parquet and validation.parquet to a folder
+    attempt: Callable[[dict[str, Any], random.Random], ConversationType]  # returns a random conversation for a row
     overrides: tuple[str, ...]
-    metric: str  # of an evaluation
-    required: float  # of the metric, for a model that has learned
-    chance: float  # of the metric, for random attempts
+    metric: str  # name of an evaluation metric
+    required: float  # value of the metric that counts as learned
+    chance: float  # value of the metric for random attempts
     n_steps: int
     context_length: int = 512
-    n_start_steps: int = N_STEPS  # of the language model of random attempts
-    world: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
-    """What must run meanwhile, e.g. a server; yields overrides for it."""
+    n_start_steps: int = N_STEPS  # steps of the warm start
+    service: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
+    """A context that runs during training, e.g. a server; it yields overrides."""
 
 
 @dataclass(frozen=True)
 class LearningRun:
-    """One run of a recipe under `output_dir`/`recipe.name`."""
+    """A run of a recipe under `output_dir`/`recipe.name`."""
 
     recipe: Recipe
     output_dir: Path
     seed: int
     n_steps: int
     overrides: tuple[str, ...] = ()
-    label: str = ""  # of one of several runs with the same data, model and seed
+    label: str = ""  # distinguishes runs with the same data, model and seed
     experiment: type[BasePPOExp] = BasePPOExp
 
     @property
     def name(self) -> str:
-        """The name of the run folder."""
+        """Name of the run folder."""
         return f"seed{self.seed}-{self.label}" if self.label else f"seed{self.seed}"
 
     @property
@@ -90,25 +90,25 @@ class LearningRun:
         return RunFolder(self.output_dir / self.recipe.name / self.name)
 
     @property
-    def exported(self) -> Path:
-        """The model after the last step."""
+    def exported_model(self) -> Path:
+        """Path of the model after the last step."""
         return self.folder.path / "export" / f"global_step_{self.n_steps}" / "policy"
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has its last step."""
+        """True if the run has logged its last step."""
         return bool(self.metrics()) and self.metrics()[-1]["step"] >= self.n_steps
 
     def check(self) -> None:
-        """ConfigError if the overrides are wrong, or leave nothing that tells whether the model has learned."""
+        """Raise ConfigError if the overrides are invalid or turn evaluation off."""
         if self._configuration(()).trainer.eval_interval < 0:
             raise ConfigError(
-                "trainer.eval_interval=-1 turns evaluation off, and then nothing tells whether the model has learned; "
-                "leave it out, or use a large number to evaluate before the first step and after the last one only"
+                "trainer.eval_interval=-1 turns evaluation off, but the verdict needs it; "
+                "leave it out, or set it to a large number to evaluate only before the first and after the last step"
             )
 
     def prepare(self) -> None:
-        """Dataset and warm-started model."""
+        """Write the dataset and the warm-started model, if missing."""
         if not (self._data / "validation.parquet").is_file():  # the file written last
             self.recipe.write_data(self._data)
         if not self._model.is_dir():
@@ -124,18 +124,18 @@ class LearningRun:
             )
 
     def move_aside(self) -> None:
-        """Make room for another run of this name."""
+        """Rename the folder of a finished run to make room for another run of this name."""
         kept = self.folder.path.with_name(f"{self.name}-before-{strftime('%Y%m%d-%H%M%S')}")
         self.folder.path.rename(kept)
         print(f"An earlier run is finished; it is now in {kept}")
 
     def train(self) -> None:
-        """Train, from the start or from where it was interrupted."""
-        with self.recipe.world(self._data) as of_the_world:
-            self.experiment(self._configuration(of_the_world)).run()
+        """Train from the start, or resume an interrupted run."""
+        with self.recipe.service(self._data) as service_overrides:
+            self.experiment(self._configuration(service_overrides)).run()
 
     def metrics(self) -> MetricRows:
-        """What the run logged so far."""
+        """Return the metrics that the run has logged so far."""
         return read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
 
     @property
@@ -146,8 +146,8 @@ class LearningRun:
     def _model(self) -> Path:
         return self.output_dir / self.recipe.name / "models" / f"tiny-qwen3-seed{self.seed}"
 
-    def _configuration(self, of_the_world: Sequence[str]) -> SkyRLConfig:
-        this_run = (
+    def _configuration(self, service_overrides: Sequence[str]) -> SkyRLConfig:
+        run_overrides = (
             f"data.train_data=['{self._data / 'train.parquet'}']",
             f"data.val_data=['{self._data / 'validation.parquet'}']",
             f"trainer.policy.model.path='{self._model}'",
@@ -157,11 +157,11 @@ class LearningRun:
             f"trainer.max_training_steps={self.n_steps}",
             f"trainer.seed={self.seed}",
         )
-        return parse_cli([*TINY_MODEL, *self.recipe.overrides, *of_the_world, *this_run, *self.overrides])
+        return parse_cli([*TINY_MODEL, *self.recipe.overrides, *service_overrides, *run_overrides, *self.overrides])
 
 
 def learn(run: LearningRun, command: str) -> bool:
-    """Prepare, train, and say how well it went; whether that is well enough."""
+    """Prepare and train, print the result, and return True if it reaches the required value."""
     started = time.monotonic()
     recipe = run.recipe
     run.check()
@@ -186,12 +186,12 @@ def learn(run: LearningRun, command: str) -> bool:
 
 
 def main(recipe: Recipe, doc: str, argv: Sequence[str] | None = None) -> None:
-    """The command line; what stands behind `--` are overrides of the configuration. Exit status 1: it did not learn."""
+    """Run an example from the command line, with overrides after `--`; exit with status 1 if it did not learn."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=42, help="of the model, the data order and the sampling")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs"), help="where the run folders go")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs"), help="folder of the run folders")
     parser.add_argument("--steps", type=int, default=recipe.n_steps, help="training steps")
-    parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
+    parser.add_argument("overrides", nargs="*", help="configuration overrides key=value")
     args = parser.parse_args(argv)
     output_dir = args.output_dir.expanduser().resolve()
     run = LearningRun(recipe, output_dir, args.seed, args.steps, tuple(args.overrides))

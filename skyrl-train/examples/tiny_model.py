@@ -1,4 +1,4 @@
-"""Make a tiny Qwen3 that knows the form of a task, but not how to do it: a language model of random attempts."""
+"""Train a tiny Qwen3 that knows the format of a task but not how to solve it: a language model of random attempts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def make_tiny_model(
     n_steps: int = N_STEPS,
     context_length: int = 512,
 ) -> float:
-    """Write tokenizer and model to `output_dir`, which must be new; returns the last loss in nats per token."""
+    """Write tokenizer and model to `output_dir`, which must not exist; return the last loss in nats per token."""
     if output_dir.exists():
         raise ValueError(f"{output_dir} exists already; remove it, or write to another folder")
     tokenizer = train_tokenizer(conversations[:N_FOR_TOKENIZER])
     model = tiny_qwen3(tokenizer, seed=seed, context_length=context_length)
     loss = train_language_model(model, encode(conversations, tokenizer), seed, n_steps)
-    partial = output_dir.with_name(output_dir.name + ".partial")  # an interrupted write is not mistaken for a model
+    partial = output_dir.with_name(output_dir.name + ".partial")  # so an interrupted write is not mistaken for a model
     tokenizer.save_pretrained(partial)
     model.save_pretrained(partial)
     partial.rename(output_dir)
@@ -42,14 +42,14 @@ def make_tiny_model(
 
 
 def encode(conversations: Sequence[ConversationType], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Token ids (n, L), padded on the right with -100."""
+    """Return token ids (n, L), padded on the right with -100."""
     texts = tokenizer.apply_chat_template(list(conversations), tokenize=False)
     token_ids = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     return torch.nn.utils.rnn.pad_sequence(token_ids, batch_first=True, padding_value=-100)
 
 
 def train_language_model(model: PreTrainedModel, token_ids: torch.Tensor, seed: int, n_steps: int) -> float:
-    """Next-token prediction over every token of the conversations."""
+    """Train next-token prediction on every token of the conversations; return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=n_steps // 20, num_training_steps=n_steps)
     generator = torch.Generator().manual_seed(seed)

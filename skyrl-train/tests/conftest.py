@@ -1,4 +1,4 @@
-"""For everyone: a tiny language model, random weights and a tokenizer trained on games of Catch, and a short run."""
+"""Shared fixtures: a tiny language model with a tokenizer trained on games of Catch, and a short run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
 
 @pytest.fixture(scope="session")
 def tiny_head_dim() -> int:
-    """Dimensions of an attention head of the tiny model."""
+    """Dimension of an attention head of the tiny model."""
     return 16
 
 
@@ -42,13 +42,13 @@ def tiny_tokenizer(tiny_model_path: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_model_path: Path) -> PreTrainedModel:
-    """The model of `tiny_model_path`, shared by all tests: copy it before you change its weights."""
+    """The model of `tiny_model_path`, shared by all tests; copy it before changing its weights."""
     return load_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.fixture
 def catch() -> Iterator[None]:
-    """The environment `catch` is registered."""
+    """Register the environment `catch`."""
     register_catch()
     yield
     skyrl_gym.envs.deregister("catch")
@@ -64,7 +64,7 @@ def catch_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def catch_run(catch: None, catch_data: Path, tiny_model_path: Path, tmp_path: Path) -> list[str]:
-    """Overrides for a run of two steps, which leaves `skyrl/test_run` in `tmp_path`."""
+    """Overrides for a run of two steps that writes `skyrl/test_run` in `tmp_path`."""
     return [
         f"data.train_data=['{catch_data}/train.parquet']",
         f"data.val_data=['{catch_data}/validation.parquet']",

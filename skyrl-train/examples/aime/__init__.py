@@ -1,1 +1,1 @@
-"""Competition maths: DAPO's training set, and AIME 2024 to measure with."""
+"""Competition maths: DAPO's training set, and AIME 2024 for validation."""

@@ -1,10 +1,10 @@
-"""Write the dataset of competition maths: DAPO-Math-17k to train on, AIME 2024 for validation.
+"""Write the dataset of competition maths: DAPO-Math-17k for training, AIME 2024 for validation.
 
     python -m examples.aime.aime_dataset --output_dir ~/data/aime
 
-reads both from the Hub. Their files repeat each problem, up to a hundred times, and give a few of them two answers: a
-prompt is kept once, and not at all if its answers differ. `--source sample` makes 300 problems with whole numbers as
-answers instead, much easier ones: enough for first runs and tests, but no benchmark. Raw rows have DAPO's columns:
+reads both from the Hub. Their files repeat each problem up to a hundred times, and contain a few with two answers:
+duplicates and ambiguous prompts are dropped. `--source sample` generates 300 much easier problems with integer answers
+instead, which suffice for first runs and tests, but are no benchmark. Raw rows have the columns of DAPO:
 `data_source`, `prompt`, `ability`, `reward_model` with its `ground_truth`, and `extra_info`.
 """
 
@@ -49,7 +49,7 @@ INSTRUCTION = (
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """The row of one problem, whose prompt stays as it is."""
+    """Return the row of a problem, with an unchanged prompt."""
     spec = field(raw, "reward_model", dict)
     return {
         "data_source": raw.get("data_source") or "math_dapo",
@@ -61,8 +61,8 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
     }
 
 
-def with_one_answer(rows: Iterable[Row]) -> list[Row]:
-    """Each prompt once, without those that have several answers."""
+def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
+    """Return each prompt once, and none with conflicting answers."""
     first: dict[str, Row] = {}
     ambiguous: set[str] = set()
     n_rows = 0
@@ -72,12 +72,12 @@ def with_one_answer(rows: Iterable[Row]) -> list[Row]:
         kept = first.setdefault(prompt, row)
         if kept["reward_model"]["ground_truth"] != row["reward_model"]["ground_truth"]:
             ambiguous.add(prompt)
-    print(f"{n_rows} rows have {len(first)} prompts; {len(ambiguous)} with several answers are left out")
+    print(f"{n_rows} rows have {len(first)} prompts; {len(ambiguous)} with several answers are dropped")
     return [row for prompt, row in first.items() if prompt not in ambiguous]
 
 
 def sample(seed: int) -> list[Row]:
-    """Problems made from templates."""
+    """Generate problems from templates."""
     return [
         {
             "data_source": "sample_math",
@@ -89,9 +89,9 @@ def sample(seed: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = command_line(__doc__, "aime")
-    prepare(Preparation(SCHEMA, dataset_row, sample, HUB, with_one_answer), parser, parser.parse_args(argv))
+    prepare(Preparation(SCHEMA, dataset_row, sample, HUB, drop_duplicates), parser, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

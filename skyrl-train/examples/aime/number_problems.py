@@ -1,6 +1,6 @@
-"""Problems of the kind that competitions ask, made from templates; their answers are counted out, not looked up.
+"""Competition problems from templates, whose answers are computed by enumeration.
 
-They are for first runs and tests. They are far easier than AIME's, and not meant to stand for them.
+They are for first runs and tests, and are far easier than those of AIME.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from itertools import cycle, pairwise, product
 
 
 def n_multiples(limit: int, a: int, b: int) -> int:
-    """How many of 1 … `limit` are multiples of exactly one of `a` and `b`."""
+    """Count the multiples of exactly one of `a` and `b` in 1 … `limit`."""
     return sum((n % a == 0) != (n % b == 0) for n in range(1, limit + 1))
 
 
 def divisor_sum(n: int) -> int:
-    """The sum of the positive divisors of `n`."""
+    """Return the sum of the positive divisors of `n`."""
     return sum(d for d in range(1, n + 1) if n % d == 0)
 
 
 def n_zeros(n: int) -> int:
-    """How many zeros n! ends in."""
+    """Count the trailing zeros of n!."""
     digits = str(math.factorial(n))
     return len(digits) - len(digits.rstrip("0"))
 
 
 def n_paths(width: int, height: int, hole: tuple[int, int]) -> int:
-    """How many ways lead from (0, 0) to (`width`, `height`) in unit steps right and up that avoid the point `hole`."""
+    """Count the paths from (0, 0) to (`width`, `height`) in unit steps right and up that avoid the point `hole`."""
     ways = {(0, 0): 1}
     for x, y in product(range(width + 1), range(height + 1)):
         if (x, y) != (0, 0):
@@ -38,13 +38,13 @@ def n_paths(width: int, height: int, hole: tuple[int, int]) -> int:
 
 
 def n_sparse_subsets(n: int) -> int:
-    """How many subsets of 1 … `n` hold no two numbers that follow each other; the empty one counts."""
+    """Count the subsets of 1 … `n` without consecutive numbers, including the empty one."""
     chosen = (format(bits, f"0{n}b") for bits in range(2**n))
     return sum(("1", "1") not in set(pairwise(bits)) for bits in chosen)
 
 
-def least_with_remainders(moduli: tuple[int, ...], remainders: tuple[int, ...]) -> int:
-    """The smallest positive number with these remainders; the moduli have no common factors."""
+def min_with_remainders(moduli: tuple[int, ...], remainders: tuple[int, ...]) -> int:
+    """Return the smallest positive number with these remainders; the moduli must be coprime."""
     n = 1
     while any(n % modulus != remainder for modulus, remainder in zip(moduli, remainders, strict=True)):
         n += 1
@@ -52,18 +52,18 @@ def least_with_remainders(moduli: tuple[int, ...], remainders: tuple[int, ...]) 
 
 
 def largest_unpayable(a: int, b: int) -> int:
-    """The largest amount that coins of `a` and `b` cannot pay; the two have no common factor."""
+    """Return the largest amount that coins of `a` and `b` cannot pay; the two must be coprime."""
     payable = {x * a + y * b for x in range(b + 1) for y in range(a + 1)}
     return max(set(range(a * b)) - payable)
 
 
 def n_with_digit_sum(limit: int, digit_sum: int) -> int:
-    """How many of 1 … `limit` have digits that add up to `digit_sum`."""
+    """Count the numbers in 1 … `limit` whose digits sum to `digit_sum`."""
     return sum(sum(map(int, str(n))) == digit_sum for n in range(1, limit + 1))
 
 
 def dice_chance(n_dice: int, total: int) -> Fraction:
-    """The probability that fair dice show `total` together."""
+    """Return the probability that fair dice sum to `total`."""
     n_hits = sum(sum(faces) == total for faces in product(range(1, 7), repeat=n_dice))
     return Fraction(n_hits, 6**n_dice)
 
@@ -77,7 +77,7 @@ def power(rng: random.Random) -> tuple[str, int]:
 
 
 def multiples(rng: random.Random) -> tuple[str, int]:
-    """Multiples of one number and not of the other."""
+    """Multiples of exactly one of two numbers."""
     limit, (a, b) = rng.randint(100, 2000), rng.sample(range(2, 20), 2)
     question = (
         f"How many integers from $1$ to ${limit}$, both included, are divisible by exactly one of the numbers "
@@ -93,13 +93,13 @@ def divisors(rng: random.Random) -> tuple[str, int]:
 
 
 def zeros(rng: random.Random) -> tuple[str, int]:
-    """Zeros of a factorial."""
+    """Trailing zeros of a factorial."""
     n = rng.randint(20, 1000)
     return f"How many zeros are at the end of the decimal expansion of ${n}!$?", n_zeros(n)
 
 
 def paths(rng: random.Random) -> tuple[str, int]:
-    """Ways in a grid with a hole."""
+    """Paths in a grid with a hole."""
     width, height = rng.randint(3, 7), rng.randint(3, 7)
     hole = rng.randint(1, width - 1), rng.randint(1, height - 1)
     question = (
@@ -110,7 +110,7 @@ def paths(rng: random.Random) -> tuple[str, int]:
 
 
 def subsets(rng: random.Random) -> tuple[str, int]:
-    """Subsets without neighbours."""
+    """Subsets without consecutive numbers."""
     n = rng.randint(5, 14)
     numbers = f"$\\{{1, 2, \\ldots, {n}\\}}$"
     question = f"How many subsets of {numbers}, the empty set included, contain no two consecutive integers?"
@@ -118,16 +118,16 @@ def subsets(rng: random.Random) -> tuple[str, int]:
 
 
 def remainders(rng: random.Random) -> tuple[str, int]:
-    """A number known by its remainders."""
+    """A number with given remainders."""
     moduli = rng.choice([(3, 5, 7), (4, 5, 7), (5, 7, 9), (4, 7, 9), (5, 7, 8), (3, 8, 11), (5, 8, 9)])
     left = tuple(rng.randint(1, modulus - 1) for modulus in moduli)
-    said = [f"${remainder}$ when divided by ${modulus}$" for modulus, remainder in zip(moduli, left, strict=True)]
-    question = f"What is the smallest positive integer that leaves remainder {said[0]}, {said[1]}, and {said[2]}?"
-    return question, least_with_remainders(moduli, left)
+    parts = [f"${remainder}$ when divided by ${modulus}$" for modulus, remainder in zip(moduli, left, strict=True)]
+    question = f"What is the smallest positive integer that leaves remainder {parts[0]}, {parts[1]}, and {parts[2]}?"
+    return question, min_with_remainders(moduli, left)
 
 
 def coins(rng: random.Random) -> tuple[str, int]:
-    """Amounts that two coins cannot pay."""
+    """The largest amount that two coins cannot pay."""
     a, b = rng.sample(range(3, 40), 2)
     while math.gcd(a, b) > 1:
         a, b = rng.sample(range(3, 40), 2)
@@ -139,7 +139,7 @@ def coins(rng: random.Random) -> tuple[str, int]:
 
 
 def digits(rng: random.Random) -> tuple[str, int]:
-    """Numbers with a sum of digits."""
+    """Numbers with a given sum of digits."""
     limit, total = rng.choice([500, 999, 1000, 2000, 5000, 9999]), rng.randint(3, 18)
     question = (
         f"How many integers from $1$ to ${limit}$, both included, have decimal digits whose sum is exactly ${total}$?"
@@ -148,7 +148,7 @@ def digits(rng: random.Random) -> tuple[str, int]:
 
 
 def dice(rng: random.Random) -> tuple[str, int]:
-    """A probability as a fraction, asked for in AIME's manner."""
+    """A probability as a fraction, asked in the style of AIME."""
     n_dice = rng.randint(2, 4)
     total = rng.randint(n_dice + 1, 6 * n_dice - 1)
     chance = dice_chance(n_dice, total)
@@ -164,7 +164,7 @@ KINDS: tuple[Kind, ...] = (power, multiples, divisors, zeros, paths, subsets, re
 
 
 def number_problems(n_problems: int, seed: int) -> dict[str, int]:
-    """Different problems with their answers, of each kind as many as of any other, while there are more of it."""
+    """Generate different problems with their answers, equally many of each kind."""
     rng = random.Random(seed)
     answers: dict[str, int] = {}
     for kind in cycle(KINDS):

@@ -1,1 +1,1 @@
-"""One algorithm in each folder, all of them on Catch; README.md lists them."""
+"""One folder per algorithm, all on Catch; README.md lists them."""

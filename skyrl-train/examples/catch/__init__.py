@@ -1,1 +1,1 @@
-"""Catch: a ball falls, a paddle moves, and the model plays with one letter a turn."""
+"""Catch: a ball falls, a paddle moves, and the model plays with one letter per turn."""

@@ -1,10 +1,10 @@
-"""Write the Catch dataset: random starts, as rows that the trainer reads.
+"""Write the Catch dataset: games with random starts.
 
     python -m examples.catch.catch_dataset --output_dir ~/data/catch
 
-writes ``train.parquet`` and ``validation.parquet`` (run it from the folder that holds `examples`). A grid has only
-grid_w² starts (49 by default), so both files hold the same games in different numbers: validation measures how well
-the game is played, not how well it generalises.
+writes ``train.parquet`` and ``validation.parquet`` (run it from the folder that contains `examples`). A grid has only
+grid_w² starts (49 by default), so both files contain the same games with different frequencies: validation measures
+how well the game is played, not generalisation.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ ROW_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class CatchDataset:
-    """What to generate. Raises ValueError when the games could not be played, won or learned from.
+    """The games to generate. Raises ValueError if they could not be played, won or learned.
 
-    max_turns: turns of a game; None means as many as the ball needs to land, grid_h - 1.
-    seed: of the training split; the validation split uses seed + 1.
+    max_turns: turns per game; None means as many as the ball needs to land, grid_h - 1.
+    seed: seed of the training split; the validation split uses seed + 1.
     """
 
     grid_w: int = DEFAULT_GRID_W
@@ -94,7 +94,7 @@ class CatchDataset:
         return self._rows("validation", self.test_size, self.seed + 1)
 
     def _rows(self, split: str, n_rows: int, seed: int) -> list[dict[str, Any]]:
-        """`n_rows` starts, ball and paddle each in a random column, the ball in the top row."""
+        """Return `n_rows` starts, with ball and paddle in random columns and the ball in the top row."""
         rng = random.Random(seed)
         starts = (
             CatchState(
@@ -111,7 +111,7 @@ class CatchDataset:
 
 
 def dataset_row(start: CatchState, reward: CatchReward, split: str, seed: int) -> dict[str, Any]:
-    """The row of one game, in the columns of `ROW_SCHEMA`."""
+    """Return the row of a game, with the columns of `ROW_SCHEMA`."""
     return {
         "data_source": "synthetic_catch",
         "prompt": opening(start),
@@ -131,13 +131,13 @@ def dataset_row(start: CatchState, reward: CatchReward, split: str, seed: int) -
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write `rows` as one parquet file; the folder is made if need be."""
+    """Write `rows` as a parquet file; create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=ROW_SCHEMA), path)
 
 
 def write_dataset(dataset: CatchDataset, output_dir: Path) -> str:
-    """Write both splits; one line that says what is where, and how much of it a perfect player catches."""
+    """Write both splits; return a line with their paths, sizes and optimal catch rates."""
     parts = []
     for name, rows in (("train", dataset.train_rows()), ("validation", dataset.validation_rows())):
         path = output_dir / f"{name}.parquet"
@@ -158,11 +158,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output_dir", type=Path, default=Path("~/data/catch"), help="folder to write to")
     add("--grid_w", type=int, default=dataset.grid_w, help="columns")
     add("--grid_h", type=int, default=dataset.grid_h, help="rows")
-    add("--max_turns", type=int, help="turns of a game; %(default)s means grid_h - 1, when the ball lands")
+    add("--max_turns", type=int, help="turns per game; %(default)s means grid_h - 1, when the ball lands")
     add("--train_size", type=int, default=dataset.train_size, help="rows of train.parquet")
     add("--test_size", type=int, default=dataset.test_size, help="rows of validation.parquet")
-    add("--seed", type=int, default=dataset.seed, help="of the training starts; validation uses seed + 1")
-    add("--reward_mode", choices=get_args(RewardMode), default=reward.mode, help="pay every turn, or the end")
+    add("--seed", type=int, default=dataset.seed, help="seed of the training starts; validation uses seed + 1")
+    add("--reward_mode", choices=get_args(RewardMode), default=reward.mode, help="reward every turn, or only the end")
     add("--step_penalty", type=float, default=reward.step_penalty, help="added every turn in shaped mode")
     add("--terminal_catch", type=float, default=reward.terminal_catch, help="reward of a caught ball")
     add("--terminal_miss", type=float, default=reward.terminal_miss, help="reward of a missed ball")

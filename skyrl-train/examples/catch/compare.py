@@ -1,4 +1,4 @@
-"""Shaped against episodic rewards, same model, same budget, one picture: `make catch-compare`.
+"""Compare shaped and episodic rewards with the same model and budget, in one plot: `make catch-compare`.
 
 python -m examples.catch.compare --seed 42
 """
@@ -19,21 +19,21 @@ from skyrl_train.report.learning_curve import compare_curves
 
 
 def compare(runs: Sequence[CatchRun]) -> bool:
-    """Train every run and draw their curves together; whether all of them learned."""
+    """Train every run and plot their curves together; return True if all of them learned."""
     have_learned = [learn(run) for run in runs]
-    picture = compare_curves(
+    plot = compare_curves(
         {f"{run.reward_mode} rewards": run.metrics() for run in runs},
         runs[0].folder.path.parent / f"shaped-and-episodic-seed{runs[0].seed}.png",
         metric=METRIC,
         title="Catch with a reward every turn, and with one at the end",
         baselines=runs[0].baselines().as_lines(),
     )
-    print(f"\nBoth curves: {picture}")
+    print(f"\nBoth curves: {plot}")
     return all(have_learned)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     args = parser(__doc__.splitlines()[0]).parse_args(argv)
     register_catch()
     output_dir: Path = args.output_dir.expanduser().resolve()

@@ -18,11 +18,11 @@ RewardMode = Literal["shaped", "episodic"]
 
 @dataclass(frozen=True, slots=True)
 class CatchReward:
-    """What a turn is worth; the `reward_spec` of a dataset row.
+    """The reward of a turn; read from the `reward_spec` of a dataset row.
 
-    mode: ``shaped`` pays every turn for coming closer, plus `step_penalty`, plus the ending; ``episodic`` pays the
-        ending only.
-    terminal_catch, terminal_miss: the ending.
+    mode: ``shaped`` rewards approaching the ball in every turn, plus `step_penalty`, plus the ending; ``episodic``
+        rewards only the ending.
+    terminal_catch, terminal_miss: reward of the ending.
     """
 
     mode: RewardMode = "shaped"
@@ -39,11 +39,11 @@ class CatchReward:
                 raise ValueError(f"{name}={value!r} must be a finite number")
 
     def of(self, before: CatchState, after: CatchState) -> float:
-        """The reward of the turn that led from `before` to `after`: the sum of its components."""
+        """Return the reward of the turn from `before` to `after`: the sum of its components."""
         return sum(self.components(before, after).values())
 
     def components(self, before: CatchState, after: CatchState) -> dict[str, float]:
-        """What the turn is rewarded for, by name."""
+        """Return the components of the turn's reward by name."""
         ending = (self.terminal_catch if after.is_caught else self.terminal_miss) if after.is_over else 0.0
         if self.mode == "episodic":
             return {"ending": ending}
@@ -51,36 +51,36 @@ class CatchReward:
 
 
 def potential(state: CatchState) -> float:
-    """How well the paddle stands: φ = -|ball_x - paddle_x| / max(1, grid_w - 1), from -1 to 0."""
+    """Return the potential of the paddle's position, φ = -|ball_x - paddle_x| / max(1, grid_w - 1), from -1 to 0."""
     return -state.distance / max(1, state.grid_w - 1)
 
 
 def parse_action(reply: str) -> str:
-    """The first letter of the reply, L, R or S in either case; anything else, and no reply at all, stays (S)."""
+    """Return the first letter of the reply if it is L, R or S in either case; otherwise S (stay)."""
     letter = reply.strip()[:1].upper()
     return letter if letter in MOVES else "S"
 
 
 class CatchEnv(BaseTextEnv):
-    """One game of Catch, from the start that the dataset row describes.
+    """A game of Catch that starts as described by the dataset row.
 
-    `extras` is the row: `reward_spec` holds the fields of `CatchReward`; `extra_info` holds `ball_x` and `paddle_x`,
-    and may hold `ball_y` (0), `grid_w` (7), `grid_h` (6) and `max_turns` (the rows that the ball falls from the top).
-    Other keys of a row are left alone, and so is the trainer's own ``extras["max_turns"]``: a game is as long as its
-    row says.
+    `extras` is the row: `reward_spec` has the fields of `CatchReward`; `extra_info` has `ball_x` and `paddle_x`, and
+    optionally `ball_y` (0), `grid_w` (7), `grid_h` (6) and `max_turns` (by default the number of rows the ball falls).
+    Other keys are ignored, including the trainer's ``extras["max_turns"]``: the row determines the length of the game.
+
 
     Raises:
-        ValueError: the row describes no game; the message names the key, its value and what is allowed.
+        ValueError: the row does not describe a game; the message names the key, its value and the allowed values.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
-        self.reward = _reward_of(extras)
-        self.state = _start_of(extras)
+        self.reward = _parse_reward(extras)
+        self.state = _parse_start(extras)
         self.max_turns = self.state.turns_left
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Play one turn with the first letter of the model's reply."""
+        """Play a turn with the first letter of the model's reply."""
         if self.state.is_over:
             raise RuntimeError(f"this game ended after turn {self.turns}; make a new CatchEnv for the next one")
         self.turns += 1
@@ -95,12 +95,12 @@ class CatchEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns played, and 1 if the ball was caught."""
+        """Return the number of turns played, and 1 if the ball was caught."""
         return {"steps": self.turns, "caught": int(self.state.is_caught)}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Mean turns per game, and the fraction of balls caught."""
+        """Return the mean number of turns, and the fraction of balls caught."""
         means = default_aggregate_metrics(metrics)
         names = {"steps": "avg_steps", "caught": "catch_rate"}
         return {name: means[key] for key, name in names.items() if key in means}
@@ -109,24 +109,24 @@ class CatchEnv(BaseTextEnv):
         return [] if self.state.is_over else [state_message(self.state)]
 
 
-def _reward_of(extras: Mapping[str, Any]) -> CatchReward:
+def _parse_reward(extras: Mapping[str, Any]) -> CatchReward:
     spec = extras.get("reward_spec") or {}
     names = [field.name for field in fields(CatchReward)]
     return CatchReward(**{name: spec[name] for name in names if spec.get(name) is not None})
 
 
-def _start_of(extras: Mapping[str, Any]) -> CatchState:
+def _parse_start(extras: Mapping[str, Any]) -> CatchState:
     start = extras.get("extra_info") or {}
-    grid_h = _whole(start, "grid_h", DEFAULT_GRID_H)
-    max_turns = _whole(start, "max_turns", grid_h - 1)
+    grid_h = _integer(start, "grid_h", DEFAULT_GRID_H)
+    max_turns = _integer(start, "max_turns", grid_h - 1)
     if max_turns < 1:
         raise ValueError(f"extra_info max_turns={max_turns}, grid_h={grid_h}: a game needs at least 1 turn and 2 rows")
     state = CatchState(
-        grid_w=_whole(start, "grid_w", DEFAULT_GRID_W),
+        grid_w=_integer(start, "grid_w", DEFAULT_GRID_W),
         grid_h=grid_h,
-        ball_x=_whole(start, "ball_x"),
-        ball_y=_whole(start, "ball_y", 0),
-        paddle_x=_whole(start, "paddle_x"),
+        ball_x=_integer(start, "ball_x"),
+        ball_y=_integer(start, "ball_y", 0),
+        paddle_x=_integer(start, "paddle_x"),
         turns_left=max_turns,
     )
     if state.has_landed:
@@ -134,8 +134,8 @@ def _start_of(extras: Mapping[str, Any]) -> CatchState:
     return state
 
 
-def _whole(start: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number of `extra_info`. Parquet stores a missing key as None, so None means missing."""
+def _integer(start: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return an integer of `extra_info`. Parquet stores a missing key as None, so None means missing."""
     value = start.get(key)
     value = default if value is None else value
     if value is None:

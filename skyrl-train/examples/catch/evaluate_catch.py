@@ -14,7 +14,7 @@ from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 
 
 def main() -> None:
-    """The command line: `key=value` overrides."""
+    """Run the command line, with overrides `key=value`."""
     register_catch()
     run_command(lambda: EvalOnlyEntrypoint(parse_cli(sys.argv[1:])).run())
 

@@ -1,7 +1,7 @@
-"""The rules of Catch, without text and without rewards.
+"""The rules of Catch, without text and rewards.
 
-A ball falls one row a turn. The paddle, on the bottom row, moves one column left or right, or stays. The ball is caught
-when it reaches the bottom row in the paddle's column.
+A ball falls one row per turn. The paddle, on the bottom row, moves one column left or right, or stays. The ball is
+caught if it reaches the bottom row in the paddle's column.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 MOVES: Final = {"L": -1, "R": 1, "S": 0}
-"""Columns that each action moves the paddle."""
+"""Columns by which each action moves the paddle."""
 
 DEFAULT_GRID_W: Final = 7
 DEFAULT_GRID_H: Final = 6
@@ -18,9 +18,9 @@ DEFAULT_GRID_H: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class CatchState:
-    """One moment, e.g. ``CatchState(grid_w=7, grid_h=6, ball_x=5, ball_y=0, paddle_x=2, turns_left=5)``.
+    """A state of the game, e.g. ``CatchState(grid_w=7, grid_h=6, ball_x=5, ball_y=0, paddle_x=2, turns_left=5)``.
 
-    Columns count from 0 at the left, rows from 0 at the top. Raises ValueError for a position outside the grid.
+    Columns are counted from 0 at the left, rows from 0 at the top. Raises ValueError for a position outside the grid.
     """
 
     grid_w: int
@@ -44,7 +44,7 @@ class CatchState:
 
     @property
     def distance(self) -> int:
-        """Columns between ball and paddle."""
+        """Number of columns between ball and paddle."""
         return abs(self.ball_x - self.paddle_x)
 
     @property
@@ -61,12 +61,12 @@ class CatchState:
 
 
 def move_paddle(paddle_x: int, action: str, grid_w: int) -> int:
-    """The paddle's column after `action`; the walls stop it."""
+    """Return the paddle's column after `action`; walls stop it."""
     return min(max(paddle_x + MOVES[action], 0), grid_w - 1)
 
 
 def advance(state: CatchState, action: str) -> CatchState:
-    """One turn: the paddle moves, then the ball falls one row."""
+    """Play a turn: the paddle moves, then the ball falls one row."""
     return replace(
         state,
         ball_y=state.ball_y + 1,

@@ -1,9 +1,9 @@
-"""Watch a small language model learn Catch: `make catch`.
+"""Train a small language model to play Catch: `make catch`.
 
     python -m examples.catch.learn --seed 42
 
-Makes the data and the model, trains with GRPO, and compares the result with perfect and with random play. The exit
-status is 1 if the model did not learn.
+Prepares the data and the model, trains with GRPO, and compares the result with optimal and random play. The exit status
+is 1 if the model did not learn.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from examples.catch.recipe import METRIC, N_STEPS, TRAIN_METRIC, CatchRun
 from skyrl_train.entrypoints.main_base import run_command
 from skyrl_train.report import plot_learning_curve, write_report
 
-REQUIRED_SHARE = {"shaped": 0.90, "episodic": 0.75}  # of the optimal player's catch rate
+REQUIRED_SHARE = {"shaped": 0.90, "episodic": 0.75}  # share of the optimal player's catch rate
 
 
 def learn(run: CatchRun) -> bool:
-    """Prepare, train, and say how well the model plays; whether that is well enough."""
+    """Prepare and train, print the catch rates, and return True if the required rate is reached."""
     started = time.monotonic()
     run.prepare()
     run.train()
@@ -58,16 +58,16 @@ def learn(run: CatchRun) -> bool:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that `learn` and `compare` share."""
+    """Return a parser with the options shared by `learn` and `compare`."""
     options = argparse.ArgumentParser(description=description)
-    options.add_argument("--seed", type=int, default=42, help="of the model, the data order and the sampling")
-    options.add_argument("--output_dir", type=Path, default=Path("outputs"), help="where the run folders go")
+    options.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
+    options.add_argument("--output_dir", type=Path, default=Path("outputs"), help="folder of the run folders")
     options.add_argument("--steps", type=int, default=N_STEPS, help="training steps")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--reward_mode", choices=get_args(RewardMode), default="shaped")
     args = options.parse_args(argv)

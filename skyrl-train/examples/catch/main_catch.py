@@ -12,12 +12,12 @@ from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
 
 
 def register_catch() -> None:
-    """Make `env_class: catch` known in this process."""
+    """Register `env_class: catch` in this process."""
     register(id="catch", entry_point="examples.catch.env:CatchEnv")
 
 
 def main() -> None:
-    """The command line: `key=value` overrides."""
+    """Run the command line, with overrides `key=value`."""
     register_catch()
     run_command(lambda: BasePPOExp(parse_cli(sys.argv[1:])).run())
 

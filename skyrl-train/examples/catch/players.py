@@ -1,6 +1,6 @@
-"""Players that frame what training can reach: one that plays perfectly, one that plays at random.
+"""Players that bound the results of training: an optimal and a random one.
 
-A player sees exactly what the model sees, the messages, and answers with text.
+A player receives the same messages as the model, and replies with text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from examples.catch.prompt import parse_state
 from skyrl_gym.envs.base_text_env import ConversationType
 
 Player = Callable[[ConversationType], str]
-"""From the latest messages to a reply."""
+"""Returns a reply to the latest messages."""
 
 
 def optimal_player(messages: ConversationType) -> str:
-    """Move towards the ball's column; catches every ball that can be caught."""
+    """Move towards the ball's column; this catches every ball that can be caught."""
     state = parse_state(messages[-1]["content"])
     if state.ball_x == state.paddle_x:
         return "S"
@@ -28,25 +28,25 @@ def optimal_player(messages: ConversationType) -> str:
 
 
 def random_player(seed: int) -> Player:
-    """A player that answers L, R or S with equal probability, in the same order for the same seed."""
+    """Return a player that replies L, R or S with equal probability, deterministic for a seed."""
     rng = random.Random(seed)
     return lambda messages: rng.choice(list(MOVES))
 
 
 def play(row: Mapping[str, Any], player: Player) -> dict[str, Any]:
-    """Play the game of one dataset row; the environment's metrics: ``{"steps": 5, "caught": 1}``."""
-    with _env_of(row) as env:
-        _played(env, row, player)
+    """Play the game of a dataset row and return the metrics of the environment, e.g. ``{"steps": 5, "caught": 1}``."""
+    with _make_env(row) as env:
+        _play_game(env, row, player)
         return env.get_metrics()
 
 
 def conversation(row: Mapping[str, Any], player: Player) -> ConversationType:
-    """Every message of the game of one dataset row, the player's replies included."""
-    with _env_of(row) as env:
-        return _played(env, row, player)
+    """Play the game of a dataset row and return all messages, including the player's replies."""
+    with _make_env(row) as env:
+        return _play_game(env, row, player)
 
 
-def _played(env: CatchEnv, row: Mapping[str, Any], player: Player) -> ConversationType:
+def _play_game(env: CatchEnv, row: Mapping[str, Any], player: Player) -> ConversationType:
     messages, _ = env.init(row["prompt"])
     history, done = list(messages), False
     while not done:
@@ -58,18 +58,18 @@ def _played(env: CatchEnv, row: Mapping[str, Any], player: Player) -> Conversati
 
 
 def catch_rate(rows: Iterable[Mapping[str, Any]], player: Player) -> float:
-    """The fraction of `rows` that `player` catches, each played once."""
+    """Return the fraction of `rows` whose ball `player` catches, each played once."""
     return _mean(play(row, player)["caught"] for row in rows)
 
 
 def expected_random_catch_rate(rows: Iterable[Mapping[str, Any]]) -> float:
-    """The exact mean of `catch_rate` over random players: where a policy that has learned nothing stands."""
+    """Return the exact expected `catch_rate` of the random player, the baseline of an untrained policy."""
     return _mean(map(_random_catch_probability, rows))
 
 
 def _random_catch_probability(row: Mapping[str, Any]) -> float:
-    """Follow the distribution of the paddle's column [grid_w] instead of single games."""
-    start = _env_of(row).state
+    """Propagate the distribution of the paddle's column [grid_w] instead of playing games."""
+    start = _make_env(row).state
     n_rows_to_fall = start.grid_h - 1 - start.ball_y
     if n_rows_to_fall > start.turns_left:
         return 0.0
@@ -83,12 +83,12 @@ def _random_catch_probability(row: Mapping[str, Any]) -> float:
     return columns[start.ball_x]
 
 
-def _env_of(row: Mapping[str, Any]) -> CatchEnv:
+def _make_env(row: Mapping[str, Any]) -> CatchEnv:
     return CatchEnv(env_config={}, extras={key: row[key] for key in row if key not in ("prompt", "env_class")})
 
 
 def _mean(values: Iterable[float]) -> float:
-    of_each = list(values)
-    if not of_each:
+    numbers = list(values)
+    if not numbers:
         raise ValueError("a catch rate needs at least one row, got none")
-    return fmean(of_each)
+    return fmean(numbers)

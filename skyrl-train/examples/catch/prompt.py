@@ -1,4 +1,4 @@
-"""What the model reads: the rules once, then the state of the game every turn."""
+"""The text for the model: the rules once, then the state of the game every turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE_LINE = re.compile(
 
 
 def format_state(state: CatchState) -> str:
-    """The two lines that show `state` and ask for an action."""
+    """Return two lines that show `state` and ask for an action."""
     return (
         f"State: grid_w={state.grid_w}, grid_h={state.grid_h}, ball=({state.ball_x},{state.ball_y}), "
         f"paddle_x={state.paddle_x}, turns_left={state.turns_left}.\n"
@@ -29,7 +29,7 @@ def format_state(state: CatchState) -> str:
 
 
 def parse_state(text: str) -> CatchState:
-    """The state that `format_state` wrote. Raises ValueError when there is none in `text`."""
+    """Parse a state written by `format_state`; raise ValueError if `text` contains none."""
     line = STATE_LINE.search(text)
     if line is None:
         raise ValueError(f"no state line in {text!r}; expected one such as 'State: grid_w=7, grid_h=6, ball=(5,0), …'")
@@ -37,10 +37,10 @@ def parse_state(text: str) -> CatchState:
 
 
 def state_message(state: CatchState) -> MessageType:
-    """The user message that shows `state`."""
+    """Return the user message that shows `state`."""
     return {"role": "user", "content": format_state(state)}
 
 
 def opening(state: CatchState) -> ConversationType:
-    """The prompt of a game that starts at `state`: the rules, then the state."""
+    """Return the prompt of a game that starts at `state`: rules, then state."""
     return [{"role": "system", "content": SYSTEM_PROMPT}, state_message(state)]

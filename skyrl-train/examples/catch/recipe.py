@@ -1,6 +1,6 @@
-"""The settings with which a tiny model learns Catch on a CPU, and the steps that lead there.
+"""Settings for training a tiny model on Catch on a CPU, and the steps of a run.
 
-Data → warm start on random play → GRPO. Each step is skipped when its result is already there.
+Data → warm start on random play → GRPO. Steps with existing results are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TINY_MODEL = (
     "trainer.policy_mini_batch_size=8",  # four updates a step
     "generator.n_samples_per_prompt=16",
     "trainer.algorithm.use_kl_loss=true",
-    "trainer.algorithm.kl_loss_coef=0.03",  # keeps all three actions alive until every start is solved
+    "trainer.algorithm.kl_loss_coef=0.03",  # keeps the probability of all three actions up until every start is solved
     "trainer.algorithm.eps_clip_high=0.28",
     "trainer.policy.optimizer_config.lr=1e-3",
     "trainer.policy.optimizer_config.scheduler=linear",
@@ -36,9 +36,9 @@ TINY_MODEL = (
     "trainer.policy.optimizer_config.weight_decay=0",
     f"trainer.max_training_steps={N_STEPS}",
 )
-"""What it takes to train the tiny model; `run_catch.sh` uses it too."""
+"""Settings for training the tiny model; `run_catch.sh` uses them as well."""
 
-THIS_RUN = (
+RUN_SETTINGS = (
     "generator.batched=true",
     "generator.max_turns=5",
     "generator.sampling_params.max_generate_length=1",
@@ -55,26 +55,26 @@ THIS_RUN = (
 
 @dataclass(frozen=True)
 class Baselines:
-    """Catch rates on the validation set that frame what a model reaches."""
+    """Catch rates on the validation set for comparison with the model."""
 
     optimal: float
     chance: float
 
     def as_lines(self) -> dict[str, float]:
-        """For a plot."""
+        """Return the baselines by label, for a plot."""
         return {"optimal player": self.optimal, "random play": self.chance}
 
 
 @dataclass(frozen=True)
 class CatchRun:
-    """One run of the recipe under `output_dir`/catch."""
+    """A run of the recipe under `output_dir`/catch."""
 
     output_dir: Path
     reward_mode: RewardMode
     seed: int
     n_steps: int = N_STEPS
-    label: str = ""  # of a run that is not the recipe as it is
-    overrides: tuple[str, ...] = ()  # of the recipe, e.g. ("trainer.algorithm.advantage_estimator=rloo",)
+    label: str = ""  # distinguishes runs with other settings
+    overrides: tuple[str, ...] = ()  # overrides of the recipe, e.g. ("trainer.algorithm.advantage_estimator=rloo",)
     experiment: type[BasePPOExp] = BasePPOExp
 
     @property
@@ -95,7 +95,7 @@ class CatchRun:
         return self.output_dir / "catch" / "models" / f"tiny-qwen3-seed{self.seed}"
 
     def prepare(self) -> None:
-        """Dataset and warm-started model; a run that was finished earlier is moved out of the way."""
+        """Write the dataset and the warm-started model, if missing; rename the folder of an earlier finished run."""
         if not (self.data_dir / "validation.parquet").is_file():  # the file written last
             dataset = CatchDataset(reward=CatchReward(mode=self.reward_mode))
             print(write_dataset(dataset, self.data_dir))
@@ -107,8 +107,8 @@ class CatchRun:
             print(f"An earlier run is finished; it is now in {kept}")
 
     def train(self) -> None:
-        """Train, from the start or from where it was interrupted."""
-        this_run = [
+        """Train from the start, or resume an interrupted run."""
+        run_overrides = [
             f"data.train_data=['{self.data_dir / 'train.parquet'}']",
             f"data.val_data=['{self.data_dir / 'validation.parquet'}']",
             f"trainer.policy.model.path='{self.model_dir}'",
@@ -117,19 +117,19 @@ class CatchRun:
             f"trainer.max_training_steps={self.n_steps}",
             f"trainer.seed={self.seed}",
         ]
-        self.experiment(parse_cli([*TINY_MODEL, *THIS_RUN, *this_run, *self.overrides])).run()
+        self.experiment(parse_cli([*TINY_MODEL, *RUN_SETTINGS, *run_overrides, *self.overrides])).run()
 
     def metrics(self) -> MetricRows:
-        """What the run logged so far."""
+        """Return the metrics that the run has logged so far."""
         return read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
 
     def catch_rates(self) -> tuple[float, float]:
-        """On the validation set, before and after training."""
+        """Return the catch rates on the validation set before and after training."""
         values = [row[METRIC] for row in self.metrics() if METRIC in row]
         return values[0], values[-1]
 
     def baselines(self) -> Baselines:
-        """Measured by playing the validation set, not assumed."""
+        """Measure the baselines on the validation set."""
         rows = read_rows(str(self.data_dir / "validation.parquet"))
         return Baselines(catch_rate(rows, optimal_player), expected_random_catch_rate(rows))
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Train on Catch. Any key=value given here is passed on and wins over what stands below.
+# Train on Catch. Any key=value argument is passed on and overrides the settings below.
 #
 #   bash examples/catch/run_catch.sh generator.batched=true trainer.logger=tensorboard
 #
-# With a GPU the model is Qwen3-1.7B-Base. Without one it is a tiny Qwen3 that is made on the spot.
-# Data that is not there is made too. Variables: DATA_DIR, REWARD_MODE (shaped or episodic, of data that is made),
-# MODEL_DIR (of the tiny model), MAIN_MODULE (that trains), PYTHON.
+# With a GPU the model is Qwen3-1.7B-Base. Without one it is a tiny Qwen3, created on the first run.
+# Missing data is generated. Variables: DATA_DIR, REWARD_MODE (shaped or episodic, for generated data),
+# MODEL_DIR (of the tiny model), MAIN_MODULE (the training module), PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -37,7 +37,7 @@ else
   mapfile -t MODEL < <("$PYTHON" -m examples.catch.recipe)
   MODEL+=(
     "trainer.policy.model.path='$MODEL_DIR'"
-    trainer.critic_mini_batch_size=4 # a critic, where one is asked for, takes more and smaller steps than the policy
+    trainer.critic_mini_batch_size=4 # a critic, if configured, makes more and smaller updates than the policy
     trainer.critic.optimizer_config.lr=5e-4
     environment.skyrl_gym.max_env_workers=0
   )

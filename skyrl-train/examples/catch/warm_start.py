@@ -1,10 +1,10 @@
-"""Make a tiny Qwen3 that knows the form of Catch, but not how to play it.
+"""Train a tiny Qwen3 that knows the format of Catch but not how to play it.
 
     python -m examples.catch.warm_start --data_dir ~/data/catch --output_dir ~/models/catch-tiny
 
-Trains a tokenizer and a language model on conversations of *random* play: the model learns to read the board, to
-answer with one letter, and what the board looks like afterwards. It sees no rewards and no good play; that a ball
-should be caught is left to reinforcement learning.
+Trains a tokenizer and a language model on conversations of *random* play: the model learns to read the board, to reply
+with one letter, and how the board changes. It sees no rewards and no good play; reinforcement learning must teach it to
+catch the ball.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ N_STEPS = 150
 
 
 def make_model(train_file: Path, output_dir: Path, seed: int) -> float:
-    """Write tokenizer and model to `output_dir`, which must be new; returns the last loss in nats per token."""
+    """Write tokenizer and model to `output_dir`, which must not exist; return the last loss in nats per token."""
     conversations = play_at_random(read_rows(str(train_file)), N_CONVERSATIONS, seed)
     return make_tiny_model(conversations, output_dir, seed, n_steps=N_STEPS)
 
 
 def play_at_random(rows: Sequence[dict[str, Any]], n_games: int, seed: int) -> list[ConversationType]:
-    """Whole conversations of a player that answers L, R or S by chance."""
+    """Return complete conversations of a player that replies L, R or S at random."""
     player, order = random_player(seed), random.Random(seed)
     return [conversation(row, player) for row in order.choices(rows, k=n_games)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data_dir", type=Path, required=True, help="folder that catch_dataset wrote")
-    parser.add_argument("--output_dir", type=Path, required=True, help="where the Hugging Face folder goes")
+    parser.add_argument("--data_dir", type=Path, required=True, help="folder written by catch_dataset")
+    parser.add_argument("--output_dir", type=Path, required=True, help="Hugging Face folder to write")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
     log_to_console()

@@ -1,6 +1,6 @@
-"""An agent that plays Catch. It knows OpenAI's client, the game, and nothing about training.
+"""An agent that plays Catch with OpenAI's client and knows nothing about training.
 
-Its loop is what any agent's is: ask the model, do what it says, tell it what happened.
+Its loop is that of any agent: ask the model, execute its reply, report the outcome.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from skyrl_train.types import PromptRow
 
 
 async def play_catch(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
-    """Play the game of a dataset row; every turn is rewarded."""
-    http = DefaultAsyncHttpxClient(verify=False)  # the endpoint speaks plain HTTP; certificates take 30 ms to load
+    """Play the game of a dataset row, with a reward for every turn."""
+    http = DefaultAsyncHttpxClient(verify=False)  # plain HTTP needs no certificates, which take 30 ms to load
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
         game = CatchEnv(env_config={}, extras=row.env_extras)
         messages: list[Any] = list(row.prompt)
@@ -26,7 +26,7 @@ async def play_catch(*, base_url: str, api_key: str, model: str, row: PromptRow,
             completion = await client.chat.completions.create(model=model, messages=messages)
             reply = completion.choices[0].message.content or ""
             turn = game.step(reply)
-            rewards.append(turn["reward"] or 0.0)  # Catch always knows
+            rewards.append(turn["reward"] or 0.0)  # Catch rewards every turn
             messages += [{"role": "assistant", "content": reply}, *turn["observations"]]
             is_over = turn["done"]
         return AgentResult(rewards, metrics=game.get_metrics())

@@ -1,8 +1,8 @@
-"""Train a tiny model on Catch through an agent that only knows OpenAI's client.
+"""Train a tiny model on Catch through an agent that only uses OpenAI's client.
 
     python -m examples.endpoint.main_endpoint_catch --seed 42
 
-Makes the data and the model of the Catch example, trains through the endpoint, and says how much better the model
+Prepares the data and the model of the Catch example, trains through the endpoint, and prints how much better the model
 plays. The exit status is 1 if it did not learn.
 """
 
@@ -30,25 +30,25 @@ REQUIRED_RATE = 0.75  # random play catches 14%
 SMALLER = (
     "trainer.train_batch_size=16",
     "trainer.policy_mini_batch_size=4",  # four updates a step
-    "trainer.update_epochs_per_batch=2",  # twice over: updates are cheaper than games here
+    "trainer.update_epochs_per_batch=2",  # two passes, because updates are cheaper than games here
     "generator.n_samples_per_prompt=8",
     "trainer.policy.optimizer_config.num_warmup_steps=5",
 )
-"""A request takes some milliseconds, most of them in the client: fewer games a step than in the Catch example."""
+"""A request takes a few milliseconds, mostly in the client, so steps have fewer games than in the Catch example."""
 
 
 class EndpointExp(BasePPOExp):
-    """A training run whose rollouts are an agent's doing."""
+    """A training run with an agent as generator."""
 
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
     ) -> GeneratorInterface:
-        """See `BasePPOExp.get_generator`."""
+        """Return the generator that runs the agent."""
         return AgentGenerator(play_catch, cfg.generator, inference_engine_client, tokenizer)
 
 
 def learn(run: CatchRun) -> bool:
-    """Prepare, train, and say how well the model plays; whether that is well enough."""
+    """Prepare and train, print the catch rates, and return True if the required rate is reached."""
     started = time.monotonic()
     run.prepare()
     run.train()
@@ -63,10 +63,10 @@ def learn(run: CatchRun) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; what stands behind `--` are overrides of the configuration."""
+    """Run the command line, with overrides after `--`."""
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(steps=N_STEPS)
-    options.add_argument("overrides", nargs="*", help="key=value of the configuration")
+    options.add_argument("overrides", nargs="*", help="configuration overrides key=value")
     args = options.parse_args(argv)
     register_catch()
     output_dir = args.output_dir.expanduser().resolve()

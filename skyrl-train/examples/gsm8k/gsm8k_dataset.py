@@ -2,8 +2,8 @@
 
     python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k
 
-reads openai/gsm8k from the Hub. `--source sample` makes 2,000 problems from a few templates instead: enough for first
-runs and tests, but no benchmark. Raw rows have `question` and `answer`, which ends in ``#### 42``.
+reads openai/gsm8k from the Hub. `--source sample` generates 2,000 problems from templates instead, which suffice for
+first runs and tests, but are no benchmark. Raw rows have `question` and `answer`, which ends in ``#### 42``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WITH_TOOLS = (
     "<solution>#### ANSWER</solution>, where ANSWER is a number, and write #### nowhere else."
 )
 INSTRUCTIONS = {"gsm8k": IN_STEPS, "gsm8k_multi_turn": IN_STEPS, "searchcode": WITH_TOOLS}
-"""Of each environment that can play these rows."""
+"""Instruction for each environment that can play these rows."""
 
 
 def dataset_row(raw: Row, split: str, index: int, env_class: str = "gsm8k") -> Row:
-    """The row of one word problem; DataError if its answer does not end in a number after ``####``."""
+    """Return the row of a word problem; raise DataError if its answer does not end in ``####`` and a number."""
     question, answer = field(raw, "question", str), field(raw, "answer", str)
     ground_truth = extract_solution(answer)
     if ground_truth is None:
@@ -48,7 +48,7 @@ def dataset_row(raw: Row, split: str, index: int, env_class: str = "gsm8k") -> R
 
 
 def sample(seed: int) -> list[Row]:
-    """Word problems made from templates."""
+    """Generate word problems from templates."""
     return [
         {"data_source": "sample_gsm8k", "question": question, "answer": answer}
         for question, answer in word_problems(N_PROBLEMS, seed).items()
@@ -56,7 +56,7 @@ def sample(seed: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = command_line(__doc__, "gsm8k")
     parser.add_argument("--env_class", choices=INSTRUCTIONS, default="gsm8k", help="the environment of the rows")
     args = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train on GSM8K with GRPO. Any key=value given here is passed on and wins over what stands below.
+# Train on GSM8K with GRPO. Any key=value argument is passed on and overrides the settings below.
 #
 #   bash examples/gsm8k/run_gsm8k.sh trainer.logger=wandb
 #
-# Data that is not there is made. Variables: DATA_DIR, SOURCE (hub or sample, of data that is made), PYTHON.
+# Missing data is generated. Variables: DATA_DIR, SOURCE (hub or sample, for generated data), PYTHON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

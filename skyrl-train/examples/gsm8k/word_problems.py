@@ -1,7 +1,7 @@
-"""Word problems of grade-school maths, made from templates, with worked answers in the form that GSM8K's have.
+"""Word problems of grade-school maths from templates, with worked answers in the format of GSM8K.
 
-They are for first runs and tests: a few kinds of problems with other numbers each time. What a model learns on them
-says nothing about GSM8K.
+They are for first runs and tests: a few kinds of problems with varying numbers. Results on them are not comparable to
+GSM8K.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CROPS = ("tomato", "pepper", "bean", "cucumber", "pumpkin", "melon")
 
 
 def divide(a: int, b: int) -> int:
-    """a / b, which must be whole."""
+    """Return a / b, which must be an integer."""
     quotient, rest = divmod(a, b)
     assert rest == 0, f"{a} / {b} is not whole"
     return quotient
@@ -39,24 +39,24 @@ OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
 
 @dataclass(slots=True)
 class Working:
-    """A worked answer, line by line, with GSM8K's annotations: ``2*3=<<2*3=6>>6``."""
+    """A worked answer, line by line, with the annotations of GSM8K: ``2*3=<<2*3=6>>6``."""
 
     lines: list[str] = field(default_factory=list)
     last: int = 0
 
     def step(self, text: str, a: int, sign: str, b: int) -> int:
-        """Calculate, and write it down where `text` has ``{}``."""
+        """Calculate a result and insert it into `text` at ``{}``."""
         self.last = OPERATIONS[sign](a, b)
         self.lines.append(text.format(f"{a}{sign}{b}=<<{a}{sign}{b}={self.last}>>{self.last}"))
         return self.last
 
     def answer(self) -> str:
-        """The lines, and after them the last result as ``#### 6``."""
+        """Return the lines, followed by the last result as ``#### 6``."""
         return "\n".join([*self.lines, f"#### {self.last}"])
 
 
 def change(rng: random.Random, work: Working) -> str:
-    """What is left of the money after buying two kinds of things."""
+    """Change after buying two kinds of things."""
     (name, who), (first, second) = rng.choice(PEOPLE), rng.sample(GOODS, 2)
     n, price, m, other_price = (rng.randint(2, 9) for _ in range(4))
     paid = (n * price + m * other_price) // 50 * 50 + 50
@@ -71,7 +71,7 @@ def change(rng: random.Random, work: Working) -> str:
 
 
 def half_as_many(rng: random.Random, work: Working) -> str:
-    """A number, a part of it, and both together."""
+    """A number, a fraction of it, and their sum."""
     (name, who), thing = rng.choice(PEOPLE), rng.choice(GOODS)
     part, word = rng.choice([(2, "half"), (3, "a third"), (4, "a quarter")])
     n = part * rng.randint(3, 30)
@@ -84,7 +84,7 @@ def half_as_many(rng: random.Random, work: Working) -> str:
 
 
 def shares(rng: random.Random, work: Working) -> str:
-    """Boxes that are shared out, after some are kept."""
+    """Boxes shared among friends after some pieces are kept."""
     (name, who), sweet = rng.choice(PEOPLE), rng.choice(SWEETS)
     n_friends, each, per_box = rng.randint(3, 9), rng.randint(3, 12), rng.choice([4, 5, 6, 8, 10, 12])
     n_boxes = n_friends * each // per_box + 2
@@ -99,7 +99,7 @@ def shares(rng: random.Random, work: Working) -> str:
 
 
 def journey(rng: random.Random, work: Working) -> str:
-    """A way at two speeds."""
+    """A distance driven at two speeds."""
     name, who = rng.choice(PEOPLE)
     hours, other_hours = rng.randint(2, 6), rng.randint(2, 6)
     speed, other_speed = rng.sample(range(30, 101, 5), 2)
@@ -113,7 +113,7 @@ def journey(rng: random.Random, work: Working) -> str:
 
 
 def wages(rng: random.Random, work: Working) -> str:
-    """What is left of several weeks' wages."""
+    """Remaining wages of several weeks."""
     name, who = rng.choice(PEOPLE)
     hours, rate, weeks = rng.randint(8, 30), rng.randint(9, 25), rng.randint(2, 6)
     spent = 10 * rng.randint(3, 10)
@@ -141,7 +141,7 @@ def discount(rng: random.Random, work: Working) -> str:
 
 
 def ages(rng: random.Random, work: Working) -> str:
-    """How old two people will be together."""
+    """The combined age of two people in some years."""
     (name, _), (other, _) = rng.sample(PEOPLE, 2)
     age, times, years = rng.randint(4, 15), rng.randint(2, 5), rng.randint(2, 20)
     older = work.step(f"{name} is {{}} years old.", times, "*", age)
@@ -155,7 +155,7 @@ def ages(rng: random.Random, work: Working) -> str:
 
 
 def pages(rng: random.Random, work: Working) -> str:
-    """How much of a book is left for each day."""
+    """Remaining pages of a book per day."""
     name, who = rng.choice(PEOPLE)
     daily, days, days_left, rest = rng.randint(8, 40), rng.randint(3, 9), rng.randint(2, 9), rng.randint(5, 45)
     total = daily * days + days_left * rest
@@ -170,7 +170,7 @@ def pages(rng: random.Random, work: Working) -> str:
 
 
 def bakery(rng: random.Random, work: Working) -> str:
-    """What is earned with what is not eaten."""
+    """Earnings from the pieces that are not eaten."""
     (name, who), sweet = rng.choice(PEOPLE), rng.choice(SWEETS)
     trays, per_tray, price = rng.randint(2, 9), rng.choice([6, 8, 9, 12, 15]), rng.randint(2, 5)
     eaten = rng.randint(2, 10)
@@ -184,7 +184,7 @@ def bakery(rng: random.Random, work: Working) -> str:
 
 
 def harvest(rng: random.Random, work: Working) -> str:
-    """What a garden gives, without what is lost."""
+    """The harvest of a garden, less the plants that die."""
     (name, who), crop = rng.choice(PEOPLE), rng.choice(CROPS)
     rows, per_row, each, lost = rng.randint(3, 9), rng.randint(4, 12), rng.randint(3, 9), rng.randint(2, 11)
     plants = work.step(f"{name} sets {{}} plants.", rows, "*", per_row)
@@ -197,7 +197,7 @@ def harvest(rng: random.Random, work: Working) -> str:
 
 
 def savings(rng: random.Random, work: Working) -> str:
-    """How long it takes to save what is missing."""
+    """The time to save a missing amount."""
     (name, who), weeks = rng.choice(PEOPLE), rng.randint(3, 16)
     weekly, owned = rng.randint(5, 30), rng.randint(10, 90)
     price = owned + weekly * weeks
@@ -210,7 +210,7 @@ def savings(rng: random.Random, work: Working) -> str:
 
 
 def fence(rng: random.Random, work: Working) -> str:
-    """What a fence around a rectangle costs."""
+    """The cost of a fence around a rectangle."""
     (name, who), price = rng.choice(PEOPLE), rng.randint(3, 15)
     length, width = rng.sample(range(5, 41), 2)
     half = work.step("One long and one short side are {} metres.", length, "+", width)
@@ -223,7 +223,7 @@ def fence(rng: random.Random, work: Working) -> str:
 
 
 def bus(rng: random.Random, work: Working) -> str:
-    """Who is on the bus in the end."""
+    """The number of people on a bus after two stops."""
     start, on, more_on = rng.randint(12, 40), rng.randint(3, 15), rng.randint(3, 15)
     off, more_off = rng.randint(2, 7), rng.randint(2, 7)
     first = work.step("After getting off at the first stop there are {} people.", start, "-", off)
@@ -237,7 +237,7 @@ def bus(rng: random.Random, work: Working) -> str:
 
 
 def average(rng: random.Random, work: Working) -> str:
-    """The score that is missing for an average."""
+    """The score needed for an average."""
     name, who = rng.choice(PEOPLE)
     wanted = rng.randint(70, 90)
     first, second, third = (wanted + rng.randint(-9, 9) for _ in range(3))
@@ -259,7 +259,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def word_problems(n_problems: int, seed: int) -> dict[str, str]:
-    """Different questions with their worked answers, of each kind as many as of any other."""
+    """Generate different questions with their worked answers, equally many of each kind."""
     rng = random.Random(seed)
     answers: dict[str, str] = {}
     kinds = cycle(KINDS)

@@ -1,12 +1,12 @@
-"""Write the LiveCodeBench dataset: programming tasks, to be solved by a program that passes their tests.
+"""Write the LiveCodeBench dataset: programming tasks whose solutions must pass their tests.
 
     python -m examples.livecodebench.lcb_dataset --output_dir ~/data/lcb
 
-reads the part of DeepCoder's training set that LiveCodeBench gave, from the Hub: several gigabytes, most of it tests.
-`--source sample` has 17 small tasks with their tests instead: enough for first runs and tests, but no benchmark.
+reads the part of DeepCoder's training set that comes from LiveCodeBench, from the Hub: several gigabytes, mostly tests.
+`--source sample` has 17 small tasks with tests instead, which suffice for first runs and tests, but are no benchmark.
 
-Raw rows have `problem` and `tests`, as DeepCoder's have, or `question_content`, `public_test_cases` and
-`private_test_cases`, as in the files of LiveCodeBench itself; both may have `starter_code` and `metadata`. Those files
+Raw rows have `problem` and `tests`, like DeepCoder, or `question_content`, `public_test_cases` and
+`private_test_cases`, like the files of LiveCodeBench itself; both may have `starter_code` and `metadata`. Such files
 can be read with `--source PATH`. The tests become `reward_spec["ground_truth"]`, a JSON list.
 """
 
@@ -31,7 +31,7 @@ from skyrl_train.errors import DataError
 
 DEEPCODER = "agentica-org/DeepCoder-Preview-Dataset"
 HUB = (HubSplit(DEEPCODER, "train", "lcbv5"), HubSplit(DEEPCODER, "test", "lcbv5"))
-# All tests together may have more than the 2 GiB that pa.string() can hold.
+# All tests together may exceed the 2 GiB that pa.string() can hold.
 SCHEMA = row_schema({"index": pa.int64(), "title": pa.string()}, ground_truth=pa.large_string())
 
 PROGRAM = (
@@ -45,7 +45,7 @@ FUNCTION = (
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """The row of one task."""
+    """Return the row of a task."""
     is_raw_lcb = raw.get("question_content") is not None
     problem = field(raw, "question_content" if is_raw_lcb else "problem", str).strip()
     starter_code = (raw.get("starter_code") or "").strip()
@@ -54,20 +54,20 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
         "data_source": raw.get("data_source") or "livecodebench",
         "prompt": [{"role": "user", "content": text}],
         "env_class": "lcb",
-        "reward_spec": {"method": "rule", "ground_truth": json.dumps(tests_of(raw))},
+        "reward_spec": {"method": "rule", "ground_truth": json.dumps(parse_row_tests(raw))},
         "extra_info": {"split": split, "index": index, "title": raw.get("question_title") or ""},
     }
 
 
-def tests_of(raw: Row) -> list[dict[str, Any]]:
-    """The tests of a raw row, with the name of the function that they call; DataError if they cannot be run."""
+def parse_row_tests(raw: Row) -> list[dict[str, Any]]:
+    """Return the tests of a raw row with the name of the tested function; raise DataError if they cannot be run."""
     if raw.get("tests") is not None:
-        tests = _parsed(raw["tests"], "tests")
+        tests = _parse_tests(raw["tests"], "tests")
     else:
-        public = _parsed(field(raw, "public_test_cases", str), "public_test_cases")
-        tests = public + _private(field(raw, "private_test_cases", str))
-    called = {"metadata": raw.get("metadata") or {}}
-    tests = [called | test if test.get("testtype") == "functional" else test for test in tests]
+        public = _parse_tests(field(raw, "public_test_cases", str), "public_test_cases")
+        tests = public + _unpack_tests(field(raw, "private_test_cases", str))
+    function_metadata = {"metadata": raw.get("metadata") or {}}
+    tests = [function_metadata | test if test.get("testtype") == "functional" else test for test in tests]
     try:
         read_tests(tests)
     except ValueError as error:
@@ -76,7 +76,7 @@ def tests_of(raw: Row) -> list[dict[str, Any]]:
 
 
 def sample(seed: int) -> list[Row]:
-    """The tasks that this project wrote; none are drawn, so the seed changes nothing."""
+    """Return the tasks of this project; the seed is ignored."""
     return [
         {
             "data_source": "sample_lcb",
@@ -90,36 +90,36 @@ def sample(seed: int) -> list[Row]:
 
 
 class TextUnpickler(pickle.Unpickler):
-    """Reads a pickled text; it makes no objects of other kinds, so that no pickle can run code."""
+    """An unpickler for text, which creates no other objects, so that pickles cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse."""
-        raise pickle.UnpicklingError(f"{module}.{name} is no text")
+        """Raise an error for every class."""
+        raise pickle.UnpicklingError(f"{module}.{name} is not text")
 
 
-def _private(told: str) -> list[dict[str, Any]]:
-    """Hidden tests: JSON, or JSON that is pickled, compressed and written in base64."""
-    if told.lstrip().startswith("["):
-        return _parsed(told, "private_test_cases")
+def _unpack_tests(text: str) -> list[dict[str, Any]]:
+    """Parse hidden tests: JSON, or JSON that is pickled, compressed and base64-encoded."""
+    if text.lstrip().startswith("["):
+        return _parse_tests(text, "private_test_cases")
     try:
-        packed = zlib.decompress(base64.b64decode(told, validate=True))
-        return _parsed(TextUnpickler(io.BytesIO(packed)).load(), "private_test_cases")
+        packed = zlib.decompress(base64.b64decode(text, validate=True))
+        return _parse_tests(TextUnpickler(io.BytesIO(packed)).load(), "private_test_cases")
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError) as error:
-        raise DataError(f"private_test_cases={told[:80]!r} cannot be unpacked: {error}") from error
+        raise DataError(f"private_test_cases={text[:80]!r} cannot be unpacked: {error}") from error
 
 
-def _parsed(told: Any, name: str) -> list[dict[str, Any]]:
+def _parse_tests(text: Any, name: str) -> list[dict[str, Any]]:
     try:
-        tests = json.loads(told) if isinstance(told, str) else told
+        tests = json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise DataError(f"{name}={told[:80]!r} is not JSON: {error}") from error
+        raise DataError(f"{name}={text[:80]!r} is not JSON: {error}") from error
     if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
-        raise DataError(f"{name}={str(told)[:80]!r} is no list of tests: [{{'input': …, 'output': …}}]")
+        raise DataError(f"{name}={str(text)[:80]!r} is not a list of tests: [{{'input': …, 'output': …}}]")
     return tests
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = command_line(__doc__, "lcb")
     prepare(Preparation(SCHEMA, dataset_row, sample, HUB), parser, parser.parse_args(argv))
 

@@ -1,6 +1,6 @@
-"""Small programming tasks with tests and a solution each, written for this project.
+"""Small programming tasks with tests and solutions, written for this project.
 
-They are for first runs and tests. They are far easier than LiveCodeBench's, and not meant to stand for them.
+They are for first runs and tests, and are far easier than those of LiveCodeBench.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Tests = Sequence[tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task.
+    """A programming task.
 
-    title: what it is called, unlike any other.
-    problem: what is asked.
-    tests: pairs of what goes in and what must come out: texts for a program, arguments and a value for a function.
-    solution: a program that passes them.
-    starter_code: the beginning of the function; empty where a whole program is asked for.
+    title: unique title.
+    problem: the text of the task.
+    tests: pairs of input and expected output: texts for a program, arguments and return value for a function.
+    solution: a program that passes the tests.
+    starter_code: the signature of the function; empty for a complete program.
     """
 
     title: str
@@ -31,14 +31,14 @@ class Task:
     starter_code: str = ""
 
     def tests_as_json(self) -> str:
-        """The tests in LiveCodeBench's form."""
-        return json.dumps([self._test(told, expected) for told, expected in self.tests])
+        """Return the tests in the format of LiveCodeBench."""
+        return json.dumps([self._test(given, expected) for given, expected in self.tests])
 
-    def _test(self, told: Any, expected: Any) -> dict[str, Any]:
+    def _test(self, given: Any, expected: Any) -> dict[str, Any]:
         if not self.starter_code:
-            return {"input": told, "output": expected, "testtype": "stdin"}
+            return {"input": given, "output": expected, "testtype": "stdin"}
         name = self.starter_code.removeprefix("def ").partition("(")[0]
-        lines = "\n".join(json.dumps(argument) for argument in told)
+        lines = "\n".join(json.dumps(argument) for argument in given)
         call = {"func_name": name}
         return {"input": lines, "output": json.dumps(expected), "testtype": "functional", "metadata": call}
 

@@ -1,10 +1,10 @@
-r"""A tiny model learns the multiplication table, up to six times six.
+r"""A tiny model learns the multiplication table up to six times six.
 
     python -m examples.multiply.learn --seed 42
 
-It starts with the form only: it writes ``\boxed{…}`` around some product of the table, whatever it was asked. The
-table has 36 questions, so training and validation ask the same ones: this shows that the rewards teach it the table,
-and says nothing of numbers that it never saw. The exit status is 1 if it did not learn.
+At the start it knows only the format: it writes ``\boxed{…}`` around some product of the table, for any question. The
+table has 36 questions, which are used for both training and validation: the example shows that rewards teach the table,
+and does not test unseen numbers. The exit status is 1 if it did not learn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRODUCTS = sorted({a * b for a in FACTORS for b in FACTORS})
 
 
 def question(a: int, b: int) -> dict[str, Any]:
-    """The dataset row of a product."""
+    """Return the dataset row of a product."""
     return {
         "data_source": "multiply",
         "prompt": [{"role": "user", "content": f"{a} * {b}"}],
@@ -35,7 +35,7 @@ def question(a: int, b: int) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> None:
-    """The whole table, to train on and to validate."""
+    """Write the whole table as training and validation data."""
     folder.mkdir(parents=True, exist_ok=True)
     table = [question(a, b) for a in FACTORS for b in FACTORS]
     for name, rows in (("train", table), ("validation", table)):
@@ -43,7 +43,7 @@ def write_data(folder: Path) -> None:
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """A question, and any product."""
+    """Return the question with any product as answer."""
     return [*row["prompt"], {"role": "assistant", "content": f"\\boxed{{{rng.choice(PRODUCTS)}}}"}]
 
 
@@ -55,7 +55,7 @@ RECIPE = Recipe(
         "trainer.train_batch_size=36",
         "trainer.policy_mini_batch_size=9",
         "generator.n_samples_per_prompt=32",
-        "trainer.algorithm.advantage_estimator=maxrl",  # rare right answers count most
+        "trainer.algorithm.advantage_estimator=maxrl",  # weights rare correct answers most
         "trainer.algorithm.kl_loss_coef=0.05",
         "generator.sampling_params.max_generate_length=6",
     ),

@@ -2,9 +2,9 @@ r"""Write the multiply dataset: products of two random numbers, the task of SkyR
 
     python -m examples.multiply.multiply_dataset --output_dir ~/data/multiply --num_digits 2
 
-Both factors have `num_digits` digits. No two rows have the same factors, in whatever order, so validation asks for
-products that training never showed. The answer is expected in ``\boxed{…}``. All of it is drawn, with `--seed`,
-unless `--source` is a file of your own factors, with the columns `a` and `b`.
+Both factors have `num_digits` digits. No two rows have the same factors in any order, so the products in validation do
+not occur in training. The answer is expected in ``\boxed{…}``. All factors are drawn with `--seed`, unless `--source`
+is a file of custom factors in the columns `a` and `b`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl_train.errors import DataError
 
 SCHEMA = row_schema({"num_digits": pa.int64()})
 N_PRODUCTS = 2000
-MOST_DIGITS = 1000  # Python writes out no numbers of more than 4300
+MAX_DIGITS = 1000  # Python formats at most 4300 digits
 
 SYSTEM_PROMPT = (
     "You multiply numbers. Work the product out step by step, and put the final answer, as digits only, in \\boxed{}."
@@ -28,7 +28,7 @@ SYSTEM_PROMPT = (
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """The row of one product."""
+    """Return the dataset row of a product."""
     a, b = field(raw, "a", int), field(raw, "b", int)
     return {
         "data_source": "synthetic_multiply",
@@ -43,7 +43,7 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
 
 
 def products(num_digits: int, n_products: int, seed: int) -> list[Row]:
-    """Different pairs of factors in a random order; fewer than `n_products` where there are no more."""
+    """Return up to `n_products` distinct pairs of factors in random order."""
     low, high = 10 ** (num_digits - 1), 10**num_digits
     n_pairs = (high - low) * (high - low + 1) // 2
     rng = random.Random(seed)
@@ -55,14 +55,14 @@ def products(num_digits: int, n_products: int, seed: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = command_line(__doc__, "multiply", default_source="sample")
     parser.add_argument("--num_digits", type=int, default=2, help="digits of both factors")
     args = parser.parse_args(argv)
 
     def sample(seed: int) -> list[Row]:
-        if not 1 <= args.num_digits <= MOST_DIGITS:
-            raise DataError(f"--num_digits={args.num_digits} must be from 1 to {MOST_DIGITS}")
+        if not 1 <= args.num_digits <= MAX_DIGITS:
+            raise DataError(f"--num_digits={args.num_digits} must be from 1 to {MAX_DIGITS}")
         return products(args.num_digits, N_PRODUCTS, seed)
 
     prepare(Preparation(SCHEMA, dataset_row, sample), parser, args)

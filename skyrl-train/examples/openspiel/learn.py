@@ -2,10 +2,10 @@ r"""A tiny model learns to make legal moves in tic-tac-toe and connect four.
 
     python -m examples.openspiel.learn --seed 42
 
-It starts with the form only: it writes ``\boxed{…}`` around any move of either game, for either player, wherever the
-game stands. A legal move is one of this game, of the player whose turn it is, to a place that is free; legal moves are
-also numbered, and the model may find out that a number will do. Validation has positions that training has not. The
-exit status is 1 if it did not learn.
+At the start it knows only the format: it writes ``\boxed{…}`` around any move of either game, for either player, in any
+position. A legal move is one of this game, by the player to move, to a free cell; legal moves are also numbered, and
+the model may discover that a number is accepted. The positions in validation do not occur in training. The exit status
+is 1 if it did not learn.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
 
 GAMES = ["tic_tac_toe", "connect_four"]
-N_PLAYED = (4, 5, 6, 7)  # random moves before a position, so that either player may be next
-N_TASKS, N_HELD_OUT = 400, 40  # of each game, for each number of moves
+N_PLAYED = (4, 5, 6, 7)  # random moves before a position, so either player may be next
+N_TASKS, N_HELD_OUT = 400, 40  # per game and number of moves
 MOVES = [f"{sign}({row},{column})" for sign in "xo" for row in range(3) for column in range(3)]
 MOVES += [f"{sign}{column}" for sign in "xo" for column in range(7)]
 
 
 def write_data(folder: Path) -> None:
-    """Positions after some random moves; none is in both files."""
+    """Write positions after some random moves; no position is in both files."""
     rows = [row for n_played in N_PLAYED for row in _rows(n_played)]
     held_out = {_position(row): row for i, row in enumerate(rows) if i % N_TASKS < N_HELD_OUT}
     train = [row for row in rows if _position(row) not in held_out]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, some in (("train", train), ("validation", list(held_out.values()))):
-        pq.write_table(pa.Table.from_pylist(some), folder / f"{name}.parquet")
+    for name, split_rows in (("train", train), ("validation", list(held_out.values()))):
+        pq.write_table(pa.Table.from_pylist(split_rows), folder / f"{name}.parquet")
 
 
 def _rows(n_played: int) -> Iterable[dict[str, Any]]:
@@ -50,7 +50,7 @@ def _position(row: dict[str, Any]) -> str:
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """A position, and any move."""
+    """Return the position with any move as answer."""
     return [*row["prompt"], {"role": "assistant", "content": f"\\boxed{{{rng.choice(MOVES)}}}"}]
 
 

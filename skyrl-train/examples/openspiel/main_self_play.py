@@ -1,10 +1,10 @@
-"""Train in whole games of OpenSpiel against a frozen copy of the policy.
+"""Train on whole games of OpenSpiel against a frozen copy of the policy.
 
     python -m examples.openspiel.main_self_play data.train_data=… trainer.policy.model.path=… generator.max_turns=20
 
-The opponent is the reference, `trainer.ref.model.path`: the policy before training, unless that names another model. It
-is served in this process, by an endpoint like OpenAI's, where the environment `openspiel_game` asks it for its moves.
-Everything else is an ordinary run. The next generation is another run, which trains what this one has exported.
+The opponent is the reference, `trainer.ref.model.path`: by default the policy before training. An OpenAI-compatible
+endpoint in this process serves it, and the environment `openspiel_game` requests its moves there. Everything else is an
+ordinary run. The next generation is another run that trains the exported model of this one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MODEL_NAME = "opponent"
 
 
 class SelfPlayExp(BasePPOExp):
-    """A training run whose opponent is the reference."""
+    """A training run with the reference as opponent."""
 
     opponent_url = ""
-    """Where the opponent answers while the run plays."""
+    """URL of the opponent during the run."""
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
-        """See `BasePPOExp.playing`; meanwhile the opponent is served."""
+        """Serve the opponent while engine and generator of the run are open."""
         path, generator = self.cfg.trainer.ref.model.path, self.cfg.generator
         check_same_vocabulary(path, REF_PATH, self.tokenizer)
         async with AsyncExitStack() as stack:
@@ -62,19 +62,19 @@ class SelfPlayExp(BasePPOExp):
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
     ) -> GeneratorInterface:
-        """See `BasePPOExp.get_generator`; the opponent in its games is the one that is served."""
-        gym = against(cfg, self.opponent_url)
+        """Return a generator whose games use the served opponent."""
+        gym = opponent_config(cfg, self.opponent_url)
         return SkyRLGymGenerator(cfg.generator, gym, inference_engine_client, tokenizer)
 
 
 class SelfPlayEval(SelfPlayExp, EvalOnlyEntrypoint):
-    """Games of `trainer.policy.model.path` against `trainer.ref.model.path`, without training either."""
+    """Evaluation of `trainer.policy.model.path` in games against `trainer.ref.model.path`, without training."""
 
 
-def against(cfg: SkyRLConfig, base_url: str) -> SkyRLGymConfig:
-    """The configuration of environments in which the model at `base_url` is the opponent.
+def opponent_config(cfg: SkyRLConfig, base_url: str) -> SkyRLGymConfig:
+    """Return the configuration of environments whose opponent is the model at `base_url`.
 
-    It samples as the policy does, unless `environment.skyrl_gym.openspiel_game.policy.sampling_params` says otherwise.
+    `environment.skyrl_gym.openspiel_game.policy.sampling_params` overrides the policy's sampling parameters.
     """
     gym, sampling = cfg.environment.skyrl_gym, cfg.generator.sampling_params
     if gym.max_env_workers == 0:
@@ -83,10 +83,10 @@ def against(cfg: SkyRLConfig, base_url: str) -> SkyRLGymConfig:
             "they would wait for each other; use 1 or more"
         )
     options: dict[str, Any] = gym.env_config(ENV_CLASS)
-    told = options.get("policy", {})
-    samples = {"temperature": sampling.temperature, "max_tokens": sampling.max_generate_length}
-    policy = told | {
-        "sampling_params": samples | told.get("sampling_params", {}),
+    policy_options = options.get("policy", {})
+    default_sampling = {"temperature": sampling.temperature, "max_tokens": sampling.max_generate_length}
+    policy = policy_options | {
+        "sampling_params": default_sampling | policy_options.get("sampling_params", {}),
         "base_url": base_url,
         "model": MODEL_NAME,
     }
@@ -94,7 +94,7 @@ def against(cfg: SkyRLConfig, base_url: str) -> SkyRLGymConfig:
 
 
 def main() -> None:
-    """The command line: `key=value` overrides."""
+    """Run the command line, with overrides `key=value`."""
     run_command(lambda: SelfPlayExp(parse_cli(sys.argv[1:])).run())
 
 

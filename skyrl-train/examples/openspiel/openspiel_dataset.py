@@ -1,9 +1,9 @@
-"""Write a dataset of OpenSpiel: positions of games, in each of which a move is asked for.
+"""Write a dataset of OpenSpiel: positions of games with the task to choose a move.
 
     python -m examples.openspiel.openspiel_dataset --output_dir ~/data/openspiel --cases "hex(board_size=5),othello"
 
-No raw rows are read: the positions are drawn, with `--seed`, by random moves from the beginning of each game. No
-position is in both files. With `--whole_games` the model plays each game to its end from there. It needs the package
+There are no raw rows: positions are generated with `--seed`, by random moves from the start of each game. No position
+is in both files. With `--whole_games` the model plays each game from there to its end. The script needs the package
 open_spiel: ``pip install 'skyrl-gym[openspiel]'``.
 """
 
@@ -36,19 +36,19 @@ SCHEMA = row_schema(
 
 
 def dataset_row(raw: Row, split: str, index: int) -> Row:
-    """A row of `OpenSpielTasks`, with its split."""
+    """Return a row of `OpenSpielTasks` with its split."""
     facts = field(raw, "extra_info", dict)
     field(facts, "serialized_game_and_state", str)
     return raw | {"prompt": prompt_field(raw), "extra_info": facts | {"split": split}}
 
 
 def position(row: Row) -> str:
-    """What tells one task from another: the position, and the game that it is of."""
+    """Return the identity of a task: its game and position."""
     return str(row["extra_info"]["serialized_game_and_state"])
 
 
 def positions(args: argparse.Namespace, seed: int) -> list[Row]:
-    """The rows that the flags ask for; DataError if there are none."""
+    """Return the rows requested by the flags; raise DataError if there are none."""
     options = {
         "cases": args.cases,
         "num_tasks_per_case": args.num_tasks_per_case,
@@ -64,14 +64,14 @@ def positions(args: argparse.Namespace, seed: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = command_line(__doc__, "openspiel", default_source="sample")
     add = parser.add_argument
-    add("--cases", help="games, separated by commas; %(default)s means all that the environment suggests")
-    add("--num_tasks_per_case", type=int, default=100, help="positions of each game")
-    add("--max_random_steps", type=int, default=4, help="random moves that lead to a position, at most")
-    add("--reward_mode", choices=REWARD_MODES, default="outcome", help="of single moves")
-    add("--whole_games", action="store_true", help="play on to the end, instead of one move")
+    add("--cases", help="comma-separated games; %(default)s means all games suggested by the environment")
+    add("--num_tasks_per_case", type=int, default=100, help="positions per game")
+    add("--max_random_steps", type=int, default=4, help="maximum number of random moves before a position")
+    add("--reward_mode", choices=REWARD_MODES, default="outcome", help="reward of single moves")
+    add("--whole_games", action="store_true", help="play to the end instead of one move")
     args = parser.parse_args(argv)
 
     def sample(seed: int) -> list[Row]:

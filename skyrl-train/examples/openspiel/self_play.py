@@ -1,14 +1,14 @@
-"""A tiny model learns tic-tac-toe from games against frozen copies of itself.
+"""A tiny model learns tic-tac-toe in games against frozen copies of itself.
 
     python -m examples.openspiel.self_play --seed 42
 
-It starts with the form only: it answers with any number from 0 to 8, and moves are numbered from 0 to as many as are
-free. First it learns legal moves, and nothing else is rewarded. Then it is frozen, and the first generation plays whole
-games against that copy, to win. Then the winner is frozen, and the second generation plays against the new copy. An
-illegal move loses the game. In each step every first move is played, by either player. The exit status is 1 if a
-generation did not come to beat its copy.
+At the start it knows only the format: it replies with any number from 0 to 8, while moves are numbered from 0 to the
+number of free cells. First it learns legal moves, which alone are rewarded. Then it is frozen, and the first generation
+learns to win whole games against that copy. Then the winner is frozen, and the second generation plays against the new
+copy. An illegal move loses the game. Each step plays every first move, by either player. The exit status is 1 if a
+generation does not beat its copy.
 
-What a copy answers is sampled without a seed: numbers differ a little from run to run.
+Replies of a copy are sampled without a seed, so numbers vary slightly between runs.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ LEGAL_MOVES = (
     f"{GAME}.opponent=random",
     f"{GAME}.legal_move_reward=1",
     "generator.reward_weights.legal=1",
-    "generator.reward_weights.outcome=0",  # what a legal move leads to comes later
-    "trainer.algorithm.kl_loss_coef=0.03",  # keeps all legal moves alive
+    "generator.reward_weights.outcome=0",  # the outcome is rewarded later
+    "trainer.algorithm.kl_loss_coef=0.03",  # keeps the probability of all legal moves up
 )
-"""What the first copy learns."""
+"""Settings of the first copy."""
 
-TO_WIN = (
-    "trainer.policy_mini_batch_size=3",  # six updates a step: they cost less than the games
-    "trainer.algorithm.use_entropy_loss=true",  # or both sides come to play the same game over and over
+WINNING = (
+    "trainer.policy_mini_batch_size=3",  # six updates per step, which cost less than the games
+    "trainer.algorithm.use_entropy_loss=true",  # prevents both sides from repeating the same game
     "trainer.algorithm.entropy_loss_coef=0.003",
 )
-"""What the generations learn."""
+"""Settings of the generations."""
 
 
 def write_data(folder: Path) -> None:
-    """Every first move, with either player to go on; the same ones to train on and to validate."""
+    """Write every first move, followed by either player, as training and validation data."""
     config = {"cases": ["tic_tac_toe"], "max_random_steps": 1, "num_tasks_per_case": N_TASKS, "reward_mode": "legal"}
     openings = {_position(row): row for row in OpenSpielTasks(TaskConfig.of(config)).game_rows(range(N_TASKS))}
     rows = [
@@ -78,7 +78,7 @@ def _position(row: Row) -> str:
 
 
 def attempt(row: Row, rng: random.Random) -> ConversationType:
-    """A game against a random player in which any number is answered, up to the first that is no move."""
+    """Play any numbers against a random player, up to the first illegal move."""
     with skyrl_gym.make("openspiel_game", env_config=RULES, extras=row) as env:
         messages, is_over = list(env.init(row["prompt"])[0]), False
         while not is_over:
@@ -99,13 +99,13 @@ RECIPE = Recipe(
         "generator.n_samples_per_prompt=14",
         "generator.max_turns=5",
         "generator.sampling_params.max_generate_length=8",
-        "generator.eval_sampling_params.temperature=1",  # as the copy plays
+        "generator.eval_sampling_params.temperature=1",  # like the copy
         "generator.eval_n_samples_per_prompt=20",
-        "environment.skyrl_gym.max_env_workers=128",  # games that wait for the copy at once
+        "environment.skyrl_gym.max_env_workers=128",  # number of games that wait for the copy simultaneously
         *(f"{GAME}.{name}={value}" for name, value in RULES.items()),
     ),
     metric=OUTCOME,
-    required=0.55,  # an even match has 0.5, and chance in as many games 0.03 more or less
+    required=0.55,  # an even match scores 0.5, ± 0.03 by chance with this number of games
     chance=0.06,
     n_steps=N_STEPS,
 )
@@ -113,7 +113,7 @@ RECIPE = Recipe(
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of the games that a model won, drew and lost; an illegal move is a game lost."""
+    """Shares of games that a model won, drew and lost; an illegal move loses the game."""
 
     won: float
     drawn: float
@@ -121,12 +121,12 @@ class Score:
 
     @property
     def points(self) -> float:
-        """A win is worth 1, and a draw a half."""
+        """Points per game: 1 for a win and ½ for a draw."""
         return self.won + self.drawn / 2
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Score:
-        """The score in an evaluation's metrics."""
+        """Return the score from the metrics of an evaluation."""
         drawn = max(0.0, 2 * (metrics[OUTCOME] - metrics[WON]))
         return cls(metrics[WON], drawn, 1 - metrics[WON] - drawn)
 
@@ -136,7 +136,7 @@ class Score:
 
 @dataclass(frozen=True)
 class SelfPlay:
-    """All runs of the example: one that learns legal moves, then the generations, each against the one before it."""
+    """All runs of the example: learning legal moves, then the generations, each against the previous one."""
 
     output_dir: Path
     seed: int
@@ -152,16 +152,16 @@ class SelfPlay:
 
     @property
     def generations(self) -> list[LearningRun]:
-        """The runs against a copy, in their order."""
+        """The runs against a copy, in order."""
         runs, before = [], self.legal_moves
         for number in range(1, self.n_generations + 1):
-            model = f"trainer.policy.model.path='{before.exported}'"
-            before = self._run(f"generation{number}", self.n_steps, (*TO_WIN, model), SelfPlayExp)
+            model = f"trainer.policy.model.path='{before.exported_model}'"
+            before = self._run(f"generation{number}", self.n_steps, (*WINNING, model), SelfPlayExp)
             runs.append(before)
         return runs
 
     def play(self) -> list[dict[int, Score]]:
-        """Train all of them; the scores of each generation against its copy, by step."""
+        """Train all runs; return the scores of each generation against its copy, by step."""
         runs = [self.legal_moves, *self.generations]
         runs[0].check()
         runs[0].prepare()
@@ -174,26 +174,26 @@ class SelfPlay:
         return [{row["step"]: Score.of(row) for row in run.metrics() if WON in row} for run in runs[1:]]
 
     def last_against_first(self) -> Score:
-        """The last generation against the copy that knew legal moves only."""
+        """Play the last generation against the first copy, which knows only legal moves."""
         models = (
-            f"trainer.policy.model.path='{self.generations[-1].exported}'",
-            f"trainer.ref.model.path='{self.legal_moves.exported}'",
+            f"trainer.policy.model.path='{self.generations[-1].exported_model}'",
+            f"trainer.ref.model.path='{self.legal_moves.exported_model}'",
         )
         run = self._run("last-against-first", 1, models, SelfPlayEval)
         run.train()
         return Score.of(run.metrics()[-1])
 
     def draw(self) -> Path:
-        """The curves of all generations, one after the other."""
+        """Plot the curves of all generations in sequence."""
         curves = {
             f"generation {number}": [
                 {**row, "step": row["step"] + (number - 1) * self.n_steps} for row in run.metrics()
             ]
             for number, run in enumerate(self.generations, start=1)
         }
-        picture = self.legal_moves.folder.path.with_name(f"seed{self.seed}-generations.png")
-        title = "Points a game of tic-tac-toe against a frozen copy"
-        return compare_curves(curves, picture, metric=OUTCOME, title=title, baselines={"an even match": 0.5})
+        plot = self.legal_moves.folder.path.with_name(f"seed{self.seed}-generations.png")
+        title = "Points per game of tic-tac-toe against a frozen copy"
+        return compare_curves(curves, plot, metric=OUTCOME, title=title, baselines={"an even match": 0.5})
 
     def _run(
         self, label: str, n_steps: int, overrides: tuple[str, ...], experiment: type[BasePPOExp] = BasePPOExp
@@ -203,7 +203,7 @@ class SelfPlay:
 
 
 def report(games: SelfPlay) -> bool:
-    """Play, and say who won; whether every generation beat its copy."""
+    """Train, print the scores, and return True if every generation beat its copy."""
     started = time.monotonic()
     generations = games.play()
     last = games.last_against_first()
@@ -215,25 +215,26 @@ def report(games: SelfPlay) -> bool:
     print(f"  generation {len(generations)}, against the first copy\n    after {games.n_steps:3} steps    {last}")
     has_learned = all(scores[max(scores)].points >= RECIPE.required for scores in generations)
     print(
-        f"\nIt has {'' if has_learned else 'NOT '}learned: {RECIPE.required} points a game required, a draw is a half."
+        f"\nIt has {'' if has_learned else 'NOT '}learned: {RECIPE.required} points per game required, where a draw "
+        "counts half."
     )
     print(f"Learning curve: {games.draw()}")
     return has_learned
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. Exit status 1: it did not learn."""
+    """Run the command line; exit with status 1 if the model did not learn."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--seed", type=int, default=42, help="of the model, the data order and the sampling")
-    add("--output_dir", type=Path, default=Path("outputs"), help="where the run folders go")
+    add("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
+    add("--output_dir", type=Path, default=Path("outputs"), help="folder of the run folders")
     add("--steps", type=int, default=N_STEPS, help="training steps of each generation")
     add("--legal_steps", type=int, default=N_LEGAL_STEPS, help="training steps of the first copy")
-    add("--generations", type=int, default=N_GENERATIONS, help="copies that it plays against, one after the other")
-    add("overrides", nargs="*", help="key=value of the configuration")
+    add("--generations", type=int, default=N_GENERATIONS, help="number of successive copies to play against")
+    add("overrides", nargs="*", help="configuration overrides key=value")
     args = parser.parse_args(argv)
     if args.generations < 1:
-        parser.error(f"--generations={args.generations} leaves nobody to play against; use 1 or more")
+        parser.error(f"--generations={args.generations} must be at least 1")
     output_dir = args.output_dir.expanduser().resolve()
     games = SelfPlay(output_dir, args.seed, args.steps, args.legal_steps, args.generations, tuple(args.overrides))
     results: list[bool] = []

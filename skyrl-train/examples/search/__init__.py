@@ -1,1 +1,1 @@
-"""Questions that are answered with a search engine, as in Search-R1."""
+"""Questions to be answered with a search engine, as in Search-R1."""

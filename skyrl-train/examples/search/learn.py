@@ -2,11 +2,11 @@
 
     python -m examples.search.learn --seed 42
 
-Each question is about a box in a room, and only the search engine knows what is in it. The model starts with the form
-only: it searches for some box of the room, or for nothing, and answers with what it has read, or with any digit. To be
-right, it must search for the box it was asked about, always, and say what the document says. Validation asks about
-rooms that training never mentions, so that there is nothing to learn by heart. A retrieval server
-(`skyrl_gym.retrieval`) runs meanwhile. The exit status is 1 if it did not learn.
+Each question is about a box in a room, whose content only the search engine knows. At the start the model knows only
+the format: it searches for some box of the room, or for nothing, and answers with a retrieved or an arbitrary digit.
+To be correct, it must always search for the right box and repeat the digit in the document. The rooms in validation
+do not occur in training, so nothing can be memorised. A retrieval server (`skyrl_gym.retrieval`) runs during training.
+The exit status is 1 if it did not learn.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from skyrl_gym.envs.base_text_env import ConversationType
 ROOMS, N_TRAIN = range(100, 1000), 850
 COLOURS = ("red", "blue", "green", "grey")
 START_SECONDS = 60.0
-P_SEARCH, P_REPEAT = 0.9, 0.3  # of an attempt: to search, and to answer with what was read
+P_SEARCH, P_REPEAT = 0.9, 0.3  # probabilities that an attempt searches, and repeats the result
 
 
 def contents(room: int, colour: str) -> int:
-    """What is in a box: a digit."""
+    """Return the content of a box: a digit."""
     return random.Random(f"{room} {colour}").randrange(10)
 
 
 def document(room: int, colour: str) -> str:
-    """What the search engine knows of a box."""
+    """Return the document about a box in the search engine."""
     return f"room {room} {colour} box: {contents(room, colour)}"
 
 
 def question(room: int, colour: str) -> dict[str, Any]:
-    """A dataset row."""
+    """Return the dataset row of a box."""
     return {
         "data_source": "boxes",
         "prompt": [{"role": "user", "content": f"What is in the {colour} box of room {room}?"}],
@@ -57,36 +57,36 @@ def question(room: int, colour: str) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> None:
-    """The corpus, the questions about most rooms to train on, and those about the others to validate."""
+    """Write the corpus, training questions about most rooms, and validation questions about the others."""
     folder.mkdir(parents=True, exist_ok=True)
     rooms = list(ROOMS)
     random.Random(0).shuffle(rooms)
     lines = [json.dumps({"id": f"{r} {c}", "contents": document(r, c)}) for r in rooms for c in COLOURS]
     (folder / "corpus.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    for name, some in (("train", rooms[:N_TRAIN]), ("validation", rooms[N_TRAIN:])):
-        rows = [question(room, colour) for room in some for colour in COLOURS]
+    for name, split_rooms in (("train", rooms[:N_TRAIN]), ("validation", rooms[N_TRAIN:])):
+        rows = [question(room, colour) for room in split_rooms for colour in COLOURS]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 
 def attempt(row: dict[str, Any], rng: random.Random) -> ConversationType:
-    """A question, perhaps a search for some box of the room, and an answer that is what was read, or anything."""
+    """Return a question, maybe a search for some box of the room, and a retrieved or random answer."""
     room = row["extra_info"]["room"]
     conversation = list(row["prompt"])
     answer = rng.randrange(10)
     if rng.random() < P_SEARCH:
         colour = rng.choice(COLOURS)
-        told = json.dumps({"result": f"Doc 1: {document(room, colour)}\n"})
+        result = json.dumps({"result": f"Doc 1: {document(room, colour)}\n"})
         answer = contents(room, colour) if rng.random() < P_REPEAT else answer
         conversation += [
             {"role": "assistant", "content": f"<search>room {room} {colour} box</search>"},
-            {"role": "user", "content": f"\n<information>{told}</information>\n"},
+            {"role": "user", "content": f"\n<information>{result}</information>\n"},
         ]
     return [*conversation, {"role": "assistant", "content": f"<answer>{answer}</answer>"}]
 
 
 @contextmanager
 def search_engine(folder: Path) -> Iterator[Sequence[str]]:
-    """The retrieval server over the corpus."""
+    """Run the retrieval server over the corpus."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -114,7 +114,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
             return
         except urllib3.exceptions.HTTPError:
             time.sleep(0.1)
-    raise RuntimeError(f"the retrieval server does not answer at {url}; its own words stand above")
+    raise RuntimeError(f"the retrieval server does not respond at {url}; see its output above")
 
 
 RECIPE = Recipe(
@@ -136,7 +136,7 @@ RECIPE = Recipe(
     n_steps=80,
     context_length=256,
     n_start_steps=300,
-    world=search_engine,
+    service=search_engine,
 )
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Questions that are answered with a SQL query."""
+"""Questions to be answered with a SQL query."""

@@ -1,6 +1,6 @@
-"""Three small SQLite databases, invented, in the folders in which the environment `text2sql` looks for Spider's.
+"""Three small made-up SQLite databases, in the folder layout in which the environment `text2sql` expects Spider.
 
-They hold the same rows each time: the right answers to the questions about them do not depend on a seed.
+Their rows are always the same, so the correct answers to questions about them do not depend on a seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from skyrl_gym.envs.sql.env import FOLDERS
 
 DATA = "spider"
-"""Of the three sets whose folders the environment knows, the one with which these databases are put."""
+"""The database set, of the three that the environment knows, in whose folder these databases are written."""
 
 Tables = Mapping[str, Sequence[tuple[Any, ...]]]
 
@@ -71,7 +71,7 @@ CREATE TABLE matches (
 
 
 def shop(rng: random.Random) -> Tables:
-    """Customers, products, and who ordered what and when."""
+    """Customers, products and orders."""
     cities = ("Oslo", "Porto", "Graz", "Turku")
     goods = {
         "garden": {"spade": 24, "watering can": 13, "hose": 37, "rake": 19},
@@ -94,7 +94,7 @@ def shop(rng: random.Random) -> Tables:
 
 
 def library(rng: random.Random) -> Tables:
-    """Authors, their books, and who has borrowed them."""
+    """Authors, books and loans."""
     countries = rng.choices(("Norway", "Ghana", "Chile", "Japan"), k=len(SURNAMES))
     authors = zip(SURNAMES, countries, rng.sample(range(1900, 1990), len(SURNAMES)), strict=True)
     subjects = ("River", "Lighthouse", "Orchard", "Clock", "Harbour", "Letter", "Winter", "Garden", "Mirror", "Bridge")
@@ -120,7 +120,7 @@ def library(rng: random.Random) -> Tables:
 
 
 def league(rng: random.Random) -> Tables:
-    """Teams, their players, and a season in which each met each twice."""
+    """Teams, players, and a season in which each pair of teams meets twice."""
     teams = ("Comets", "Foxes", "Gulls", "Herons", "Larks", "Otters")
     cities = ("Graz", "Porto", "Graz", "Turku", "Oslo", "Porto")
     positions = ("goalkeeper", "defender", "midfielder", "forward")
@@ -146,7 +146,7 @@ DATABASES: Mapping[str, tuple[str, Callable[[random.Random], Tables]]] = {
 
 
 def make_databases(folder: Path) -> list[Path]:
-    """Write the databases below `folder`, which `environment.skyrl_gym.text2sql.db_path` should name; their files."""
+    """Write the databases below `folder`, for `environment.skyrl_gym.text2sql.db_path`; return their files."""
     files = []
     for db_id, (schema, rows_of) in DATABASES.items():
         file = folder / FOLDERS[DATA] / db_id / f"{db_id}.sqlite"

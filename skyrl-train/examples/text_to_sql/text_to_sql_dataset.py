@@ -1,14 +1,14 @@
-"""Write the text-to-SQL dataset: questions to databases, to be answered with one query each.
+"""Write the text-to-SQL dataset: questions about databases to be answered with one query each.
 
     python -m examples.text_to_sql.text_to_sql_dataset --output_dir ~/data/sql --db_path ~/data/sql/databases
 
 reads the questions of Spider from the Hub. Its databases are not there: put them below `--db_path`, as
-``spider/database/<db_id>/<db_id>.sqlite``; the prompts show their schemas. `--source sample` makes three small
-databases there, and has 37 questions about them: enough for first runs and tests, but no benchmark. Either way, train
-with ``environment.skyrl_gym.text2sql.db_path`` set to the same folder.
+``spider/database/<db_id>/<db_id>.sqlite``; the prompts contain their schemas. `--source sample` creates three small
+databases there with 37 questions about them, which suffice for first runs and tests, but are no benchmark. In both
+cases train with ``environment.skyrl_gym.text2sql.db_path`` set to the same folder.
 
-Raw rows have `db_id`, `question` and the right query, as Spider (`query`), BIRD (`SQL`) and SynSQL (`sql`) have them
-in their files; say with `--data` which of them `--source PATH` is of. Rows in SkyRL's columns keep their prompts.
+Raw rows have `db_id`, `question` and the reference query, in the column of Spider (`query`), BIRD (`SQL`) or SynSQL
+(`sql`); `--data` names the set of `--source PATH`. Rows with SkyRL's columns keep their prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ order, and no others.
 
 
 def dataset_row(raw: Row, split: str, index: int, db_path: Path, data: str) -> Row:
-    """The row of one question; `data` is the set of databases, where the raw row does not say."""
+    """Return the row of a question; `data` is the default database set."""
     db_id, data = field(raw, "db_id", str), raw.get("data") or data
     if data not in FOLDERS:
         raise DataError(f"data={data!r} is none of {', '.join(FOLDERS)}")
@@ -67,7 +67,7 @@ def dataset_row(raw: Row, split: str, index: int, db_path: Path, data: str) -> R
 
 
 def question_text(raw: Row, schema: str) -> str:
-    """The instruction, the tables and the question."""
+    """Return the instruction, the tables and the question."""
     hint = next((raw[name] for name in HINT_FIELDS if raw.get(name)), None)
     known = f"\nWhat you should know:\n{hint}\n" if hint else ""
     return f"{INSTRUCTION}\nTables:\n{schema}\n{known}\nQuestion: {field(raw, 'question', str)}"
@@ -75,7 +75,7 @@ def question_text(raw: Row, schema: str) -> str:
 
 @functools.cache
 def schema_of(db_path: Path, data: str, db_id: str) -> str:
-    """What creates the tables of a database; DataError if there is none."""
+    """Return the statements that create the tables of a database; raise DataError if it is missing."""
     file = db_path / FOLDERS[data] / db_id / f"{db_id}.sqlite"
     try:
         return "\n".join(f"{sql};" for (sql,) in run_query(file, READ_SCHEMA, SECONDS).rows)
@@ -86,11 +86,11 @@ def schema_of(db_path: Path, data: str, db_id: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = command_line(__doc__, "sql")
     add = parser.add_argument
     add("--db_path", type=Path, help="folder of all databases; %(default)s means databases/ in --output_dir")
-    add("--data", choices=FOLDERS, default=DATA, help="whose databases, where the raw rows do not say")
+    add("--data", choices=FOLDERS, default=DATA, help="database set of raw rows without the column `data`")
     args = parser.parse_args(argv)
     db_path = (args.db_path or args.output_dir / "databases").expanduser().resolve()
 

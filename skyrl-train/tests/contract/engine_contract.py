@@ -1,7 +1,7 @@
-"""The contract of inference engines. A backend's test module subclasses `EngineContract` and provides an `engine_kit`.
+"""The contract of inference engines. A test module subclasses `EngineContract` and provides an `engine_kit` fixture.
 
-The tests use the protocol alone, because the engine may be in another process. Tests of threads, or with access to the
-engine's internals, belong to the backend's own test module.
+The tests use only the protocol, because the engine may be in another process. Tests of threads or internals belong to
+the test module of the backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skyrl_train.inference_engines.base import (
 )
 from tests.contract.engine_kit import EngineKit, Listener
 
-LONG = {"n_new": 400, "ignore_eos": True}  # still running when a test looks at it
+LONG = {"n_new": 400, "ignore_eos": True}  # still running during the test
 B_TO_Z = ascii_lowercase[1:]
 SHAPED: list[dict[str, Any]] = [
     {"top_p": 0.6},
@@ -48,12 +48,12 @@ def assert_same(actual: EngineResult, expected: EngineResult, tolerance: float) 
 
 
 def assert_agrees(kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
-    """The engine and the trainer say the same about the sampled tokens."""
+    """Assert that the log-probs equal those of the trainer."""
     assert result.logprobs == pytest.approx(kit.trainer_logprobs(request, result), abs=kit.tolerance), request.sampling
 
 
 def start(engine: InferenceEngine, request: EngineRequest, method: str) -> asyncio.Task[EngineResult]:
-    """Serve a request by `generate` or by `stream`, in a task."""
+    """Serve a request by `generate` or `stream`, in a task."""
     if method == "stream":
         return Listener(engine, request).task
 
@@ -65,26 +65,24 @@ def start(engine: InferenceEngine, request: EngineRequest, method: str) -> async
 
 
 class EngineContract:
-    """One test for each promise of `InferenceEngine`, against the policy's own model."""
+    """One test for each guarantee of `InferenceEngine`, compared with the policy's own model."""
 
-    # -- what is sampled, and what is said about it
+    # -- sampling and log-probs
 
-    async def test_greedy_is_what_transformers_generates(self, engine_kit: EngineKit) -> None:
-        lengths = [1, 2, 31, 32, 33, 63, 64, 65, 200]  # around the sizes in which caches grow
+    async def test_greedy_sampling_equals_transformers(self, engine_kit: EngineKit) -> None:
+        lengths = [1, 2, 31, 32, 33, 63, 64, 65, 200]  # around the sizes at which caches grow
         requests = [engine_kit.request(n, 20, seed=n, temperature=0.0) for n in lengths]
         results = await engine_kit.new().generate(requests)
         assert [r.token_ids for r in results] == [engine_kit.greedy(r.prompt_ids, 20) for r in requests]
 
-    async def test_log_probs_are_the_trainers_at_the_temperature_of_the_request(self, engine_kit: EngineKit) -> None:
+    async def test_log_probs_equal_those_of_the_trainer_at_the_request_temperature(self, engine_kit: EngineKit) -> None:
         temperatures = (0.0, 0.4, 1.0, 1.7)
         requests = [engine_kit.request(9 + 20 * i, 12, seed=i, temperature=t) for i, t in enumerate(temperatures)]
         for request, result in zip(requests, await engine_kit.new().generate(requests), strict=True):
             assert_agrees(engine_kit, request, result)
             assert result.sampling_logprobs is result.raw_logprobs is result.top_logprobs is None
 
-    async def test_penalties_and_truncation_change_what_is_sampled_and_not_the_log_probs(
-        self, engine_kit: EngineKit
-    ) -> None:
+    async def test_penalties_and_truncation_change_sampling_and_not_the_log_probs(self, engine_kit: EngineKit) -> None:
         requests = [
             engine_kit.request(20, 16, seed=seed, temperature=temperature, **options)
             for seed, options in enumerate(SHAPED)
@@ -106,12 +104,12 @@ class EngineContract:
         logprobs = (engine_kit.logits(top, with_top) / 0.6).log_softmax(-1)
         assert with_top.top_logprobs is not None
         assert with_top.raw_logprobs is None
-        for row, told in zip(logprobs, with_top.top_logprobs, strict=True):
+        for row, top_logprobs in zip(logprobs, with_top.top_logprobs, strict=True):
             values, token_ids = row.topk(3)
             expected_row = dict(zip(token_ids.tolist(), values.tolist(), strict=True))
-            assert told == pytest.approx(expected_row, abs=engine_kit.tolerance)
+            assert top_logprobs == pytest.approx(expected_row, abs=engine_kit.tolerance)
 
-    async def test_tokens_follow_the_models_distribution(self, engine_kit: EngineKit) -> None:
+    async def test_tokens_follow_the_distribution_of_the_model(self, engine_kit: EngineKit) -> None:
         n = 600
         one = engine_kit.request(20, 1, temperature=0.5)
         requests = [replace(one, seed=seed) for seed in range(n)]
@@ -120,20 +118,20 @@ class EngineContract:
         counts = torch.bincount(torch.tensor([r.token_ids[0] for r in results]), minlength=len(probs)).float()
         largest = probs.topk(5).indices
         expected = torch.cat([probs[largest], 1 - probs[largest].sum(dim=0, keepdim=True)]) * n
-        found = torch.cat([counts[largest], n - counts[largest].sum(dim=0, keepdim=True)])
-        assert ((found - expected).square() / expected).sum() < 20.5  # 5 degrees of freedom: one in a thousand
+        observed = torch.cat([counts[largest], n - counts[largest].sum(dim=0, keepdim=True)])
+        assert ((observed - expected).square() / expected).sum() < 20.5  # 5 degrees of freedom: one in a thousand
 
-    async def test_the_seed_decides_and_nothing_else(self, engine_kit: EngineKit) -> None:
+    async def test_sampled_tokens_depend_on_the_seed_alone(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         requests = [engine_kit.request(5 + 3 * i, 16, seed=i) for i in range(4)]
-        together = await engine.generate([*requests, requests[1], replace(requests[1], seed=99)])
-        assert_same(together[4], together[1], engine_kit.tolerance)
-        assert together[5].token_ids != together[1].token_ids
-        for request, expected in zip(requests, together, strict=False):
-            (alone,) = await engine.generate([request])
-            assert_same(alone, expected, engine_kit.tolerance)
+        batched = await engine.generate([*requests, requests[1], replace(requests[1], seed=99)])
+        assert_same(batched[4], batched[1], engine_kit.tolerance)
+        assert batched[5].token_ids != batched[1].token_ids
+        for request, expected in zip(requests, batched, strict=False):
+            (single,) = await engine.generate([request])
+            assert_same(single, expected, engine_kit.tolerance)
 
-    # -- which request got what
+    # -- assignment of results to requests
 
     async def test_results_are_in_the_order_of_their_requests(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=2)
@@ -146,11 +144,11 @@ class EngineContract:
         for request, result in zip(requests, results, strict=True):
             assert_agrees(engine_kit, request, result)
 
-    async def test_calls_at_the_same_time(self, engine_kit: EngineKit) -> None:
+    async def test_simultaneous_calls(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         requests = [[engine_kit.request(10 + i, 12, seed=10 * i + j) for j in range(3)] for i in range(4)]
-        together = await asyncio.gather(*(engine.generate(group) for group in requests))
-        for group, results in zip(requests, together, strict=True):
+        batched = await asyncio.gather(*(engine.generate(group) for group in requests))
+        for group, results in zip(requests, batched, strict=True):
             for result, expected in zip(results, await engine.generate(group), strict=True):
                 assert_same(result, expected, engine_kit.tolerance)
 
@@ -177,7 +175,7 @@ class EngineContract:
             assert_same(await listener.result(), result, engine_kit.tolerance)
             assert listener.token_ids == result.token_ids
 
-    # -- when a response ends
+    # -- the end of a response
 
     @pytest.mark.parametrize(
         ("options", "text", "reason"),
@@ -185,19 +183,19 @@ class EngineContract:
             ({}, f"{B_TO_Z}7<|im_end|>", "stop"),
             ({"n_new": 5}, "bcdef", "length"),
             ({"stop": ("fgh",)}, "bcdefgh", "stop"),
-            ({"stop": ("fgh",), "n_new": 7}, "bcdefgh", "stop"),  # the last token allowed completes it
+            ({"stop": ("fgh",), "n_new": 7}, "bcdefgh", "stop"),  # the last allowed token completes it
             ({"stop": ("fgh",), "n_new": 6}, "bcdefg", "length"),
             ({"stop": ("xyz", "q", "fgi")}, "bcdefghijklmnopq", "stop"),  # whichever comes first
-            ({"stop": ("abc", "uvw")}, "bcdefghijklmnopqrstuvw", "stop"),  # the prompt's a does not count
+            ({"stop": ("abc", "uvw")}, "bcdefghijklmnopqrstuvw", "stop"),  # the a of the prompt does not count
             ({"stop": ("cde",), "min_new_tokens": 9}, f"{B_TO_Z}7<|im_end|>", "stop"),
-            ({"stop": ("cde",), "min_new_tokens": 5}, f"{B_TO_Z}7<|im_end|>", "stop"),  # it was complete before
+            ({"stop": ("cde",), "min_new_tokens": 5}, f"{B_TO_Z}7<|im_end|>", "stop"),  # completed too early
             ({"stop": ("cde",), "min_new_tokens": 4}, "bcde", "stop"),
             ({"stop_token_ids": "m"}, "bcdefghijklm", "stop"),
             ({"ignore_eos": True, "n_new": 30}, f"{B_TO_Z}7<|im_end|>abc", "length"),
             ({"ignore_eos": True, "stop": ("7",)}, f"{B_TO_Z}7", "stop"),
         ],
     )
-    async def test_a_response_ends_when_it_should(
+    async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(
         self, engine_kit: EngineKit, options: dict[str, Any], text: str, reason: str
     ) -> None:
         engine_kit.teach_spelling()
@@ -211,7 +209,7 @@ class EngineContract:
         (result,) = await engine.generate([EngineRequest(prompt_ids, sampling, seed=0)])
         assert (engine_kit.tokenizer.decode(result.token_ids), result.stop_reason) == (text, reason)
 
-    async def test_no_response_ends_before_its_least_length(self, engine_kit: EngineKit) -> None:
+    async def test_no_response_ends_before_min_new_tokens(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         requests = [engine_kit.request(9, 60, seed=seed, temperature=3.0) for seed in range(40)]
         free = await engine.generate(requests)
@@ -231,7 +229,7 @@ class EngineContract:
         assert (len(result.token_ids), result.stop_reason) == (4, "length")
         assert_agrees(engine_kit, request, result)
 
-    async def test_a_prompt_that_cannot_be_served_is_refused_alone(self, engine_kit: EngineKit) -> None:
+    async def test_only_the_call_of_a_prompt_that_cannot_be_served_is_refused(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         n = engine.info.context_length
         served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
@@ -243,27 +241,27 @@ class EngineContract:
         assert len((await served)[0].token_ids) == 20
 
     @pytest.mark.parametrize("token_id", [-1, 10_000])
-    async def test_a_token_that_the_model_does_not_know_is_refused(self, engine_kit: EngineKit, token_id: int) -> None:
+    async def test_an_unknown_token_is_refused(self, engine_kit: EngineKit, token_id: int) -> None:
         last = len(engine_kit.tokenizer) - 1
         with pytest.raises(EngineError, match=rf"a prompt with token {token_id}: .* 0 to {last}"):
             await engine_kit.new().generate([EngineRequest([5, token_id, 6], SamplingParams(4), seed=0)])
 
-    async def test_stop_tokens_that_the_model_does_not_know_are_refused_alone(self, engine_kit: EngineKit) -> None:
+    async def test_only_the_call_with_unknown_stop_tokens_is_refused(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
         with pytest.raises(EngineError, match=r"stop_token_ids=\[-1, 99999\]: this model knows 0 to"):
             await engine.generate([engine_kit.request(5, stop_token_ids=(-1, 7, 99_999), min_new_tokens=2)])
         assert len((await served)[0].token_ids) == 20
 
-    @pytest.mark.parametrize("way", ["closes the generator", "raises"])
-    async def test_a_consumer_that_stops_in_the_middle_ends_its_own_request_and_no_other(
-        self, engine_kit: EngineKit, way: str
+    @pytest.mark.parametrize("how", ["closes the generator", "raises"])
+    async def test_a_consumer_that_stops_early_cancels_only_its_own_request(
+        self, engine_kit: EngineKit, how: str
     ) -> None:
         async def consume(chunks: AsyncGenerator[TokenChunk, None]) -> None:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     assert chunk.result is None
-                    if way == "raises":
+                    if how == "raises":
                         raise ValueError("not interested")
                     await chunks.aclose()
 
@@ -273,19 +271,19 @@ class EngineContract:
         others = [start(engine, kept, method) for method in ("generate", "stream")]
         consumers = [asyncio.create_task(consume(engine.stream(engine_kit.request(n, **LONG)))) for n in (5, 6)]
         for consumer in consumers:
-            if way == "raises":
+            if how == "raises":
                 with pytest.raises(ValueError, match="not interested"):
                     await consumer
             else:
                 await consumer
         for other in others:
             assert_same(await other, expected, engine_kit.tolerance)
-        await engine_kit.sync(engine, 1)  # which an engine with unfinished requests refuses
+        await engine_kit.sync(engine, 1)  # refused while requests are unfinished
         assert_same((await engine.generate([kept]))[0], expected, engine_kit.tolerance)
 
-    # -- what is read again
+    # -- cached prefixes
 
-    async def test_every_turn_of_a_session_agrees_with_the_trainer_and_reuses_what_was_read(
+    async def test_every_turn_of_a_session_reuses_its_cache_and_agrees_with_the_trainer(
         self, engine_kit: EngineKit
     ) -> None:
         engine = engine_kit.new()
@@ -298,22 +296,22 @@ class EngineContract:
             for i, (turn, result) in enumerate(zip(turns, results, strict=True)):
                 assert_agrees(engine_kit, turn, result)
                 if n_turn and turn.session_id:
-                    assert len(turn.prompt_ids) - 12 - engine_kit.reused_at_once < result.n_reused
+                    assert len(turn.prompt_ids) - 12 - engine_kit.cache_block_size < result.n_reused
                 assert 0 <= result.n_reused < len(turn.prompt_ids)
                 observation = engine_kit.prompt(11, seed=i)
                 turns[i] = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + observation)
 
-    async def test_a_session_that_changed_its_mind_is_read_from_there_on(self, engine_kit: EngineKit) -> None:
+    async def test_an_edited_session_is_read_again_from_the_edit_on(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         first = engine_kit.request(150, 8, session="game")
         (result,) = await engine.generate([first])
         assert result.n_reused == 0
         edited = replace(first, prompt_ids=[*first.prompt_ids[:100], *engine_kit.prompt(40, seed=5)])
         (result,) = await engine.generate([edited])
-        assert 100 - engine_kit.reused_at_once < result.n_reused <= 100
+        assert 100 - engine_kit.cache_block_size < result.n_reused <= 100
         assert_agrees(engine_kit, edited, result)
 
-    async def test_an_ended_session_starts_over(self, engine_kit: EngineKit) -> None:
+    async def test_an_ended_session_starts_again(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         request = engine_kit.request(80, 8, session="game")
         (first,) = await engine.generate([request])
@@ -321,7 +319,7 @@ class EngineContract:
         await engine.end_session("unknown")
         assert_same((await engine.generate([request]))[0], first, engine_kit.tolerance)
 
-    async def test_long_prompts_are_read_in_pieces(self, engine_kit: EngineKit) -> None:
+    async def test_long_prompts_are_read_in_chunks(self, engine_kit: EngineKit) -> None:
         requests = [engine_kit.request(n, 10, seed=n) for n in (5, 300, 90)]
         for request, result in zip(
             requests, await engine_kit.new(max_num_batched_tokens=64).generate(requests), strict=True
@@ -336,7 +334,7 @@ class EngineContract:
         for version in range(3):
             (result,) = await engine.generate([request])
             assert result.weight_spans == ((version, 8),)
-            assert result.n_reused == 0  # what other weights computed is forgotten
+            assert result.n_reused == 0  # the cache of other weights is cleared
             assert_agrees(engine_kit, request, result)
             engine_kit.add_noise(seed=version)
             outdated = engine_kit.trainer_logprobs(request, result)
@@ -345,7 +343,7 @@ class EngineContract:
         top = engine_kit.request(40, 6, temperature=0.0, ignore_eos=True)
         assert (await engine.generate([top]))[0].token_ids == engine_kit.greedy(top.prompt_ids, 6)
 
-    async def test_a_sync_while_requests_run_is_refused(self, engine_kit: EngineKit) -> None:
+    async def test_a_sync_during_generation_is_refused(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         listeners = [Listener(engine, engine_kit.request(n, **LONG)) for n in (10, 11)]
         for listener in listeners:
@@ -373,7 +371,7 @@ class EngineContract:
         new = engine_kit.trainer_logprobs(request, result)
         assert result.logprobs == pytest.approx([*old[:n_before], *new[n_before:]], abs=engine_kit.tolerance)
 
-    async def test_weights_that_diverged_are_an_error_that_says_so(self, engine_kit: EngineKit) -> None:
+    async def test_nan_weights_are_reported(self, engine_kit: EngineKit) -> None:
         engine, request = engine_kit.new(), engine_kit.request(40, 4)
         (expected,) = await engine.generate([request])
         weight = engine_kit.model.lm_head.weight
@@ -389,9 +387,9 @@ class EngineContract:
         await engine_kit.sync(engine, 2)
         assert_same((await engine.generate([request]))[0], expected, engine_kit.tolerance)
 
-    # -- aborting, pausing, cancelling
+    # -- abort, pause, cancel
 
-    async def test_an_aborted_session_returns_what_it_has(self, engine_kit: EngineKit) -> None:
+    async def test_an_aborted_session_returns_its_tokens_so_far(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         kept, aborted = engine_kit.request(10, 30, session="kept"), engine_kit.request(11, session="game", **LONG)
         expected = await engine.generate([kept, replace(aborted, sampling=SamplingParams(100, ignore_eos=True))])
@@ -407,7 +405,7 @@ class EngineContract:
         assert cut.token_ids == listeners[1].token_ids == expected[1].token_ids[:n]
         assert cut.logprobs == pytest.approx(expected[1].logprobs[:n], abs=2 * engine_kit.tolerance)
 
-    async def test_an_abort_ends_all_requests_also_waiting_and_paused_ones(self, engine_kit: EngineKit) -> None:
+    async def test_an_abort_ends_all_requests_including_waiting_and_paused_ones(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=1)
         listeners = [Listener(engine, engine_kit.request(n, **LONG)) for n in (10, 11)]
         await listeners[0].wait_for(5)
@@ -443,7 +441,7 @@ class EngineContract:
             await engine.resume()
 
     @pytest.mark.parametrize("method", ["generate", "stream"])
-    async def test_a_cancelled_call_stops_and_leaves_the_others_alone(self, engine_kit: EngineKit, method: str) -> None:
+    async def test_a_cancelled_call_stops_without_affecting_others(self, engine_kit: EngineKit, method: str) -> None:
         engine = engine_kit.new(max_num_seqs=2)
         kept = engine_kit.request(10, 40, ignore_eos=True)
         (expected,) = await engine.generate([kept])
@@ -456,7 +454,7 @@ class EngineContract:
         running.cancel()
         waiting.cancel()
         assert_same(await served, expected, engine_kit.tolerance)
-        assert clock.n_tokens < 100  # `served` had a place at once: cancelled requests take no more steps
+        assert clock.n_tokens < 100  # `served` started at once, because cancelled requests take no further steps
         for task in (running, waiting):
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -465,7 +463,7 @@ class EngineContract:
         await engine_kit.sync(engine, 1)
         assert_same((await engine.generate([kept]))[0], expected, engine_kit.tolerance)
 
-    # -- rest and end
+    # -- sleep and close
 
     async def test_an_engine_sleeps_when_nothing_runs_and_wakes_up(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
@@ -488,7 +486,7 @@ class EngineContract:
         await engine.abort()
         await listener.result()
 
-    async def test_closing_fails_everyone_who_waits(self, engine_kit: EngineKit) -> None:
+    async def test_close_fails_all_waiting_calls(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=1)
         listener = Listener(engine, engine_kit.request(10, **LONG))
         methods = ("generate", "generate", "stream")

@@ -1,4 +1,4 @@
-"""Tools for the contract of engines: a backend under test, its requests, and the results they must have."""
+"""Tools for the engine contract: the backend under test, requests, and expected results."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ SYNC_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class EngineKit:
-    """A backend under test. Every test has its own."""
+    """The backend under test; each test has its own."""
 
     new: Callable[..., InferenceEngine]
-    """Makes an engine of `model`, closed after the test; takes `max_num_seqs` and `max_num_batched_tokens`."""
+    """Create an engine of `model` that is closed after the test; takes `max_num_seqs` and `max_num_batched_tokens`."""
     model: PreTrainedModel
-    """The policy, in float32, of at least 512 tokens of context; a test may change its weights."""
+    """The policy, in float32, with at least 512 tokens of context; a test may change its weights."""
     tokenizer: PreTrainedTokenizerBase
     tolerance: float
-    """How far log-probs may be from the trainer's."""
-    reused_at_once: int
-    """A cache is used in pieces of this many tokens."""
+    """Maximum absolute difference from the log-probs of the trainer."""
+    cache_block_size: int
+    """Number of tokens per block of the prefix cache."""
     transport: Transport = "shared"
-    """The way of new weights; "broadcast" where the engine is in another process."""
+    """Transport of new weights; "broadcast" if the engine is in another process."""
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a response."""
+        """The EOS token."""
         return int(self.tokenizer.eos_token_id)
 
     def prompt(self, n_tokens: int, seed: int = 0) -> list[int]:
-        """Random tokens, none of them special."""
+        """Return random tokens without special ones."""
         generator = torch.Generator().manual_seed(1000 * seed + n_tokens)
         return torch.randint(3, len(self.tokenizer), (n_tokens,), generator=generator).tolist()
 
     def request(
         self, n_prompt: int, n_new: int = 8, seed: int = 0, session: str | None = None, **sampling: Any
     ) -> EngineRequest:
-        """A request whose prompt belongs to its length and seed."""
+        """Return a request whose prompt depends on its length and seed."""
         return EngineRequest(self.prompt(n_prompt, seed), SamplingParams(n_new, **sampling), seed, session)
 
     def greedy(self, prompt_ids: list[int], n_new: int) -> list[int]:
-        """What transformers generates."""
+        """Generate greedily with transformers."""
         output = self.model.generate(
             torch.tensor([prompt_ids]),
             attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
@@ -85,7 +85,7 @@ class EngineKit:
     def trainer_logprobs(
         self, request: EngineRequest, result: EngineResult, temperature: float | None = None
     ) -> list[float]:
-        """What the trainer computes for the sampled tokens, at the request's temperature unless told otherwise."""
+        """Return the trainer's log-probs of the sampled tokens, by default at the temperature of the request."""
         if temperature is None:
             temperature = request.sampling.temperature or 1.0
         sequences = torch.tensor([request.prompt_ids + result.token_ids])
@@ -95,13 +95,13 @@ class EngineKit:
         return scores.logprobs[0].tolist()
 
     def logits(self, request: EngineRequest, result: EngineResult) -> torch.Tensor:
-        """The logits (n, V) that each sampled token was chosen from."""
+        """Return the logits (n, V) from which the tokens were sampled."""
         with torch.no_grad():
             logits = self.model(torch.tensor([request.prompt_ids + result.token_ids])).logits[0]
         return logits[len(request.prompt_ids) - 1 : -1]
 
     def sampling_logprobs(self, request: EngineRequest, result: EngineResult) -> list[float]:
-        """Log-probs of the distribution that should have been sampled from, one token after the other."""
+        """Return the log-probs of the sampled tokens under the penalized and truncated distribution."""
         logprobs = []
         for i, logits in enumerate(self.logits(request, result)):
             shaped = _shaped(logits, request, result.token_ids[:i], self.eos_id)
@@ -109,7 +109,7 @@ class EngineKit:
         return logprobs
 
     async def sync(self, engine: InferenceEngine, version: int) -> None:
-        """Give the engine the weights that `model` has now, as those of `version`."""
+        """Send the current weights of `model` to the engine, as `version`."""
         await sync_weights(engine, self.model.named_parameters, version, self.transport)
 
     def add_noise(self, scale: float = 0.02, seed: int = 1) -> None:
@@ -120,10 +120,10 @@ class EngineKit:
                 parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
     def teach_spelling(self) -> None:
-        """Make the policy continue a with b, b with c, and so on; after z come `7`, the end, and a again."""
+        """Make the policy spell the alphabet: b follows a, and so on; after z come `7`, the EOS token, and a again."""
         token_ids = self.tokenizer.convert_tokens_to_ids([*ascii_lowercase, "7", self.tokenizer.eos_token, "a"])
         with torch.no_grad():
-            for layer in self.model.model.layers:  # each token's state is its embedding and nothing else
+            for layer in self.model.model.layers:  # the state of each token is its embedding
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
             embeddings, head = self.model.get_input_embeddings().weight.zero_(), self.model.lm_head.weight.zero_()
@@ -133,7 +133,7 @@ class EngineKit:
 
 
 class Listener:
-    """A task that streams one request, and the chunks that it has received. A test can wait for tokens."""
+    """A task that streams one request and collects its chunks; a test can wait for tokens."""
 
     def __init__(self, engine: InferenceEngine, request: EngineRequest) -> None:
         self.chunks: list[TokenChunk] = []
@@ -141,12 +141,12 @@ class Listener:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens received so far."""
+        """Tokens received so far."""
         return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
-        """The log-probs received so far."""
+        """Log-probs received so far."""
         return [logprob for chunk in self.chunks for logprob in chunk.logprobs]
 
     @property
@@ -155,13 +155,13 @@ class Listener:
         return len(self.token_ids)
 
     async def wait_for(self, n_tokens: int) -> None:
-        """Wait for this many tokens, for a minute at most."""
+        """Wait for this many tokens, for at most a minute."""
         async with asyncio.timeout(60):
             while self.n_tokens < n_tokens:
                 await asyncio.sleep(0.001)
 
     async def settle(self) -> int:
-        """Return the number of tokens once no more arrive: those of a paused engine may still be on their way."""
+        """Wait until no more tokens arrive (a paused engine may still send some), and return their number."""
         async with asyncio.timeout(10):
             n_before = -1
             while self.n_tokens > n_before:
@@ -189,11 +189,11 @@ class TensorSource:
     named_tensors: Callable[[], NamedTensors]
 
     async def tensor_specs(self) -> list[TensorSpec]:
-        """See `WeightSource.tensor_specs`."""
+        """Return name, shape and dtype of each tensor."""
         return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.named_tensors()]
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
-        """See `WeightSource.send_weights`. A broadcast blocks until it was received."""
+        """Send the tensors as planned; a broadcast blocks until they are received."""
         tensors = ((name, tensor.detach()) for name, tensor in self.named_tensors())
         return await asyncio.to_thread(send, plan, tensors)
 
@@ -204,12 +204,12 @@ async def sync_weights(
     version: int,
     transport: Transport = "shared",
 ) -> None:
-    """Give the engine some weights, as those of `version`."""
+    """Send weights to the engine, as `version`."""
     await WeightSync(TensorSource(named_tensors), [engine], transport, timeout_s=SYNC_TIMEOUT_S)(version)
 
 
 def _shaped(logits: torch.Tensor, request: EngineRequest, sampled: list[int], eos_id: int) -> torch.Tensor:
-    """Logits (V,) after penalties, temperature and truncation, by transformers' own processors where it has them."""
+    """Return the logits (V,) after penalties, temperature and truncation, with processors of transformers."""
     sampling = request.sampling
     scores, input_ids = logits[None].clone(), torch.tensor([request.prompt_ids + sampled])
     if sampling.repetition_penalty != 1:

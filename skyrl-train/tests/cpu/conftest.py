@@ -1,4 +1,4 @@
-"""Models of other architectures than the tiny one."""
+"""Models of architectures other than that of the tiny model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER_ARCHITECTURES = {
 
 @pytest.fixture(scope="session", params=sorted(OTHER_ARCHITECTURES))
 def other_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    """One after the other: models of other architectures than Qwen3, with random weights and 61 tokens."""
+    """Models of architectures other than Qwen3, with random weights and 61 tokens."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(OTHER_ARCHITECTURES[request.param])

@@ -1,4 +1,4 @@
-"""Batches of every input that an advantage estimator can ask for, made up from a seed."""
+"""Random batches with every input that an advantage estimator can read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from skyrl_train.config.algorithm import AlgorithmConfig, GdpoConfig
 
-OF_TOKENS = ("token_level_rewards", "values", "old_log_probs", "ref_log_probs", "entropies", "sum_pi_squared")
+TOKEN_INPUTS = ("token_level_rewards", "values", "old_log_probs", "ref_log_probs", "entropies", "sum_pi_squared")
 
 Inputs = dict[str, Any]
 
 
 def make_inputs(seed: int, n_rows: int, length: int) -> Inputs:
-    """Up to three prompts; turns, observations and padding anywhere, and rows that were left out altogether.
+    """Generate inputs for up to three prompts, with turns, observations, padding and fully masked rows.
 
-    Rewards, values and discounts are short binary fractions, which float32 adds up without rounding.
+    Rewards, values and discounts are short binary fractions, which float32 adds without rounding.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -54,13 +54,13 @@ inputs = st.builds(make_inputs, seed=st.integers(0, 10**6), n_rows=st.integers(1
 
 
 def with_tensors(inputs: Inputs, change: Any) -> Inputs:
-    """The inputs with `change(name, tensor)` in place of each tensor, those of the reward components included."""
+    """Apply `change(name, tensor)` to each tensor, including those of the reward components."""
     changed = {name: change(name, x) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     components = inputs["reward_components"].items()
     return changed | {"reward_components": {name: change(name, x) for name, x in components}}
 
 
 def select(inputs: Inputs, rows: list[int]) -> Inputs:
-    """The inputs of some rows, in this order."""
+    """Return the inputs of the given rows, in this order."""
     chosen = with_tensors(inputs, lambda _, x: x[rows])
     return chosen | {"index": [inputs["index"][row] for row in rows]}

@@ -1,4 +1,4 @@
-"""Settings that tests of rules share, and the sentences of a module of rules that a test has seen."""
+"""Shared settings for tests of rules, and the coverage of the messages that a module of rules can yield."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = {
     "outlier_token_is_threshold_low": 0.1,
     "outlier_token_is_threshold_high": 10.0,
 }
-Case = tuple[list[str], str, list[list[str]]]  # what is reported, in which words, and the nearest that is not
+Case = tuple[list[str], str, list[list[str]]]  # overrides, their message, and similar overrides without a message
 
 
 def estimator(name: str) -> str:
@@ -38,7 +38,7 @@ def loss(name: str) -> str:
 
 
 def sentences_of(module: ModuleType, *, without: Iterable[str] = ()) -> set[int]:
-    """Return the lines of a module that yield a sentence, but for the functions named in `without`."""
+    """Return the lines of a module that yield a sentence, except in the functions named in `without`."""
     functions = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef)]
     kept = [function for function in functions if function.name not in set(without)]
     return {node.lineno for function in kept for node in ast.walk(function) if isinstance(node, ast.Yield)}

@@ -1,4 +1,4 @@
-"""The size of the models that tests make of other architectures."""
+"""Dimensions of small models of other architectures."""
 
 from __future__ import annotations
 

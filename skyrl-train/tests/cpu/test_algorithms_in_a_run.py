@@ -1,4 +1,4 @@
-"""Whole runs with the parts that only some algorithms need: what they log, and that they resume bit for bit."""
+"""Complete runs with components that only some algorithms need: their metrics, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Metrics = list[dict[str, Any]]
 
 
 class LettersEnv(BaseTextEnv):
-    """Two turns; rewards the letter "a" and, as another component, short replies."""
+    """An environment of two turns; rewards the letter "a" and, as a second component, short replies."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _letters() -> Iterator[None]:
 
 @pytest.fixture
 def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., Metrics]:
-    """Train in the folder `name` and return what was logged."""
+    """Train in the folder `name` and return the logged metrics."""
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "env_class": "letters"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
@@ -66,7 +66,7 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., Metrics]:
                 "trainer.ckpt_interval=-1",
                 "trainer.eval_interval=-1",
                 "trainer.logger=jsonl",
-                "generator.batched=true",  # what shares a forward pass decides the last bit
+                "generator.batched=true",  # the batch of a forward pass affects the last bit
                 "generator.max_turns=2",
                 "generator.n_samples_per_prompt=4",
                 "generator.sampling_params.max_generate_length=4",
@@ -81,17 +81,17 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., Metrics]:
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[TrainingBatch]:
-    """Every batch that an advantage was computed for."""
-    seen: list[TrainingBatch] = []
+    """Every batch for which advantages were computed."""
+    recorded_batches: list[TrainingBatch] = []
     advantages = Learner.advantages
 
-    def recorded(self: Learner, batch: TrainingBatch) -> tuple[TrainingBatch, StepMetrics]:
+    def recording_advantages(self: Learner, batch: TrainingBatch) -> tuple[TrainingBatch, StepMetrics]:
         batch, metrics = advantages(self, batch)
-        seen.append(batch)
+        recorded_batches.append(batch)
         return batch, metrics
 
-    monkeypatch.setattr(Learner, "advantages", recorded)
-    return seen
+    monkeypatch.setattr(Learner, "advantages", recording_advantages)
+    return recorded_batches
 
 
 def untimed(rows: Metrics) -> Metrics:
@@ -99,11 +99,11 @@ def untimed(rows: Metrics) -> Metrics:
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
 
-def test_everything_that_has_a_state_resumes_bit_for_bit(
+def test_every_stateful_component_resumes_bit_for_bit(
     train: Callable[..., Metrics], tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    """Critic, adaptive KL penalty, a reference that moves with the epochs, dynamic sampling in mid-epoch."""
-    everything = [
+    """Critic, adaptive KL penalty, a reference updated every epoch, and dynamic sampling in mid-epoch."""
+    settings = [
         "trainer.algorithm.advantage_estimator=gae",
         f"trainer.critic.model.path='{tiny_model_path}'",
         "trainer.algorithm.use_kl_loss=false",
@@ -119,29 +119,31 @@ def test_everything_that_has_a_state_resumes_bit_for_bit(
         "trainer.ckpt_interval=3",
         "trainer.hf_save_interval=100",
     ]
-    alone = train("alone", *everything, "trainer.max_training_steps=6")
-    train("stopped", *everything, "trainer.max_training_steps=3")
-    resumed = train("stopped", *everything, "trainer.max_training_steps=6")
+    uninterrupted = train("uninterrupted", *settings, "trainer.max_training_steps=6")
+    train("stopped", *settings, "trainer.max_training_steps=3")
+    resumed = train("stopped", *settings, "trainer.max_training_steps=6")
 
-    assert untimed(resumed) == untimed(alone)
+    assert untimed(resumed) == untimed(uninterrupted)
     for role in ("policy", "critic"):
-        exports = [tmp_path / f"skyrl/{name}/export/global_step_6/{role}" for name in ("alone", "stopped")]
+        exports = [tmp_path / f"skyrl/{name}/export/global_step_6/{role}" for name in ("uninterrupted", "stopped")]
         left, right = (load_file(folder / "model.safetensors") for folder in exports)
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left), role
-    coefficients = [row["loss/kl_loss_coef"] for row in alone[1:]]
-    assert len(set(coefficients)) == len(coefficients), "the adaptive coefficient moves at every step"
-    assert {"policy", "critic", "ref"} <= {f.name for f in (tmp_path / "skyrl/alone/ckpts/global_step_6").iterdir()}
-    last = alone[-1]
+    coefficients = [row["loss/kl_loss_coef"] for row in uninterrupted[1:]]
+    assert len(set(coefficients)) == len(coefficients), "the adaptive coefficient changes at every step"
+    assert {"policy", "critic", "ref"} <= {
+        f.name for f in (tmp_path / "skyrl/uninterrupted/ckpts/global_step_6").iterdir()
+    }
+    last = uninterrupted[-1]
     assert last["critic/grad_norm"] > 0
     assert last["timing/critic_train"] > 0
 
 
-def test_a_step_whose_rollouts_fail_loses_no_step_before_it(
+def test_a_step_with_failing_rollouts_keeps_all_steps_before_it(
     train: Callable[..., Metrics], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["trainer.epochs=3", "trainer.ckpt_interval=100", "environment.skyrl_gym.max_env_workers=0"]
-    alone = train("alone", *settings)
+    uninterrupted = train("uninterrupted", *settings)
     step, n_turns = LettersEnv.step, 0
 
     def fails_in_the_fourth_step(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
@@ -157,35 +159,35 @@ def test_a_step_whose_rollouts_fail_loses_no_step_before_it(
     assert "the service is down" in capsys.readouterr().err
     assert (tmp_path / "skyrl/interrupted/ckpts/latest_ckpt_global_step.txt").read_text() == "3\n"
     monkeypatch.setattr(LettersEnv, "step", step)
-    assert untimed(train("interrupted", *settings)) == untimed(alone)
+    assert untimed(train("interrupted", *settings)) == untimed(uninterrupted)
 
 
-def test_the_reference_becomes_the_policy_when_an_epoch_ends(train: Callable[..., Metrics]) -> None:
+def test_the_reference_is_updated_at_the_end_of_an_epoch(train: Callable[..., Metrics]) -> None:
     settings = ["trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.policy_mini_batch_size=4"]
     fixed = train("fixed", *settings)
     moved = train("moved", *settings, "trainer.update_ref_every_epoch=true")
     first_of_epoch, second_of_epoch = (1, 3, 5), (2, 4, 6)
-    for step in first_of_epoch:  # one update a step: its KL is measured before it
+    for step in first_of_epoch:  # one update per step; the KL is measured before the update
         assert moved[step]["policy/policy_kl"] == pytest.approx(0, abs=1e-6)
     for step in second_of_epoch:
         assert moved[step]["policy/policy_kl"] > 1e-5
     assert fixed[3]["policy/policy_kl"] > 1e-5
 
 
-def test_an_epoch_that_ends_within_a_step_updates_the_reference_too(
+def test_an_epoch_that_ends_within_a_step_updates_the_reference(
     train: Callable[..., Metrics], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two batches a step, three an epoch: the first epoch ends in the middle of the second step."""
+    """A step takes two batches and an epoch has three, so the first epoch ends in the middle of the second step."""
     lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "more.jsonl").write_text("".join([*lines, *lines[:4]]))
     updates: list[int] = []
     refresh = Learner.refresh_reference
 
-    async def counted(self: Learner, version: int) -> None:
+    async def counting_refresh(self: Learner, version: int) -> None:
         updates.append(version)
         await refresh(self, version)
 
-    monkeypatch.setattr(Learner, "refresh_reference", counted)
+    monkeypatch.setattr(Learner, "refresh_reference", counting_refresh)
     monkeypatch.setattr(dynamic_sampling, "informative_groups", lambda rewards, draws, tolerance: set(draws[:8]))
     rows = train(
         "crossing",
@@ -196,12 +198,10 @@ def test_an_epoch_that_ends_within_a_step_updates_the_reference_too(
         "trainer.max_training_steps=3",
     )
     assert [row["generate/n_sample_batches"] for row in rows[1:]] == [2, 2, 2]
-    assert len(updates) == 1, "the run's last step updates nothing"
+    assert len(updates) == 1, "the last step of the run does not update the reference"
 
 
-def test_a_kl_penalty_lowers_the_rewards_that_are_learned_from(
-    train: Callable[..., Metrics], batches: list[TrainingBatch]
-) -> None:
+def test_a_kl_penalty_lowers_the_trained_rewards(train: Callable[..., Metrics], batches: list[TrainingBatch]) -> None:
     in_reward = ["trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"]
     rows = train("penalty", *in_reward, "trainer.algorithm.kl_loss_coef=0.5", "trainer.algorithm.kl_estimator_type=k1")
     raw, penalty = rows[2]["reward/avg_raw_reward"], rows[2]["loss/avg_kl"]
@@ -215,14 +215,12 @@ def test_a_kl_penalty_lowers_the_rewards_that_are_learned_from(
     assert rows[2]["loss/kl_loss_coef"] == 0.5
 
 
-def test_remax_subtracts_what_a_greedy_rollout_gets(
-    train: Callable[..., Metrics], batches: list[TrainingBatch]
-) -> None:
+def test_remax_subtracts_the_greedy_reward(train: Callable[..., Metrics], batches: list[TrainingBatch]) -> None:
     train("remax", "trainer.algorithm.advantage_estimator=remax", "trainer.max_training_steps=1")
     (batch,) = batches
     assert batch.greedy_rewards is not None
     assert batch.advantages is not None
-    first_token = batch.advantages[:, 0]  # reward-to-go from the start is the total
+    first_token = batch.advantages[:, 0]  # the reward-to-go of the first token is the total
     torch.testing.assert_close(first_token, batch.rewards.sum(dim=1) - batch.greedy_rewards)
     by_prompt = {
         uid: {r for u, r in zip(batch.draws.tolist(), batch.greedy_rewards.tolist(), strict=True) if u == uid}
@@ -231,7 +229,7 @@ def test_remax_subtracts_what_a_greedy_rollout_gets(
     assert all(len(rewards) == 1 for rewards in by_prompt.values())
 
 
-def test_gdpo_reads_the_components_that_the_environment_reports(
+def test_gdpo_reads_the_reward_components_of_the_environment(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
     train("gdpo", "trainer.algorithm.advantage_estimator=gdpo", "trainer.max_training_steps=1")
@@ -241,7 +239,7 @@ def test_gdpo_reads_the_components_that_the_environment_reports(
     torch.testing.assert_close(total, batch.rewards.sum(dim=1))
 
 
-def test_components_that_nobody_reports_are_named(
+def test_missing_reward_components_are_reported(
     train: Callable[..., Metrics], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def plain(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
@@ -253,25 +251,25 @@ def test_components_that_nobody_reports_are_named(
     assert "reward_components" in capsys.readouterr().err
 
 
-def test_an_estimator_gets_the_statistics_it_asks_for(
+def test_an_estimator_gets_the_statistics_it_requires(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
     one_update = ["trainer.policy_mini_batch_size=4", "trainer.max_training_steps=1"]
     train("otb", "trainer.algorithm.advantage_estimator=optimal_token_baseline", *one_update)
     train("plain", *one_update)
-    asked, plain = batches
-    assert asked.sum_pi_squared is not None
-    on_mask = asked.sum_pi_squared[asked.loss_mask > 0]
+    with_statistics, plain = batches
+    assert with_statistics.sum_pi_squared is not None
+    on_mask = with_statistics.sum_pi_squared[with_statistics.loss_mask > 0]
     assert (on_mask > 0).all()
     assert (on_mask < 1).all()
-    assert plain.sum_pi_squared is None, "one mini-batch needs no pass of its own"
+    assert plain.sum_pi_squared is None, "one mini-batch needs no separate scoring pass"
 
 
-def test_a_pupil_approaches_its_teacher(train: Callable[..., Metrics], tmp_path: Path) -> None:
+def test_a_student_approaches_its_teacher(train: Callable[..., Metrics], tmp_path: Path) -> None:
     train("teacher", "trainer.epochs=6", "trainer.policy.optimizer_config.lr=1e-2", "trainer.hf_save_interval=100")
     teacher = tmp_path / "skyrl/teacher/export/global_step_12/policy"
     rows = train(
-        "pupil",
+        "student",
         "trainer.algorithm.advantage_estimator=on_policy_distillation",
         "trainer.algorithm.policy_loss_type=importance_sampling",
         f"trainer.ref.model.path='{teacher}'",
@@ -284,7 +282,7 @@ def test_a_pupil_approaches_its_teacher(train: Callable[..., Metrics], tmp_path:
     assert sum(kl[-5:]) < 0.5 * sum(kl[:5])
 
 
-def test_a_teacher_with_other_tokens_is_refused(
+def test_a_teacher_with_another_vocabulary_is_refused(
     train: Callable[..., Metrics], tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     teacher = tmp_path / "teacher"
@@ -300,11 +298,11 @@ def test_a_teacher_with_other_tokens_is_refused(
             text = json.dumps(vocabulary).encode()
         (teacher / file.name).write_bytes(text)
     with pytest.raises(SystemExit):
-        train("pupil", f"trainer.ref.model.path='{teacher}'")
+        train("student", f"trainer.ref.model.path='{teacher}'")
     assert "reads other tokens than the policy" in capsys.readouterr().err
 
 
-def test_groups_of_equal_rewards_are_left_out_of_the_loss(
+def test_groups_of_equal_rewards_are_masked_from_the_loss(
     train: Callable[..., Metrics], batches: list[TrainingBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def half(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
@@ -321,7 +319,7 @@ def test_groups_of_equal_rewards_are_left_out_of_the_loss(
         is_flat = torch.tensor([len(spread[uid]) == 1 for uid in batch.draws.tolist()])
         assert is_flat.sum() == n
         assert ((batch.loss_mask.sum(dim=1) == 0) == is_flat).all()
-    assert 0 < sum(n_masked) < 32, "choose another letter"
+    assert 0 < sum(n_masked) < 32, "the test needs masked and unmasked groups; choose another letter"
 
 
 def test_truncated_replies_are_filtered_and_long_ones_punished(
@@ -335,12 +333,12 @@ def test_truncated_replies_are_filtered_and_long_ones_punished(
         "trainer.max_training_steps=1",
     )
     (batch,) = batches
-    is_left_out = batch.loss_mask.sum(dim=1) == 0
-    assert is_left_out.any(), "the tiny model's replies reach four tokens"
-    assert (batch.rewards.sum(dim=1)[is_left_out] < -80).all()
+    is_masked = batch.loss_mask.sum(dim=1) == 0
+    assert is_masked.any(), "no reply reached the limit of four tokens"
+    assert (batch.rewards.sum(dim=1)[is_masked] < -80).all()
 
 
-def test_rewards_of_replies_that_did_not_stop_are_zero_where_asked_for(
+def test_zero_reward_on_non_stop_zeroes_rewards_of_truncated_replies(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
     rows = train("strict", "generator.zero_reward_on_non_stop=true", "trainer.max_training_steps=1")
@@ -349,7 +347,7 @@ def test_rewards_of_replies_that_did_not_stop_are_zero_where_asked_for(
     assert rows[1]["reward/avg_raw_reward"] == pytest.approx(batch.rewards.sum(dim=1).mean().item())
 
 
-def test_advantages_are_normalised_over_the_batch_where_asked_for(
+def test_advantage_batch_normalize_normalises_advantages_over_the_batch(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
     train(
@@ -365,7 +363,7 @@ def test_advantages_are_normalised_over_the_batch_where_asked_for(
     assert on_mask.std(correction=0).item() == pytest.approx(1, abs=1e-4)
 
 
-def test_every_turn_is_learned_from_with_the_advantage_of_its_trajectory(
+def test_every_turn_is_trained_with_the_advantage_of_its_trajectory(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
     rows = train("steps", "generator.step_wise_trajectories=true", "trainer.max_training_steps=1")
@@ -381,7 +379,7 @@ def test_every_turn_is_learned_from_with_the_advantage_of_its_trajectory(
     assert rows[-1]["generate/avg_turns"] == 2
 
 
-def test_advantages_of_tokens_count_the_rewards_of_later_rows(
+def test_token_advantages_include_rewards_of_later_rows(
     train: Callable[..., Metrics], batches: list[TrainingBatch], tiny_model_path: Path
 ) -> None:
     rows = train(
@@ -396,11 +394,11 @@ def test_advantages_of_tokens_count_the_rewards_of_later_rows(
         "trainer.algorithm.kl_loss_coef=0.5",
         "trainer.max_training_steps=2",
     )
-    batch = batches[1]  # the policy has moved away from the reference
+    batch = batches[1]  # the policy now differs from the reference
     assert batch.is_last_row.tolist() == [False, True] * 16
     assert batch.rewards is not None
     assert batch.returns is not None
-    totals = batch.rewards.sum(dim=1).view(16, 2).sum(dim=1)  # of each trajectory, less the KL penalty
+    totals = batch.rewards.sum(dim=1).view(16, 2).sum(dim=1)  # total of each trajectory minus the KL penalty
     torch.testing.assert_close(batch.returns[::2, 0], totals)
     last = rows[-1]
     assert last["loss/avg_kl_max"] > 0
@@ -410,17 +408,17 @@ def test_advantages_of_tokens_count_the_rewards_of_later_rows(
 
 
 @pytest.fixture
-def _half_a_reward_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trajectory has a total reward of 1.0."""
+def _equal_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every turn a reward of 0.5, so every trajectory has a total of 1.0."""
     step = LettersEnv.step
 
-    def rewarded(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
+    def step_with_equal_reward(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
         return {**step(self, action), "reward": 0.5, "metadata": {}}
 
-    monkeypatch.setattr(LettersEnv, "step", rewarded)
+    monkeypatch.setattr(LettersEnv, "step", step_with_equal_reward)
 
 
-@pytest.mark.usefixtures("_half_a_reward_each_turn")
+@pytest.mark.usefixtures("_equal_rewards")
 def test_rewards_and_filters_count_trajectories_of_several_rows_once(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
@@ -438,10 +436,10 @@ def test_rewards_and_filters_count_trajectories_of_several_rows_once(
     assert not batch.loss_mask.any()
     assert rows[-1]["reward/num_zero_variance_filtered"] == 4
     assert rows[-1]["loss/avg_final_rewards"] == 1.0
-    assert "policy/grad_norm" not in rows[-1], "nothing is left to learn from"
+    assert "policy/grad_norm" not in rows[-1], "no trained tokens are left"
 
 
-def test_a_template_of_ones_own_trains_without_log_probs_of_the_engine(
+def test_a_custom_template_trains_without_rollout_log_probs(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
     rows = train("template", "generator.chat_template.name_or_path=qwen3_with_thinking", "trainer.max_training_steps=1")

@@ -1,4 +1,4 @@
-"""The code in the documentation runs, and what it names is there."""
+"""The code in the documentation runs, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEY = re.compile(r"\b(?:data|trainer|generator|environment)\.\w+(?:\.\w+)*")
 
 @pytest.fixture
 def registered() -> Iterator[list[str]]:
-    """Runs the first five examples; the names of estimators and losses they registered."""
+    """Run the first five examples, and return the names of the estimators and losses that they register."""
     register_catch()
     before = [set(registry.list_available()) for registry in REGISTRIES]
     for code in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(encoding="utf-8"), re.DOTALL)[:5]:
@@ -58,7 +58,7 @@ def registered() -> Iterator[list[str]]:
         ("reduced", "policy/ppo_clip_ratio"),
     ],
 )
-def test_an_estimator_and_a_loss_of_ones_own_train(
+def test_the_estimator_and_losses_of_the_page_train(
     registered: list[str], loss: str, metric: str, tiny_model_path: Path, tmp_path: Path
 ) -> None:
     estimator, *losses = registered
@@ -88,8 +88,8 @@ def test_an_estimator_and_a_loss_of_ones_own_train(
     assert 0 < last["reward/component/brevity"] <= 1
 
 
-class AskedToStop:
-    """A run that records why it was asked to stop."""
+class StoppableRun:
+    """A run that records the reasons of stop requests."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -108,20 +108,20 @@ def test_the_callback_of_the_page_stops_a_solved_run(score: float, reasons: list
         callbacks = experiment.get_callbacks(experiment.get_eval_dataset(), GeneratorInterface(), tracker)
     kinds = [type(callback).__name__ for callback in callbacks]
     assert kinds[1:3] == ["Evaluation", "StopWhenSolved"]
-    run = AskedToStop()
+    run = StoppableRun()
     asyncio.run(callbacks[2].on_step_end(run, StepReport(1, False, {"eval/all/avg_score": score})))
     assert run.reasons == reasons
 
 
 def environments_page(name: str) -> Any:
-    """What the Python of the page on environments defines as `name`."""
+    """Run the Python code of the page on environments and return its definition of `name`."""
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL):
         exec(code, names)
     return names[name]
 
 
-def test_the_environment_of_the_page_keeps_every_rule() -> None:
+def test_the_environment_of_the_page_passes_the_checkup() -> None:
     (row,) = re.findall(r"```json\n(.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL)
     findings = list(Checkup(EnvSpec("higher_lower", environments_page("HigherLowerEnv")), json.loads(row)).run())
     assert {finding.verdict for finding in findings} == {"kept"}
@@ -135,25 +135,25 @@ def test_the_tools_of_the_page_are_called() -> None:
     assert env.step("3")["reward"] == 1.0
 
 
-def test_the_curriculum_of_the_page_prefers_what_is_not_solved() -> None:
+def test_the_curriculum_of_the_page_prefers_unsolved_tasks() -> None:
     weights = environments_page("towards_the_hard")(3, {"easy": 0.5, "hard": 0.5}, {"reward/easy/avg_raw_reward": 0.9})
     assert weights["hard"] > 3 * weights["easy"] > 0
 
 
-def test_the_page_lists_the_environments_that_there_are() -> None:
+def test_the_page_lists_all_environments() -> None:
     page = ENVIRONMENTS.read_text(encoding="utf-8")
-    ours = set(keys_of_tables(page.partition("### Programs")[0])) - {"env_class"}
-    of_others = set(re.findall(r"environment\.env_class=(\w+)", page))
-    assert set(BUILT_IN_ENVIRONMENTS) == ours | of_others
+    own = set(keys_of_tables(page.partition("### Programs")[0])) - {"env_class"}
+    external = set(re.findall(r"environment\.env_class=(\w+)", page))
+    assert set(BUILT_IN_ENVIRONMENTS) == own | external
 
 
 def keys_of_tables(section: str) -> list[str]:
-    """What stands first in the rows of a section's tables."""
+    """Return the first column of a section's tables."""
     return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_an_algorithm_has_a_row_under_its_source_and_its_tests(name: str) -> None:
+def test_each_algorithm_has_a_row_with_its_source_and_tests(name: str) -> None:
     page = ALGORITHMS.read_text(encoding="utf-8")
     sections = [text for text in re.split(r"^###? ", page, flags=re.MULTILINE) if name in keys_of_tables(text)]
     function = inspect.unwrap(BUILT_IN[name])
@@ -167,10 +167,12 @@ def test_an_algorithm_has_a_row_under_its_source_and_its_tests(name: str) -> Non
     assert function.__name__ in text or f'"{name}"' in text, f"{tests} does not test it"
 
 
-def test_the_page_of_algorithms_names_nothing_that_is_not_there() -> None:
+def test_names_and_paths_on_the_page_of_algorithms_exist() -> None:
     page = ALGORITHMS.read_text(encoding="utf-8")
-    of_registries = re.split(r"^## (?:Advantage estimators|Policy losses|Reductions)$", page, flags=re.MULTILINE)[1:3]
-    assert {name for section in of_registries for name in keys_of_tables(section)} == set(BUILT_IN)
+    registry_sections = re.split(r"^## (?:Advantage estimators|Policy losses|Reductions)$", page, flags=re.MULTILINE)[
+        1:3
+    ]
+    assert {name for section in registry_sections for name in keys_of_tables(section)} == set(BUILT_IN)
     missing = [path for path in re.findall(r"`(skyrl-\w+/[^`]+)`", page) if not (ROOT / path).exists()]
     assert not missing
 
@@ -185,7 +187,7 @@ def test_the_page_of_algorithms_names_nothing_that_is_not_there() -> None:
         *(ROOT / "skyrl-train/examples/algorithms").rglob("*.md"),
     ],
 )
-def test_every_key_exists(page: Path) -> None:
+def test_configuration_keys_on_the_pages_exist(page: Path) -> None:
     sections = {key.rpartition(".")[0] for key in FIELDS}
     words = [word for word in KEY.findall(page.read_text(encoding="utf-8")) if not word.endswith((".py", ".md"))]
     free = (

@@ -1,4 +1,4 @@
-"""What a run keeps when something goes wrong: diverged weights, a kill during an export, a second process."""
+"""Durability of runs: diverged weights, an interrupted export, a second process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl_train.trainer import Trainer
 
 @pytest.fixture
 def train(catch_run: list[str], tmp_path: Path) -> Callable[..., Path]:
-    """Run two steps of Catch, with a checkpoint of each, and return the run folder."""
+    """Run two steps of Catch with a checkpoint after each, and return the run folder."""
 
     def run(*overrides: str) -> Path:
         main([*catch_run, "trainer.ckpt_interval=1", "trainer.eval_interval=-1", *overrides])
@@ -37,10 +37,10 @@ def pointed_step(folder: Path) -> int:
     return int((folder / "ckpts/latest_ckpt_global_step.txt").read_text())
 
 
-def test_a_diverged_policy_never_replaces_a_finite_checkpoint(
+def test_a_diverged_policy_does_not_replace_a_finite_checkpoint(
     train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every rollout of step 2 fails; with one checkpoint to keep, that of step 1 would be deleted."""
+    """Every rollout of step 2 fails; saving it would delete the only checkpoint, that of step 1."""
     sync = Trainer.sync_weights
 
     async def diverge(self: Trainer, step: object) -> None:
@@ -64,7 +64,7 @@ def test_a_diverged_policy_never_replaces_a_finite_checkpoint(
     assert pointed_step(train("trainer.ckpt_interval=100")) == 2, "the run resumes from the finite checkpoint"
 
 
-def test_an_export_that_was_interrupted_is_absent_and_written_on_resume(
+def test_an_interrupted_export_is_absent_and_written_on_resume(
     train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export = Learner.export
@@ -96,7 +96,7 @@ def test_a_second_process_on_a_run_folder_is_refused_with_the_pid_of_the_first(t
         assert first.stdout.readline() == "held\n"
         holder = rf"{tmp_path} is in use by process {first.pid} on \S+; wait for it"
         with pytest.raises(ConfigError, match=holder), folder_lock(tmp_path, "wait for it"):
-            pytest.fail("two processes hold one folder")
+            pytest.fail("two processes hold the lock of one folder")
     finally:
         first.kill()
         first.wait()
@@ -104,24 +104,26 @@ def test_a_second_process_on_a_run_folder_is_refused_with_the_pid_of_the_first(t
         assert json.loads((tmp_path / ".lock").read_text())["pid"] != first.pid, "a crash releases the lock"
 
 
-def test_a_run_holds_its_folder_while_it_trains(catch_run: list[str], tmp_path: Path) -> None:
-    refused: list[str] = []
+def test_a_run_locks_its_folder_while_it_trains(catch_run: list[str], tmp_path: Path) -> None:
+    error_messages: list[str] = []
 
-    class Second(Callback):
+    class StartSecondRun(Callback):
         async def on_step_end(self, run: Run, report: object) -> None:
             script = "from skyrl_train.entrypoints.main_base import main; main()"
             command = [sys.executable, "-c", script, *catch_run]
-            refused.append((await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)).stderr)
-            run.request_stop("the test has seen enough")
+            error_messages.append(
+                (await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)).stderr
+            )
+            run.request_stop("the test is done")
 
     class Experiment(BasePPOExp):
         def get_callbacks(self, *parts: object) -> list[Callback]:
-            return [Second()]
+            return [StartSecondRun()]
 
     with pytest.raises(KeyboardInterrupt):
         Experiment(parse_cli(catch_run)).run()
-    assert "is in use by process" in refused[0]
-    assert "give this run another trainer.run_name" in refused[0]
+    assert "is in use by process" in error_messages[0]
+    assert "give this run another trainer.run_name" in error_messages[0]
 
 
 def test_a_stop_requested_after_the_checkpoint_of_a_step_saves_the_step(catch_run: list[str], tmp_path: Path) -> None:
@@ -142,10 +144,10 @@ def test_a_stop_requested_after_the_checkpoint_of_a_step_saves_the_step(catch_ru
 async def test_saving_does_not_block_the_event_loop_and_callbacks_follow_the_pointer(
     catch_run: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file is synced only once the event loop has run again meanwhile: a loop that is blocked never saves."""
+    """Each file sync waits until the event loop has run, so a blocked loop would never finish the save."""
     save, steps = CheckpointStore.save, list[int]()
 
-    async def watched(self: CheckpointStore, *arguments: object) -> Path:
+    async def watched_save(self: CheckpointStore, *arguments: object) -> Path:
         loop, loop_ran = asyncio.get_running_loop(), list[bool]()
 
         def wait_for_the_loop(descriptor: int) -> None:
@@ -160,7 +162,7 @@ async def test_saving_does_not_block_the_event_loop_and_callbacks_follow_the_poi
         assert all(loop_ran)
         return path
 
-    class Listener(Callback):
+    class StepRecorder(Callback):
         async def on_checkpoint(self, run: Run, path: Path) -> None:
             pointer = path.parent / "latest_ckpt_global_step.txt"
             assert path.name == f"global_step_{int(pointer.read_text())}"
@@ -168,15 +170,15 @@ async def test_saving_does_not_block_the_event_loop_and_callbacks_follow_the_poi
 
     class Experiment(BasePPOExp):
         def get_callbacks(self, *parts: object) -> list[Callback]:
-            return [*super().get_callbacks(*parts), Listener()]  # type: ignore[arg-type]
+            return [*super().get_callbacks(*parts), StepRecorder()]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CheckpointStore, "save", watched)
+    monkeypatch.setattr(CheckpointStore, "save", watched_save)
     overrides = [*catch_run, "trainer.ckpt_interval=2", "trainer.eval_interval=-1"]
     await asyncio.to_thread(Experiment(parse_cli(overrides)).run)
     assert steps == [2]
 
 
-def test_a_checkpoint_that_an_older_version_wrote_is_refused_by_name(
+def test_a_checkpoint_of_an_older_version_is_refused_by_name(
     train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = train("trainer.max_training_steps=1") / "ckpts/global_step_1"

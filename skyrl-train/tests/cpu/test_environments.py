@@ -1,4 +1,4 @@
-"""Every environment that comes with skyrl-gym, played by a model that knows nothing, through the real agent loop."""
+"""Every environment of skyrl-gym, played by an untrained model in the real agent loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from skyrl_train.entrypoints.main_generate import main
 from skyrl_train.models.tiny import tiny_qwen3
 
 MCP_SERVER = Path(__file__).parents[3] / "skyrl-gym/tests/tools/mcp_server.py"
-OF_SERVERS = {"openenv", "verifiers"}
-"""Their own tests play them: the one needs a server, the other a package."""
+TESTED_ELSEWHERE = {"openenv", "verifiers"}
+"""Environments covered by their own tests: one needs a server, the other a package."""
 
 
 class Parrot:
@@ -31,17 +31,17 @@ class Parrot:
         return "Say something."
 
     def say(self, text: str) -> str:
-        """Say something, and hear it.
+        """Repeat a text.
 
         Args:
-            text: what to say
+            text: the text to repeat
         """
         self.reward = 1.0
         return text
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """A row for each environment."""
+    """Return rows for every environment."""
     tests = json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])
     specs: dict[str, dict[str, Any]] = {
         "aime": {"reward_model": {"ground_truth": "42"}},
@@ -60,13 +60,13 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     prompt = [{"role": "user", "content": "Begin."}]
     plain = [{"prompt": prompt, "env_class": name, "data_source": name, **columns} for name, columns in specs.items()]
     games = OpenSpielTasks(TaskConfig.of({"cases": ["tic_tac_toe"], "num_tasks_per_case": 1}))
-    some = [*games.rows([0]), *games.game_rows([0])]
-    return plain + [row | {"data_source": row["env_class"]} for row in some]
+    game_rows = [*games.rows([0]), *games.game_rows([0])]
+    return plain + [row | {"data_source": row["env_class"]} for row in game_rows]
 
 
 @pytest.fixture
 def run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[str]:
-    """Overrides for an evaluation of a model of random weights on all of them."""
+    """Overrides for an evaluation of a randomly initialised model on all environments."""
     model = tmp_path / "model"
     tiny_tokenizer.save_pretrained(model)
     tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(model)
@@ -94,12 +94,12 @@ def run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[str]:
     ]
 
 
-def test_a_model_that_knows_nothing_plays_them_all(run: list[str], tmp_path: Path) -> None:
+def test_an_untrained_model_plays_every_environment(run: list[str], tmp_path: Path) -> None:
     main(run)
     folder = tmp_path / "skyrl/test_run/evals/eval_only"
     (metrics,) = read_rows(str(folder / "aggregated_results.jsonl"))
     played = {file.stem for file in folder.iterdir()} - {"aggregated_results"}
-    assert played == set(BUILT_IN) - OF_SERVERS
+    assert played == set(BUILT_IN) - TESTED_ELSEWHERE
     failed = {name: row["error"] for name in played for row in read_rows(str(folder / f"{name}.jsonl")) if row["error"]}
     assert failed == {}
     assert metrics["eval/generate/n_invalid"] == 0

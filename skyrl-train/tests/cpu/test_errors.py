@@ -1,4 +1,4 @@
-"""One tree of errors, which crosses process boundaries."""
+"""The tree of errors, and pickling of errors across process boundaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_train import errors
 @pytest.mark.parametrize(
     "kind", [errors.ConfigError, errors.DataError, errors.EnvError, errors.EngineError, errors.CheckpointError]
 )
-def test_every_error_is_one_of_ours_and_survives_pickling(kind: type[errors.SkyRLError]) -> None:
+def test_every_error_is_a_skyrl_error_and_survives_pickling(kind: type[errors.SkyRLError]) -> None:
     error = kind("what failed, with which value, what to do")
     assert isinstance(error, errors.SkyRLError)
     copy = pickle.loads(pickle.dumps(error))
@@ -20,8 +20,8 @@ def test_every_error_is_one_of_ours_and_survives_pickling(kind: type[errors.SkyR
 
 
 class TwoPartError(Exception):
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}")
+    def __init__(self, subject: str, reason: str) -> None:
+        super().__init__(f"{subject}: {reason}")
 
 
 @pytest.mark.parametrize(

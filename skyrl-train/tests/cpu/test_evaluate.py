@@ -1,4 +1,4 @@
-"""Evaluation: every prompt is played as configured, measured per source, and written down."""
+"""Evaluation: playing every prompt as configured, metrics per source, and the dump."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dataset(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> PromptDa
 
 @pytest.fixture
 def cfg() -> SkyRLConfig:
-    """Two samples a prompt, in batches of two prompts."""
+    """Two samples per prompt, in batches of two prompts."""
     sampling = {"max_generate_length": 9, "temperature": 0.3, "top_p": 0.8, "stop": "END"}
     generator = {"eval_n_samples_per_prompt": 2, "eval_sampling_params": sampling}
     return load_config(
@@ -46,14 +46,14 @@ def cfg() -> SkyRLConfig:
     )
 
 
-class Judge(GeneratorInterface):
-    """A generator by the public interface alone: the second sample of every prompt is worth the prompt's number."""
+class NumberGenerator(GeneratorInterface):
+    """A generator with the public interface alone: the reward of second samples is the prompt's number."""
 
     def __init__(self) -> None:
-        self.asked: list[GeneratorInput] = []
+        self.inputs: list[GeneratorInput] = []
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        self.asked.append(input_batch)
+        self.inputs.append(input_batch)
         n = len(input_batch["prompts"])
         numbers = [int(prompt[0]["content"]) for prompt in input_batch["prompts"]]
         return GeneratorOutput(
@@ -68,26 +68,26 @@ class Judge(GeneratorInterface):
         )
 
 
-async def test_every_prompt_is_played_in_batches_with_the_evaluations_sampling(
+async def test_every_prompt_is_played_in_batches_with_eval_sampling_params(
     dataset: PromptDataset, cfg: SkyRLConfig
 ) -> None:
-    judge = Judge()
-    _, trajectories = await evaluate(dataset, judge, cfg, global_step=12)
-    assert [len(asked["prompts"]) for asked in judge.asked] == [4, 4, 2]
-    played = [id for asked in judge.asked for id in asked["trajectory_ids"]]
+    generator = NumberGenerator()
+    _, trajectories = await evaluate(dataset, generator, cfg, global_step=12)
+    assert [len(batch["prompts"]) for batch in generator.inputs] == [4, 4, 2]
+    played = [id for batch in generator.inputs for id in batch["trajectory_ids"]]
     first = 12 * 5  # no two evaluations share a draw
     assert played == [TrajectoryID(str(uid), i, first + uid, "eval") for uid in range(5) for i in range(2)]
     assert [t.id for t in trajectories] == played
-    for asked in judge.asked:
-        assert asked["batch_metadata"] == BatchMetadata(12, "eval", cfg.trainer.seed)
+    for batch in generator.inputs:
+        assert batch["batch_metadata"] == BatchMetadata(12, "eval", cfg.trainer.seed)
         expected = SamplingParams(max_new_tokens=9, temperature=0.3, top_p=0.8, stop=("END",))
-        assert asked["sampling_params"] == to_sampling_params(expected)
-        assert set(asked["env_classes"]) == {"guess"}
+        assert batch["sampling_params"] == to_sampling_params(expected)
+        assert set(batch["env_classes"]) == {"guess"}
 
 
 async def test_metrics_over_everything_and_per_source(dataset: PromptDataset, cfg: SkyRLConfig) -> None:
-    """Rewards of prompts 0 to 4: 0 and i."""
-    metrics, _ = await evaluate(dataset, Judge(), cfg, global_step=0)
+    """The rewards of prompt i are 0 and i."""
+    metrics, _ = await evaluate(dataset, NumberGenerator(), cfg, global_step=0)
     scores = {name: value for name, value in metrics.items() if not name.startswith(("eval/generate", "eval/env"))}
     assert scores == {
         "eval/all/avg_score": 1.0,
@@ -112,7 +112,7 @@ async def test_metrics_over_everything_and_per_source(dataset: PromptDataset, cf
     assert metrics["eval/generate/mine"] == (4 + 4 + 2) / 3
 
 
-def test_invalid_trajectories_are_counted_and_read_by_nothing_else() -> None:
+def test_invalid_trajectories_are_counted_and_otherwise_ignored() -> None:
     good = [make_trajectory("a", [1.0], data_source="s"), make_trajectory("b", [0.0], data_source="s")]
     bad = [
         make_trajectory(uid, None, data_source=source, stop_reason="env_error")
@@ -174,7 +174,7 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
     assert json.loads((tmp_path / "aggregated_results.jsonl").read_text()) == {"eval/all/avg_score": 1.0}
 
 
-def test_sources_whose_names_become_one_share_their_file_and_their_metrics(
+def test_sources_with_colliding_names_share_file_and_metrics(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     both = [make_trajectory("a", [1.0], data_source="x/y"), make_trajectory("b", [0.0], data_source="x_y")]
@@ -183,7 +183,7 @@ def test_sources_whose_names_become_one_share_their_file_and_their_metrics(
     assert eval_metrics(both, 1)["eval/x_y/avg_score"] == 0.5
 
 
-def test_a_trajectory_of_several_rows_is_dumped_with_all_of_them(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_all_rows_of_a_trajectory_are_dumped(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     chat = ChatEncoder(tiny_tokenizer)
     first, second = (tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("L", "R"))
     turn = Turn(0, len(first), 1, 0.5, "stop")
@@ -209,30 +209,28 @@ def test_a_trajectory_of_several_rows_is_dumped_with_all_of_them(tiny_tokenizer:
     assert (invalid["score"], invalid["total_reward"], invalid["earlier"][0]["score"]) == (None, None, None)
 
 
-def test_the_unbiased_estimate_is_logged_where_both_measure_pass_at_n() -> None:
-    """Of prompt a both samples are valid and one passes; of b, one is valid, and fails."""
-    some = [
+def test_pass_at_n_is_the_unbiased_estimate() -> None:
+    """Prompt a has two valid samples of which one passes; prompt b has one valid sample, which fails."""
+    trajectories = [
         make_trajectory("a", [1.0]),
         make_trajectory("a", [0.0], repetition=1),
         make_trajectory("b", [0.0]),
         make_trajectory("b", None, repetition=1),
     ]
-    assert eval_metrics(some, 2)["eval/all/pass_at_2"] == 1.0
+    assert eval_metrics(trajectories, 2)["eval/all/pass_at_2"] == 1.0
 
 
-def test_a_source_named_like_everything_does_not_take_its_place(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_source_named_like_an_aggregate_is_renamed(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     names = ["all", "aggregated_results", "games"]
-    some = [make_trajectory(str(i), [float(i)], data_source=name) for i, name in enumerate(names)]
-    metrics = eval_metrics(some, 1)
+    trajectories = [make_trajectory(str(i), [float(i)], data_source=name) for i, name in enumerate(names)]
+    metrics = eval_metrics(trajectories, 1)
     assert (metrics["eval/all/avg_score"], metrics["eval/all_/avg_score"]) == (1.0, 0.0)
-    dump_evaluation(tmp_path, some, metrics, ChatEncoder(tiny_tokenizer))
+    dump_evaluation(tmp_path, trajectories, metrics, ChatEncoder(tiny_tokenizer))
     files = {path.name: len(read_rows(str(path))) for path in tmp_path.iterdir()}
-    of_sources = ("aggregated_results_.jsonl", "all_.jsonl", "games.jsonl")
-    assert files == dict.fromkeys([*of_sources, "aggregated_results.jsonl"], 1)
+    source_files = ("aggregated_results_.jsonl", "all_.jsonl", "games.jsonl")
+    assert files == dict.fromkeys([*source_files, "aggregated_results.jsonl"], 1)
 
 
 def test_equal_trajectories_give_equal_metrics_in_any_order() -> None:
-    some: list[Trajectory] = [make_trajectory(str(i), [float(i)], data_source="ab"[i % 2]) for i in range(6)]
-    assert eval_metrics(some, 1) == pytest.approx(eval_metrics(some[::-1], 1))
+    trajectories: list[Trajectory] = [make_trajectory(str(i), [float(i)], data_source="ab"[i % 2]) for i in range(6)]
+    assert eval_metrics(trajectories, 1) == pytest.approx(eval_metrics(trajectories[::-1], 1))

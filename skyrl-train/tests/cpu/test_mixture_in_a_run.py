@@ -1,4 +1,4 @@
-"""A whole run with two environments whose shares a curriculum moves: what it logs, and that it resumes bit for bit."""
+"""A complete run with two environments and a curriculum: its metrics, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ N_STEPS = 4
 
 
 def towards_sums(step: int, weights: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """A quarter more of the sums each step."""
+    """Increase the share of the sums by a quarter each step."""
     assert {"reward/sums/avg_raw_reward", "reward/synthetic_catch/avg_raw_reward"} <= set(metrics)
     share = min(0.75, weights["sums"] + 0.25)
     return {"sums": share, "synthetic_catch": 1 - share}
@@ -56,14 +56,14 @@ def logged(tmp_path: Path, name: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if not key.startswith(timed)} for line in lines]
 
 
-def test_a_curriculum_moves_the_shares_and_resumes(arguments: list[str], tmp_path: Path) -> None:
-    main([*arguments, "trainer.run_name=whole"])
-    whole = logged(tmp_path, "whole")
-    assert [step["data/weight/sums"] for step in whole[1:]] == [0.5, 0.75, 0.75, 0.75]
-    assert {"environment/catch/catch_rate", "reward/avg_raw_reward"} <= set(whole[1])
-    main([*arguments, "trainer.run_name=halved", "trainer.max_training_steps=2"])
-    main([*arguments, "trainer.run_name=halved"])
-    assert logged(tmp_path, "halved") == whole
+def test_a_curriculum_changes_the_shares_and_resumes(arguments: list[str], tmp_path: Path) -> None:
+    main([*arguments, "trainer.run_name=uninterrupted"])
+    uninterrupted = logged(tmp_path, "uninterrupted")
+    assert [step["data/weight/sums"] for step in uninterrupted[1:]] == [0.5, 0.75, 0.75, 0.75]
+    assert {"environment/catch/catch_rate", "reward/avg_raw_reward"} <= set(uninterrupted[1])
+    main([*arguments, "trainer.run_name=interrupted", "trainer.max_training_steps=2"])
+    main([*arguments, "trainer.run_name=interrupted"])
+    assert logged(tmp_path, "interrupted") == uninterrupted
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_curriculum_moves_the_shares_and_resumes(arguments: list[str], tmp_pat
         ("data.mixture.min_per_batch=3", "min_per_batch=3 of each of 2 data sources"),
     ],
 )
-def test_what_is_wrong_is_said_before_training(
+def test_mistakes_are_reported_before_training(
     arguments: list[str], override: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type works."""
+"""The commands and code in the README work."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_the_environment_of_the_readme_trains(tiny_model_path: Path, tmp_path: P
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
 
 
-def test_its_environment_fits_on_fifteen_lines() -> None:
+def test_the_environment_of_the_readme_has_at_most_fifteen_lines() -> None:
     code = [line for line in blocks("python")[0].splitlines() if line.strip() and not line.startswith("#")]
     assert len(code) <= 15
 
 
-def test_its_commands_are_targets_of_the_makefile() -> None:
+def test_commands_in_the_readme_are_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert named <= targets

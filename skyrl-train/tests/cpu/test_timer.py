@@ -1,4 +1,4 @@
-"""Seconds add up under their names."""
+"""The step timer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from skyrl_train.timer import StepTimer
 
 
-def test_seconds_add_up() -> None:
+def test_seconds_add_up_by_name() -> None:
     timer = StepTimer()
     for _ in range(2):
         with timer("step"), timer("generate"):
@@ -19,7 +19,7 @@ def test_seconds_add_up() -> None:
     assert StepTimer().metrics() == {}
 
 
-def test_an_error_is_timed_and_passes_through() -> None:
+def test_a_block_that_raises_is_timed() -> None:
     timer = StepTimer()
     with pytest.raises(ValueError, match="no"), timer("eval"):
         raise ValueError("no")

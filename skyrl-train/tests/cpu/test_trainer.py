@@ -1,4 +1,4 @@
-"""The training loop as a whole: what it does with failing rollouts, when it scores, and what it hands to callbacks."""
+"""The training loop: failing rollouts, scoring passes, and callbacks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from skyrl_train.workers.worker import Worker
 
 
 class FlakyEnv(BaseTextEnv):
-    """Raises in the rollouts whose reply is short, rewards length in the others."""
+    """An environment that raises for short replies and otherwise rewards length."""
 
     fails_below = 0
-    failing: frozenset[int] = frozenset()  # and in these, counted in the order they were made
-    n_made = 0
+    failing: frozenset[int] = frozenset()  # numbers of further failing environments, in order of creation
+    n_created = 0
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
-        self.number = FlakyEnv.n_made
-        FlakyEnv.n_made += 1
+        self.number = FlakyEnv.n_created
+        FlakyEnv.n_created += 1
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         if len(action) < self.fails_below or self.number in self.failing:
@@ -37,7 +37,7 @@ class FlakyEnv(BaseTextEnv):
 
 @pytest.fixture(autouse=True)
 def _flaky() -> Iterator[None]:
-    FlakyEnv.n_made = 0
+    FlakyEnv.n_created = 0
     skyrl_gym.register(id="flaky", entry_point=FlakyEnv)
     yield
     skyrl_gym.envs.deregister("flaky")
@@ -72,17 +72,17 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., list[dict[str,
     return run
 
 
-def test_failed_rollouts_are_counted_and_left_out(
+def test_failed_rollouts_are_counted_and_not_trained(
     train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlakyEnv, "fails_below", 12)
     step = train()[-1]
     n_failed = step["generate/n_invalid"]
-    assert 0 < n_failed < 16, "the tiny model's replies vary in length; choose another limit"
-    assert step["reward/avg_raw_reward"] >= 1.2, "a failed rollout was read as reward 0"
+    assert 0 < n_failed < 16, "some rollouts must fail and some succeed; choose another limit"
+    assert step["reward/avg_raw_reward"] >= 1.2, "a failed rollout counted as reward 0"
 
 
-def test_a_step_of_failures_stops_with_the_first_reason(
+def test_a_step_of_failures_ends_the_run_with_the_first_reason(
     train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FlakyEnv, "fails_below", 10_000)
@@ -102,7 +102,7 @@ def test_a_step_of_failures_stops_with_the_first_reason(
     ],
     ids=["one mini-batch, one epoch", "two mini-batches", "two epochs"],
 )
-def test_old_logprobs_are_scored_only_when_the_update_needs_them(
+def test_old_logprobs_are_scored_only_if_the_update_needs_them(
     train: Callable[..., list[dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
     overrides: list[str],
@@ -110,16 +110,16 @@ def test_old_logprobs_are_scored_only_when_the_update_needs_them(
 ) -> None:
     score, calls = Worker.score, []
 
-    def counted(self: Worker, shard: Any) -> Any:
+    def counting_score(self: Worker, shard: Any) -> Any:
         calls.append(shard)
         return score(self, shard)
 
-    monkeypatch.setattr(Worker, "score", counted)
+    monkeypatch.setattr(Worker, "score", counting_score)
     assert train(*overrides)[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
     assert len(calls) == n_passes
 
 
-def test_the_kl_loss_starts_at_zero_and_then_holds_the_policy_back(
+def test_the_kl_to_the_reference_starts_at_zero_and_grows(
     train: Callable[..., list[dict[str, Any]]],
 ) -> None:
     rows = train("trainer.epochs=3", "trainer.policy.optimizer_config.lr=1e-2", "trainer.algorithm.kl_loss_coef=1")
@@ -132,22 +132,22 @@ def test_the_kl_loss_starts_at_zero_and_then_holds_the_policy_back(
     ("interval", "step", "is_last", "due"),
     [(5, 0, False, False), (5, 4, False, False), (5, 5, False, True), (5, 7, True, True), (-1, 5, True, False)],
 )
-def test_what_is_due(interval: int, step: int, is_last: bool, due: bool) -> None:
+def test_is_due(interval: int, step: int, is_last: bool, due: bool) -> None:
     assert is_due(interval, StepReport(step, is_last, {})) == due
 
 
-def test_a_trajectory_whose_group_failed_is_left_out(
+def test_a_single_valid_trajectory_of_a_group_is_not_trained(
     train: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FlakyEnv, "failing", frozenset({1, 2, 3, 5}))  # of groups of four
+    monkeypatch.setattr(FlakyEnv, "failing", frozenset({1, 2, 3, 5}))  # groups have four rollouts
     inline = "environment.skyrl_gym.max_env_workers=0"
     step = train(inline, "generator.n_rollout_retries=0")[-1]
     assert step["generate/n_invalid"] == step["generate/n_invalid/env_error"] == 4
     assert step["generate/n_left_alone"] == 1
 
 
-class Overlapping(Trainer):
-    """Plays the rollouts of both steps before it updates, as an asynchronous trainer does."""
+class OverlappingTrainer(Trainer):
+    """A trainer that plays the rollouts of both steps before it updates, like an asynchronous trainer."""
 
     async def train(self) -> None:
         await self.start()
@@ -165,9 +165,9 @@ class Overlapping(Trainer):
             await self.finish_step(step)
 
 
-def test_steps_that_overlap_report_their_own_metrics_and_trajectories(catch_run: list[str], tmp_path: Path) -> None:
+def test_overlapping_steps_report_their_own_metrics_and_trajectories(catch_run: list[str], tmp_path: Path) -> None:
     class Experiment(BasePPOExp):
-        trainer_class = Overlapping
+        trainer_class = OverlappingTrainer
 
     overrides = ["trainer.dump_trajectories=true", "trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
     Experiment(parse_cli([*catch_run, *overrides])).run()

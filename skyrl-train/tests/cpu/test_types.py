@@ -1,4 +1,4 @@
-"""Shapes are checked when a noun is made, and a batch can be taken apart and put together again."""
+"""Shape checks at construction, and splitting and joining batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAJECTORY = make_trajectory("17", [0.25, 0.0, 1.0], repetition=3)
 
 
 def batch_of(draws: list[int], length: int = 5, response_length: int = 3, **computed: torch.Tensor) -> TrainingBatch:
-    """A batch in which every number is row · 100 + column."""
+    """Return a batch in which every number is row · 100 + column."""
 
     def numbers(n_columns: int) -> torch.Tensor:
         return torch.arange(len(draws))[:, None] * 100 + torch.arange(n_columns)
@@ -44,7 +44,7 @@ def assert_same(actual: TrainingBatch, expected: TrainingBatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "logprobs", "rewards"])
-def test_a_segment_refuses_a_list_that_is_not_as_long_as_its_response(name: str) -> None:
+def test_a_segment_refuses_a_list_of_another_length_than_its_response(name: str) -> None:
     with pytest.raises(AssertionError, match=rf"{name}: 2 values, 3 tokens"):
         replace(make_segment([0.25, 0.0, 1.0]), **{name: [1, 1]})
 
@@ -52,19 +52,19 @@ def test_a_segment_refuses_a_list_that_is_not_as_long_as_its_response(name: str)
 def test_only_a_valid_trajectory_has_a_total_reward() -> None:
     assert TRAJECTORY.is_valid
     assert TRAJECTORY.total_reward == 1.25
-    invalid = replace(TRAJECTORY, error="the environment fell over")
+    invalid = replace(TRAJECTORY, error="the environment crashed")
     assert not invalid.is_valid
     assert invalid.rewards is None
-    with pytest.raises(AssertionError, match=r"17.*3.*is invalid: the environment fell over"):
+    with pytest.raises(AssertionError, match=r"17.*3.*is invalid: the environment crashed"):
         _ = invalid.total_reward
 
 
-def test_a_trajectory_cannot_be_changed() -> None:
+def test_a_trajectory_is_immutable() -> None:
     with pytest.raises(AttributeError):
         TRAJECTORY.stop_reason = "length"  # type: ignore[misc]
 
 
-def test_a_trajectory_has_a_name_for_people_and_one_for_each_session() -> None:
+def test_a_trajectory_has_a_readable_name_and_a_unique_session_id() -> None:
     id = TrajectoryID("17", 3, draw=4711)
     assert id.to_string() == "17_3"
     assert id.session_id() == "train-4711-17-3-0"
@@ -104,7 +104,7 @@ def test_a_prompt_row_names_its_data_source(extras: dict[str, Any], data_source:
         ),
     ],
 )
-def test_a_batch_refuses_tensors_that_do_not_fit_together(change: dict[str, Any], message: str) -> None:
+def test_a_batch_refuses_tensors_of_inconsistent_shapes(change: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         replace(batch_of([0, 1]), **change)
 
@@ -115,7 +115,7 @@ def test_length_and_response_length() -> None:
     assert batch.response_length == 4
 
 
-def test_select_takes_every_tensor_in_the_order_asked_for_and_leaves_the_batch_alone() -> None:
+def test_select_returns_the_given_rows_and_does_not_change_the_batch() -> None:
     batch = batch_of([0, 1, 2], values=torch.arange(9.0).reshape(3, 3))
     selected = batch.select([2, 0])
     assert selected.draws.tolist() == [2, 0]
@@ -130,7 +130,7 @@ def test_select_takes_every_tensor_in_the_order_asked_for_and_leaves_the_batch_a
     assert batch.rewards[2, 0] == 200
 
 
-def test_to_moves_every_tensor_and_keeps_the_rest() -> None:
+def test_to_moves_every_tensor() -> None:
     moved = batch_of([0, 1], returns=torch.ones(2, 3)).to("meta")
     tensors = {name: getattr(moved, name) for name in TENSOR_FIELDS if getattr(moved, name) is not None}
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
@@ -138,7 +138,7 @@ def test_to_moves_every_tensor_and_keeps_the_rest() -> None:
     assert moved.values is None
 
 
-def test_chunk_counts_prompts_whatever_rows_they_have() -> None:
+def test_chunk_counts_prompts_and_not_rows() -> None:
     batch = batch_of([0, 0, 0, 1, 2, 2, 3])
     assert [part.draws.tolist() for part in batch.chunk(2)] == [[0, 0, 0, 1], [2, 2, 3]]
     assert [part.draws.tolist() for part in batch.chunk(3)] == [[0, 0, 0, 1, 2, 2], [3]]
@@ -150,7 +150,7 @@ def test_chunk_counts_prompts_whatever_rows_they_have() -> None:
     group_sizes=st.lists(st.integers(min_value=1, max_value=4), min_size=1, max_size=6),
     n_prompts=st.integers(min_value=1, max_value=7),
 )
-def test_chunks_joined_again_are_the_batch(group_sizes: list[int], n_prompts: int) -> None:
+def test_joining_chunks_gives_the_batch(group_sizes: list[int], n_prompts: int) -> None:
     draws = [group for group, size in enumerate(group_sizes) for _ in range(size)]
     batch = batch_of(draws, old_logprobs=torch.rand(len(draws), 3))
     parts = batch.chunk(n_prompts)
@@ -159,7 +159,7 @@ def test_chunks_joined_again_are_the_batch(group_sizes: list[int], n_prompts: in
     assert not any(set(left.draws.tolist()) & set(right.draws.tolist()) for left, right in pairwise(parts))
 
 
-def test_cat_refuses_to_drop_what_only_some_batches_have() -> None:
+def test_cat_refuses_a_field_that_only_some_batches_have() -> None:
     scored = batch_of([0], advantages=torch.ones(1, 3))
     for batches in ([scored, batch_of([1])], [batch_of([1]), scored]):
         with pytest.raises(AssertionError, match="advantages is set in 1 of 2 batches"):
@@ -167,7 +167,7 @@ def test_cat_refuses_to_drop_what_only_some_batches_have() -> None:
 
 
 def test_a_batch_needs_no_rewards() -> None:
-    """A batch of supervised rows has none, and neither draws nor scores depend on them."""
+    """A batch of supervised rows has no rewards."""
     batch = replace(batch_of([0, 0, 1]), rewards=None, rollout_logprobs=None)
     assert [part.rewards for part in batch.chunk(1)] == [None, None]
     assert TrainingBatch.cat(batch.chunk(1)).rewards is None

@@ -1,4 +1,4 @@
-"""Trajectories for tests that need no rollout."""
+"""Trajectories made without rollouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_segment(
     sampling_logprobs: list[float] | None = None,
     turns: Sequence[Turn] = (),
 ) -> Segment:
-    """One token for each reward, all of them sampled, unless stated otherwise."""
+    """Return a segment with one sampled token per reward; the other arguments override parts of it."""
     response = list(range(3, 3 + len(rewards))) if response_ids is None else list(response_ids)
     if logprobs is not None:
         logprobs = list(logprobs) or [-0.5] * len(response)
@@ -45,15 +45,15 @@ def make_trajectory(
     earlier: Sequence[Segment] = (),
     **fields: Any,
 ) -> Trajectory:
-    """A trajectory whose last segment has one token for each reward; `rewards=None` is an invalid one.
+    """Return a trajectory whose last segment has one token per reward; `rewards=None` makes it invalid.
 
-    `draw` is the number in `uid`, or follows from its letters, where it is not given.
+    `draw` defaults to the number in `uid`, or to a number derived from its letters.
     """
     error: str | None = None
-    of_segment = {name: fields.pop(name) for name in SEGMENT_FIELDS if name in fields}
+    segment_fields = {name: fields.pop(name) for name in SEGMENT_FIELDS if name in fields}
     if rewards is None:
-        rewards, error = [0.0] * len(of_segment.get("response_ids", (0,))), "env_error"
-    segment = make_segment(rewards, **of_segment)
+        rewards, error = [0.0] * len(segment_fields.get("response_ids", (0,))), "env_error"
+    segment = make_segment(rewards, **segment_fields)
     if draw is None:
         draw = int(uid) if uid.isdecimal() else int.from_bytes(uid.encode(), "big")
     defaults: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Random trajectories, as tensors, for our function and another package's; and how two answers are compared."""
+"""Random trajectories as tensors, for comparing our functions with those of other packages."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-EXACT = 1e-9  # for float64 on both sides
-NEAR = 1e-6  # where the other side has an epsilon of 1e-8 in a divisor, or one float32 factor
-FLOAT32 = 1e-5  # where the other side works in single precision
+EXACT = 1e-9  # float64 on both sides
+NEAR = 1e-6  # the other side adds 1e-8 to a divisor, or has a float32 factor
+FLOAT32 = 1e-5  # the other side uses single precision
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B trajectories of up to R tokens in groups of two or more, each with a sampled token; float64."""
+    """B trajectories of up to R tokens in groups of at least two, each with a sampled token; float64."""
 
-    mask: torch.Tensor  # (B, R) 1 on sampled tokens: a run from the first on, or several with gaps between
+    mask: torch.Tensor  # (B, R) 1 on sampled tokens: one run from the start, or several runs with gaps
     index: list[str]  # [B] the prompt of each row, in any order
     rewards: torch.Tensor  # (B, R) on every sampled token
     outcomes: torch.Tensor  # (B, R) on the last sampled token only
     values: torch.Tensor  # (B, R) of a critic
     old_log_probs: torch.Tensor  # (B, R)
-    log_probs: torch.Tensor  # (B, R) of a policy that has moved on
+    log_probs: torch.Tensor  # (B, R) of an updated policy
     ref_log_probs: torch.Tensor  # (B, R)
-    sum_pi_squared: torch.Tensor  # (B, R) that go with old_log_probs
+    sum_pi_squared: torch.Tensor  # (B, R) consistent with old_log_probs
     advantages: torch.Tensor  # (B, R) of both signs
-    row_advantages: torch.Tensor  # (B, R) the same for all tokens of a row
-    greedy_rewards: torch.Tensor  # (B,) the same for all rows of a prompt
+    row_advantages: torch.Tensor  # (B, R) equal for all tokens of a row
+    greedy_rewards: torch.Tensor  # (B,) equal for all rows of a prompt
 
 
 def make_batch(seed: int, has_gaps: bool, outcome: str, drift: float) -> Batch:
-    """`outcome` is what a trajectory can earn, `drift` how far the policy has moved, in nats per token."""
+    """Generate a batch; `outcome` is the range of rewards, `drift` the distance of the policy in nats per token."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def make_batch(seed: int, has_gaps: bool, outcome: str, drift: float) -> Batch:
 
 
 def batches(drift: float = 1.0, has_gaps: bool | None = None) -> st.SearchStrategy[Batch]:
-    """Batches; `has_gaps` None is both kinds. Every other one is near the policy that sampled it."""
+    """Return a strategy for batches; by default with and without gaps. Half of them are close to the old policy."""
     return st.builds(
         make_batch,
         seed=st.integers(0, 2**32 - 1),
@@ -83,7 +83,7 @@ def batches(drift: float = 1.0, has_gaps: bool | None = None) -> st.SearchStrate
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor, tolerance: float = EXACT) -> None:
-    """Equal on sampled tokens, to a tolerance that is absolute below 1 and relative above; padding is not compared."""
+    """Assert equality on sampled tokens, with a tolerance that is absolute below 1 and relative above."""
     theirs = theirs.detach().to(ours.dtype)
     assert ours.shape == theirs.shape == mask.shape
     torch.testing.assert_close(ours.detach()[mask > 0], theirs[mask > 0], rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Our functions against TorchRL's, which know nothing of gaps between turns: it is given the sampled tokens alone."""
+"""Our functions against those of TorchRL, which receive only the sampled tokens, because TorchRL ignores gaps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
 @given(batch=batches())
 def test_gae(gamma: float, lambd: float, batch: Batch) -> None:
-    """TorchRL does not whiten: its advantages are, before they are compared."""
+    """TorchRL does not whiten, so its advantages are whitened before the comparison."""
     advantages, returns = gae(batch.rewards, response_mask=batch.mask, values=batch.values, gamma=gamma, lambd=lambd)
     raw = torch.zeros_like(batch.rewards)
     for row in range(len(batch.mask)):
@@ -36,7 +36,7 @@ def test_gae(gamma: float, lambd: float, batch: Batch) -> None:
             torch.tensor(gamma, dtype=torch.float64),  # a plain number would be rounded to float32
             torch.tensor(lambd, dtype=torch.float64),
             values,
-            values.roll(-1, dims=0),  # the last, which is the first, is not read
+            values.roll(-1, dims=0),  # the last entry, which wraps around, is not read
             batch.rewards[row, sampled][:, None],
             done,
         )
@@ -49,7 +49,7 @@ def test_gae(gamma: float, lambd: float, batch: Batch) -> None:
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @given(batch=batches())
 def test_reward_to_go(gamma: float, batch: Batch) -> None:
-    """TorchRL drops discounts below 1e-7, which seven tokens do not get to."""
+    """TorchRL drops discounts below 1e-7, which seven tokens do not reach."""
     ours = reward_to_go(batch.rewards, batch.mask, gamma)
     for row in range(len(batch.mask)):
         rewards = batch.rewards[row, batch.mask[row] > 0][:, None]  # (T, 1)
@@ -61,7 +61,7 @@ def test_reward_to_go(gamma: float, batch: Batch) -> None:
 
 @given(batch=batches())
 def test_k3(batch: Batch) -> None:
-    """Log-probs less than 2.5 nats apart: beyond, we hold the estimate below 10."""
+    """Log-probs differ by less than 2.5 nats, because we clamp the estimate to 10 beyond that."""
     reference = batch.log_probs + (batch.ref_log_probs - batch.log_probs).clamp(-2.5, 2.5)
     ours = compute_approx_kl(batch.log_probs, reference)
     assert_same(ours, k3_kl_token_estimate(reference, batch.log_probs), torch.ones_like(batch.mask))
@@ -69,7 +69,7 @@ def test_k3(batch: Batch) -> None:
 
 @dataclass
 class KnownTokens:
-    """The distribution that TorchRL's loss asks for the log-probs of the tokens, which are given."""
+    """A distribution with given log-probs, for the loss of TorchRL."""
 
     log_probs: torch.Tensor
     mask: torch.Tensor
@@ -79,7 +79,7 @@ class KnownTokens:
 
 
 class KnownPolicy(torch.nn.Module):
-    """An actor that answers with given log-probs."""
+    """An actor with given log-probs."""
 
     def __init__(self, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ def assert_same_loss(
 @pytest.mark.parametrize("theirs", [GRPOLoss, DAPO])
 @given(batch=batches())
 def test_clipped_surrogate(theirs: type[GRPOLoss], reduction: LossReduction, batch: Batch) -> None:
-    """Every row has a token, as TorchRL counts rows without one; what it calls prompt_mean is our sequence_mean."""
+    """Every row has a token, because TorchRL counts rows without one; its prompt_mean is our sequence_mean."""
     config = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.28)
     assert_same_loss(batch, clipped_surrogate, config, reduction, theirs)
 
 
 @given(batch=batches())
 def test_importance_sampling(batch: Batch) -> None:
-    """A clip that no ratio gets to is none; TorchRL has no loss of that name."""
+    """TorchRL has no loss of that name, so its clipped loss gets bounds that no ratio reaches."""
     config = AlgorithmConfig(eps_clip_low=1 - EXACT, eps_clip_high=1e9)
     assert_same_loss(batch, importance_sampling, config, "token_mean", GRPOLoss)

@@ -1,7 +1,7 @@
-"""Our advantages against those with which TRL's trainers train on completions that their own model samples.
+"""Our advantages against those of TRL's trainers on completions sampled by their own model.
 
-Rewards are in the thousands, and so are the weights of GDPO, which makes TRL's 1e-4 beside the standard deviation, and
-our 1e-6, smaller than rounding.
+Rewards are in the thousands, as are the weights of GDPO, so that the epsilons added to the standard deviation (TRL:
+1e-4, ours: 1e-6) are smaller than rounding errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from random_batches import FLOAT32
 from trl import GRPOConfig, RLOOConfig
-from trl_calls import MAX_LENGTH, ON_CPU, inputs_of_training
+from trl_calls import MAX_LENGTH, ON_CPU, training_inputs
 
 from skyrl_train.algorithms.advantages import gdpo, grpo, rloo
 from skyrl_train.config.algorithm import AlgorithmConfig, GdpoConfig
@@ -22,12 +22,12 @@ N_STEPS = 4
 
 
 def first(token_ids: Sequence[int]) -> float:
-    """A reward of the first token: a few different ones, of both signs."""
+    """Return a reward of the first token, with several values of both signs."""
     return 1000.0 * (token_ids[0] % 7 - 3)
 
 
 def second(token_ids: Sequence[int]) -> float:
-    """Another one."""
+    """Return another reward of the first token."""
     return 5000.0 * (token_ids[0] % 11 - 2)
 
 
@@ -36,7 +36,7 @@ def test_grpo(scale: str, by_std: bool, tiny_model_path: Path, tmp_path: Path) -
     config = GRPOConfig(
         str(tmp_path), **ON_CPU, max_completion_length=MAX_LENGTH, max_steps=N_STEPS, scale_rewards=scale
     )
-    steps = inputs_of_training(tiny_model_path, config, [first])
+    steps = training_inputs(tiny_model_path, config, [first])
     assert len(steps) == N_STEPS
     for inputs, prompts, rewards in steps:
         ours, _ = grpo(rewards, torch.ones_like(rewards), prompts, grpo_norm_by_std=by_std)
@@ -45,7 +45,7 @@ def test_grpo(scale: str, by_std: bool, tiny_model_path: Path, tmp_path: Path) -
 
 def test_rloo(tiny_model_path: Path, tmp_path: Path) -> None:
     config = RLOOConfig(str(tmp_path), **ON_CPU, max_completion_length=MAX_LENGTH, max_steps=N_STEPS, beta=0.0)
-    steps = inputs_of_training(tiny_model_path, config, [first])
+    steps = training_inputs(tiny_model_path, config, [first])
     assert len(steps) == N_STEPS
     for inputs, prompts, rewards in steps:
         ours, _ = rloo(rewards, torch.ones_like(rewards), prompts)
@@ -53,7 +53,7 @@ def test_rloo(tiny_model_path: Path, tmp_path: Path) -> None:
 
 
 def test_gdpo(tiny_model_path: Path, tmp_path: Path) -> None:
-    """Completions of one token: TRL's last normalisation is over completions, ours over tokens."""
+    """Completions have one token, because the last normalisation is over completions in TRL and over tokens here."""
     config = GRPOConfig(
         str(tmp_path),
         **ON_CPU,
@@ -62,7 +62,7 @@ def test_gdpo(tiny_model_path: Path, tmp_path: Path) -> None:
         multi_objective_aggregation="normalize_then_sum",
         reward_weights=[1000.0, 500.0],
     )
-    steps = inputs_of_training(tiny_model_path, config, [first, second])
+    steps = training_inputs(tiny_model_path, config, [first, second])
     assert len(steps) == N_STEPS
     ours_config = AlgorithmConfig(gdpo=GdpoConfig(weights={"first": 1000.0, "second": 500.0}))
     for inputs, prompts, rewards in steps:

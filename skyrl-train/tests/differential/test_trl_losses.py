@@ -1,10 +1,10 @@
 """Our losses against those of TRL's GRPOTrainer: value, and gradient in all weights of a tiny model; in float32.
 
-The log-probs are computed on both sides, by our `response_logprobs` and by TRL, from the same weights and tokens. One
-advantage for all tokens of a row, as TRL has it. Every row has a token: TRL counts rows without one in its means.
+Both sides compute log-probs from the same weights and tokens, ours with `response_logprobs`. All tokens of a row have
+the same advantage, as in TRL. Every row has a token, because TRL counts rows without one in its means.
 
-Our KL and entropy are means over trajectories, TRL's are reduced like the policy loss: with `token_mean` both agree
-where all rows have the same length.
+Our KL and entropy are means over trajectories; those of TRL are reduced like the policy loss. With `token_mean` both
+agree if all rows have the same length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from random_batches import FLOAT32
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.rewards import get_soft_overlong_punishment
-from trl_calls import MAX_LENGTH, ON_CPU, Inputs, gradient, random_inputs, scores_of, trainer_of_losses
+from trl_calls import MAX_LENGTH, ON_CPU, Inputs, gradient, loss_trainer, random_inputs, scores_of
 
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.filters import soft_overlong_punishment
@@ -35,7 +35,7 @@ CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 
 @dataclass(frozen=True)
 class Case:
-    """A loss by our name and settings, and by TRL's."""
+    """A loss by our name and settings, and by those of TRL."""
 
     loss: str
     reduction: LossReduction
@@ -54,7 +54,7 @@ def clipped(
     theirs: dict[str, Any],
     has_equal_lengths: bool = False,
 ) -> Case:
-    """The clipped surrogate with another term."""
+    """Return the clipped surrogate with an additional term."""
     theirs = {"loss_type": loss_type, **CLIP, **theirs}
     return Case("regular", reduction, OUR_CLIP | ours, theirs, has_equal_lengths=has_equal_lengths)
 
@@ -80,7 +80,7 @@ CASES = {
         "cispo",
         "token_mean",
         {"use_kl_loss": False, "cispo": CispoConfig(cispo_eps_clip_low=1.0, cispo_eps_clip_high=0.5)},
-        {"loss_type": "cispo", "epsilon_high": 1.5},  # a bound of the ratio itself; there is none below
+        {"loss_type": "cispo", "epsilon_high": 1.5},  # a bound of the ratio itself, without a lower bound
         drift=1.0,
     ),
     "sapo": Case(
@@ -127,9 +127,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses(name: str, tiny_model_path: Path, tmp_path: Path) -> None:
-    """For `gmpo` and `vespo` the drift is small, as we hold ratios that overflow and TRL does not."""
+    """The drift of `gmpo` and `vespo` is small, because we clamp ratios that overflow and TRL does not."""
     case = CASES[name]
-    trainer = trainer_of_losses(
+    trainer = loss_trainer(
         tiny_model_path,
         case.config(str(tmp_path), **ON_CPU, max_completion_length=MAX_LENGTH, **case.theirs),
         case.trainer,
@@ -142,9 +142,9 @@ def test_losses(name: str, tiny_model_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantile", [0.25, 0.5, 0.75])
 def test_top_entropy_tokens(quantile: float, tiny_model_path: Path, tmp_path: Path) -> None:
-    """Where the share of the tokens is a whole number: else we round it up, and TRL may keep one token fewer."""
+    """Compare only whole numbers of tokens; otherwise we round up, and TRL may keep one token fewer."""
     theirs = {"loss_type": "dapo", "top_entropy_quantile": quantile, **CLIP}
-    trainer = trainer_of_losses(
+    trainer = loss_trainer(
         tiny_model_path, GRPOConfig(str(tmp_path), **ON_CPU, max_completion_length=MAX_LENGTH, **theirs)
     )
     config = AlgorithmConfig(top_entropy_quantile=quantile, **OUR_CLIP)
@@ -189,7 +189,7 @@ def our_loss(scores: TokenScores, inputs: Inputs, config: AlgorithmConfig) -> to
 
 
 def test_soft_overlong_punishment() -> None:
-    """A factor of 1, which is TRL's."""
+    """Compare with a factor of 1, that of TRL."""
     lengths = range(1, 30)
     theirs = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)(
         completion_ids=[[0] * length for length in lengths]

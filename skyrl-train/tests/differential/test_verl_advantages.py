@@ -1,4 +1,4 @@
-"""Our advantage estimators against verl's, in float64, on sampled tokens."""
+"""Our advantage estimators against those of verl, in float64, on sampled tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_advantages(
 
 @given(batch=batches())
 def test_grpo(batch: Batch) -> None:
-    """Groups have two rows or more: verl divides the score of a group of one by 1 + 1e-6, we leave it."""
+    """Groups have at least two rows: verl divides the score of a group of one by 1 + 1e-6, and we keep it."""
     for rewards in (batch.outcomes, batch.rewards):
         inputs = rewards_by_group(batch, rewards)
         assert_same_advantages(batch, ours("grpo", batch, rewards), verl.compute_grpo_outcome_advantage(**inputs))
@@ -67,7 +67,7 @@ def test_vectorized_grpo(batch: Batch) -> None:
 
 @given(batch=batches())
 def test_rloo(batch: Batch) -> None:
-    """Groups have two rows or more: verl leaves the score of a group of one, we make it 0."""
+    """Groups have at least two rows: verl keeps the score of a group of one, and we set it to 0."""
     their = verl.compute_rloo_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
     assert_same_advantages(batch, ours("rloo", batch, batch.outcomes), their)
 
@@ -90,7 +90,7 @@ def test_reinforce_plus_plus(batch: Batch) -> None:
 
 @given(batch=batches())
 def test_reinforce_plus_plus_with_a_baseline(batch: Batch) -> None:
-    """Groups have two rows or more: verl leaves the score of a group of one, we make it 0."""
+    """Groups have at least two rows: verl keeps the score of a group of one, and we set it to 0."""
     their = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
     assert_same_advantages(batch, ours("reinforce++-baseline", batch, batch.outcomes), their, NEAR)
 
@@ -103,21 +103,21 @@ def test_remax(batch: Batch) -> None:
 
 @given(batch=batches())
 def test_opo(batch: Batch) -> None:
-    """Every row has a sampled token: without one in a group, verl divides by 0."""
+    """Every row has a sampled token: verl divides by 0 for a group without any."""
     their = verl.compute_opo_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
     assert_same_advantages(batch, ours("opo", batch, batch.outcomes), their)
 
 
 @given(batch=batches())
 def test_gpg(batch: Batch) -> None:
-    """Every row has a sampled token: verl counts rows without one among the trajectories, we do not."""
+    """Every row has a sampled token: verl counts rows without one as trajectories, and we do not."""
     their = verl.compute_gpg_outcome_advantage(**rewards_by_group(batch, batch.outcomes))
     assert_same_advantages(batch, ours("gpg", batch, batch.outcomes), their, NEAR)
 
 
 @given(batch=batches())
 def test_grpo_passk(batch: Batch) -> None:
-    """Groups have two rows or more: verl refuses a group of one, we make it 0."""
+    """Groups have at least two rows: verl refuses a group of one, and we set it to 0."""
     for by_std in (True, False):
         our = ours("grpo_passk", batch, batch.outcomes, grpo_norm_by_std=by_std)
         their = verl.compute_grpo_passk_outcome_advantage(
@@ -128,7 +128,7 @@ def test_grpo_passk(batch: Batch) -> None:
 
 @given(batch=batches())
 def test_gae(batch: Batch) -> None:
-    """Observations between turns included: on both sides a token's successor is the next sampled one."""
+    """Batches include observations between turns; on both sides the successor of a token is the next sampled one."""
     for gamma, lambd in ((1.0, 1.0), (0.9, 0.8), (1.0, 0.0)):
         our = ours("gae", batch, batch.rewards, gamma=gamma, lambd=lambd)
         their = verl.compute_gae_advantage_return(batch.rewards, batch.values, batch.mask, gamma, lambd)
@@ -137,7 +137,7 @@ def test_gae(batch: Batch) -> None:
 
 @given(batch=batches(has_gaps=False))
 def test_optimal_token_baseline(batch: Batch) -> None:
-    """`handle_zero_tail` is off: where a token has no other to compare with, our advantage is 0, not the return."""
+    """`handle_zero_tail` is off: the advantage of a token without peers is 0 here, not the return."""
     their = verl.compute_optimal_token_baseline_advantage(
         **rewards_by_group(batch, batch.rewards),
         old_log_probs=batch.old_log_probs,
@@ -149,7 +149,7 @@ def test_optimal_token_baseline(batch: Batch) -> None:
 
 @given(batch=batches(has_gaps=True))
 def test_optimal_token_baseline_over_turns(batch: Batch) -> None:
-    """verl has a function of its own for gaps between turns; as above, `handle_zero_tail` is off."""
+    """verl has a separate function for gaps between turns; `handle_zero_tail` is off, as above."""
     their = verl.compute_multi_turn_optimal_token_baseline_advantage(
         **rewards_by_group(batch, batch.rewards),
         old_log_probs=batch.old_log_probs,

@@ -1,4 +1,4 @@
-"""Our estimates of the KL divergence, and its controller, against verl's."""
+"""Our KL estimates and KL controller against those of verl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ESTIMATORS = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(batch=st.sampled_from([1.0, 30.0]).flatmap(batches))
 def test_estimators(estimator: KLEstimator, batch: Batch) -> None:
-    """Where log-probs are tens of nats apart too: both sides hold k3 in the same bounds."""
+    """Batches include log-probs tens of nats apart: both sides clamp k3 to the same bounds."""
     our_log_probs, their_log_probs = (batch.log_probs.clone().requires_grad_() for _ in range(2))
     ours = compute_approx_kl(our_log_probs, batch.ref_log_probs, None, estimator)
     theirs = verl.kl_penalty(their_log_probs, batch.ref_log_probs, estimator)
@@ -29,7 +29,7 @@ def test_estimators(estimator: KLEstimator, batch: Batch) -> None:
 
 @given(batch=batches())
 def test_penalty_in_the_rewards(batch: Batch) -> None:
-    """k1, the estimator that verl's function has."""
+    """The estimator is k1, the one in verl's function."""
     ours, _ = penalize_rewards(batch.rewards, batch.log_probs, batch.ref_log_probs, batch.mask, 0.3, "k1")
     theirs = verl.compute_rewards(batch.rewards, batch.log_probs, batch.ref_log_probs, 0.3)
     assert_same(ours, theirs, batch.mask)
@@ -41,7 +41,7 @@ def test_penalty_in_the_rewards(batch: Batch) -> None:
     n_steps=st.integers(1, 1000),
 )
 def test_adaptive_controller(divergences: list[float], target: float, n_steps: int) -> None:
-    """No more trajectories in a step than the horizon has: beyond it we change the weight no further."""
+    """Steps have at most as many trajectories as the horizon; beyond it we bound the change of the weight."""
     ours = AdaptiveKLController(0.2, target, horizon=1000)
     theirs = verl.AdaptiveKLController(0.2, target, 1000)
     for divergence in divergences:

@@ -1,4 +1,4 @@
-"""Our policy losses against verl's: the value over the batch and the gradient in the log-probs, in float64."""
+"""Our policy losses against those of verl: value over the batch and gradient in the log-probs, in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from skyrl_train.config.policy_loss import (
 LOW, HIGH = 0.2, 0.28
 OURS = AlgorithmConfig(eps_clip_low=LOW, eps_clip_high=HIGH, clip_ratio_c=3.0)
 THEIRS = clips(LOW, HIGH, clip_ratio_c=3.0)
-FAR = 10.0  # nats per token: some log-ratios are beyond the ±20 at which both sides hold them
+FAR = 10.0  # nats per token: some log-ratios exceed the ±20 to which both sides clamp them
 
 drifts = st.sampled_from([1.0, FAR]).flatmap(lambda drift: batches(drift))
 
@@ -44,21 +44,21 @@ def test_dual_clip_in_every_reduction(reduction: LossReduction, batch: Batch) ->
 
 @given(batch=drifts)
 def test_regular(batch: Batch) -> None:
-    """verl always has the dual clip: its bound is put where no ratio gets."""
+    """verl always applies the dual clip, so its bound is set to a value that no ratio reaches."""
     theirs = their_loss("vanilla", batch, batch.advantages, clips(LOW, HIGH, clip_ratio_c=1e30))
     assert_same_loss(our_loss("regular", batch, batch.advantages, OURS), theirs, EXACT)
 
 
 @given(batch=drifts)
 def test_importance_sampling(batch: Batch) -> None:
-    """A clip that no ratio gets to is none; verl has no loss of that name."""
+    """verl has no loss of that name, so its clipped loss gets bounds that no ratio reaches."""
     theirs = their_loss("vanilla", batch, batch.advantages, clips(1.0, 1e30, clip_ratio_c=1e30))
     assert_same_loss(our_loss("importance_sampling", batch, batch.advantages, OURS), theirs, EXACT)
 
 
 @given(batch=drifts)
 def test_reinforce(batch: Batch) -> None:
-    """What verl calls gpg."""
+    """This loss is called gpg in verl."""
     theirs = their_loss("gpg", batch, batch.advantages, THEIRS)
     assert_same_loss(our_loss("policy_gradient", batch, batch.advantages, OURS), theirs, EXACT)
 
@@ -78,7 +78,7 @@ def test_sapo(batch: Batch) -> None:
 
 @given(batch=batches())
 def test_gspo(batch: Batch) -> None:
-    """verl has the form of gspo_token, which is gspo where all tokens of a row have the same advantage."""
+    """verl has the form of gspo_token, which equals gspo if all tokens of a row have the same advantage."""
     theirs = their_loss("gspo", batch, batch.row_advantages, THEIRS, "sequence_mean")
     assert_same_loss(our_loss("gspo", batch, batch.row_advantages, OURS, "sequence_mean"), theirs, NEAR)
 
@@ -91,7 +91,7 @@ def test_gspo_token(batch: Batch) -> None:
 
 @given(batch=batches())
 def test_gmpo(batch: Batch) -> None:
-    """Every row has a token, as verl counts rows without one; ratios stay below e^10, where we hold them."""
+    """Every row has a token, because verl counts rows without one; ratios stay below e^10, where we clamp them."""
     ours = AlgorithmConfig(gmpo=GmpoConfig(log_ratio_clip=0.4))
     theirs = their_loss("geo_mean", batch, batch.row_advantages, clips(0.4, 0.4))
     assert_same_loss(our_loss("gmpo", batch, batch.row_advantages, ours, "sequence_mean"), theirs, NEAR)
@@ -106,7 +106,7 @@ def test_dro(batch: Batch) -> None:
 @pytest.mark.parametrize(("distance", "name"), [("binary_tv", "dppo_tv"), ("binary_kl", "dppo_kl")])
 @given(batch=drifts)
 def test_dppo(distance: str, name: str, batch: Batch) -> None:
-    """What holds the ratio down is `clip_ratio_c` in verl, `max_ratio` here."""
+    """The bound of the ratio is `clip_ratio_c` in verl and `max_ratio` here."""
     settings = DppoConfig(dppo_type=distance, delta_low=LOW, delta_high=HIGH, max_ratio=5.0)
     theirs = their_loss(name, batch, batch.advantages, clips(LOW, HIGH, clip_ratio_c=5.0))
     assert_same_loss(our_loss("dppo", batch, batch.advantages, AlgorithmConfig(dppo=settings)), theirs, EXACT)
@@ -114,7 +114,7 @@ def test_dppo(distance: str, name: str, batch: Batch) -> None:
 
 @given(batch=batches(), share=st.sampled_from([0.01, 0.2, 1.0]))
 def test_kl_cov(batch: Batch, share: float) -> None:
-    """Log-ratios stay below 20, where we hold them and verl does not."""
+    """Log-ratios stay below 20, where we clamp them and verl does not."""
     ours = AlgorithmConfig(kl_cov=KLCovConfig(kl_cov_frac=share, ppo_kl_coef=0.7))
     theirs = their_loss("kl_cov", batch, batch.advantages, actor({"kl_cov_ratio": share, "ppo_kl_coef": 0.7}))
     assert_same_loss(our_loss("kl_cov", batch, batch.advantages, ours), theirs, EXACT)
@@ -122,7 +122,7 @@ def test_kl_cov(batch: Batch, share: float) -> None:
 
 @given(batch=batches())
 def test_clip_cov_of_all_candidates(batch: Batch) -> None:
-    """The share is 1, as who is left out of fewer is random; log-ratios stay below 20, where we hold them."""
+    """The share is 1, because smaller shares are sampled; log-ratios stay below 20, where we clamp them."""
     ours, theirs = _clip_cov(share=1.0)
     assert_same_loss(
         our_loss("clip_cov", batch, batch.advantages, ours),
@@ -132,8 +132,8 @@ def test_clip_cov_of_all_candidates(batch: Batch) -> None:
 
 
 @given(batch=batches(), share=st.sampled_from([0.01, 0.2, 0.5]))
-def test_clip_cov_leaves_out_as_many(batch: Batch, share: float) -> None:
-    """Of a share below 1 only the number of tokens without a gradient is compared."""
+def test_clip_cov_masks_as_many_tokens(batch: Batch, share: float) -> None:
+    """For shares below 1, compare only the number of tokens without a gradient."""
     ours, theirs = _clip_cov(share)
     _, our_gradient = our_loss("clip_cov", batch, batch.advantages, ours)
     _, their_gradient = their_loss("clip_cov", batch, batch.advantages, theirs)
@@ -149,7 +149,7 @@ def _clip_cov(share: float) -> tuple[AlgorithmConfig, object]:
 
 @given(batch=batches())
 def test_rollout_is(batch: Batch) -> None:
-    """verl's REINFORCE in bypass mode; one token is on policy, as verl divides by 0 where it leaves out all of them."""
+    """This is REINFORCE of verl in bypass mode; a token is on policy, because verl divides by 0 if all are masked."""
     batch.log_probs[0, 0] = batch.old_log_probs[0, 0]
     correction = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_threshold="0.5_2.0", bypass_mode=True, loss_type="reinforce"
@@ -165,7 +165,7 @@ def test_rollout_is(batch: Batch) -> None:
 
 @given(batch=drifts)
 def test_truncated_importance_sampling_on_a_loss(batch: Batch) -> None:
-    """Our weights of the old policy to the engine, on both losses."""
+    """Apply our weights of the old policy relative to the engine to both losses."""
     weights, _ = correction_weights(
         batch.old_log_probs, batch.ref_log_probs, batch.mask, OffPolicyCorrectionConfig(tis_ratio_type="token")
     )
@@ -202,11 +202,11 @@ def test_value_loss(batch: Batch, value_clip: float) -> None:
 
 
 @pytest.mark.parametrize("reduction", AGGREGATION)
-@given(batch=batches(), rows_without_tokens=st.integers(0, 2))
-def test_reduction(reduction: LossReduction, batch: Batch, rows_without_tokens: int) -> None:
-    """With rows without a token, which neither side counts."""
+@given(batch=batches(), n_empty_rows=st.integers(0, 2))
+def test_reduction(reduction: LossReduction, batch: Batch, n_empty_rows: int) -> None:
+    """Batches include rows without tokens, which neither side counts."""
     mask = batch.mask.clone()
-    mask[1 : 1 + rows_without_tokens] = 0
+    mask[1 : 1 + n_empty_rows] = 0
     ours = reduce_loss(batch.advantages, mask, reduction, max_seq_len=100)
     theirs = verl.agg_loss(batch.advantages, mask, AGGREGATION[reduction], loss_scale_factor=100)
     torch.testing.assert_close(ours, theirs, rtol=NEAR, atol=NEAR)

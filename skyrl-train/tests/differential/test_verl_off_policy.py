@@ -1,6 +1,6 @@
-"""Our corrections for an engine that is not quite the policy, against verl's rollout correction.
+"""Our corrections for the rollout–policy mismatch against verl's rollout correction.
 
-verl's rejection works on k1 = log(π_rollout / π_old), so that its thresholds are bounds of 1/κ: [low, high] here is
+verl's rejection uses k1 = log(π_rollout / π_old), so its thresholds are bounds of 1/κ: [low, high] here is
 [1/high, 1/low] there.
 """
 
@@ -41,29 +41,29 @@ def rejected(batch: Batch, by: str, thresholds: str) -> torch.Tensor:
     return compute_rollout_rejection_mask(log_ratio, batch.mask, by, thresholds)[0]
 
 
-def everywhere(batch: Batch) -> torch.Tensor:
+def all_tokens(batch: Batch) -> torch.Tensor:
     return torch.ones_like(batch.mask)
 
 
 @given(batch=st.sampled_from([0.1, 1.0, 10.0]).flatmap(batches))
 def test_truncated_importance_sampling_of_tokens(batch: Batch) -> None:
-    """Log-ratios of tens of nats included: both sides hold them within ±20."""
+    """Batches include log-ratios of tens of nats: both sides clamp them to ±20."""
     theirs = truncated(batch, "token")
-    assert_same(ours(batch, tis_ratio_type="token", token_tis_ratio_clip_high=1.5), theirs, everywhere(batch))
+    assert_same(ours(batch, tis_ratio_type="token", token_tis_ratio_clip_high=1.5), theirs, all_tokens(batch))
 
 
 @given(batch=batches())
 def test_truncated_importance_sampling_of_sequences(batch: Batch) -> None:
-    """Trajectories are less than 20 nats apart: there verl holds their sum, and we the log-ratio of each token."""
+    """Trajectories are less than 20 nats apart; beyond that verl clamps the sum, and we the log-ratio of each token."""
     theirs = truncated(batch, "sequence")
-    assert_same(ours(batch, tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.5), theirs, everywhere(batch))
+    assert_same(ours(batch, tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.5), theirs, all_tokens(batch))
 
 
 @given(batch=batches())
 def test_token_mask(batch: Batch) -> None:
     theirs = rejected(batch, "token_k1", f"{1 / HIGH}_{1 / LOW}")
     settings = {"token_mask_is_threshold_low": LOW, "token_mask_is_threshold_high": HIGH}
-    assert_same(ours(batch, **settings), theirs, everywhere(batch))
+    assert_same(ours(batch, **settings), theirs, all_tokens(batch))
 
 
 @pytest.mark.parametrize(
@@ -74,20 +74,20 @@ def test_token_mask(batch: Batch) -> None:
 def test_sequence_mask(metric: str, statistic: str, prefix: str, batch: Batch) -> None:
     theirs = rejected(batch, statistic, f"{1 / HIGH}_{1 / LOW}")
     settings = {"sequence_mask_metric": metric, f"{prefix}_mask_low": LOW, f"{prefix}_mask_high": HIGH}
-    assert_same(ours(batch, **settings), theirs, everywhere(batch))
+    assert_same(ours(batch, **settings), theirs, all_tokens(batch))
 
 
 @given(batch=batches())
 def test_outlier_tokens(batch: Batch) -> None:
-    """Bounds that are as far from 1 on both sides: verl bounds the largest ½ log² κ of a trajectory."""
+    """The bounds are symmetric around 1 in log space, because verl bounds the largest ½ log² κ of a trajectory."""
     theirs = rejected(batch, "seq_max_k2", str(math.log(2.5) ** 2 / 2))
     settings = {"outlier_token_is_threshold_low": 1 / 2.5, "outlier_token_is_threshold_high": 2.5}
-    assert_same(ours(batch, **settings), theirs, everywhere(batch))
+    assert_same(ours(batch, **settings), theirs, all_tokens(batch))
 
 
 @given(batch=batches())
 def test_metrics(batch: Batch) -> None:
-    """The threshold of verl's weights is out of reach, so that its statistics are of all of them."""
+    """The threshold of verl's weights is out of reach, so its statistics include all of them."""
     sums = MetricSums()
     add_rollout_gap(sums, batch.log_probs, batch.old_log_probs, batch.mask)
     gap = sums.metrics().numbers()

@@ -1,7 +1,7 @@
-"""TRL's trainers on a CPU: the loss they compute of given inputs, and the inputs they make of given rewards.
+"""TRL's trainers on a CPU: their loss for given inputs, and their training inputs for given rewards.
 
-Only what is public is used: `compute_loss` as transformers.Trainer declares it, and the names of the tensors that it is
-given.
+Only public interfaces are used: `compute_loss` as declared by transformers.Trainer, and the names of its input
+tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skyrl_train.models.logprobs import TokenScores, response_logprobs
 Inputs = dict[str, torch.Tensor]
 Score = Callable[[Sequence[int]], float]
 
-MAX_LENGTH = 8  # tokens of a completion, at most
+MAX_LENGTH = 8  # maximum number of tokens of a completion
 GROUP_SIZE = 4
 PROMPTS = ["1", "22", "333", "4444"]
 
@@ -39,10 +39,8 @@ ON_CPU: dict[str, Any] = {
 }
 
 
-def trainer_of_losses(
-    model_path: Path, config: GRPOConfig, trainer_class: type[GRPOTrainer] = GRPOTrainer
-) -> GRPOTrainer:
-    """A trainer to ask for losses, with its model in training mode."""
+def loss_trainer(model_path: Path, config: GRPOConfig, trainer_class: type[GRPOTrainer] = GRPOTrainer) -> GRPOTrainer:
+    """Return a trainer that computes losses, with its model in training mode."""
     trainer = trainer_class(
         str(model_path),
         lambda completions, **_: [0.0] * len(completions),
@@ -90,7 +88,7 @@ def random_inputs(model: PreTrainedModel, seed: int, drift: float, temperature: 
 
 
 def scores_of(model: PreTrainedModel, inputs: Inputs, temperature: float) -> TokenScores:
-    """What our worker computes of the completions, (B, R) each."""
+    """Return the scores of the completions by our worker, (B, R) each."""
     sequences = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     mask = inputs["completion_mask"]
@@ -98,21 +96,21 @@ def scores_of(model: PreTrainedModel, inputs: Inputs, temperature: float) -> Tok
 
 
 def gradient(loss: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """The gradient of a loss in all weights, as one vector."""
+    """Return the gradient of a loss in all weights, as one vector."""
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-def inputs_of_training(
+def training_inputs(
     model_path: Path, config: GRPOConfig | RLOOConfig, scores: Sequence[Score]
 ) -> list[tuple[Inputs, list[str], torch.Tensor]]:
-    """Train on completions that the model samples and that earn `score(token ids)`.
+    """Train on completions sampled by the model, with rewards `score(token ids)`.
 
-    For each step what `compute_loss` was given, the prompt of each row [B], and its rewards (B, one for each score).
+    Return the inputs of `compute_loss`, the prompts [B] and the rewards (B, one per score) of each step.
     """
     steps: list[Inputs] = []
     base = GRPOTrainer if isinstance(config, GRPOConfig) else RLOOTrainer
 
-    class Watched(base):  # type: ignore[misc,valid-type]
+    class RecordingTrainer(base):  # type: ignore[misc,valid-type]
         def compute_loss(self, model: Any, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
             steps.append(dict(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -123,7 +121,7 @@ def inputs_of_training(
     rewards = [reward(score) for score in scores]
     for number, function in enumerate(rewards):
         function.__name__ = f"reward_{number}"
-    Watched(
+    RecordingTrainer(
         str(model_path),
         rewards,
         args=config,

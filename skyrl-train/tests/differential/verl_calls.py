@@ -1,4 +1,4 @@
-"""What verl's functions want to be given."""
+"""Inputs for the functions of verl."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGGREGATION: dict[LossReduction, str] = {
 
 
 def rewards_by_group(batch: Batch, rewards: torch.Tensor) -> dict[str, Any]:
-    """The arguments of an estimator that compares the trajectories of a prompt."""
+    """Return the arguments of an estimator that compares the trajectories of a prompt."""
     return {
         "token_level_rewards": rewards.clone(),
         "response_mask": batch.mask,
@@ -36,20 +36,20 @@ def rewards_by_group(batch: Batch, rewards: torch.Tensor) -> dict[str, Any]:
 
 
 def actor(policy_loss_settings: dict[str, Any] | None = None, **settings: Any) -> ActorConfig:
-    """The settings of a policy loss; the rest is what its class insists on."""
+    """Return the settings of a policy loss; the rest is required by the class."""
     loss_config = PolicyLossConfig(**(policy_loss_settings or {}))
     return ActorConfig(strategy="fsdp", rollout_n=2, use_dynamic_bsz=True, policy_loss=loss_config, **settings)
 
 
 def clips(low: float, high: float, **settings: Any) -> ActorConfig:
-    """The settings of a clipped loss."""
+    """Return the settings of a clipped loss."""
     return actor(clip_ratio=low, clip_ratio_low=low, clip_ratio_high=high, **settings)
 
 
 def our_loss(
     name: str, batch: Batch, advantages: torch.Tensor, config: AlgorithmConfig, reduction: LossReduction = "token_mean"
 ) -> Scored:
-    """One of our policy losses over a batch; rollouts have the old log-probs."""
+    """Return one of our policy losses over a batch; rollouts have the old log-probs."""
     log_probs = batch.log_probs.clone().requires_grad_()
     loss, _ = policy_loss(name)(log_probs, batch.old_log_probs, advantages, config, batch.mask, batch.old_log_probs)
     total = reduce_loss(loss, batch.mask, reduction, max_seq_len=batch.mask.shape[1])
@@ -59,7 +59,7 @@ def our_loss(
 def their_loss(
     name: str, batch: Batch, advantages: torch.Tensor, config: ActorConfig, reduction: LossReduction = "token_mean"
 ) -> Scored:
-    """One of verl's policy losses over a batch."""
+    """Return one of verl's policy losses over a batch."""
     log_probs = batch.log_probs.clone().requires_grad_()
     total, _ = get_policy_loss_fn(name)(
         batch.old_log_probs, log_probs, advantages, batch.mask, AGGREGATION[reduction], config
@@ -68,6 +68,6 @@ def their_loss(
 
 
 def assert_same_loss(ours: Scored, theirs: Scored, tolerance: float) -> None:
-    """Both have the same value and the same gradient, that of padding included."""
+    """Assert that both have the same value and gradient, including that of padding."""
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our.detach(), their.detach(), rtol=tolerance, atol=tolerance)

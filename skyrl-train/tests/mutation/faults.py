@@ -43,7 +43,7 @@ class Fault:
     """The original line."""
     change: str
     source: str
-    """The whole file with the fault."""
+    """The complete file with the fault."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -51,8 +51,8 @@ class Fault:
         return self.path, self.text, self.change
 
 
-def variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:  # noqa: C901, one case for each kind of fault
-    """Yield each faulty version of one node, without its position, and a description of the change."""
+def variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:  # noqa: C901, one case per kind of fault
+    """Yield each faulty version of a node, without its position, and a description of the change."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
             other = COMPARISONS[type(op)]
@@ -89,7 +89,7 @@ def variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:  # noqa: C901, one
 
 
 def _is_annotation(node: ast.BinOp) -> bool:
-    """Return True for unions of types and of `None`, which no test executes."""
+    """Return True for unions of types or with `None`, which no test executes."""
     sides = (node.left, node.right)
     return any(isinstance(side, ast.Constant) and side.value is None for side in sides) or all(
         isinstance(side, ast.Name) and side.id[0].isupper() for side in sides
@@ -97,7 +97,7 @@ def _is_annotation(node: ast.BinOp) -> bool:
 
 
 def _executed(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield parent, field, index and node of every part of the tree but annotations, assertions and error messages."""
+    """Yield parent, field, index and node of the tree, except annotations, assertions and error messages."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list") or isinstance(tree, ast.Assert | ast.Raise):
             continue

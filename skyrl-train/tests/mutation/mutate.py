@@ -1,8 +1,8 @@
-"""Mutation testing of the mathematics: inject faults one at a time, and count those that a test catches.
+"""Mutation testing of the algorithms: inject faults one at a time, and count those that a test catches.
 
-Faults are sampled with a fixed seed, evenly over the source files. Each is written into a copy of the package; the
-tests of its module run there, then the gradient specification, until one fails. Survivors that change no behaviour are
-listed with their reason in `equivalent.json`. Exits with status 1 if less than 95% of the other faults are caught.
+Faults are sampled with a fixed seed, evenly over the source files. Each is written into a copy of the package, where
+the tests of its module run, then the gradient specification, until one fails. Survivors that do not change behaviour
+are listed with their reason in `equivalent.json`. The exit status is 1 if less than 95% of the other faults are caught.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ TESTS = {
     "workers/": ("workers", "checkpoint", "distributed"),
     "learner.py": ("test_learner.py", SPECIFICATION, "test_trainer.py"),
 }
-"""Tests under `tests/cpu` of the first prefix that fits; they run after the test file that mirrors the source file."""
+"""Tests under `tests/cpu` for the first matching prefix; they run after the test file that mirrors the source file."""
 
 
 def sample(faults: Sequence[Sequence[Fault]], n: int, seed: int) -> list[Fault]:
-    """Return `n` faults, one from each file in turn, so that small files are not left out."""
+    """Return `n` faults, taken from the files in turn so that small files are represented."""
     shuffled = (
-        random.Random(f"{seed} {of_file[0].path}").sample(of_file, len(of_file)) for of_file in faults if of_file
+        random.Random(f"{seed} {file_faults[0].path}").sample(file_faults, len(file_faults))
+        for file_faults in faults
+        if file_faults
     )
     queues = list(shuffled)
     chosen: list[Fault] = []
@@ -82,7 +84,7 @@ def run_tests(fault: Fault, workplace: Path, timeout_s: float) -> str | None:
         status = _wait(child, timeout_s)
     finally:
         target.write_text(original)
-        os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))  # its bytecode is valid again
+        os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))  # makes its bytecode valid again
     if status is None:
         return "timeout"
     if status == 0:
@@ -106,11 +108,11 @@ def _become_pytest(arguments: list[str], workplace: Path, report: Path) -> NoRet
 
 
 def import_everything(workplace: Path) -> None:
-    """Import third-party modules once, and compile the copy: collect its tests, then forget its own modules."""
+    """Import third-party modules once and compile the copy: collect its tests, then drop its modules."""
     os.chdir(workplace.parent)
     paths = [str(workplace), str(TRAIN.parent / "skyrl-gym")]
     sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of the ranks, which are other processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for the rank processes
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", str(workplace / "tests/cpu")])
     for name, module in list(sys.modules.items()):
@@ -166,16 +168,16 @@ def main() -> int:
             failed = None if reason else run_tests(fault, workplace, TIMEOUT_S)
             n_caught, n_equivalent = n_caught + bool(failed), n_equivalent + bool(reason)
             outcome = "equivalent" if reason else "caught" if failed else "SURVIVED"
-            place = f"{fault.path}:{fault.line}"
+            location = f"{fault.path}:{fault.line}"
             seconds = time.monotonic() - start
             detail = reason or failed or fault.text
             print(
-                f"{number:3}/{len(faults)} {outcome:10} {place:38} {fault.change:26} {seconds:4.0f} s  {detail}",
+                f"{number:3}/{len(faults)} {outcome:10} {location:38} {fault.change:26} {seconds:4.0f} s  {detail}",
                 flush=True,
             )
     n_counted = len(faults) - n_equivalent
     share = n_caught / n_counted if n_counted else 1.0
-    print(f"{n_caught} of {n_counted} faults caught ({share:.1%}); {n_equivalent} more are equivalent")
+    print(f"{n_caught} of {n_counted} faults caught ({share:.1%}); {n_equivalent} are equivalent")
     return int(share < REQUIRED_SHARE)
 
 

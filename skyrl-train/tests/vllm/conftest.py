@@ -20,22 +20,22 @@ NewEngine = Callable[..., VLLMEngine]
 
 @pytest.fixture(scope="session")
 def tiny_head_dim() -> int:
-    """vLLM's attention on a CPU takes no smaller heads."""
+    """The minimum head dimension of vLLM's attention on a CPU."""
     return 32
 
 
 @pytest.fixture
 def policy(tiny_model: PreTrainedModel) -> PreTrainedModel:
-    """A policy of the test's own, whose weights a test may change."""
+    """A copy of the policy, whose weights a test may change."""
     return copy.deepcopy(tiny_model)
 
 
 @pytest.fixture
 async def new_engine(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[NewEngine]:
-    """Makes engines, one at a time, and closes them after the test."""
+    """Create engines, one at a time, and close them after the test."""
     engines = []
 
-    gc.freeze()  # while it starts, vLLM collects garbage again and again: seconds a test in all that is imported here
+    gc.freeze()  # vLLM runs the garbage collector repeatedly at start, which takes seconds for all imported objects
 
     def make(path: Path = tiny_model_path, **options: Any) -> VLLMEngine:
         defaults = {

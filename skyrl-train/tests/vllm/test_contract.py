@@ -1,4 +1,4 @@
-"""The vLLM engine keeps the contract of engines."""
+"""The vLLM engine meets the engine contract."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def engine_kit(
     new_engine: Callable[..., VLLMEngine], policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> EngineKit:
     """An engine with its own copy of the weights."""
-    return EngineKit(new_engine, policy, tiny_tokenizer, tolerance=1e-4, reused_at_once=32)
+    return EngineKit(new_engine, policy, tiny_tokenizer, tolerance=1e-4, cache_block_size=32)
 
 
-class TestContract(EngineContract):
-    """The contract, and what the engine leaves in this process."""
+class TestVLLMContract(EngineContract):
+    """The engine contract, and threads of this process."""
 
-    async def test_closing_in_the_middle_of_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
+    async def test_close_during_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
         threads = set(threading.enumerate())
-        await self.test_closing_fails_everyone_who_waits(engine_kit)
+        await self.test_close_fails_all_waiting_calls(engine_kit)
         assert set(threading.enumerate()) <= threads

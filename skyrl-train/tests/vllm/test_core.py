@@ -1,4 +1,4 @@
-"""Starting vLLM, and what it leaves behind."""
+"""Starting and closing vLLM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def random_states() -> list[object]:
         ({"max_model_len": 600}, "vLLM cannot start with .*600"),
     ],
 )
-async def test_options_that_vllm_refuses_are_an_error_and_another_engine_can_start(
+async def test_invalid_options_raise_and_another_engine_can_start(
     new_engine: NewEngine,
     options: dict[str, object],
     message: str,
@@ -57,7 +57,7 @@ async def test_options_that_vllm_refuses_are_an_error_and_another_engine_can_sta
     assert len(result.token_ids) == 3
 
 
-async def test_a_model_that_loads_and_does_not_run_is_an_error_at_once(
+async def test_a_model_that_cannot_run_raises_at_start(
     new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     tiny_tokenizer.save_pretrained(tmp_path)
@@ -76,19 +76,19 @@ async def test_a_second_engine_in_the_process_is_refused(new_engine: NewEngine) 
     assert len((await new_engine().generate([REQUEST]))[0].token_ids) == 3
 
 
-async def test_options_reach_vllm(new_engine: NewEngine) -> None:
+async def test_options_are_passed_to_vllm(new_engine: NewEngine) -> None:
     engine = new_engine(max_model_len=100, engine_init_kwargs={"block_size": 32, "max_model_len": 64})
     assert engine.info.context_length == 64
 
 
-async def test_an_engine_leaves_no_trace_in_the_process(
+async def test_a_closed_engine_leaves_environment_random_state_and_threads_unchanged(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        monkeypatch.delenv(name, raising=False)  # where engines before this one may have left them
+        monkeypatch.delenv(name, raising=False)  # earlier engines may have set them
     for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(123)  # likewise, not vLLM's own
+        seed(123)  # a known state
     environment, states, set_num_threads = dict(os.environ), random_states(), torch.set_num_threads
     threads, children = set(threading.enumerate()), psutil.Process().children(recursive=True)
     engine = new_engine()

@@ -1,4 +1,4 @@
-"""What the contract of engines leaves open: failures inside vLLM, little memory, and the embedded engine's tokens."""
+"""The vLLM engine beyond the engine contract: failures in vLLM, low memory, equal tokens to the embedded engine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BYTES_OF_A_CONTEXT = 512 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers
 
 @pytest.fixture
 def kit(new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> EngineKit:
-    """For requests and what they must come to."""
-    return EngineKit(new_engine, policy, tiny_tokenizer, tolerance=1e-4, reused_at_once=32)
+    """Requests and expected results for the vLLM engine."""
+    return EngineKit(new_engine, policy, tiny_tokenizer, tolerance=1e-4, cache_block_size=32)
 
 
 def model_of(engine: VLLMEngine) -> torch.nn.Module:
-    """vLLM's model."""
+    """Return the model of vLLM."""
     worker = engine._core._client.engine_core.model_executor.driver_worker.worker
     model: torch.nn.Module = worker.model_runner.get_model()
     return model
@@ -54,7 +54,7 @@ async def test_a_failing_step_fails_every_caller_and_the_engine_recovers(
     engine = kit.new(max_num_seqs=2)
     requests = [kit.request(70, 8, seed=seed, ignore_eos=True) for seed in range(3)]
     expected = await engine.generate(requests)
-    await kit.sync(engine, 0)  # so that prompts are read again
+    await kit.sync(engine, 0)  # clears the cache, so prompts are read again
     target, method = (model_of(engine), "forward") if place == "model" else (PositionSampler, "_draw")
     works, n_calls = getattr(target, method), 0
 
@@ -70,13 +70,13 @@ async def test_a_failing_step_fails_every_caller_and_the_engine_recovers(
         outcomes = await asyncio.gather(*(engine.generate([r]) for r in requests), return_exceptions=True)
     assert {str(outcome) for outcome in outcomes} == {"generation failed: ValueError('out of luck')"}
     assert {type(outcome) for outcome in outcomes} == {EngineError}
-    assert "ValueError: out of luck" in caplog.text  # with its traceback
+    assert "ValueError: out of luck" in caplog.text  # with traceback
     results = await engine.generate(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    assert [r.n_reused for r in results] == [0, 0, 0]  # what the failing step did not write is not taken for read
+    assert [r.n_reused for r in results] == [0, 0, 0]  # blocks of the failing step are not reused
 
 
-async def test_more_requests_than_memory_read_what_they_have_again(kit: EngineKit) -> None:
+async def test_preempted_requests_read_their_tokens_again(kit: EngineKit) -> None:
     requests = [kit.request(100, 300, seed=seed, ignore_eos=True) for seed in range(3)]
     engine = kit.new(max_cache_bytes=BYTES_OF_A_CONTEXT * 5 // 4)
     n_read = 0
@@ -92,18 +92,18 @@ async def test_more_requests_than_memory_read_what_they_have_again(kit: EngineKi
     assert n_read > 3 * (100 + 299)
 
 
-@pytest.mark.parametrize("way", ["cancelled", "aborted", "aborted while paused", "stop string"])
-async def test_vllm_forgets_requests_that_are_over(kit: EngineKit, way: str) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "aborted", "aborted while paused", "stop string"])
+async def test_vllm_drops_finished_requests(kit: EngineKit, how: str) -> None:
     engine = kit.new()
     scheduler = engine._core._client.engine_core.scheduler
-    options = {"stop": tuple("aeiou \n")} if way == "stop string" else {}
+    options = {"stop": tuple("aeiou \n")} if how == "stop string" else {}
     listener = Listener(engine, kit.request(10, 400, ignore_eos=True, **options))
     await listener.wait_for(1)
-    if way == "cancelled":
+    if how == "cancelled":
         listener.task.cancel()
-    elif way == "aborted":
+    elif how == "aborted":
         await engine.abort()
-    elif way == "aborted while paused":
+    elif how == "aborted while paused":
         await engine.pause()
         await engine.abort()
         await kit.sync(engine, 1)

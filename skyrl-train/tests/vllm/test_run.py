@@ -1,4 +1,4 @@
-"""Runs whose rollouts vLLM samples, as a user meets them."""
+"""Runs with rollouts sampled by vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_training_updates_vllms_weights_after_each_step(run: list[str], tmp_path: Path) -> None:
+def test_training_updates_the_weights_of_vllm_after_each_step(run: list[str], tmp_path: Path) -> None:
     main_base.main(run)
     folder = tmp_path / "skyrl/test_run"
     rows = metrics(folder)
@@ -35,7 +35,7 @@ def test_training_updates_vllms_weights_after_each_step(run: list[str], tmp_path
         assert row["environment/avg_steps"] == 5
 
 
-def test_the_embedded_engine_measures_the_same(run: list[str], tmp_path: Path) -> None:
+def test_evaluations_equal_those_of_the_embedded_engine(run: list[str], tmp_path: Path) -> None:
     sampled = ["generator.eval_sampling_params.temperature=1", "generator.eval_n_samples_per_prompt=4"]
     for backend in ("hf", "vllm"):
         main_generate.main([*run, *sampled, f"generator.backend={backend}", f"trainer.run_name={backend}"])

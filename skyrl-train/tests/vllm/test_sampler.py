@@ -1,4 +1,4 @@
-"""What is known about a token survives its way through vLLM."""
+"""Choices survive the transfer through vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOICES = st.builds(
 
 
 @given(st.lists(CHOICES, min_size=1, max_size=6))
-def test_unpacking_gives_what_was_packed(choices: list[Choice]) -> None:
+def test_packed_choices_are_unpacked_unchanged(choices: list[Choice]) -> None:
     columns = to_columns(choices).tolists()
     assert from_columns(columns) == choices
     assert [from_columns(columns.slice_request(row, 1)) for row in range(len(choices))] == [[c] for c in choices]

@@ -1,4 +1,4 @@
-"""Weights that vLLM takes over, and those that it cannot."""
+"""Weights that vLLM can and cannot receive."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ARCHITECTURES = {
 
 
 async def distance(engine: VLLMEngine, kit: EngineKit) -> float:
-    """The largest difference between the engine's log-probs and the trainer's."""
+    """Return the maximum difference between the log-probs of the engine and of the trainer."""
     request = kit.request(40, 20, temperature=0.8, ignore_eos=True)
     (result,) = await engine.generate([request])
     expected = kit.trainer_logprobs(request, result)
@@ -63,7 +63,7 @@ async def distance(engine: VLLMEngine, kit: EngineKit) -> float:
 
 @pytest.fixture
 def save_model(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> SaveModel:
-    """Makes a folder with a model of that configuration."""
+    """Return a function that saves a model of a given configuration."""
 
     def save(config: PretrainedConfig) -> Path:
         with torch.random.fork_rng(devices=[]):
@@ -76,7 +76,7 @@ def save_model(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> SaveM
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-async def test_other_architectures_are_taken_over(
+async def test_weights_of_other_architectures_are_received(
     new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel, name: str
 ) -> None:
     path = save_model(ARCHITECTURES[name])
@@ -90,7 +90,7 @@ async def test_other_architectures_are_taken_over(
     assert await distance(engine, kit) < 1e-4
 
 
-async def test_a_tied_head_may_be_named_as_well(
+async def test_a_tied_head_may_be_sent_as_well(
     new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel
 ) -> None:
     path = save_model(ARCHITECTURES["llama"])
@@ -120,7 +120,7 @@ async def test_a_policy_in_float32_and_an_engine_in_bfloat16(
     assert await distance(engine, kit) < 0.1
 
 
-async def test_a_tensor_that_the_policy_does_not_have_is_named(new_engine: NewEngine, policy: PreTrainedModel) -> None:
+async def test_a_missing_tensor_is_named(new_engine: NewEngine, policy: PreTrainedModel) -> None:
     def weights() -> NamedTensors:
         yield from ((name, tensor) for name, tensor in policy.named_parameters() if "layers.1.mlp" not in name)
 
@@ -130,7 +130,7 @@ async def test_a_tensor_that_the_policy_does_not_have_is_named(new_engine: NewEn
         await sync_weights(engine, weights, 1)
 
 
-async def test_a_tensor_that_vllm_does_not_know_is_an_error(new_engine: NewEngine, policy: PreTrainedModel) -> None:
+async def test_an_unknown_tensor_is_an_error(new_engine: NewEngine, policy: PreTrainedModel) -> None:
     names = {"model.norm.weight": "model.standard.weight"}
 
     def weights() -> NamedTensors:

@@ -1,1 +1,1 @@
-"""An advantage estimator of your own."""
+"""A custom advantage estimator."""

@@ -1,4 +1,4 @@
-"""Train on Catch with an advantage estimator of your own.
+"""Train on Catch with a custom advantage estimator.
 
 bash examples/algorithms/custom_advantage_estimator/run_custom_advantage_estimator.sh
 """
@@ -17,7 +17,7 @@ from skyrl_train.algorithms import register_advantage_estimator
 def median_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A = S - median_group(S), with S the sum of a trajectory's rewards: one lucky trajectory moves a mean, not this.
+    """A = S - median_group(S), where S is the sum of a trajectory's rewards; unlike a mean, a median ignores outliers.
 
     Rewards and mask are (B, R), `index` [B] names the prompt of each row; returns advantages and returns (B, R).
     """

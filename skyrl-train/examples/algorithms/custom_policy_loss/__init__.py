@@ -1,1 +1,1 @@
-"""A policy loss of your own."""
+"""A custom policy loss."""

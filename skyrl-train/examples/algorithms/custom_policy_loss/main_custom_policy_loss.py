@@ -1,4 +1,4 @@
-"""Train on Catch with a policy loss of your own.
+"""Train on Catch with a custom policy loss.
 
 bash examples/algorithms/custom_policy_loss/run_custom_policy_loss.sh
 """
@@ -22,7 +22,7 @@ def soft_clip(
     loss_mask: torch.Tensor,
     rollout_logprobs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-(1 + w tanh((ρ - 1) / w)) A with ρ = π / π_old: the ratio levels off at 1 ± w instead of being cut there.
+    """-(1 + w tanh((ρ - 1) / w)) A with ρ = π / π_old: the ratio saturates at 1 ± w instead of being clipped there.
 
     All tensors (B, R), w = `custom.width`. Metric `ratio_distance`: |ρ - 1|.
     """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A policy loss of your own on Catch. Any key=value given here is passed on and wins.
+# A custom policy loss on Catch. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSPO on Catch: one ratio, and one clip, for a whole trajectory. Any key=value given here is passed on and wins.
+# GSPO on Catch: one ratio and one clip per trajectory. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# MaxRL on Catch: rare successes weigh more. Any key=value given here is passed on and wins.
+# MaxRL on Catch: higher weight for rare successes. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
-export REWARD_MODE=${REWARD_MODE:-episodic} # caught or missed: what the method is made for
+export REWARD_MODE=${REWARD_MODE:-episodic} # caught or missed: the method assumes binary rewards
 KEYS=(
   trainer.run_name=maxrl
   trainer.algorithm.advantage_estimator=maxrl

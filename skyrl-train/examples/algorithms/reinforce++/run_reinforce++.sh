@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# REINFORCE++ on Catch: rewards to go, whitened over the batch. Any key=value given here is passed on and wins.
+# REINFORCE++ on Catch: rewards-to-go, whitened over the batch. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ReMax on Catch: the greedy answer is the baseline. Any key=value given here is passed on and wins.
+# ReMax on Catch: the greedy score is the baseline. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

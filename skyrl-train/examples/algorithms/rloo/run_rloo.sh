@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# RLOO on Catch: a trajectory against the mean of the others. Any key=value given here is passed on and wins.
+# RLOO on Catch: the mean of the other samples is the baseline. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SAPO on Catch: a sigmoid in the place of the clip. Any key=value given here is passed on and wins.
+# SAPO on Catch: a sigmoid replaces the clip. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
@@ -9,6 +9,6 @@ KEYS=(
   trainer.algorithm.sapo.tau_pos=1.0
   trainer.algorithm.sapo.tau_neg=1.05
   trainer.algorithm.loss_reduction=sequence_mean
-  trainer.algorithm.eps_clip_high=0.2 # the default again: PPO's clip is not read
+  trainer.algorithm.eps_clip_high=0.2 # back to the default: PPO's clip has no effect
 )
 exec bash examples/catch/run_catch.sh "${KEYS[@]}" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Truncated importance sampling on Catch, for an engine that is not exactly the policy. Any key=value given here is
-# passed on and wins.
+# Truncated importance sampling on Catch, for an engine that differs slightly from the policy. Any key=value argument
+# overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO turn by turn on Catch: a turn answers for what follows it. Any key=value given here is passed on and wins.
+# GRPO per turn on Catch: one advantage for each turn. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

@@ -26,11 +26,11 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
-def test_every_estimator_keeps_its_contract(name: str) -> None:
+def test_every_estimator_meets_its_contract(name: str) -> None:
     check_advantage_estimator(ADVANTAGE_ESTIMATORS.get(name), CONFIG)
 
 
-def test_an_argument_that_no_run_provides_is_refused() -> None:
+def test_an_estimator_argument_that_no_run_provides_is_refused() -> None:
     def mine(token_level_rewards: torch.Tensor, verifier_scores: torch.Tensor) -> Tensors:
         return token_level_rewards, verifier_scores
 
@@ -49,7 +49,7 @@ def test_an_estimator_in_skyrls_form_is_accepted() -> None:
     check_advantage_estimator(mine, CONFIG)
 
 
-def test_an_estimator_is_called_with_what_it_names() -> None:
+def test_an_estimator_is_called_with_the_inputs_in_its_signature() -> None:
     def few(token_level_rewards: int, index: int) -> Any: ...
     def optional(token_level_rewards: int, values: int = 0) -> Any: ...
     def everything(index: int, **_: Any) -> Any: ...
@@ -71,12 +71,12 @@ def test_an_estimator_is_called_with_what_it_names() -> None:
         (None, "returned NoneType"),
     ],
 )
-def test_an_estimator_that_returns_something_else_is_refused(outputs: Any, reason: str) -> None:
+def test_wrong_outputs_of_an_estimator_are_refused(outputs: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"advantage_estimator=mine {reason}.*return advantages and returns"):
         check_advantage_estimator(lambda **_: outputs, CONFIG)
 
 
-def test_an_estimator_that_fails_is_refused_with_its_error() -> None:
+def test_an_estimator_that_raises_is_refused_with_its_error() -> None:
     def mine(token_level_rewards: torch.Tensor, **_: Any) -> Tensors:
         return token_level_rewards.undefined, token_level_rewards
 
@@ -85,11 +85,11 @@ def test_an_estimator_that_fails_is_refused_with_its_error() -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.list_available())
-def test_every_loss_returns_that_of_each_token(name: str) -> None:
+def test_every_loss_returns_one_value_per_token(name: str) -> None:
     assert not check_policy_loss(POLICY_LOSSES.get(name), CONFIG).reduces
 
 
-def test_a_loss_may_reduce_by_itself() -> None:
+def test_a_loss_may_return_a_scalar() -> None:
     assert check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG).reduces
 
 
@@ -101,25 +101,25 @@ def test_a_loss_may_reduce_by_itself() -> None:
         ((0.0, {}), "returned float, dict for"),
     ],
 )
-def test_a_loss_that_returns_something_else_is_refused(outputs: Any, reason: str) -> None:
+def test_wrong_outputs_of_a_loss_are_refused(outputs: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"policy_loss_type=mine {reason}"):
         check_policy_loss(lambda *_: outputs, CONFIG)
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_METRICS))
-def test_a_metric_that_the_trainer_logs_is_refused(name: str) -> None:
+def test_a_metric_with_a_reserved_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"=mine returned a metric '{name}', which the trainer logs itself"):
         check_policy_loss(lambda log_probs, *_: (log_probs, {name: 0.0}), CONFIG)
 
 
 @pytest.mark.parametrize("metrics", [None, {"mine": torch.zeros(2)}, {"mine": "high"}])
-def test_metrics_that_cannot_be_logged_are_refused(metrics: Any) -> None:
+def test_metrics_that_are_not_numbers_are_refused(metrics: Any) -> None:
     with pytest.raises(ConfigError, match=r"=mine returned .* as metric '.*'; return a number"):
         check_policy_loss(lambda log_probs, *_: (log_probs, metrics), CONFIG)
 
 
 @pytest.mark.parametrize("metrics", [0.25, {}, {"mine": 1}, {"mine": torch.tensor(1.0)}, {"mine": torch.zeros(2, 3)}])
-def test_other_metrics_are_accepted(metrics: Any) -> None:
+def test_numeric_metrics_are_accepted(metrics: Any) -> None:
     check_policy_loss(lambda log_probs, *_: (log_probs, metrics), CONFIG)
 
 
@@ -132,7 +132,7 @@ def test_other_metrics_are_accepted(metrics: Any) -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_what_weighs_tokens_refuses_a_scalar(settings: dict[str, Any]) -> None:
+def test_settings_that_weight_tokens_refuse_a_scalar_loss(settings: dict[str, Any]) -> None:
     config = AlgorithmConfig(policy_loss_type="mine", **settings)
     with pytest.raises(ConfigError, match=rf"returns a scalar, of which trainer\.algorithm\.{next(iter(settings))}"):
         check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), config)
@@ -142,13 +142,13 @@ def test_what_weighs_tokens_refuses_a_scalar(settings: dict[str, Any]) -> None:
 INPUTS = tuple(torch.full((2, 3), float(n)) for n in range(3))
 
 
-def resolved(function: Any) -> Any:
-    """Loss and metrics of a function, called as any other."""
+def call_resolved(function: Any) -> Any:
+    """Resolve a loss function and call it; return its loss and metrics."""
     mask, rollout = torch.ones(2, 3), torch.zeros(2, 3)
     return check_policy_loss(function, CONFIG)(*INPUTS, CONFIG, mask, rollout)
 
 
-def test_a_loss_gets_as_many_arguments_as_it_takes() -> None:
+def test_a_loss_receives_as_many_arguments_as_it_accepts() -> None:
     def three(log_probs: Any, old_log_probs: Any, advantages: Any) -> Any:
         return log_probs, {"old": old_log_probs, "advantages": advantages}
 
@@ -159,22 +159,22 @@ def test_a_loss_gets_as_many_arguments_as_it_takes() -> None:
     def five(log_probs: Any, old_log_probs: Any, advantages: Any, config: Any, loss_mask: Any = None) -> Any:
         return log_probs, {"mask": loss_mask}
 
-    def all_of_them(*inputs: Any) -> Any:
+    def variadic(*inputs: Any) -> Any:
         assert len(inputs) == 6
         return inputs[0], 0.0
 
-    loss, metrics = resolved(three)
+    loss, metrics = call_resolved(three)
     assert loss is INPUTS[0]
     assert [value.unique().tolist() for value in metrics.values()] == [[1.0], [2.0]]
-    assert resolved(four)[1] == {}
-    assert resolved(five)[1]["mask"].tolist() == [[1.0] * 3] * 2
-    assert resolved(all_of_them)[1].keys() == {"ppo_clip_ratio"}
+    assert call_resolved(four)[1] == {}
+    assert call_resolved(five)[1]["mask"].tolist() == [[1.0] * 3] * 2
+    assert call_resolved(variadic)[1].keys() == {"ppo_clip_ratio"}
 
 
 @pytest.mark.parametrize(
     "metrics", [0.25, {"ppo_clip_ratio": torch.tensor(0.25)}, {"ppo_clip_ratio": INPUTS[0] + 0.25}]
 )
-def test_metrics_come_as_detached_tensors_by_name(metrics: Any) -> None:
+def test_metrics_are_returned_as_detached_tensors_by_name(metrics: Any) -> None:
     def mine(log_probs: torch.Tensor, *_: Any) -> Any:
         scaled = (
             {name: value * log_probs.exp() for name, value in metrics.items()} if isinstance(metrics, dict) else 0.25
@@ -188,7 +188,7 @@ def test_metrics_come_as_detached_tensors_by_name(metrics: Any) -> None:
     assert not measured["ppo_clip_ratio"].requires_grad
 
 
-def test_a_loss_of_the_whole_mini_batch_reduces_or_says_so() -> None:
+def test_a_loss_has_batch_scope_if_it_returns_a_scalar_or_declares_it() -> None:
     assert check_policy_loss(clipped_surrogate, CONFIG).scope == "token"
     assert check_policy_loss(clipped_surrogate, CONFIG, LossTraits(whole_batch=True)).scope == "batch"
     assert check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), CONFIG).scope == "batch"
@@ -196,11 +196,11 @@ def test_a_loss_of_the_whole_mini_batch_reduces_or_says_so() -> None:
         assert resolve_policy_loss(AlgorithmConfig(policy_loss_type=name)).scope == scope
 
 
-def test_a_resolved_loss_pickles_where_the_function_does() -> None:
+def test_a_resolved_loss_can_be_pickled() -> None:
     loss = resolve_policy_loss(AlgorithmConfig(policy_loss_type="clip_cov"))
     assert pickle.loads(pickle.dumps(loss)) == loss
 
 
-def test_a_loss_that_nobody_registered_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"policy_loss_type='nobodys' is not registered; available: .*cispo"):
-        resolve_policy_loss(AlgorithmConfig(policy_loss_type="nobodys"))
+def test_an_unregistered_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"policy_loss_type='unknown' is not registered; available: .*cispo"):
+        resolve_policy_loss(AlgorithmConfig(policy_loss_type="unknown"))

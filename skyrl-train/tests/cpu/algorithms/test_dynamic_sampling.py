@@ -1,4 +1,4 @@
-"""Groups are collected until the step has what it needs: each type, its bookkeeping, and where it gives up."""
+"""Dynamic sampling: group collection for each type, the counts it reports, and the limit on sampled batches."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def collector(n_prompts: int, seed: int = 0, **settings: Any) -> GroupCollector:
 
 
 def add(collected: GroupCollector, trajectories: list[Trajectory], n_failed: int = 0) -> None:
-    """Add a batch; `n_failed` more prompts were drawn for it, and all their rollouts failed."""
+    """Add a batch; `n_failed` further prompts were drawn for it, and all their rollouts failed."""
     draws = list(dict.fromkeys(t.id.draw for t in trajectories))
     collected.add(trajectories, [*draws, *range(1000, 1000 + n_failed)])
 
 
 def groups(trajectories: list[Trajectory]) -> list[tuple[int, str]]:
-    """The draw and the dataset row of each group, in order; their trajectories stand together."""
+    """Return (draw, dataset row) of each group, in order; assert that each group is contiguous."""
     names = [(t.id.draw, t.id.instance_id) for t in trajectories]
     starts = [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
-    assert len({draw for draw, _ in starts}) == len(starts), f"a group is torn apart: {names}"
+    assert len({draw for draw, _ in starts}) == len(starts), f"the rows of a group are not contiguous: {names}"
     return starts
 
 
 def uids(trajectories: list[Trajectory]) -> list[str]:
-    """The dataset row of each group, in order."""
+    """Return the dataset row of each group, in order."""
     return [uid for _, uid in groups(trajectories)]
 
 
@@ -62,7 +62,7 @@ def metrics(collected: GroupCollector) -> tuple[float, float, float, float]:
     return tuple(values.values())  # type: ignore[return-value]
 
 
-def test_without_dynamic_sampling_one_batch_is_the_step() -> None:
+def test_without_dynamic_sampling_one_batch_completes_the_step() -> None:
     collected = collector(n_prompts=2)
     assert not collected.is_complete
     batch = [*good("0"), *bad("1"), *good("2")]
@@ -72,7 +72,7 @@ def test_without_dynamic_sampling_one_batch_is_the_step() -> None:
     assert metrics(collected) == (1, 0, 0, 2 / 3)
 
 
-def test_filter_adds_batches_until_enough_groups_are_good() -> None:
+def test_filter_collects_batches_until_it_has_enough_good_groups() -> None:
     collected = collector(n_prompts=3, type="filter")
     add(collected, [*bad("0"), *good("1"), *bad("2")])
     assert not collected.is_complete
@@ -80,7 +80,7 @@ def test_filter_adds_batches_until_enough_groups_are_good() -> None:
     assert not collected.is_complete
     add(collected, [*good("6"), *good("7"), *bad("8")])
     assert collected.is_complete
-    assert uids(collected.take()) == ["1", "3", "6"], "in the order they came, the surplus is dropped"
+    assert uids(collected.take()) == ["1", "3", "6"], "in arrival order, the surplus is dropped"
     assert len(collected.take()) == 6
     assert metrics(collected) == (3, 6, 0, 4 / 9)
 
@@ -91,21 +91,21 @@ def test_a_group_of_one_is_always_good() -> None:
     assert uids(collected.take()) == ["1"]
 
 
-def test_rewards_of_all_tokens_count() -> None:
-    """Rewards that stand on different tokens but add up to the same teach nothing."""
+def test_groups_are_compared_by_total_reward() -> None:
+    """Rewards on different tokens with the same sum carry no signal."""
     collected = collector(n_prompts=1, type="filter")
     add(collected, [make_trajectory("0", [1.0, 0.0]), make_trajectory("0", [0.0, 1.0])])
     assert not collected.is_complete
 
 
-def test_rows_of_a_prompt_need_not_stand_together() -> None:
+def test_rows_of_a_prompt_need_not_be_contiguous() -> None:
     collected = collector(n_prompts=2, type="filter")
     (a0, a1), (b0, b1) = good("a"), good("b")
     add(collected, [a0, b0, b1, a1])
     assert collected.take() == [a0, a1, b0, b1]
 
 
-def test_replace_puts_different_groups_in_the_places_of_bad_ones_while_there_are_enough() -> None:
+def test_replace_fills_bad_slots_with_distinct_good_groups_if_there_are_enough() -> None:
     batch = [*good("0"), *bad("1"), *good("2"), *bad("3"), *good("4")]
     seen = set()
     for seed in range(20):
@@ -117,12 +117,12 @@ def test_replace_puts_different_groups_in_the_places_of_bad_ones_while_there_are
         copies = (uids(taken)[1], uids(taken)[3])
         seen.add(copies)
         assert len(taken) == 10
-        assert [draw for draw, _ in groups(taken)] == [0, 1, 2, 3, 4], "a copy has the draw that it replaces"
+        assert [draw for draw, _ in groups(taken)] == [0, 1, 2, 3, 4], "a copy takes the draw of the group it replaces"
         assert metrics(collected) == (1, 2, 2, 3 / 5)
     assert seen == {(a, b) for a in "024" for b in "024" if a != b}
 
 
-def test_a_copy_is_its_source_under_another_draw() -> None:
+def test_a_copy_equals_its_source_except_for_the_draw() -> None:
     collected = collector(n_prompts=2, type="replace")
     add(collected, [*bad("17"), *good("18")])
     copy, original = collected.take()[:2], collected.take()[2:]
@@ -131,35 +131,35 @@ def test_a_copy_is_its_source_under_another_draw() -> None:
     assert [t.rewards for t in copy] == [t.rewards for t in original]
 
 
-def test_replace_takes_groups_more_than_twice_when_there_are_too_few() -> None:
+def test_replace_repeats_groups_when_there_are_too_few() -> None:
     collected = collector(n_prompts=5, type="replace")
     add(collected, [*bad("0"), *bad("1"), *good("2"), *good("3"), *bad("4")])
     names = uids(collected.take())
-    assert len(names) == 5, "every copy is a group of its own"
+    assert len(names) == 5, "every copy is a separate group"
     assert names[2:4] == ["2", "3"]
     assert set(names) == {"2", "3"}
     assert metrics(collected) == (1, 3, 3, 2 / 5)
 
 
 @pytest.mark.parametrize(("ratio", "is_enough"), [(0.2, True), (0.25, False), (0.3, False)])
-def test_replace_samples_again_unless_more_than_a_share_is_good(ratio: float, is_enough: bool) -> None:
+def test_replace_samples_again_unless_the_good_share_exceeds_min_replace_ratio(ratio: float, is_enough: bool) -> None:
     collected = collector(n_prompts=4, type="replace", min_replace_ratio=ratio)
     add(collected, [*good("0"), *bad("1"), *bad("2"), *bad("3")])
     assert collected.is_complete == is_enough
     if not is_enough:
         add(collected, [*good("4"), *good("5"), *bad("6"), *good("7")])
-        assert uids(collected.take())[:2] == ["4", "5"], "nothing of the first batch is kept"
+        assert uids(collected.take())[:2] == ["4", "5"], "the first batch is discarded"
         assert metrics(collected) == (2, 5, 1, 4 / 8)
 
 
-def test_a_batch_that_is_good_throughout_needs_no_replacement() -> None:
+def test_a_batch_of_good_groups_needs_no_replacement() -> None:
     collected = collector(n_prompts=2, type="replace", min_replace_ratio=1.0)
     add(collected, [*good("0"), *good("1")])
     assert uids(collected.take()) == ["0", "1"]
     assert metrics(collected) == (1, 0, 0, 1)
 
 
-def test_replace_fills_the_places_of_prompts_that_failed() -> None:
+def test_replace_fills_the_slots_of_failed_prompts() -> None:
     collected = collector(n_prompts=4, type="replace")
     add(collected, [*good("0"), *bad("1"), *good("2")], n_failed=1)
     names = uids(collected.take())
@@ -168,7 +168,7 @@ def test_replace_fills_the_places_of_prompts_that_failed() -> None:
     assert metrics(collected) == (1, 1, 2, 2 / 3)
 
 
-def test_replace_drops_what_is_too_much() -> None:
+def test_replace_drops_surplus_groups() -> None:
     collected = collector(n_prompts=2, type="replace")
     add(collected, [*bad("0"), *good("1"), *bad("2"), *good("3"), *good("4")])
     assert uids(collected.take()) == ["1", "3"]
@@ -190,7 +190,7 @@ def test_the_same_seed_chooses_the_same_copies() -> None:
 @pytest.mark.parametrize(
     ("kind", "needed"), [("filter", "type=filter needs 4"), ("replace", "type=replace needs more than 2 in one batch")]
 )
-def test_it_gives_up_after_so_many_batches(kind: str, needed: str) -> None:
+def test_it_raises_after_max_sample_batches(kind: str, needed: str) -> None:
     collected = collector(n_prompts=4, type=kind, max_sample_batches=2, min_replace_ratio=0.5)
     add(collected, [*good("0"), *bad("1")])
     with pytest.raises(DataError) as error:
@@ -220,7 +220,7 @@ def test_a_draw_is_added_once() -> None:
         add(collected, good("0"))
 
 
-def test_nothing_is_taken_before_and_nothing_added_after() -> None:
+def test_take_needs_a_complete_step_and_add_an_incomplete_one() -> None:
     collected = collector(n_prompts=1, type="filter")
     with pytest.raises(AssertionError, match="more batches"):
         collected.take()
@@ -234,7 +234,7 @@ def test_nothing_is_taken_before_and_nothing_added_after() -> None:
     kind=st.sampled_from(["filter", "replace"]),
     seed=st.integers(0, 3),
 )
-def test_the_books_balance(batches: list[list[bool]], kind: str, seed: int) -> None:
+def test_the_counts_add_up(batches: list[list[bool]], kind: str, seed: int) -> None:
     collected = collector(n_prompts=3, seed=seed, type=kind)
     n_sampled = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The mask of tokens of high entropy, against counting by hand."""
+"""The mask of high-entropy tokens, counted by hand."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ TRAINED = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]])
         (1.0, [[1, 1, 0, 1], [1, 0, 1, 1]]),
     ],
 )
-def test_the_tokens_of_highest_entropy_are_kept(quantile: float, kept: list[list[int]]) -> None:
+def test_the_tokens_with_the_highest_entropy_are_kept(quantile: float, kept: list[list[int]]) -> None:
     assert top_entropy_mask(ENTROPIES, TRAINED, quantile).tolist() == kept
 
 
-def test_tokens_that_tie_are_kept_together() -> None:
+def test_ties_are_kept_together() -> None:
     entropies = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
     assert top_entropy_mask(entropies, torch.ones(1, 5), 0.4).tolist() == [[1, 1, 1, 1, 0]]
 
 
-def test_a_share_that_is_a_whole_number_of_tokens_is_that_number() -> None:
+def test_a_quantile_of_exactly_n_tokens_keeps_n_tokens() -> None:
     for n_tokens in range(1, 200):
         for n_kept in range(1, n_tokens + 1):
             mask = top_entropy_mask(torch.arange(n_tokens)[None] / 8, torch.ones(1, n_tokens), n_kept / n_tokens)
             assert mask.sum() == n_kept
 
 
-def test_of_no_token_none_is_kept() -> None:
+def test_an_empty_mask_stays_empty() -> None:
     assert not top_entropy_mask(ENTROPIES, torch.zeros(2, 4), 0.5).any()
 
 
-def test_the_entropy_mask_has_no_gradient() -> None:
+def test_the_entropy_mask_is_detached() -> None:
     assert not top_entropy_mask(torch.rand(2, 3, requires_grad=True), torch.ones(2, 3), 0.5).requires_grad
 
 

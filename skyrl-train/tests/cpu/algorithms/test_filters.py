@@ -1,4 +1,4 @@
-"""Trajectories and tokens that are left out, and rewards of replies that were cut off."""
+"""Filters for truncated trajectories and uninformative groups, and overlong punishments."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_groups_of_unequal_rewards_and_groups_of_one_are_informative() -> None:
 
 
 @pytest.mark.parametrize(("tolerance", "is_informative"), [(0.0, True), (0.24, True), (0.25, False), (0.3, False)])
-def test_rewards_are_equal_up_to_a_standard_deviation(tolerance: float, is_informative: bool) -> None:
+def test_the_tolerance_is_a_standard_deviation(tolerance: float, is_informative: bool) -> None:
     assert informative_groups([0.5, 1.0], ["a", "a"], tolerance) == ({"a"} if is_informative else set())
 
 
-def test_equal_rewards_are_equal_without_any_tolerance() -> None:
+def test_equal_rewards_are_uninformative_at_zero_tolerance() -> None:
     assert informative_groups([0.1] * 7, ["a"] * 7, 0.0) == set()
 
 
-def test_no_trajectories_no_groups() -> None:
+def test_without_trajectories_there_are_no_groups() -> None:
     assert informative_groups([], [], 1e-6) == set()
 
 
@@ -43,30 +43,30 @@ EMPTY = make_trajectory("empty", [], stop_reason="length")
 FAILED = make_trajectory("failed", [0.25], stop_reason="too long", reward_components={"right": 1.0, "short": -0.75})
 
 
-def test_truncated_trajectories_are_left_out_of_the_loss_and_keep_their_rewards() -> None:
+def test_truncated_trajectories_are_masked_from_the_loss_and_keep_their_rewards() -> None:
     cut_off, ended, invalid, empty, failed = leave_out_truncated([CUT_OFF, ENDED, INVALID, EMPTY, FAILED])
     assert cut_off.loss_mask == [0, 0, 0]
     assert cut_off.rewards == [0.0, 0.5, 1.0]
-    assert CUT_OFF.loss_mask == [1, 0, 1], "the one that came in is left as it was"
+    assert CUT_OFF.loss_mask == [1, 0, 1], "the input is unchanged"
     assert (ended, invalid, failed) == (ENDED, INVALID, FAILED)
     assert empty.loss_mask == []
 
 
 def rewritten(**fields: Any) -> Trajectory:
-    """A trajectory whose history was rewritten once, so that it has an earlier row."""
+    """A trajectory whose history was rewritten once, so it has an earlier row."""
     earlier = make_segment([0.0, 0.0, 0.75], loss_mask=[1, 0, 1])
     return make_trajectory("rewritten", [0.0, 1.0], earlier=(earlier,), **fields)
 
 
-def test_earlier_rows_of_truncated_trajectories_are_left_out_too() -> None:
-    (left_out,) = leave_out_truncated([rewritten(stop_reason="length")])
-    assert left_out.loss_mask == [0, 0]
-    assert [row.loss_mask for row in left_out.segments[:-1]] == [[0, 0, 0]]
-    assert [row.rewards for row in left_out.segments[:-1]] == [[0.0, 0.0, 0.75]]
+def test_earlier_rows_of_truncated_trajectories_are_masked_too() -> None:
+    (masked,) = leave_out_truncated([rewritten(stop_reason="length")])
+    assert masked.loss_mask == [0, 0]
+    assert [row.loss_mask for row in masked.segments[:-1]] == [[0, 0, 0]]
+    assert [row.rewards for row in masked.segments[:-1]] == [[0.0, 0.0, 0.75]]
     assert leave_out_truncated([rewritten()]) == [rewritten()]
 
 
-def test_earlier_rows_of_what_did_not_end_by_itself_have_no_rewards() -> None:
+def test_earlier_rows_of_truncated_trajectories_lose_their_rewards() -> None:
     (zeroed,) = zero_reward_on_non_stop([rewritten(stop_reason="max_turns")])
     assert zeroed.total_reward == 0
     assert [row.rewards for row in zeroed.segments[:-1]] == [[0.0, 0.0, 0.0]]
@@ -74,12 +74,12 @@ def test_earlier_rows_of_what_did_not_end_by_itself_have_no_rewards() -> None:
     assert zero_reward_on_non_stop([rewritten()]) == [rewritten()]
 
 
-def test_a_reply_that_was_ended_by_a_stop_string_is_not_truncated() -> None:
+def test_a_reply_that_ends_with_a_stop_string_is_not_truncated() -> None:
     without_eos = make_trajectory("0", [1.0, 0.0], stop_reason="stop")
     assert leave_out_truncated([without_eos]) == [without_eos]
 
 
-def test_rewards_of_what_did_not_end_by_itself_are_zero() -> None:
+def test_rewards_of_truncated_trajectories_are_zero() -> None:
     cut_off, ended, invalid, empty, failed = zero_reward_on_non_stop([CUT_OFF, ENDED, INVALID, EMPTY, FAILED])
     assert cut_off.rewards == [0.0, 0.0, 0.0]
     assert cut_off.loss_mask == [1, 0, 1]
@@ -105,34 +105,34 @@ def turns(*edges: tuple[int, int], last: str = "stop") -> tuple[Turn, ...]:
 
 
 def conversation(rewards: list[float] | None, **fields: Any) -> Trajectory:
-    """Turns of 2, 4 and 1 tokens with one observation after each."""
-    played = {"turns": turns((0, 2), (3, 7), (8, 9)), "loss_mask": [1, 1, 0, 1, 1, 1, 1, 0, 1], **fields}
-    return make_trajectory("0", rewards, response_ids=list(range(9)), logprobs=None, **played)
+    """Turns of 2, 4 and 1 tokens, each but the last followed by an observation of one token."""
+    defaults = {"turns": turns((0, 2), (3, 7), (8, 9)), "loss_mask": [1, 1, 0, 1, 1, 1, 1, 0, 1], **fields}
+    return make_trajectory("0", rewards, response_ids=list(range(9)), logprobs=None, **defaults)
 
 
 def test_the_longest_turn_is_punished_on_the_last_sampled_token() -> None:
     (punished,) = punish_overlong([conversation([0, 0.5, 0, 0, 0, 0, 0, 0, 1.0])], 5, buffer=2, factor=0.6)
     assert punished.rewards == pytest.approx([0, 0.5, 0, 0, 0, 0, 0, 0, 0.7])  # turn 2 has 4 tokens: half of 0.6
-    (as_before,) = punish_overlong([conversation([0.0] * 9)], 6, buffer=2, factor=0.6)
-    assert as_before == conversation([0.0] * 9)
+    (unpunished,) = punish_overlong([conversation([0.0] * 9)], 6, buffer=2, factor=0.6)
+    assert unpunished == conversation([0.0] * 9)
 
 
 @pytest.mark.parametrize("last", ["stop", "length"])
 @pytest.mark.parametrize("limit", ["max_turns", "length"])
-def test_the_last_turn_says_whether_it_was_cut_off_and_not_the_limit_that_ended_the_trajectory(
+def test_truncation_is_read_from_the_last_turn_and_not_from_the_stop_reason_of_the_trajectory(
     last: str, limit: str
 ) -> None:
     t = conversation([1.0] * 9, stop_reason=limit, turns=turns((0, 2), (3, 9), last=last))
-    (left_out,), (zeroed,) = leave_out_truncated([t]), zero_reward_on_non_stop([t])
-    assert (sum(left_out.loss_mask) == 0) == (last == "length")
+    (masked,), (zeroed,) = leave_out_truncated([t]), zero_reward_on_non_stop([t])
+    assert (sum(masked.loss_mask) == 0) == (last == "length")
     assert (zeroed.total_reward == 0) == (last == "length")
 
 
-def test_turns_tell_also_where_the_mask_is_gone() -> None:
+def test_turn_lengths_are_read_from_turns_even_under_an_empty_loss_mask() -> None:
     cut_off = conversation([0.0] * 9, turns=turns((0, 2), (3, 7), (8, 9), last="length"))
-    (left_out,) = leave_out_truncated([cut_off])
-    assert sum(left_out.loss_mask) == 0
-    (punished,) = punish_overlong([left_out], 5, buffer=2, factor=1.0)
+    (masked,) = leave_out_truncated([cut_off])
+    assert sum(masked.loss_mask) == 0
+    (punished,) = punish_overlong([masked], 5, buffer=2, factor=1.0)
     assert punished.rewards == [0, 0, 0, 0, 0, 0, 0, 0, -0.5]
 
 
@@ -140,16 +140,16 @@ def test_without_turns_the_sampled_tokens_count() -> None:
     trajectory = make_trajectory("0", [0.0, 0.0, 2.0, 0.0], loss_mask=[1, 0, 1, 0])  # two of four were sampled
     (punished,) = punish_overlong([trajectory], 2, buffer=1, factor=1.0)
     assert punished.rewards == [0.0, 0.0, 1.0, 0.0]
-    assert trajectory.rewards == [0.0, 0.0, 2.0, 0.0], "the one that came in is left as it was"
+    assert trajectory.rewards == [0.0, 0.0, 2.0, 0.0], "the input is unchanged"
 
 
-def test_nothing_sampled_and_invalid_are_not_punished() -> None:
-    nothing = make_trajectory("0", [], stop_reason="length")
+def test_empty_and_invalid_trajectories_are_not_punished() -> None:
+    empty = make_trajectory("0", [], stop_reason="length")
     invalid = conversation(None, loss_mask=[1] * 9)
-    assert punish_overlong([nothing, invalid], 4, buffer=4, factor=1.0) == [nothing, invalid]
+    assert punish_overlong([empty, invalid], 4, buffer=4, factor=1.0) == [empty, invalid]
 
 
-def test_the_punishment_is_a_component_where_there_are_components() -> None:
+def test_the_punishment_is_added_to_existing_reward_components() -> None:
     long, short = make_trajectory("0", [0.0, 0.0, 1.0]), make_trajectory("0", [1.0])
     with_components = [replace(t, reward_components={"right": 1.0}) for t in (long, short)]
     punished = punish_overlong(with_components, 4, buffer=2, factor=1.0)

@@ -1,4 +1,4 @@
-"""The mathematics loads fast and anywhere."""
+"""`skyrl_train.algorithms` imports quickly and depends on torch only."""
 
 from __future__ import annotations
 

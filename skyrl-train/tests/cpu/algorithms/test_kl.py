@@ -1,4 +1,4 @@
-"""KL estimates, their values and their gradients: by hand, and by adding up every outcome of a small distribution."""
+"""KL estimates, values and gradients: by hand, and by summing over every outcome of a small distribution."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ OLD_POLICY = torch.tensor([0.2, 0.3, 0.1, 0.4], dtype=torch.float64)
         ("k3", LOG_2, 1 - LOG_2, -1.0),  # 2 - log 2 - 1; gradient 1 - e^d
         ("k3", -LOG_2, LOG_2 - 0.5, 0.5),  # 1/2 + log 2 - 1
         ("k3", -0.5, 0.106531, 1 - math.exp(-0.5)),
-        ("k3", 1000.0, 10.0, 0.0),  # held below 10, and no overflow on the way
-        ("k3", -1000.0, 10.0, 0.0),  # d is held within ±20
+        ("k3", 1000.0, 10.0, 0.0),  # clamped to 10, without overflow
+        ("k3", -1000.0, 10.0, 0.0),  # d is clamped to ±20
         ("k1+", LOG_2, -LOG_2, -LOG_2),  # the value without the +, the gradient of k2
         ("abs+", LOG_2, LOG_2, -LOG_2),
         ("k3+", LOG_2, 1 - LOG_2, -LOG_2),
@@ -65,7 +65,7 @@ def test_k3_is_the_default() -> None:
 
 
 def test_k3_of_a_small_difference_keeps_its_digits() -> None:
-    kl = compute_approx_kl(torch.zeros(1), torch.tensor([1e-3]))  # in single precision, e^d - 1 alone has four of them
+    kl = compute_approx_kl(torch.zeros(1), torch.tensor([1e-3]))  # in single precision, e^d - 1 alone has four digits
     assert kl.item() == pytest.approx(1e-6 / 2 + 1e-9 / 6, rel=1e-4)
 
 
@@ -76,7 +76,7 @@ def test_an_unknown_estimator_is_refused() -> None:
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_what_is_outside_the_mask_is_zero_and_has_no_gradient(estimator: KLEstimator, is_weighted: bool) -> None:
+def test_values_outside_the_mask_are_zero_and_have_no_gradient(estimator: KLEstimator, is_weighted: bool) -> None:
     mask = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]])
     log_probs = torch.tensor([[-1.0, math.nan, -0.5, -2.0, -math.inf]], requires_grad=True)
     base = torch.tensor([[-1.5, -1.0, -0.7, math.nan, -math.inf]])
@@ -94,7 +94,7 @@ def test_what_is_outside_the_mask_is_zero_and_has_no_gradient(estimator: KLEstim
     assert log_probs.grad.isfinite().all()
 
 
-# Every outcome of a distribution of four tokens, added up: these expectations are exact.
+# Sums over every outcome of a distribution of four tokens: these expectations are exact.
 
 
 def policy_of(logits: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ TRUE_GRADIENT = gradient_in_logits(lambda log_policy: divergence(log_policy, REF
 
 
 def mean_gradient(sampler: torch.Tensor, estimator: KLEstimator, *, is_weighted: bool = False) -> torch.Tensor:
-    """The mean, over tokens that `sampler` draws, of the gradient of a token's estimate."""
+    """Return the expected gradient of a token's estimate over tokens drawn from `sampler`."""
 
     def mean(log_policy: torch.Tensor) -> torch.Tensor:
         if is_weighted:
@@ -129,7 +129,7 @@ def mean_gradient(sampler: torch.Tensor, estimator: KLEstimator, *, is_weighted:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "k1+", "k3+"])
-def test_the_mean_of_these_is_the_divergence(estimator: KLEstimator) -> None:
+def test_these_estimators_are_unbiased(estimator: KLEstimator) -> None:
     log_policy = policy_of(LOGITS)
     expected = divergence(log_policy, REFERENCE.log())
     kl = compute_approx_kl(log_policy, REFERENCE.log(), kl_estimator_type=estimator)
@@ -140,11 +140,11 @@ def test_the_mean_of_these_is_the_divergence(estimator: KLEstimator) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+", "abs+"])
-def test_on_policy_the_mean_gradient_of_these_is_that_of_the_divergence(estimator: KLEstimator) -> None:
+def test_on_policy_the_expected_gradient_of_these_is_that_of_the_divergence(estimator: KLEstimator) -> None:
     torch.testing.assert_close(mean_gradient(policy_of(LOGITS).exp(), estimator), TRUE_GRADIENT)
 
 
-def test_on_policy_the_mean_gradient_of_k1_is_zero_and_that_of_k3_belongs_to_the_other_divergence() -> None:
+def test_on_policy_the_expected_gradient_of_k1_is_zero_and_that_of_k3_is_of_the_forward_kl() -> None:
     policy = policy_of(LOGITS).exp()
     torch.testing.assert_close(mean_gradient(policy, "k1"), torch.zeros_like(LOGITS))
     forward = gradient_in_logits(lambda log_policy: divergence(REFERENCE.log(), log_policy))
@@ -154,13 +154,13 @@ def test_on_policy_the_mean_gradient_of_k1_is_zero_and_that_of_k3_belongs_to_the
 
 
 @pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if e != "abs"])
-def test_off_policy_the_mean_gradient_is_that_of_the_divergence_only_if_weighted(estimator: KLEstimator) -> None:
+def test_off_policy_only_the_weighted_estimate_has_the_gradient_of_the_divergence(estimator: KLEstimator) -> None:
     torch.testing.assert_close(mean_gradient(OLD_POLICY, estimator, is_weighted=True), TRUE_GRADIENT)
     assert (mean_gradient(OLD_POLICY, estimator) - TRUE_GRADIENT).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_on_policy_the_weight_is_one_and_mends_the_gradient(estimator: KLEstimator) -> None:
+def test_on_policy_the_weight_is_one_and_corrects_the_gradient(estimator: KLEstimator) -> None:
     log_policy = policy_of(LOGITS)
     torch.testing.assert_close(
         importance_weighted_kl(log_policy, REFERENCE.log(), log_policy, kl_estimator_type=estimator),
@@ -169,7 +169,7 @@ def test_on_policy_the_weight_is_one_and_mends_the_gradient(estimator: KLEstimat
     torch.testing.assert_close(mean_gradient(log_policy.exp(), estimator, is_weighted=True), TRUE_GRADIENT)
 
 
-def test_the_mean_gradient_of_weighted_abs_is_that_of_its_own_mean() -> None:
+def test_the_expected_gradient_of_weighted_abs_is_that_of_its_expectation() -> None:
     expected = gradient_in_logits(lambda log_policy: (log_policy.exp() * (log_policy - REFERENCE.log()).abs()).sum())
     torch.testing.assert_close(mean_gradient(OLD_POLICY, "abs", is_weighted=True), expected)
 
@@ -188,7 +188,7 @@ def test_rewards_less_the_penalty_by_hand() -> None:
     torch.testing.assert_close(kl, torch.tensor([[0.5, -1.0, 0.0], [0.0, 0.0, 2.0]]))
     torch.testing.assert_close(penalized, torch.tensor([[-0.05, 1.1, 2.0], [3.0, 0.0, 3.8]]))
     assert not penalized.requires_grad
-    assert rewards.tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 4.0]], "the input is left as it was"
+    assert rewards.tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 4.0]], "the input is unchanged"
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,10 @@ def test_rewards_less_the_penalty_by_hand() -> None:
         (0.11, 100, 1 + 0.1 * 0.1),  # a tenth above the target, over a tenth of the horizon
         (0.09, 100, 1 - 0.1 * 0.1),
         (0.1, 100, 1.0),
-        (5.0, 100, 1 + 0.2 * 0.1),  # the error counts as a fifth at most
+        (5.0, 100, 1 + 0.2 * 0.1),  # the error is clamped to ±0.2
         (math.inf, 100, 1 + 0.2 * 0.1),
         (-5.0, 100, 1 - 0.2 * 0.1),
-        (0.0, 9000, 0.8),  # more trajectories than the horizon do not make the weight negative
+        (0.0, 9000, 0.8),  # more trajectories than the horizon still give a positive weight
         (math.nan, 100, 1.0),
     ],
 )
@@ -211,7 +211,7 @@ def test_the_adaptive_weight_by_hand(current: float, n_steps: int, factor: float
 
 
 @given(st.lists(st.tuples(st.floats(-1, 10), st.integers(1, 3000)), max_size=20))
-def test_the_adaptive_weight_stays_positive_and_finds_its_way_back_from_a_checkpoint(
+def test_the_adaptive_weight_stays_positive_and_is_restored_from_a_checkpoint(
     steps: list[tuple[float, int]],
 ) -> None:
     controller = AdaptiveKLController(0.5, target=0.1, horizon=1000)
@@ -226,7 +226,7 @@ def test_the_adaptive_weight_stays_positive_and_finds_its_way_back_from_a_checkp
 
 
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10), (0.1, 0)])
-def test_a_target_and_a_horizon_are_above_zero(target: float, horizon: int) -> None:
+def test_a_target_or_horizon_of_zero_is_refused(target: float, horizon: int) -> None:
     with pytest.raises(ConfigError, match=f"target={target}, horizon={horizon}; both must be above 0"):
         AdaptiveKLController(0.5, target, horizon)
 

@@ -1,4 +1,4 @@
-"""Masked statistics against torch's own on what the mask marks."""
+"""Masked statistics against those of torch on the selected values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]], dtype=torch.float64)
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
 
 
-def test_the_mean_is_of_what_is_marked() -> None:
+def test_the_mean_is_over_the_masked_values() -> None:
     assert masked_mean(VALUES, MASK).item() == 3
     assert masked_mean(VALUES, MASK, dim=-1).tolist() == [1.5, 6]
-    assert masked_mean(VALUES, MASK, dim=0).tolist() == [3.5, 2, 0]  # nothing is marked in the last column
+    assert masked_mean(VALUES, MASK, dim=0).tolist() == [3.5, 2, 0]  # the mask of the last column is empty
 
 
 def test_the_variance_is_unbiased() -> None:
@@ -33,44 +33,44 @@ def test_whitened_by_hand() -> None:
 
 
 def test_fewer_than_two_values_are_only_centred() -> None:
-    values, nothing = torch.tensor([[0.3, NAN]]), torch.zeros(1, 2)
+    values, empty = torch.tensor([[0.3, NAN]]), torch.zeros(1, 2)
     assert masked_whiten(values, torch.tensor([[1.0, 0.0]])).tolist() == [[0, 0]]
-    assert masked_whiten(values, nothing).tolist() == [[0, 0]]
-    assert masked_var(values, nothing).item() == masked_mean(values, nothing).item() == 0
+    assert masked_whiten(values, empty).tolist() == [[0, 0]]
+    assert masked_var(values, empty).item() == masked_mean(values, empty).item() == 0
 
 
 @pytest.mark.parametrize("value", [0.1, -0.7, 1 / 3])
-def test_equal_values_are_whitened_to_zero_however_many_they_are(value: float) -> None:
-    """The rounding of their mean, times 1 / √1e-8, would be an advantage of 1e-3."""
+def test_equal_values_are_whitened_to_zero_at_any_count(value: float) -> None:
+    """The rounding error of the mean, multiplied by 1 / √1e-8, would be an advantage of 1e-3."""
     for n in (3, 1000, 99_991):
         values = torch.full((1, n), value)
         assert masked_whiten(values, torch.ones_like(values)).abs().max() < 1e-7
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), min_size=1, max_size=9))
-def test_like_torch_on_the_marked_values(cells: list[tuple[float, bool]]) -> None:
+def test_statistics_equal_those_of_torch_on_the_masked_values(cells: list[tuple[float, bool]]) -> None:
     values = torch.tensor([value for value, _ in cells], dtype=torch.float64)
-    mask = torch.tensor([is_marked for _, is_marked in cells])
-    marked = values[mask]
+    mask = torch.tensor([is_selected for _, is_selected in cells])
+    selected = values[mask]
     poisoned = torch.where(mask, values, NAN)
     whitened = masked_whiten(poisoned, mask)
     assert (whitened[~mask] == 0).all()
-    if len(marked):
-        assert masked_mean(poisoned, mask).item() == pytest.approx(marked.mean().item(), abs=1e-12)
-    if len(marked) > 1:
-        assert masked_var(poisoned, mask).item() == pytest.approx(marked.var().item(), abs=1e-12)
-        torch.testing.assert_close(whitened[mask], (marked - marked.mean()) / (marked.var() + 1e-8).sqrt())
+    if len(selected):
+        assert masked_mean(poisoned, mask).item() == pytest.approx(selected.mean().item(), abs=1e-12)
+    if len(selected) > 1:
+        assert masked_var(poisoned, mask).item() == pytest.approx(selected.var().item(), abs=1e-12)
+        torch.testing.assert_close(whitened[mask], (selected - selected.mean()) / (selected.var() + 1e-8).sqrt())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.long, torch.float32])
-def test_the_type_of_the_values_is_kept_whatever_that_of_the_mask(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
+def test_the_dtype_of_the_values_is_kept_for_any_mask_dtype(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
     values, mask = VALUES.to(dtype), MASK.to(mask_dtype)
     for result in (masked_mean(values, mask), masked_var(values, mask), masked_whiten(values, mask)):
         assert result.dtype == dtype
 
 
-def test_normalisation_by_hand_reads_no_padding() -> None:
+def test_normalization_by_hand_ignores_padding() -> None:
     advantages = torch.tensor([[1.0, 2.0, math.nan], [6.0, 100.0, -5.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     normalised = normalize_over_batch(advantages, mask)
@@ -79,11 +79,11 @@ def test_normalisation_by_hand_reads_no_padding() -> None:
     assert normalised[1].tolist() == pytest.approx([3 / scale, 0, 0])
 
 
-def test_a_variance_below_1e_8_counts_as_1e_8() -> None:
+def test_the_variance_is_at_least_1e_8() -> None:
     advantages = torch.tensor([[0.0, 2e-6]], dtype=torch.float64)
     assert normalize_over_batch(advantages, torch.ones(1, 2))[0].tolist() == pytest.approx([-0.01, 0.01])
 
 
-def test_nothing_to_normalise_stays_zero() -> None:
+def test_an_empty_mask_is_normalized_to_zero() -> None:
     assert not normalize_over_batch(torch.full((2, 2), 0.5), torch.ones(2, 2)).any()
     assert not normalize_over_batch(torch.full((2, 2), math.nan), torch.zeros(2, 2)).any()

@@ -1,4 +1,4 @@
-"""Corrections for the gap between engine and policy: each step by hand, their order, and what must not matter."""
+"""Corrections for the rollout–policy mismatch: each step by hand, the order of steps, and invariances."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def rollout_gap(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) ->
 def weigh(
     ratios: torch.Tensor, mask: torch.Tensor, **settings: Any
 ) -> tuple[list[list[float]], dict[str, list[list[float]]]]:
-    """Weights and metrics, as lists, for tokens of these ratios κ."""
+    """Return weights and metrics, as lists, for tokens with the given importance ratios."""
     rollout = torch.full_like(ratios, -3.0)
     config = OffPolicyCorrectionConfig(**settings)
     weights, metrics = correction_weights(rollout + ratios.log(), rollout, mask, config)
     return weights.tolist(), {name: values.tolist() for name, values in metrics.items()}
 
 
-def near(rows: list[list[float]]) -> list[Any]:
+def approx_rows(rows: list[list[float]]) -> list[Any]:
     return [pytest.approx(row) for row in rows]
 
 
@@ -51,18 +51,18 @@ def test_without_a_correction_the_weight_is_one_on_trained_tokens() -> None:
 
 def test_truncated_per_token() -> None:
     weights, metrics = weigh(RATIOS, MASK, tis_ratio_type="token", token_tis_ratio_clip_high=2.5)
-    assert weights == near([[1.0, 2.5, 0.5, 0.0], [1.0, 1.0, 0.1, 2.5]])
+    assert weights == approx_rows([[1.0, 2.5, 0.5, 0.0], [1.0, 1.0, 0.1, 2.5]])
     assert metrics["tis_token_clip_high_ratio"] == [[0, 1, 0, 0], [0, 0, 0, 1]]
     assert metrics["off_policy_weight_mean"] == weights
 
 
 def test_truncated_per_sequence() -> None:
     weights, metrics = weigh(RATIOS, MASK, tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.2)
-    assert weights == near([[1.2, 1.2, 1.2, 0.0], [0.8, 0.8, 0.8, 0.8]])  # products 1.5 and 0.8
+    assert weights == approx_rows([[1.2, 1.2, 1.2, 0.0], [0.8, 0.8, 0.8, 0.8]])  # products 1.5 and 0.8
     assert metrics["tis_seq_clip_high_ratio"] == [[1, 1, 1, 0], [0, 0, 0, 0]]
 
 
-def test_outliers_take_their_trajectory_with_them() -> None:
+def test_an_outlier_token_masks_its_whole_trajectory() -> None:
     weights, metrics = weigh(RATIOS, MASK, outlier_token_is_threshold_low=0.2, outlier_token_is_threshold_high=5.0)
     assert weights == [[1, 1, 1, 0], [0, 0, 0, 0]]
     for side in ("masked", "over_high", "under_low"):
@@ -70,14 +70,14 @@ def test_outliers_take_their_trajectory_with_them() -> None:
 
 
 @pytest.mark.parametrize(("side", "threshold", "other_side"), [("high", 2.0, "under_low"), ("low", 0.3, "over_high")])
-def test_one_threshold_for_outliers_is_enough(side: str, threshold: float, other_side: str) -> None:
+def test_one_outlier_threshold_suffices(side: str, threshold: float, other_side: str) -> None:
     _, metrics = weigh(RATIOS, MASK, **{f"outlier_token_is_threshold_{side}": threshold})
     is_out = [[1, 1, 1, 0], [1, 1, 1, 1]] if side == "high" else [[0, 0, 0, 0], [1, 1, 1, 1]]
     assert metrics["outlier_seq_masked_ratio"] == is_out
     assert metrics[f"outlier_seq_{other_side}_ratio"] == [[0] * 4, [0] * 4]
 
 
-def test_tokens_outside_the_interval_are_left_out() -> None:
+def test_tokens_outside_the_interval_are_masked() -> None:
     weights, metrics = weigh(RATIOS, MASK, token_mask_is_threshold_low=0.4, token_mask_is_threshold_high=4.0)
     assert weights == [[1, 1, 1, 0], [1, 1, 0, 0]]
     assert metrics["token_mask_ratio"] == [[0, 0, 0, 0], [0, 0, 1, 1]]
@@ -91,7 +91,7 @@ def test_tokens_outside_the_interval_are_left_out() -> None:
         (0.7, 1.4, [0, 1], [0, 0], [1, 0]),
     ],
 )
-def test_trajectories_are_left_out_by_their_product(
+def test_trajectories_are_masked_by_their_product(
     low: float, high: float, kept: list[int], under: list[int], over: list[int]
 ) -> None:
     weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric="product", product_mask_low=low, product_mask_high=high)
@@ -103,7 +103,7 @@ def test_trajectories_are_left_out_by_their_product(
 
 
 @pytest.mark.parametrize(("high", "kept"), [(1.15, [1, 1]), (1.14, [0, 1])])
-def test_trajectories_are_left_out_by_their_geometric_mean(high: float, kept: list[int]) -> None:
+def test_trajectories_are_masked_by_their_geometric_mean(high: float, kept: list[int]) -> None:
     # 1.5^(1/3) = 1.1447 and 0.8^(1/4) = 0.9457
     weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric="geometric", geo_mask_low=0.94, geo_mask_high=high)
     is_kept = torch.tensor(kept)[:, None] * MASK
@@ -121,9 +121,9 @@ def test_a_ratio_on_a_threshold_is_inside() -> None:
 
 
 class TestOrder:
-    """A step sees only the tokens that those before it have left."""
+    """Each step reads only the tokens that the steps before it kept."""
 
-    def test_an_outlier_is_one_though_the_token_mask_would_leave_it_out(self) -> None:
+    def test_outliers_are_found_before_the_token_mask_applies(self) -> None:
         ratios = torch.tensor([[1.0, 50.0]])
         settings = {
             "outlier_token_is_threshold_high": 10.0,
@@ -133,10 +133,10 @@ class TestOrder:
         weights, metrics = weigh(ratios, torch.ones(1, 2), **settings)
         assert weights == [[0, 0]]
         assert metrics["outlier_seq_masked_ratio"] == [[1, 1]]
-        assert metrics["token_mask_ratio"] == [[0, 0]], "left out once, counted once"
+        assert metrics["token_mask_ratio"] == [[0, 0]], "masked once, counted once"
 
     @pytest.mark.parametrize("ratio_type", ["token", "sequence"])
-    def test_masked_tokens_are_in_no_product_and_no_count(self, ratio_type: str) -> None:
+    def test_masked_tokens_enter_neither_products_nor_counts(self, ratio_type: str) -> None:
         ratios = torch.tensor([[1.5, 50.0, 2.0]])
         settings = {
             "token_mask_is_threshold_low": 0.1,
@@ -146,12 +146,12 @@ class TestOrder:
             "sequence_tis_ratio_clip_high": 5.0,
             "sequence_mask_metric": "geometric",
             "geo_mask_low": 1.0,
-            "geo_mask_high": 1.74,  # above √3, the geometric mean of what is left
+            "geo_mask_high": 1.74,  # above √3, the geometric mean of the remaining ratios
         }
         weights, metrics = weigh(ratios, torch.ones(1, 3), **settings)
-        assert weights == near([[1.5, 0.0, 2.0]] if ratio_type == "token" else [[3.0, 0.0, 3.0]])
+        assert weights == approx_rows([[1.5, 0.0, 2.0]] if ratio_type == "token" else [[3.0, 0.0, 3.0]])
         name = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}[ratio_type]
-        assert metrics[name] == [[0, 0, 0]], "the masked token is above the cap, but it is gone"
+        assert metrics[name] == [[0, 0, 0]], "the masked token is above the cap but already removed"
 
     def test_the_sequence_mask_tests_ratios_before_they_are_capped(self) -> None:
         settings = {
@@ -160,8 +160,8 @@ class TestOrder:
             "sequence_mask_metric": "product",
         }
         weights, metrics = weigh(torch.tensor([[3.0], [1.9]]), torch.ones(2, 1), **settings)
-        assert weights == near([[0.0], [1.5]])
-        assert metrics["tis_seq_clip_high_ratio"] == [[1], [1]], "both are capped before one of them is left out"
+        assert weights == approx_rows([[0.0], [1.5]])
+        assert metrics["tis_seq_clip_high_ratio"] == [[1], [1]], "both are capped before one of them is masked"
         assert metrics["product_sequence_mask_over_high_ratio"] == [[1], [0]]
 
 
@@ -178,7 +178,7 @@ EVERYTHING = OffPolicyCorrectionConfig(
 
 
 def naive_weights(old: list[float], rollout: list[float], mask: list[float]) -> list[float]:
-    """One row under `EVERYTHING`, in plain loops."""
+    """Return the weights of one row under `EVERYTHING`, computed in plain loops."""
     ratios = {t: math.exp(old[t] - rollout[t]) for t in range(len(mask)) if mask[t]}
     weights = [0.0] * len(mask)
     if any(ratio < 0.02 or ratio > 50 for ratio in ratios.values()):
@@ -197,14 +197,14 @@ rows = st.lists(st.lists(token, min_size=4, max_size=4), min_size=1, max_size=6)
 
 
 def as_tensors(drawn: list[list[tuple[float, bool]]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Old and rollout log-probs, and the mask, all (B, 4)."""
+    """Return old log-probs, rollout log-probs and mask, (B, 4) each."""
     log_ratio = torch.tensor([[value for value, _ in row] for row in drawn], dtype=torch.float64)
     mask = torch.tensor([[float(is_trained) for _, is_trained in row] for row in drawn], dtype=torch.float64)
     return log_ratio - 2.0, torch.full_like(log_ratio, -2.0), mask
 
 
 @given(rows)
-def test_the_same_as_plain_loops(drawn: list[list[tuple[float, bool]]]) -> None:
+def test_weights_equal_those_of_plain_loops(drawn: list[list[tuple[float, bool]]]) -> None:
     old, rollout, mask = as_tensors(drawn)
     weights, _ = correction_weights(old, rollout, mask, EVERYTHING)
     expected = [naive_weights(*(tensor[row].tolist() for tensor in (old, rollout, mask))) for row in range(len(old))]
@@ -219,11 +219,11 @@ def test_micro_batches_and_padding_do_not_matter(drawn: list[list[tuple[float, b
     parts = [correction_weights(*part, EVERYTHING) for part in zip(*padded, strict=True)]
     torch.testing.assert_close(torch.cat([weights for weights, _ in parts])[:, :4], whole, atol=1e-6, rtol=0)
     for name, values in metrics.items():
-        torch.testing.assert_close(torch.cat([of_part[name] for _, of_part in parts])[:, :4], values)
+        torch.testing.assert_close(torch.cat([part_metrics[name] for _, part_metrics in parts])[:, :4], values)
 
 
 @given(drawn=rows, ratio_type=st.sampled_from([None, "token", "sequence"]))
-def test_nothing_outside_the_mask_leaks_in(
+def test_values_outside_the_mask_have_no_effect(
     drawn: list[list[tuple[float, bool]]], ratio_type: Literal["token", "sequence"] | None
 ) -> None:
     old, rollout, mask = as_tensors(drawn)
@@ -238,7 +238,7 @@ def test_nothing_outside_the_mask_leaks_in(
         assert all((values[mask == 0] == 0).all() for values in (weights, *metrics.values()))
 
 
-def test_products_neither_overflow_nor_lose_their_side() -> None:
+def test_extreme_products_stay_finite_and_on_the_right_side_of_the_bounds() -> None:
     log_ratio = torch.full((3, 1000), 500.0)
     log_ratio[1] *= -1
     log_ratio[2, ::2] *= -1  # the product of this row is 1
@@ -252,7 +252,7 @@ def test_products_neither_overflow_nor_lose_their_side() -> None:
     assert metrics["product_sequence_mask_under_low_ratio"].mean(dim=1).tolist() == [0, 1, 0]
 
 
-def test_one_token_moves_a_product_by_no_more_than_e_to_the_20() -> None:
+def test_one_token_changes_a_product_by_at_most_e_to_the_20() -> None:
     log_ratio = torch.tensor([[500.0, -20.0], [-500.0, 20.0]])
     config = OffPolicyCorrectionConfig(tis_ratio_type="sequence")
     weights, _ = correction_weights(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio), config)
@@ -282,18 +282,18 @@ def test_the_gap_by_hand() -> None:
     )
 
 
-def test_the_gap_of_one_token_has_no_spread() -> None:
+def test_the_gap_of_one_token_has_zero_std() -> None:
     metrics = rollout_gap(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1))
-    assert metrics.keys() == set(ROLLOUT_GAP_METRICS)  # which a loss must not report: test_contract.py
+    assert metrics.keys() == set(ROLLOUT_GAP_METRICS)  # reserved: a loss must not report them, see test_contract.py
     assert metrics["is_ratio_std"] == 0
     assert metrics["is_ratio_ess_share"] == 1
 
 
-def test_the_gap_of_no_token_is_nothing() -> None:
+def test_without_tokens_there_are_no_gap_metrics() -> None:
     assert rollout_gap(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)) == {}
 
 
-def test_a_huge_gap_is_still_a_number() -> None:
+def test_a_huge_gap_gives_finite_metrics() -> None:
     metrics = rollout_gap(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-1.0, -500.0]]), torch.ones(1, 2))
     assert metrics["rollout_train_logprobs_abs_diff_max"] == 500
     assert metrics["is_ratio_max"] == pytest.approx(math.exp(20))
@@ -301,8 +301,8 @@ def test_a_huge_gap_is_still_a_number() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_the_gap_estimates_the_divergence_without_bias() -> None:
-    """Every outcome as often as the engine draws it: the mean is the divergence."""
+def test_the_gap_is_an_unbiased_estimate_of_the_kl_divergence() -> None:
+    """Each outcome occurs as often as the engine samples it, so the mean is exactly the divergence."""
     counts = torch.tensor([5, 3, 2])
     rollout, old = counts / counts.sum(), torch.tensor([0.3, 0.3, 0.4])
     drawn = torch.repeat_interleave(torch.arange(3), counts)[None]
@@ -312,15 +312,15 @@ def test_the_gap_estimates_the_divergence_without_bias() -> None:
 
 @pytest.mark.parametrize(
     ("advantage", "drift", "is_kept"),
-    [  # drift is what the log-prob has lost since the token was sampled
+    [  # drift: decrease of the log-prob since the token was sampled
         (-1.0, 0.3, False),
         (-1.0, 0.15, True),
-        (-1.0, -0.3, True),  # a mistake that became likelier is the policy's own
+        (-1.0, -0.3, True),  # a mistake that became likelier stays on policy
         (1.0, 0.3, True),
         (0.0, 0.3, True),
     ],
 )
-def test_mistakes_that_the_policy_has_given_up_are_left_out(advantage: float, drift: float, is_kept: bool) -> None:
+def test_off_policy_mistakes_are_masked(advantage: float, drift: float, is_kept: bool) -> None:
     mask = torch.tensor([[1.0, 0.0, 1.0]])
     log_probs = torch.tensor([[-1.0, math.nan, -2.0]], requires_grad=True)
     behaviour = torch.tensor([[-1.0 + 1.5 * drift, 7.0, -2.0 + 0.5 * drift]])
@@ -330,7 +330,7 @@ def test_mistakes_that_the_policy_has_given_up_are_left_out(advantage: float, dr
     assert not kept.requires_grad
 
 
-def test_each_trajectory_is_judged_by_itself_and_one_without_tokens_is_nothing() -> None:
+def test_each_trajectory_is_masked_on_its_own() -> None:
     log_probs = torch.tensor([[-3.0, -3.0], [-1.0, -1.0], [-9.0, -9.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     kept = sequence_mask(log_probs, torch.full((3, 2), -1.0), torch.full((3, 2), -1.0), mask, threshold=0.5)

@@ -1,4 +1,4 @@
-"""One divisor for the whole mini-batch: splitting the work never changes the loss, and rows left out never were."""
+"""One divisor per mini-batch: the loss is independent of splitting, padding, order and untrained rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0,
 VALUES = torch.tensor(
     [[1.0, 2.0, 99.0, 3.0], [99.0, 10.0, 99.0, 99.0], [4.0, 6.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]]
 )
-INDEX = ["a", "a", "b", "c"]  # nothing of c is trained on
+INDEX = ["a", "a", "b", "c"]  # c has no trained tokens
 REDUCTIONS: tuple[LossReduction, ...] = get_args(LossReduction)
 
 
@@ -63,7 +63,7 @@ def test_no_mask_is_a_mask_of_ones() -> None:
     assert reduce_loss(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), None, "token_mean").item() == 3.0
 
 
-def test_what_a_reduction_needs_is_asked_for() -> None:
+def test_missing_inputs_of_a_reduction_are_named() -> None:
     with pytest.raises(ConfigError, match="needs max_seq_len"):
         token_weights(MASK, "seq_mean_token_sum_norm")
     with pytest.raises(ConfigError, match="needs index"):
@@ -72,13 +72,13 @@ def test_what_a_reduction_needs_is_asked_for() -> None:
         token_weights(MASK, "mean")  # type: ignore[arg-type]
 
 
-Batch = tuple[torch.Tensor, torch.Tensor, list[str]]
+MaskedValues = tuple[torch.Tensor, torch.Tensor, list[str]]
 masks = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=8)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """A mask (B, 3), values (B, 3) and prompts [B], whose rows need not stand together."""
+def batches(draw: st.DrawFn) -> MaskedValues:
+    """A mask (B, 3), values (B, 3) and prompts [B] whose rows need not be contiguous."""
     mask = torch.tensor(draw(masks), dtype=torch.float64)
     values = torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape) - 4
     index = draw(st.lists(st.sampled_from("abc"), min_size=len(mask), max_size=len(mask)))
@@ -86,7 +86,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def naive(mask: torch.Tensor, values: torch.Tensor, index: list[str], reduction: LossReduction) -> float:
-    """Plain loops over the tokens that are trained on."""
+    """Return the loss, computed in plain loops over the trained tokens."""
     rows = [[v for v, m in zip(*row, strict=True) if m] for row in zip(values.tolist(), mask.tolist(), strict=True)]
     prompts = [[v for row, uid in zip(rows, index, strict=True) if uid == prompt for v in row] for prompt in set(index)]
     tokens = [v for row in rows for v in row]
@@ -104,7 +104,7 @@ def naive(mask: torch.Tensor, values: torch.Tensor, index: list[str], reduction:
 
 
 @given(batch=batches(), reduction=st.sampled_from(REDUCTIONS))
-def test_the_same_as_plain_loops(batch: Batch, reduction: LossReduction) -> None:
+def test_losses_equal_those_of_plain_loops(batch: MaskedValues, reduction: LossReduction) -> None:
     mask, values, index = batch
     loss = reduce_loss(values, mask, reduction, 8, index)
     assert loss.item() == pytest.approx(naive(mask, values, index, reduction), abs=1e-6)
@@ -112,15 +112,15 @@ def test_the_same_as_plain_loops(batch: Batch, reduction: LossReduction) -> None
 
 @given(batch=batches(), part_size=st.integers(1, 8), reduction=st.sampled_from(REDUCTIONS))
 def test_splitting_the_rows_gives_the_same_loss_and_gradient(
-    batch: Batch, part_size: int, reduction: LossReduction
+    batch: MaskedValues, part_size: int, reduction: LossReduction
 ) -> None:
     mask, values, index = batch
     values.requires_grad_()
     weights = token_weights(mask, reduction, max_seq_len=8, index=index)
     whole = weighted_sum(values, weights)
     parts = [
-        weighted_sum(some_values, some_weights)
-        for some_values, some_weights in zip(values.split(part_size), weights.split(part_size), strict=True)
+        weighted_sum(part_values, part_weights)
+        for part_values, part_weights in zip(values.split(part_size), weights.split(part_size), strict=True)
     ]
     torch.testing.assert_close(sum(parts), whole)
     for part in parts:
@@ -129,7 +129,7 @@ def test_splitting_the_rows_gives_the_same_loss_and_gradient(
 
 
 @given(batch=batches(), reduction=st.sampled_from(REDUCTIONS), data=st.data())
-def test_neither_padding_nor_order_matters(batch: Batch, reduction: LossReduction, data: st.DataObject) -> None:
+def test_neither_padding_nor_order_matters(batch: MaskedValues, reduction: LossReduction, data: st.DataObject) -> None:
     mask, _, index = batch
     order = data.draw(st.permutations(range(len(index))))
     padding = torch.zeros(len(index), 2, dtype=torch.float64)
@@ -141,15 +141,17 @@ def test_neither_padding_nor_order_matters(batch: Batch, reduction: LossReductio
 
 
 @given(batch=batches(), reduction=st.sampled_from(REDUCTIONS))
-def test_a_row_without_trained_tokens_might_as_well_not_be_there(batch: Batch, reduction: LossReduction) -> None:
+def test_rows_without_trained_tokens_do_not_matter(batch: MaskedValues, reduction: LossReduction) -> None:
     mask, values, index = batch
     rows = [row for row in range(len(mask)) if mask[row].any()]
-    with_them = reduce_loss(values, mask, reduction, 8, index)
-    without = reduce_loss(values[rows], mask[rows], reduction, 8, [index[row] for row in rows]) if rows else 0.0
-    assert float(with_them) == pytest.approx(float(without), abs=1e-6)
+    with_empty_rows = reduce_loss(values, mask, reduction, 8, index)
+    without_empty_rows = (
+        reduce_loss(values[rows], mask[rows], reduction, 8, [index[row] for row in rows]) if rows else 0.0
+    )
+    assert float(with_empty_rows) == pytest.approx(float(without_empty_rows), abs=1e-6)
 
 
-def test_a_nan_under_the_mask_stays_there() -> None:
+def test_a_nan_under_the_mask_does_not_reach_the_loss_or_gradient() -> None:
     weights = token_weights(MASK, "token_mean")
     values = VALUES.where(MASK > 0, math.nan).requires_grad_()
     loss = weighted_sum(values, weights)
@@ -161,7 +163,7 @@ def test_a_nan_under_the_mask_stays_there() -> None:
 def loss_and_gradient(
     old: torch.Tensor, advantages: torch.Tensor, rollout: torch.Tensor, ref: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's loss with a KL term."""
+    """Return the PPO loss with a KL term, and its gradient."""
     log_probs = (VALUES / -50).requires_grad_()
     token_loss, _ = policy_loss("regular")(log_probs, old, advantages, AlgorithmConfig(), MASK, rollout)
     weights = token_weights(MASK, "token_mean")
@@ -172,7 +174,7 @@ def loss_and_gradient(
 
 
 @pytest.mark.parametrize("name", ["old", "advantages", "rollout", "ref"])
-def test_a_nan_under_the_mask_reaches_nothing_through_the_whole_loss(name: str) -> None:
+def test_a_nan_under_the_mask_does_not_reach_the_complete_loss(name: str) -> None:
     inputs = {"old": VALUES / -40, "advantages": torch.ones_like(MASK), "rollout": VALUES / -40, "ref": VALUES / -45}
     expected = loss_and_gradient(**inputs)
     assert (expected[1][MASK > 0] != 0).any()

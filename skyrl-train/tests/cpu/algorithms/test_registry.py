@@ -1,4 +1,4 @@
-"""Names for functions: your own, taken ones, and ones that nobody registered."""
+"""Registration and lookup: user functions, names already taken, and unknown names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LOSSES = (registry.register_policy_loss, registry.policy_loss, "policy_loss_type
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone afterwards."""
+def registries_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo the registrations of a test."""
     for functions in (registry.ADVANTAGE_ESTIMATORS, registry.POLICY_LOSSES):
         monkeypatch.setattr(functions, "_entries", dict(functions._entries))
 
@@ -27,14 +27,14 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def my_function(**_: Any) -> None: ...
 
 
-def test_the_defaults_are_there_on_import() -> None:
+def test_the_defaults_are_registered_on_import() -> None:
     assert algorithms.advantage_estimator("grpo") is grpo
     assert algorithms.policy_loss("regular") is clipped_surrogate
 
 
 @pytest.mark.parametrize(("register", "look_up", "key"), [ESTIMATORS, LOSSES])
 class TestBothRegistries:
-    def test_a_registered_function_is_found_and_left_as_it_is(
+    def test_a_registered_function_is_found_and_returned_unchanged(
         self, register: Callable[..., Any], look_up: Callable[..., Any], key: str
     ) -> None:
         assert register("mine")(my_function) is my_function
@@ -48,7 +48,7 @@ class TestBothRegistries:
             register("mine")(print)
         assert look_up("mine") is my_function
 
-    def test_an_unknown_name_is_refused_with_the_names_there_are(
+    def test_an_unknown_name_is_refused_with_the_available_names(
         self, register: Callable[..., Any], look_up: Callable[..., Any], key: str
     ) -> None:
         register("zeta")(my_function)
@@ -57,7 +57,7 @@ class TestBothRegistries:
             look_up("alhpa")
 
 
-def test_the_two_registries_are_apart() -> None:
+def test_the_two_registries_are_independent() -> None:
     registry.register_policy_loss("mine")(my_function)
     with pytest.raises(ConfigError):
         registry.advantage_estimator("mine")

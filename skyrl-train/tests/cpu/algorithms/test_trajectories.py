@@ -1,4 +1,4 @@
-"""Estimators see trajectories: how one is divided into rows changes no advantage."""
+"""Advantages are independent of how a trajectory is split into rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_train.config import AlgorithmConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import TrainingBatch
 
-# Two prompts with two trajectories each: rewards of every turn, and the tokens of its sampled reply.
+# Two prompts with two trajectories each: the reward of every sampled token, by turn.
 TURNS: list[tuple[str, list[list[float]]]] = [
     ("0", [[0.5, 0.0], [0.25], [0.0, 1.0]]),
     ("0", [[0.0], [0.0, 0.0, -0.5], [0.75]]),
@@ -26,8 +26,8 @@ TURNS: list[tuple[str, list[list[float]]]] = [
 
 
 def in_one_row() -> TrainingBatch:
-    """Turns follow each other in one row, with an observation of two tokens in between."""
-    many = []
+    """All turns of a trajectory in one row, separated by observations of two tokens."""
+    trajectories = []
     for repetition, (uid, turns) in enumerate(TURNS):
         rewards: list[float] = []
         mask: list[int] = []
@@ -36,24 +36,26 @@ def in_one_row() -> TrainingBatch:
                 rewards, mask = [*rewards, 0.0, 0.0], [*mask, 0, 0]
             rewards, mask = [*rewards, *turn], [*mask, *[1] * len(turn)]
         components = {"total": sum(rewards)}
-        many.append(make_trajectory(uid, rewards, loss_mask=mask, repetition=repetition, reward_components=components))
-    return build_training_batch(many, pad_token_id=0)
+        trajectories.append(
+            make_trajectory(uid, rewards, loss_mask=mask, repetition=repetition, reward_components=components)
+        )
+    return build_training_batch(trajectories, pad_token_id=0)
 
 
 def in_several_rows() -> TrainingBatch:
-    """Each turn has a row of its own, as where the history was rewritten before it."""
-    many = []
+    """One row per turn, as if the history was rewritten before each."""
+    trajectories = []
     for repetition, (uid, turns) in enumerate(TURNS):
         *earlier, last = [make_segment(turn) for turn in turns]
         components = {"total": sum(map(sum, turns))}
-        many.append(
+        trajectories.append(
             make_trajectory(uid, last.rewards, earlier=earlier, repetition=repetition, reward_components=components)
         )
-    return build_training_batch(many, pad_token_id=0)
+    return build_training_batch(trajectories, pad_token_id=0)
 
 
-def scored(batch: TrainingBatch) -> TrainingBatch:
-    """Fill in what estimators read, the same for the n-th sampled token of the batch however it is laid out."""
+def with_estimator_inputs(batch: TrainingBatch) -> TrainingBatch:
+    """Fill in the inputs of estimators: the n-th sampled token gets the same values in both layouts."""
     generator = torch.Generator().manual_seed(0)
     n_tokens = int(batch.loss_mask.sum())
     for name, values in {
@@ -69,7 +71,7 @@ def scored(batch: TrainingBatch) -> TrainingBatch:
 
 
 def estimates(name: str, batch: TrainingBatch, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns of all sampled tokens of the batch, in order."""
+    """Return advantages and returns of all sampled tokens of the batch, in order."""
     view, estimator = TrajectoryView(batch), advantage_estimator(name)
     inputs = estimator_inputs(batch, view, AlgorithmConfig(**algorithm))
     advantages, returns = (view.divide(values) for values in estimator(**named_inputs(estimator, inputs)))
@@ -78,8 +80,8 @@ def estimates(name: str, batch: TrainingBatch, **algorithm: Any) -> tuple[torch.
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
-def test_an_advantage_does_not_depend_on_how_a_trajectory_is_divided_into_rows(name: str) -> None:
-    one, several = scored(in_one_row()), scored(in_several_rows())
+def test_advantages_do_not_depend_on_how_a_trajectory_is_split_into_rows(name: str) -> None:
+    one, several = with_estimator_inputs(in_one_row()), with_estimator_inputs(in_several_rows())
     assert (len(one), len(several)) == (4, 12)
     settings = {"gamma": 0.9, "lambd": 0.8}
     for left, right in zip(estimates(name, one, **settings), estimates(name, several, **settings), strict=True):
@@ -114,7 +116,7 @@ def test_join_and_divide_are_inverse() -> None:
     assert torch.equal(view.divide(view.join(values)), values)
 
 
-def test_a_row_that_nothing_is_learned_from_still_counts_for_its_trajectory() -> None:
+def test_a_row_without_trained_tokens_still_counts_for_its_trajectory() -> None:
     batch = in_several_rows()
     batch.loss_mask[2] = 0  # the environment replaced the last action of the first trajectory
     assert batch.rewards is not None

@@ -1,4 +1,4 @@
-"""Small checkpoints whose content says which save wrote them."""
+"""Small checkpoints whose files contain the name of the save that wrote them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from skyrl_train.checkpoint import CheckpointStore
 
 FILES = ("driver.pt", "policy/schedule.pt")
-N_BYTES = 1000  # of one file
+N_BYTES = 1000  # size of each file
 
 
-def content_of(name: str, halfway: Callable[[], None] = lambda: None) -> Callable[[Path], None]:
-    """Writes a checkpoint in which every file says `name`; `halfway` is called in the middle of each."""
+def write_named(name: str, halfway: Callable[[], None] = lambda: None) -> Callable[[Path], None]:
+    """Return a function that writes a checkpoint whose files contain `name`; it calls `halfway` within each file."""
 
     def write(folder: Path) -> None:
         (folder / "policy").mkdir()
@@ -28,7 +28,7 @@ def content_of(name: str, halfway: Callable[[], None] = lambda: None) -> Callabl
 
 
 def read(folder: Path) -> str:
-    """The name that every file says; an incomplete checkpoint fails the test."""
+    """Return the name in all files; fail if the checkpoint is incomplete."""
     assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == sorted(FILES)
     texts = {(folder / file).read_text() for file in FILES}
     assert len(texts) == 1
@@ -38,7 +38,7 @@ def read(folder: Path) -> str:
 
 
 def save(store: CheckpointStore, step: int, write: Callable[[Path], None], expected_bytes: int = 0) -> Path:
-    """Save a checkpoint, without an event loop."""
+    """Save a checkpoint from synchronous code."""
 
     async def fill(folder: Path) -> None:
         write(folder)

@@ -1,4 +1,4 @@
-"""A save that stops anywhere, in any operating-system call, leaves a complete checkpoint to resume from."""
+"""A save interrupted at any operating-system call leaves a complete checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.folders import FILES, content_of, read, save
+from checkpoint.folders import FILES, read, save, write_named
 
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.store import POINTER
@@ -20,11 +20,11 @@ CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
 
 
 class Killed(BaseException):
-    """The process ends here; nothing in the code may catch it."""
+    """The end of the process; no code may catch it."""
 
 
 class Saboteur:
-    """Lets `n_calls` operating-system calls and file writes pass, and fails the next."""
+    """Fault injection that lets `n_calls` operating-system calls and file writes pass and fails the next one."""
 
     def __init__(self, n_calls: int, failure: BaseException) -> None:
         self.n_left = n_calls
@@ -43,7 +43,7 @@ class Saboteur:
         return checked
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
                 patch.setattr(os, name, self.before(getattr(os, name)))
@@ -51,48 +51,48 @@ class Saboteur:
             yield
 
     def write_text(self, path: Path, text: str) -> None:
-        """A crash may leave an empty file."""
+        """Write a file in two steps, because a crash may leave it empty."""
         path.touch()
         self.tick()
         with path.open("w") as file:
             file.write(text)
 
 
-def first(folder: Path) -> CheckpointStore:
+def first_save(folder: Path) -> CheckpointStore:
     return CheckpointStore(folder)
 
 
-def second(folder: Path) -> CheckpointStore:
-    save(CheckpointStore(folder), 10, content_of("ten"))
+def second_save(folder: Path) -> CheckpointStore:
+    save(CheckpointStore(folder), 10, write_named("ten"))
     return CheckpointStore(folder)
 
 
-def keeping_one(folder: Path) -> CheckpointStore:
+def keep_one(folder: Path) -> CheckpointStore:
     for step, name in ((8, "eight"), (10, "ten")):
-        save(CheckpointStore(folder), step, content_of(name))
+        save(CheckpointStore(folder), step, write_named(name))
     return CheckpointStore(folder, max_to_keep=1)
 
 
-def same_step_again(folder: Path) -> CheckpointStore:
+def repeated_step(folder: Path) -> CheckpointStore:
     for step, name in ((10, "ten"), (20, "old twenty")):
-        save(CheckpointStore(folder), step, content_of(name))
+        save(CheckpointStore(folder), step, write_named(name))
     return CheckpointStore(folder, max_to_keep=2)
 
 
-def after_going_back(folder: Path) -> CheckpointStore:
+def earlier_step(folder: Path) -> CheckpointStore:
     for step, name in ((20, "old twenty"), (30, "thirty"), (15, "fifteen")):
-        save(CheckpointStore(folder), step, content_of(name))
+        save(CheckpointStore(folder), step, write_named(name))
     return CheckpointStore(folder, max_to_keep=2)
 
 
-def on_a_full_disk(folder: Path) -> CheckpointStore:
-    """No space is ever free, so that everything but the last checkpoint goes first."""
-    return keeping_one(folder)
+def full_disk(folder: Path) -> CheckpointStore:
+    """The disk reports no free space, so all checkpoints but the last are removed first."""
+    return keep_one(folder)
 
 
 def after_a_crash(folder: Path) -> CheckpointStore:
-    """The leftovers of crashes at every place."""
-    store = same_step_again(folder)
+    """The folder contains leftovers of crashes at every point."""
+    store = repeated_step(folder)
     for name in (".global_step_20.partial", ".global_step_10.removed.partial", ".global_step_10.replaced"):
         (folder / name).mkdir()
         (folder / name / FILES[0]).write_text("half")
@@ -101,8 +101,8 @@ def after_a_crash(folder: Path) -> CheckpointStore:
     return store
 
 
-KILLED = [first, second, keeping_one, same_step_again, after_going_back, on_a_full_disk, after_a_crash]
-REFUSED = [second, keeping_one, same_step_again]
+KILLED = [first_save, second_save, keep_one, repeated_step, earlier_step, full_disk, after_a_crash]
+REFUSED = [second_save, keep_one, repeated_step]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ REFUSED = [second, keeping_one, same_step_again]
     [(scene, Killed()) for scene in KILLED] + [(scene, OSError(5, "Input/output error")) for scene in REFUSED],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_a_crash_anywhere_leaves_the_earlier_checkpoint_or_the_new_one(
+def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, scene: Callable[[Path], CheckpointStore], failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses nothing that was written
-    if scene is on_a_full_disk:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses no written data
+    if scene is full_disk:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
-    seen = set()
+    latest_names = set()
     for n_calls in range(200):
         folder = tmp_path / str(n_calls)
         store = scene(folder)
@@ -124,30 +124,30 @@ def test_a_crash_anywhere_leaves_the_earlier_checkpoint_or_the_new_one(
         saboteur = Saboteur(n_calls, failure)
         is_done = save_with(saboteur, store)
         after = latest_name(folder)
-        seen.add(after)
+        latest_names.add(after)
         assert after in {before, "twenty"}
         assert after == "twenty" or not is_done
-        save(CheckpointStore(folder, max_to_keep=1), 25, content_of("twenty-five"))
+        save(CheckpointStore(folder, max_to_keep=1), 25, write_named("twenty-five"))
         assert latest_name(folder) == "twenty-five"
         assert {entry.name for entry in folder.iterdir()} == {"global_step_25", POINTER}
         if is_done and saboteur.n_left > 0:
             break
     assert n_calls > 10
-    assert seen == {before, "twenty"}
+    assert latest_names == {before, "twenty"}
 
 
 def save_with(saboteur: Saboteur, store: CheckpointStore) -> bool:
-    """Whether the save of step 20 went through."""
+    """Save step 20 and return True if it succeeded."""
     try:
-        with saboteur.at_work():
-            save(store, 20, content_of("twenty", halfway=saboteur.tick), expected_bytes=1)
+        with saboteur.active():
+            save(store, 20, write_named("twenty", halfway=saboteur.tick), expected_bytes=1)
     except (Killed, CheckpointError):
         return False
     return True
 
 
 def latest_name(folder: Path) -> str | None:
-    """What a new process would resume from; everything else that has a name is complete as well."""
+    """Return the name of the checkpoint to resume from; assert that all checkpoints are complete."""
     store = CheckpointStore(folder)
     latest = store.latest()
     for step in store.steps():
@@ -157,7 +157,7 @@ def latest_name(folder: Path) -> str | None:
 
 @pytest.fixture
 def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Syncs, with the path below `tmp_path`, and renames, with the new name, in order."""
+    """Return the syncs, with paths relative to `tmp_path`, and the renames, with the new name, in order."""
     events: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -179,9 +179,9 @@ def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, s
     return events
 
 
-def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, events: list[tuple[str, str]]) -> None:
-    """A power cut keeps what was synced: files, then their folders, then the rename, then the pointer."""
-    save(CheckpointStore(tmp_path), 5, content_of("five"))
+def test_files_are_synced_before_renames_and_the_pointer(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    """A power cut keeps only synced data, so the order is files, folders, rename, pointer."""
+    save(CheckpointStore(tmp_path), 5, write_named("five"))
     partial = ".global_step_5.partial"
     written = [*(f"{partial}/{file}" for file in FILES), f"{partial}/policy", partial]
     assert sorted(events[: len(written)]) == sorted(("sync", path) for path in written)
@@ -194,9 +194,7 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, events: l
     ]
 
 
-def test_new_folders_above_a_checkpoint_are_on_disk_before_it_gets_its_name(
-    tmp_path: Path, events: list[tuple[str, str]]
-) -> None:
-    save(CheckpointStore(tmp_path / "project/run/ckpts"), 5, content_of("five"))
+def test_new_parent_folders_are_synced_before_the_rename(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    save(CheckpointStore(tmp_path / "project/run/ckpts"), 5, write_named("five"))
     before = events[: events.index(("rename", "global_step_5"))]
     assert {("sync", folder) for folder in (".", "project", "project/run")} <= set(before)

@@ -9,7 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from checkpoint.folders import FILES, N_BYTES, content_of, read, save
+from checkpoint.folders import FILES, N_BYTES, read, save, write_named
 
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.checkpoint.store import POINTER, SPARE_BYTES
@@ -21,24 +21,24 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 
 def save_all(store: CheckpointStore, *steps: int, expected_bytes: int = 0) -> None:
     for step in steps:
-        save(store, step, content_of(f"step {step}"), expected_bytes)
+        save(store, step, write_named(f"step {step}"), expected_bytes)
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When things are synced is the subject of test_crashes."""
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip fsync; test_crashes covers the order of syncs."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """Keeps everything."""
+    """A store that keeps all checkpoints."""
     return CheckpointStore(tmp_path / "ckpts")
 
 
 def test_a_saved_checkpoint_is_the_latest_and_complete(store: CheckpointStore) -> None:
     assert store.latest() is None
-    folder = save(store, 10, content_of("ten"))
+    folder = save(store, 10, write_named("ten"))
     assert folder == store.path / "global_step_10" == store.latest()
     assert read(folder) == "ten"
     assert sorted(entry.name for entry in store.path.iterdir()) == ["global_step_10", POINTER]
@@ -53,14 +53,14 @@ def test_steps_are_ordered_as_numbers_and_other_entries_are_ignored(store: Check
 
 
 @pytest.mark.parametrize(("max_to_keep", "kept"), [(1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4]), (-1, [1, 2, 3, 4])])
-def test_the_newest_are_kept(tmp_path: Path, max_to_keep: int, kept: list[int]) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, max_to_keep: int, kept: list[int]) -> None:
     store = CheckpointStore(tmp_path, max_to_keep)
     save_all(store, 1, 2, 3, 4)
     assert store.steps() == kept
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [*(f"global_step_{step}" for step in kept), POINTER]
 
 
-def test_after_going_back_the_abandoned_future_goes_first(tmp_path: Path) -> None:
+def test_after_resuming_an_earlier_step_later_checkpoints_are_removed_first(tmp_path: Path) -> None:
     save_all(CheckpointStore(tmp_path), 10, 20, 30)
     resumed = CheckpointStore(tmp_path, max_to_keep=3)
     save_all(resumed, 11)
@@ -69,23 +69,23 @@ def test_after_going_back_the_abandoned_future_goes_first(tmp_path: Path) -> Non
     assert (resumed.steps(), resumed.latest()) == ([10, 11, 12], tmp_path / "global_step_12")
 
 
-def test_a_step_that_comes_by_again_is_replaced(store: CheckpointStore) -> None:
+def test_a_repeated_step_replaces_its_checkpoint(store: CheckpointStore) -> None:
     save_all(store, 10, 20)
-    save(store, 20, content_of("again"))
+    save(store, 20, write_named("again"))
     latest = store.latest()
     assert latest is not None
     assert (store.steps(), read(latest)) == ([10, 20], "again")
     assert len(list(store.path.iterdir())) == 3
 
 
-def test_without_a_pointer_the_newest_is_the_latest(store: CheckpointStore) -> None:
+def test_without_a_pointer_the_highest_step_is_the_latest(store: CheckpointStore) -> None:
     save_all(store, 9, 10)
     (store.path / POINTER).unlink()
     assert store.latest() == store.path / "global_step_10"
 
 
 @pytest.mark.parametrize("text", ["7", "", "../elsewhere", "10 20"])
-def test_a_pointer_to_nowhere_is_an_error_that_lists_what_is_there(store: CheckpointStore, text: str) -> None:
+def test_a_pointer_to_a_missing_checkpoint_is_an_error_that_lists_the_steps(store: CheckpointStore, text: str) -> None:
     save_all(store, 10, 20)
     (store.path / POINTER).write_text(text)
     with pytest.raises(CheckpointError, match=r"does not exist \(complete steps: 10, 20\); write one of them"):
@@ -103,7 +103,7 @@ def test_a_path_to_resume_from_names_an_existing_step(store: CheckpointStore) ->
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 8")])
-def test_a_disk_that_refuses_is_a_checkpoint_error(store: CheckpointStore, error: Exception) -> None:
+def test_a_write_error_is_a_checkpoint_error(store: CheckpointStore, error: Exception) -> None:
     save_all(store, 10)
 
     def fail(folder: Path) -> None:
@@ -134,7 +134,7 @@ def busy(*_: object, **__: object) -> None:
 
 
 class Disk:
-    """A disk with `capacity` bytes for checkpoints, beside the bytes that are left free for everything else."""
+    """A disk with `capacity` bytes for checkpoints and the spare bytes that are left free for everything else."""
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder = folder
@@ -157,27 +157,27 @@ def disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> Disk:
     ("capacity", "kept"),
     [(4 * SIZE, [10, 20, 30]), (4 * SIZE - 1, [20, 30]), (3 * SIZE - 1, [30]), (0, [30])],
 )
-def test_a_short_disk_gets_room_oldest_first_but_never_the_last(
+def test_on_a_small_disk_the_oldest_checkpoints_are_removed_first_and_never_the_last(
     store: CheckpointStore, disk: Disk, capacity: int, kept: list[int]
 ) -> None:
     save_all(store, 10, 20, 30)
     disk.capacity = capacity + SPARE_BYTES
-    there: list[int] = []
+    remaining: list[int] = []
 
     def write(folder: Path) -> None:
-        there.extend(store.steps())
-        content_of("forty")(folder)
+        remaining.extend(store.steps())
+        write_named("forty")(folder)
 
     save(store, 40, write, expected_bytes=SIZE)
-    assert there == kept
+    assert remaining == kept
     assert store.steps() == [*kept, 40]
 
 
 @pytest.mark.parametrize(("missing", "kept"), [(0, [10, 11, 20, 30]), (1, [10, 11, 30]), (2, [10, 11]), (3, [11])])
-def test_a_short_disk_never_loses_the_one_to_resume_from(
+def test_on_a_small_disk_the_checkpoint_to_resume_from_is_never_removed(
     store: CheckpointStore, disk: Disk, missing: int, kept: list[int]
 ) -> None:
-    """After going back to step 10, step 30 is the highest, but a crash must find step 11."""
+    """After resuming from step 10, step 30 is the highest, but a crash must resume from step 11."""
     save_all(store, 10, 20, 30, 11)
     disk.capacity = (5 - missing) * SIZE + SPARE_BYTES
 
@@ -190,8 +190,8 @@ def test_a_short_disk_never_loses_the_one_to_resume_from(
     assert store.latest() == store.path / "global_step_11"
 
 
-def test_nothing_is_removed_while_the_pointer_names_a_missing_checkpoint(store: CheckpointStore, disk: Disk) -> None:
-    """The user is to choose one of those that are left."""
+def test_no_checkpoint_is_removed_while_the_pointer_names_a_missing_one(store: CheckpointStore, disk: Disk) -> None:
+    """The user must choose one of the remaining checkpoints."""
     save_all(store, 10, 20, 30)
     (store.path / POINTER).write_text("25")
     disk.capacity = 3 * SIZE + SPARE_BYTES
@@ -206,7 +206,7 @@ def test_nothing_is_removed_while_the_pointer_names_a_missing_checkpoint(store: 
     assert store.steps() == [10, 20, 30]
 
 
-def test_a_first_run_needs_room_for_two(store: CheckpointStore, disk: Disk) -> None:
+def test_a_first_run_needs_space_for_two_checkpoints(store: CheckpointStore, disk: Disk) -> None:
     disk.capacity = 2 * SIZE + SPARE_BYTES
     store.check_space(SIZE)
     disk.capacity -= 1
@@ -215,7 +215,7 @@ def test_a_first_run_needs_room_for_two(store: CheckpointStore, disk: Disk) -> N
         store.check_space(SIZE)
 
 
-def test_what_saving_would_remove_counts_as_free(store: CheckpointStore, disk: Disk) -> None:
+def test_removable_checkpoints_count_as_free_space(store: CheckpointStore, disk: Disk) -> None:
     save_all(store, 10, 20, 30)
     disk.capacity = 3 * SIZE + SPARE_BYTES
     store.check_space(SIZE)
@@ -225,10 +225,10 @@ def test_what_saving_would_remove_counts_as_free(store: CheckpointStore, disk: D
         store.check_space(2 * SIZE + 1)
 
 
-def test_what_a_crash_left_does_not_fill_the_disk(store: CheckpointStore, disk: Disk) -> None:
+def test_leftovers_of_a_crash_count_as_free_space(store: CheckpointStore, disk: Disk) -> None:
     save_all(store, 10)
     disk.capacity = 2 * SIZE + SPARE_BYTES
     (store.path / ".global_step_20.partial").mkdir()
-    content_of("twenty")(store.path / ".global_step_20.partial")
+    write_named("twenty")(store.path / ".global_step_20.partial")
     store.check_space(SIZE)
     assert store.steps() == [10]

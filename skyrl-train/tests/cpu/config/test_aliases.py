@@ -1,4 +1,4 @@
-"""Other spellings: read, logged, and refused where they contradict ours."""
+"""Aliases: other spellings are read, logged, and refused if they contradict our keys."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def put(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("old", ALIASES)
-def test_an_alias_leads_to_a_key_and_hides_none(old: str) -> None:
+def test_an_alias_names_an_existing_key_and_shadows_none(old: str) -> None:
     assert as_section(FIELDS[ALIASES[old].key].annotation) is None
     assert old not in FIELDS
 
 
 @pytest.mark.parametrize("old", ALIASES)
-def test_every_value_that_is_mapped_is_accepted(old: str) -> None:
+def test_every_mapped_value_is_accepted(old: str) -> None:
     for value, new in ALIASES[old].values.items():
         tree = (
             {"trainer": {"algorithm": {"use_kl_in_reward": True, "use_kl_loss": False}}} if ALIASES[old].only_if else {}
@@ -41,7 +41,7 @@ def test_every_value_that_is_mapped_is_accepted(old: str) -> None:
         assert value_at(cfg, ALIASES[old].key) == (default if new is None else new)
 
 
-def test_no_spelling_is_in_both_tables() -> None:
+def test_the_alias_tables_are_disjoint() -> None:
     assert not SKYRL.keys() & VERL.keys()
 
 
@@ -109,13 +109,13 @@ def test_no_spelling_is_in_both_tables() -> None:
         ("critic.cliprange_value", 0.5, "trainer.algorithm.value_clip", 0.5),
     ],
 )
-@pytest.mark.parametrize("source", ["alone", "beside every default"])
+@pytest.mark.parametrize("source", ["empty", "all defaults"])
 def test_other_spellings_are_read(old: str, value: object, new: str, new_value: object, source: str) -> None:
-    tree: Any = {} if source == "alone" else OmegaConf.to_container(get_default_config())
+    tree: Any = {} if source == "empty" else OmegaConf.to_container(get_default_config())
     assert value_at(load_config(put(tree, old, value)), new) == new_value
 
 
-def test_each_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_alias_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_config({"actor_rollout_ref": {"actor": {"kl_loss_type": "mse"}}})
     assert [record.message for record in caplog.records] == [
@@ -134,7 +134,7 @@ VERL_KL_KEYS = [
 
 @pytest.mark.parametrize("switch", ["algorithm.use_kl_in_reward", "trainer.algorithm.use_kl_in_reward"])
 @pytest.mark.parametrize(("old", "value", "new", "new_value"), VERL_KL_KEYS)
-def test_verls_kl_keys_are_read_with_kl_in_the_reward(
+def test_kl_keys_of_verl_are_read_with_kl_in_the_reward(
     old: str, value: object, new: str, new_value: object, switch: str
 ) -> None:
     tree = put(put(put({}, switch, True), "trainer.algorithm.use_kl_loss", False), old, value)
@@ -142,7 +142,7 @@ def test_verls_kl_keys_are_read_with_kl_in_the_reward(
 
 
 @pytest.mark.parametrize(("old", "value", "new", "new_value"), VERL_KL_KEYS)
-def test_without_it_they_leave_the_kl_loss_alone_and_say_so(
+def test_without_kl_in_the_reward_kl_keys_of_verl_are_ignored_with_a_warning(
     old: str, value: object, new: str, new_value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -151,12 +151,12 @@ def test_without_it_they_leave_the_kl_loss_alone_and_say_so(
     assert caplog.records[0].message == f"{old}={value} is not read: trainer.algorithm.use_kl_in_reward is not true"
 
 
-def test_the_weight_of_the_kl_loss_is_not_that_of_the_penalty() -> None:
+def test_the_weight_of_the_kl_loss_is_independent_of_the_weight_of_the_penalty() -> None:
     tree = put(put({}, "algorithm.kl_ctrl.kl_coef", 0.0), "actor_rollout_ref.actor.kl_loss_coef", 0.001)
     assert load_config(tree).trainer.algorithm.kl_loss_coef == 0.001
 
 
-def test_a_key_that_decides_two_may_contradict_either() -> None:
+def test_an_alias_for_two_keys_may_contradict_either() -> None:
     tree = put(put({}, "actor_rollout_ref.actor.entropy_coeff", 0), "trainer.algorithm.use_entropy_loss", True)
     with pytest.raises(ConfigError) as caught:
         load_config(tree)
@@ -167,7 +167,7 @@ def test_a_key_that_decides_two_may_contradict_either() -> None:
 
 
 @pytest.mark.parametrize("key", SKYRL_WITHOUT_EFFECT)
-def test_a_key_without_effect_is_accepted_and_said_to_be(key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_without_effect_is_accepted_with_a_warning(key: str, caplog: pytest.LogCaptureFixture) -> None:
     assert key not in FIELDS | ALIASES
     with caplog.at_level(logging.WARNING):
         assert load_config(put({}, key, "x")) == load_config()
@@ -175,17 +175,17 @@ def test_a_key_without_effect_is_accepted_and_said_to_be(key: str, caplog: pytes
 
 
 @pytest.mark.parametrize("key", {key for alias in ALIASES.values() for key in alias.also})
-def test_what_is_decided_too_is_a_key(key: str) -> None:
+def test_also_names_existing_keys(key: str) -> None:
     assert as_section(FIELDS[key].annotation) is None
 
 
-def test_a_switch_is_read_before_what_it_switches() -> None:
+def test_a_switch_is_read_before_the_keys_that_depend_on_it() -> None:
     order = [alias.key for alias in ALIASES.values()]
-    for place, alias in enumerate(ALIASES.values()):
-        assert alias.only_if is None or alias.only_if in order[:place]
+    for index, alias in enumerate(ALIASES.values()):
+        assert alias.only_if is None or alias.only_if in order[:index]
 
 
-def test_two_spellings_with_two_values_contradict_each_other() -> None:
+def test_two_spellings_with_different_values_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"trainer": {"total_epochs": 3, "epochs": 2}})
     assert str(caught.value) == (
@@ -193,7 +193,7 @@ def test_two_spellings_with_two_values_contradict_each_other() -> None:
     )
 
 
-def test_two_spellings_with_one_value_agree() -> None:
+def test_two_spellings_with_the_same_value_are_accepted() -> None:
     assert load_config({"trainer": {"total_epochs": 3, "epochs": 3}}).trainer.epochs == 3
 
 
@@ -202,7 +202,7 @@ def test_a_wrong_value_is_reported_under_our_key() -> None:
         load_config({"trainer": {"total_epochs": "many"}})
 
 
-def test_what_is_left_of_a_foreign_section_is_unknown() -> None:
+def test_unmapped_keys_of_a_foreign_section_are_unknown() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"actor_rollout_ref": {"rollout": {"n": 4, "dtype": "half"}}})
     assert str(caught.value) == (
@@ -211,7 +211,7 @@ def test_what_is_left_of_a_foreign_section_is_unknown() -> None:
     )
 
 
-def test_a_tree_without_other_spellings_is_left_alone() -> None:
+def test_a_tree_without_aliases_is_unchanged() -> None:
     tree = {"trainer": {"epochs": 2}, "actor_rollout_ref": 5, "generator": {"inference_engine": {}}}
     before = {"trainer": {"epochs": 2}, "actor_rollout_ref": 5, "generator": {"inference_engine": {}}}
     assert apply_aliases(tree) == []

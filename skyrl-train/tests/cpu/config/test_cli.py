@@ -1,4 +1,4 @@
-"""Command lines, as users write them."""
+"""Command lines as users write them."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ from skyrl_train.errors import ConfigError
         ("hydra.verbose=true", "trainer.epochs", 1),
     ],
 )
-def test_an_override_arrives(override: str, key: str, value: object) -> None:
+def test_overrides_are_applied(override: str, key: str, value: object) -> None:
     assert value_at(parse_cli([override]), key) == value
 
 
-def test_no_override_is_the_default() -> None:
+def test_without_overrides_the_default_configuration_is_loaded() -> None:
     assert parse_cli([]) == load_config(get_default_config()) == load_config()
 
 
-def test_several_keys_of_ones_own_come_together() -> None:
+def test_several_custom_keys_are_merged() -> None:
     argv = ["trainer.algorithm.custom={tau:0.3}", "trainer.algorithm.custom.beta=2", "+trainer.algorithm.custom.c=x"]
     assert parse_cli(argv).trainer.algorithm.custom == {"tau": 0.3, "beta": 2, "c": "x"}
 
@@ -112,7 +112,7 @@ actor_rollout_ref.actor.use_kl_loss=False algorithm.kl_ctrl.kl_coef=0.01 algorit
 
 
 @pytest.mark.parametrize("command", [GSM8K, CATCH, PPO, DAPO, VERL_DAPO, VERL_PPO])
-def test_a_published_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_commands_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
     cfg = parse_cli(command.split())
     assert cfg.trainer.run_name in ("gsm8k_test", "test_run")
@@ -170,13 +170,13 @@ def test_a_published_command_is_accepted(command: str, monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_a_wrong_command_line_is_answered(argv: list[str], expected: str) -> None:
+def test_a_wrong_command_line_is_refused_with_a_fix(argv: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_cli(argv)
     assert str(caught.value) == expected
 
 
-def test_all_problems_of_a_command_line_come_in_one_error() -> None:
+def test_all_problems_of_a_command_line_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_cli(["trainer.epochs=three", "+trainer.epoch=3", "foo.bar=1", "environment.skyrl_gym.search=3"])
     lines = str(caught.value).splitlines()
@@ -189,14 +189,14 @@ def test_all_problems_of_a_command_line_come_in_one_error() -> None:
     }
 
 
-def test_rewriting_leaves_flags_and_hydras_own_keys() -> None:
+def test_rewriting_keeps_flags_and_keys_of_hydra() -> None:
     argv = ["--cfg", "job", "-m", "hydra.verbose=true", "~trainer.epochs", "trainer.seed=1,2", "a.b=c d"]
     assert rewrite_overrides(argv) == [*argv[:-1], "++a.b=c d"]
     assert rewrite_overrides(["+trainer.seed=1", "+foo=1"]) == ["trainer.seed=1", "++foo=1"]
     assert rewrite_overrides(["trainer.algorithm.custom={a:1}"]) == ["++trainer.algorithm.custom={a:1}"]
 
 
-def test_parsing_leaves_no_hydra_behind() -> None:
+def test_parsing_clears_the_global_hydra_state() -> None:
     parse_cli([])
     assert not GlobalHydra.instance().is_initialized()
 
@@ -231,7 +231,7 @@ def run_script(folder: Path, *argv: str, script: str = SCRIPT) -> subprocess.Com
     )
 
 
-def test_a_users_hydra_script_reads_our_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_hydra_script_reads_the_packaged_configuration_and_writes_no_files(tmp_path: Path) -> None:
     argv = ["trainer.seed=7", "actor_rollout_ref.rollout.n=2", "environment.skyrl_gym.search.topk=3"]
     argv += ["trainer.algorithm.custom.tau=0.3", "trainer.algorithm.gdpo.weights={format:0.5}"]
     done = run_script(tmp_path, *argv)
@@ -241,7 +241,7 @@ def test_a_users_hydra_script_reads_our_folder_and_leaves_nothing_behind(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["app.py"]
 
 
-def test_a_users_hydra_script_that_rewrites_nothing_takes_additions(tmp_path: Path) -> None:
+def test_a_hydra_script_without_rewrite_overrides_accepts_additions(tmp_path: Path) -> None:
     argv = ["+trainer.algorithm.custom.tau=0.3", "++trainer.algorithm.gdpo.weights.format=0.5"]
     argv += ["trainer.algorithm.kl_estimator_type=k3+", "+trainer.algorithm.use_tis=true"]
     script = SCRIPT.replace(REWRITING, "")
@@ -253,13 +253,13 @@ def test_a_users_hydra_script_that_rewrites_nothing_takes_additions(tmp_path: Pa
     assert (algorithm.kl_estimator_type, algorithm.off_policy_correction.tis_ratio_type) == ("k3+", "token")
 
 
-def test_a_users_hydra_script_answers_a_mistyped_key(tmp_path: Path) -> None:
+def test_a_hydra_script_suggests_a_fix_for_a_mistyped_key(tmp_path: Path) -> None:
     done = run_script(tmp_path, "trainer.epoch=3")
     assert done.returncode != 0
     assert "trainer.epoch=3: there is no key trainer.epoch; did you mean trainer.epochs?" in done.stderr
 
 
-def test_a_users_hydra_script_can_sweep(tmp_path: Path) -> None:
+def test_a_hydra_script_can_sweep(tmp_path: Path) -> None:
     done = run_script(tmp_path, "--multirun", "trainer.seed=1,2")
     assert done.returncode == 0, done.stderr
     assert (done.stdout.count("seed: 1\n"), done.stdout.count("seed: 2\n")) == (1, 1)

@@ -1,4 +1,4 @@
-"""What is generated is in step with the sections."""
+"""Generated files are up to date with the configuration sections."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.base import as_section
 from skyrl_train.config.problems import FIELDS
 
-AGAIN = "run `python -m skyrl_train.config.generate`"
+REGENERATE = "run `python -m skyrl_train.config.generate`"
 
 
-def test_the_yaml_file_is_in_step() -> None:
-    assert generate.YAML_PATH.read_text(encoding="utf-8") == generate.render_yaml(), AGAIN
+def test_the_yaml_file_is_up_to_date() -> None:
+    assert generate.YAML_PATH.read_text(encoding="utf-8") == generate.render_yaml(), REGENERATE
 
 
-def test_the_reference_page_is_in_step() -> None:
-    assert generate.PAGE_PATH.read_text(encoding="utf-8") == generate.render_page(), AGAIN
+def test_the_reference_page_is_up_to_date() -> None:
+    assert generate.PAGE_PATH.read_text(encoding="utf-8") == generate.render_page(), REGENERATE
 
 
-def test_the_yaml_says_what_the_fields_say() -> None:
+def test_the_yaml_file_loads_as_the_default_configuration() -> None:
     assert load_config(yaml.safe_load(generate.render_yaml())) == load_config()
 
 
-def test_the_yaml_helps_with_every_key_and_stays_narrow() -> None:
+def test_the_yaml_file_has_help_for_every_key_in_lines_of_120_columns() -> None:
     text = generate.render_yaml()
     words = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
     for key, field in FIELDS.items():
@@ -35,21 +35,21 @@ def test_the_yaml_helps_with_every_key_and_stays_narrow() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_the_page_has_a_row_for_every_key_and_every_other_spelling() -> None:
+def test_the_page_has_a_row_for_every_key_and_every_alias() -> None:
     rows = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
     keys = {key for key, field in FIELDS.items() if as_section(field.annotation) is None}
     assert sorted(row.split("`")[1] for row in rows) == sorted(keys | ALIASES.keys() | SKYRL_WITHOUT_EFFECT.keys())
     assert {row.count(" | ") for row in rows} == {2, 3}
 
 
-def test_the_page_says_what_is_special_about_an_other_spelling() -> None:
+def test_the_page_notes_conditions_and_side_effects_of_aliases() -> None:
     rows = {line.split("`")[1]: line for line in generate.render_page().splitlines() if line.startswith("| `")}
     assert "decides `trainer.algorithm.use_entropy_loss` too" in rows["actor_rollout_ref.actor.entropy_coeff"]
     assert "read if `trainer.algorithm.use_kl_in_reward`" in rows["algorithm.kl_ctrl.kl_coef"]
     assert "no effect" in rows["trainer.algorithm.value_head_prefix"]
 
 
-def test_files_are_written_when_out_of_step_and_checked_on_request(
+def test_outdated_files_are_detected_with_check_and_written_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(generate, "YAML_PATH", tmp_path / "a.yaml")

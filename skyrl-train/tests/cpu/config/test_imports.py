@@ -1,4 +1,4 @@
-"""The configuration can be read where no training library is."""
+"""The configuration package imports without training libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAVY = {"torch", "ray", "transformers", "vllm", "sglang", "wandb", "datasets", 
 @pytest.mark.parametrize(
     "module", ["skyrl_train.config", "skyrl_train.config.utils", "skyrl_train.config.generate", "skyrl_train.errors"]
 )
-def test_importing_the_configuration_loads_no_training_library(module: str) -> None:
+def test_the_configuration_imports_no_training_library(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"
     root = Path(__file__).parents[3]
     done = subprocess.run(
@@ -23,7 +23,7 @@ def test_importing_the_configuration_loads_no_training_library(module: str) -> N
     assert not HEAVY & set(done.stdout.split())
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     from skyrl_train import config
     from skyrl_train.config.utils import get_default_config
 

@@ -1,4 +1,4 @@
-"""load_config: what is filled in, what is refused and with which words, and the way to YAML and back."""
+"""`load_config`: derived values, errors, and the round trip through YAML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from skyrl_train.errors import ConfigError
 
 
 def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
-    """`("a.b", 1)` → `{"a": {"b": 1}}`."""
+    """Return a nested mapping: `("a.b", 1)` → `{"a": {"b": 1}}`."""
     tree: dict[str, Any] = {}
     for key, value in pairs:
         *parents, name = key.split(".")
@@ -44,7 +44,7 @@ def message(*pairs: tuple[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_nothing_is_the_default_configuration() -> None:
+def test_without_a_source_the_default_configuration_is_loaded() -> None:
     assert load_config() == load_config(None) == load_config({}) == load_config(get_default_config())
 
 
@@ -93,7 +93,7 @@ def test_values_are_filled_in_and_normalised(pairs: list[tuple[str, Any]], key: 
     assert value_at(load_config(nested(*pairs)), key) == value
 
 
-def test_all_problems_come_in_one_error() -> None:
+def test_all_problems_are_in_one_error() -> None:
     text = message(("trainer.epochs", 0), ("trainer.sed", 1), ("generator.total_epochs", 2))
     lines = text.splitlines()
     assert lines[0] == "3 problems in the configuration:"
@@ -104,18 +104,18 @@ def test_all_problems_come_in_one_error() -> None:
     ]
 
 
-def test_broken_rules_come_in_one_error_too() -> None:
+def test_broken_rules_are_in_one_error() -> None:
     text = message(("trainer.policy_mini_batch_size", 48), ("data.train_data", []))
     assert text.startswith("2 problems in the configuration:")
 
 
-def test_an_unknown_section_is_answered_key_by_key() -> None:
+def test_an_unknown_section_is_reported_key_by_key() -> None:
     text = message(("trainer.polcy.model.path", "x"), ("trainer.polcy.optimizer_config.lr", 1.0))
     assert "trainer.polcy.model.path=x" in text
     assert "trainer.polcy.optimizer_config.lr=1.0" in text
 
 
-def test_a_source_that_is_no_mapping_is_refused() -> None:
+def test_a_source_that_is_not_a_mapping_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the configuration is \[1\]; it must be a mapping"):
         load_config([1])  # type: ignore[arg-type]
 
@@ -127,7 +127,7 @@ def test_a_source_that_is_no_mapping_is_refused() -> None:
         ("${nope}", "trainer.run_name: Interpolation key 'nope' not found; set trainer.run_name=<value>"),
     ],
 )
-def test_an_interpolation_that_leads_nowhere_names_its_key(value: str, expected: str) -> None:
+def test_a_failed_interpolation_names_its_key(value: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(OmegaConf.create(nested(("trainer.run_name", value))))
     assert str(caught.value) == expected
@@ -139,19 +139,19 @@ def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(OmegaConf.create(tree)).trainer.run_name == "me-7"
 
 
-def test_the_source_is_left_as_it_was() -> None:
+def test_the_source_is_not_changed() -> None:
     tree = nested(("trainer.total_epochs", 3))
     load_config(tree)
     assert tree == nested(("trainer.total_epochs", 3))
 
 
-def test_the_file_that_hydra_reads_can_be_read_without_hydra() -> None:
+def test_the_yaml_file_for_hydra_can_be_read_without_hydra() -> None:
     tree = yaml.safe_load((Path(config_dir) / "ppo_base_config.yaml").read_text(encoding="utf-8"))
     assert {"hydra", "defaults"} <= tree.keys()
     assert load_config(tree) == load_config()
 
 
-def test_yaml_and_back_is_equal_and_shows_what_was_filled_in() -> None:
+def test_a_yaml_round_trip_is_equal_and_includes_derived_values() -> None:
     source = nested(
         ("trainer.logger", ["console", "jsonl"]),
         ("trainer.run_name", "épreuve: 1"),
@@ -177,13 +177,13 @@ PLAIN = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(custom=st.dictionaries(st.text(), PLAIN, max_size=3), weights=st.dictionaries(st.text(), st.floats(-9, 9)))
-def test_keys_of_ones_own_survive_yaml(custom: dict[str, Any], weights: dict[str, float]) -> None:
+def test_custom_keys_survive_a_yaml_round_trip(custom: dict[str, Any], weights: dict[str, float]) -> None:
     cfg = load_config(nested(("trainer.algorithm.custom", custom), ("trainer.algorithm.gdpo.weights", weights)))
     assert (cfg.trainer.algorithm.custom, cfg.trainer.algorithm.gdpo.weights) == (custom, weights)
     assert load_config(yaml.safe_load(to_yaml(cfg))) == cfg
 
 
-def test_a_change_of_a_key_of_ones_own_is_named() -> None:
+def test_changed_custom_keys_are_listed() -> None:
     before = load_config(nested(("trainer.algorithm.custom", {"tau": 0.3, "gone": 1, "deep": {"a": 1}})))
     after = load_config(nested(("trainer.algorithm.custom", {"tau": 0.4, "new": 2, "deep": {"a": 2}})))
     assert changed_settings(before.model_dump(mode="json"), after.model_dump(mode="json")) == [
@@ -203,9 +203,9 @@ def test_a_change_of_a_key_of_ones_own_is_named() -> None:
     name=st.text(min_size=1, max_size=20),
     path=st.none() | st.text(min_size=1, max_size=20),
 )
-@example(n_mini=1, mini=1, lr=0.0, turns=1, name="\x85", path=None)  # a line break to PyYAML
+@example(n_mini=1, mini=1, lr=0.0, turns=1, name="\x85", path=None)  # PyYAML reads it as a line break
 @example(n_mini=1, mini=1, lr=0.0, turns=1, name="Läufe", path="~/$HOME/Läufe")
-def test_any_configuration_survives_yaml(
+def test_any_configuration_survives_a_yaml_round_trip(
     n_mini: int, mini: int, lr: float, turns: int, name: str, path: str | None
 ) -> None:
     cfg = load_config(
@@ -221,7 +221,7 @@ def test_any_configuration_survives_yaml(
     assert load_config(yaml.safe_load(to_yaml(cfg))) == cfg
 
 
-def test_validate_cfg_takes_what_hydra_composed_and_the_typed_configuration() -> None:
+def test_validate_cfg_accepts_hydra_and_typed_configurations() -> None:
     composed = get_default_config()
     assert validate_cfg(composed) == load_config(composed) == validate_cfg(load_config(composed))
     composed.trainer.policy_mini_batch_size = 48
@@ -229,11 +229,11 @@ def test_validate_cfg_takes_what_hydra_composed_and_the_typed_configuration() ->
         validate_cfg(composed)
 
 
-def test_validate_cfg_fills_in_a_configuration_made_by_hand() -> None:
+def test_validate_cfg_fills_in_a_typed_configuration() -> None:
     assert validate_cfg(SkyRLConfig()) == load_config()
 
 
-def test_what_is_most_likely_not_meant_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_likely_mistakes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_config(nested(("generator.n_samples_per_prompt", 1), ("trainer.resume_path", "a/global_step_3")))
     assert [record.message for record in caplog.records] == [
@@ -244,7 +244,7 @@ def test_what_is_most_likely_not_meant_is_logged(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_the_default_configuration_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_configuration_logs_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_config()
     assert not caplog.records

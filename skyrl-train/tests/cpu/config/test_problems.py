@@ -1,4 +1,4 @@
-"""The words of an error."""
+"""Wording of configuration errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_train.errors import ConfigError
         ({"a": {"b": False}}, "{a:{b:false}}"),
     ],
 )
-def test_a_value_is_shown_as_it_is_written(value: object, text: str) -> None:
+def test_a_value_is_shown_in_command_line_syntax(value: object, text: str) -> None:
     assert show(value) == text
 
 
@@ -55,7 +55,7 @@ def test_a_value_is_shown_as_it_is_written(value: object, text: str) -> None:
         ("trainer.algorithm.eps_clip_hgh", ["trainer.algorithm.eps_clip_high", "trainer.algorithm.eps_clip_low"]),
     ],
 )
-def test_the_nearest_keys_begin_with_the_one_that_was_meant(key: str, expected: list[str]) -> None:
+def test_the_nearest_keys_start_with_the_intended_one(key: str, expected: list[str]) -> None:
     assert nearest_keys(key)[: len(expected) or 1] == expected
 
 
@@ -68,7 +68,7 @@ def test_one_problem_is_a_sentence_and_several_are_a_list() -> None:
     assert str(config_error(["a", "b", "a"])) == "2 problems in the configuration:\n  - a\n  - b"
 
 
-def test_no_problem_raises_nothing() -> None:
+def test_an_empty_list_of_problems_raises_nothing() -> None:
     raise_problems([])
     with pytest.raises(ConfigError, match=r"^a$"):
         raise_problems(["a"])

@@ -1,4 +1,4 @@
-"""What an accepted key becomes in one process."""
+"""Accepted settings that run differently in a single process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keys(overrides: list[str], has_gpu: bool = True, has_vllm: bool = False) -> 
     return {line.split("=")[0] for line in lines}
 
 
-def test_defaults_need_few_words() -> None:
+def test_lines_for_the_default_configuration() -> None:
     assert keys([]) == ALWAYS
     assert keys([], has_gpu=False) == ALWAYS | ON_CPU
     assert keys(["trainer.bf16=false"], has_gpu=False) == ALWAYS
@@ -42,26 +42,26 @@ def test_defaults_need_few_words() -> None:
         "generator.enforce_eager=false",
     ],
 )
-def test_a_value_that_runs_as_something_else_has_a_line(override: str) -> None:
+def test_a_setting_that_runs_differently_has_a_line(override: str) -> None:
     assert keys([override]) == ALWAYS | {override.split("=")[0]}
 
 
-def test_a_critic_is_trained_as_asked_for() -> None:
+def test_a_critic_in_one_process_has_no_line() -> None:
     critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
     assert keys([*critic, "trainer.critic_mini_batch_size=64"]) == ALWAYS
     lines = what_runs_here(parse_cli(["trainer.placement.critic_num_nodes=2"]), has_gpu=True, has_vllm=False)
     assert "trainer.placement.critic_num_nodes=2: one process: one worker on one device" in lines
 
 
-def test_what_only_vllm_takes_has_no_line_where_it_runs() -> None:
+def test_vllm_options_have_a_line_unless_vllm_runs() -> None:
     options = ["generator.enforce_eager=false", "generator.engine_init_kwargs.block_size=32"]
     assert keys(["generator.backend=vllm", *options], has_vllm=True) == ALWAYS
-    not_here = {"generator.enforce_eager", "generator.engine_init_kwargs"}
-    assert keys(["generator.backend=hf", *options], has_vllm=True) == ALWAYS | not_here
-    assert keys(["generator.backend=vllm", *options], has_vllm=False) == ALWAYS | not_here | {"generator.backend"}
+    unsupported = {"generator.enforce_eager", "generator.engine_init_kwargs"}
+    assert keys(["generator.backend=hf", *options], has_vllm=True) == ALWAYS | unsupported
+    assert keys(["generator.backend=vllm", *options], has_vllm=False) == ALWAYS | unsupported | {"generator.backend"}
 
 
-def test_a_line_names_key_value_and_what_runs() -> None:
+def test_a_line_names_the_key_the_value_and_the_actual_behaviour() -> None:
     lines = what_runs_here(parse_cli([]), has_gpu=False, has_vllm=False)
     assert lines == [
         "trainer.strategy=fsdp2: one process holds the whole model; nothing is sharded",
@@ -71,7 +71,7 @@ def test_a_line_names_key_value_and_what_runs() -> None:
     ]
 
 
-def test_the_table_names_real_keys_once() -> None:
+def test_the_table_names_each_existing_key_once() -> None:
     rows = [key for key, _, _ in TABLE]
     assert set(rows) <= FIELDS.keys()
     assert len(rows) == len(set(rows))

@@ -1,4 +1,4 @@
-"""The sections: frozen, strict, described, and with the defaults that SkyRL users know."""
+"""Configuration sections: immutability, descriptions, and the defaults of SkyRL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from skyrl_train.config.base import describe_field, value_at, with_value
 from skyrl_train.config.problems import FIELDS
 
 
-def test_every_key_has_help_and_says_what_it_accepts() -> None:
+def test_every_key_has_help_and_a_description_of_its_values() -> None:
     for key, field in FIELDS.items():
         assert field.description, f"{key} has no docstring"
         assert describe_field(field), key
 
 
-def test_every_key_has_a_default_that_it_accepts_itself() -> None:
+def test_every_default_is_valid() -> None:
     assert load_config(SkyRLConfig().model_dump()) == load_config()
 
 
@@ -53,14 +53,14 @@ def test_a_field_is_described_in_words(key: str, words: str) -> None:
     assert describe_field(FIELDS[key]) == words
 
 
-def test_a_loaded_configuration_cannot_be_changed() -> None:
+def test_a_loaded_configuration_is_immutable() -> None:
     cfg = load_config()
     for section, name, value in [(cfg.trainer, "epochs", 2), (cfg.environment.skyrl_gym, "max_env_workers", 1)]:
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, name, value)
 
 
-def test_two_loads_share_no_lists() -> None:
+def test_loaded_configurations_share_no_lists() -> None:
     load_config().data.train_data.append("another")
     load_config().trainer.logger.append("wandb")
     load_config().trainer.algorithm.custom["tau"] = 0.3
@@ -113,18 +113,18 @@ def test_two_loads_share_no_lists() -> None:
         ("environment.skyrl_gym.max_env_workers", 32),
     ],
 )
-def test_defaults_are_those_users_know(key: str, default: object) -> None:
+def test_defaults_are_those_of_skyrl(key: str, default: object) -> None:
     assert value_at(load_config(), key) == default
 
 
-def test_with_value_replaces_one_key_and_leaves_the_original() -> None:
+def test_with_value_replaces_one_key_in_a_copy() -> None:
     cfg = load_config()
     changed = with_value(cfg, "trainer.policy.model.path", "tiny")
     assert (changed.trainer.policy.model.path, cfg.trainer.policy.model.path) == ("tiny", "Qwen/Qwen2.5-1.5B-Instruct")
     assert with_value(changed, "trainer.policy.model.path", cfg.trainer.policy.model.path) == cfg
 
 
-def test_value_at_says_which_key_is_missing() -> None:
+def test_value_at_names_a_missing_key() -> None:
     with pytest.raises(KeyError, match=r"trainer\.nothing"):
         value_at(load_config(), "trainer.nothing")
 
@@ -135,7 +135,7 @@ def _scheduler_names() -> list[str]:
 
 
 @pytest.mark.parametrize("name", _scheduler_names())
-def test_every_scheduler_can_be_built_from_its_name_and_the_number_of_steps(name: str) -> None:
+def test_every_scheduler_can_be_built_from_its_name_and_step_counts(name: str) -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
     optimizer.step()
@@ -143,10 +143,10 @@ def test_every_scheduler_can_be_built_from_its_name_and_the_number_of_steps(name
     assert math.isfinite(scheduler.get_last_lr()[0])
 
 
-def test_the_other_schedulers_of_transformers_need_more_than_their_name() -> None:
+def test_unsupported_schedulers_need_further_arguments() -> None:
     missing = {kind.value for kind in SchedulerType} - set(_scheduler_names())
     known = {"reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"}
-    assert missing <= known, "a scheduler is new in transformers: does it work from its name alone?"
+    assert missing <= known, "transformers has a new scheduler; check that its name alone suffices"
 
 
 def test_adam_betas_are_a_pair_of_numbers() -> None:
@@ -158,7 +158,7 @@ def test_the_run_folder_is_output_dir_project_run() -> None:
     assert cfg.trainer.run_dir == "out/catch/r1"
 
 
-def test_a_free_section_reaches_its_environment() -> None:
+def test_a_custom_section_reaches_its_environment() -> None:
     gym = load_config(
         {"environment": {"skyrl_gym": {"search": {"topk": 3, "nested": {"a": [1]}}}}}
     ).environment.skyrl_gym

@@ -1,4 +1,4 @@
-"""Every rule that reads the configuration alone: what it reports, and the nearest it accepts."""
+"""Validation rules of the configuration alone: the message of each, and similar configurations that pass."""
 
 from __future__ import annotations
 
@@ -288,26 +288,26 @@ DOUBTS: list[Case] = [
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [case[:2] for case in PROBLEMS])
-def test_a_broken_rule_says_what_to_do(overrides: list[str], expected: str) -> None:
+def test_a_broken_rule_is_reported_with_a_fix(overrides: list[str], expected: str) -> None:
     assert refusal(overrides) == expected
 
 
 @pytest.mark.parametrize("overrides", [accepted for case in PROBLEMS for accepted in case[2]])
-def test_what_is_nearest_to_it_is_accepted(overrides: list[str]) -> None:
+def test_similar_configurations_are_accepted(overrides: list[str]) -> None:
     load(overrides)
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [case[:2] for case in DOUBTS])
-def test_a_warning_says_what_to_do(overrides: list[str], expected: str) -> None:
+def test_a_warning_includes_a_fix(overrides: list[str], expected: str) -> None:
     assert warnings(overrides) == [expected]
 
 
 @pytest.mark.parametrize("overrides", [quiet for case in DOUBTS for quiet in case[2]])
-def test_what_is_nearest_to_it_is_quiet(overrides: list[str]) -> None:
+def test_similar_configurations_have_no_warning(overrides: list[str]) -> None:
     assert warnings(overrides) == []
 
 
-def test_every_sentence_was_seen() -> None:
+def test_every_message_has_a_test() -> None:
     seen = [sentences_seen(RULES + WARNINGS, overrides) for overrides, *_ in PROBLEMS + DOUBTS]
     assert set().union(*seen) == sentences_of(validation, without=["group_filters", "wandb_has_a_key"])
 
@@ -318,7 +318,7 @@ def test_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == warnings([loss("cross_entropy")])
 
 
-def test_the_switches_are_what_turns_the_correction_on() -> None:
+def test_each_switch_enables_the_correction() -> None:
     assert PARTS.keys() == {name for name, field in OffPolicyCorrectionConfig.model_fields.items() if not field.default}
     thresholds = [f"{CORRECTION}.token_mask_is_threshold_{end}" for end in ("low=0.5", "high=2.0")]
     for part, value in PARTS.items():
@@ -329,12 +329,12 @@ def test_the_switches_are_what_turns_the_correction_on() -> None:
 
 @pytest.mark.parametrize(("low", "high"), INTERVALS)
 @pytest.mark.parametrize("width", [0.0, -0.25])
-def test_no_interval_is_empty(low: str, high: str, width: float) -> None:
+def test_empty_intervals_are_refused(low: str, high: str, width: float) -> None:
     assert f"{low}=1.5 must be below {high}={1.5 + width}" in refusal([f"{low}=1.5", f"{high}={1.5 + width}"])
     load_config(OmegaConf.from_dotlist([f"{low}=1.5", f"{high}=1.75"]))
 
 
-def test_every_pair_of_ends_is_checked() -> None:
+def test_every_interval_is_checked() -> None:
     assert {key for pair in INTERVALS for key in pair} <= FIELDS.keys()
     lower_ends = ("_mask_low", "_threshold_low", "_lb", ".ratio_low")
     assert {key for key in FIELDS if key.endswith(lower_ends)} == {low for low, _ in INTERVALS}
@@ -348,7 +348,7 @@ def test_every_pair_of_ends_is_checked() -> None:
         ([f"{ALGORITHM}.kl_ctrl.type=adaptive"], KL_IN_REWARD),
     ],
 )
-def test_the_advice_is_good_advice(overrides: list[str], fix: list[str]) -> None:
+def test_the_suggested_fix_is_accepted(overrides: list[str], fix: list[str]) -> None:
     text = refusal(overrides)
     assert all(setting in text for setting in fix)
     cfg = load_config(OmegaConf.from_dotlist([*overrides, *fix]))
@@ -356,7 +356,7 @@ def test_the_advice_is_good_advice(overrides: list[str], fix: list[str]) -> None
     assert value_at(cfg, key) != FIELDS[key].get_default()
 
 
-def test_the_names_of_your_own_functions_break_no_rule() -> None:
+def test_names_of_custom_functions_are_accepted() -> None:
     settings = ["dynamic_sampling.type=filter", "zero_variance_filter=true", "use_kl_loss=false"]
     load([estimator("mine"), loss("mine"), *(f"{ALGORITHM}.{setting}" for setting in settings)])
 
@@ -386,7 +386,7 @@ def test_the_names_of_your_own_functions_break_no_rule() -> None:
         ["trainer.algorithm.advantage_estimator=mine", "trainer.algorithm.policy_loss_type=mine"],
     ],
 )
-def test_what_is_meant_is_accepted(overrides: list[str]) -> None:
+def test_valid_configurations_are_accepted(overrides: list[str]) -> None:
     load(overrides)
 
 
@@ -398,7 +398,7 @@ def no_wandb(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_wandb_without_a_key_stops_a_run_before_it_starts(no_wandb: pytest.MonkeyPatch) -> None:
+def test_wandb_without_a_key_is_refused_before_a_run_starts(no_wandb: pytest.MonkeyPatch) -> None:
     for start in (
         lambda: parse_cli(["trainer.logger=[console,wandb]"]),
         lambda: validate_cfg({"trainer": {"logger": ["console", "wandb"]}}),

@@ -1,4 +1,4 @@
-"""Whether wandb could start is known before anything else is loaded."""
+"""Detection of wandb credentials before anything else is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_train.config.wandb_login import wandb_login_problem
 
 
 @pytest.mark.parametrize("environ", [{"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_MODE": "disabled"}])
-def test_a_key_or_a_mode_without_login_is_enough(environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_key_or_an_offline_mode_suffices(environ: dict[str, str], tmp_path: Path) -> None:
     assert wandb_login_problem({"HOME": str(tmp_path), **environ}) is None
 
 

@@ -1,4 +1,4 @@
-"""One wrong key or value, and the sentence that answers it."""
+"""A single wrong key or value, and the error for it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
             "trainer.policy.optimizer_config.adam_betas=[0.9,1.0] must be a list of 2 numbers >= 0 and < 1; "
             "the default is trainer.policy.optimizer_config.adam_betas=[0.9,0.999]",
         ),
-        # keys of one's own
+        # custom keys
         (
             "trainer.algorithm.custom",
             5,
@@ -191,7 +191,7 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
         ),
     ],
 )
-def test_a_wrong_key_or_value_is_answered_in_one_sentence(key: str, value: object, expected: str) -> None:
+def test_a_wrong_key_or_value_is_refused_in_one_sentence(key: str, value: object, expected: str) -> None:
     assert message(key, value) == expected
 
 
@@ -270,9 +270,9 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("key", "value"), LIMITS)
-def test_every_range_has_an_end(key: str, value: object) -> None:
+def test_values_out_of_range_are_refused(key: str, value: object) -> None:
     assert message(key, value).startswith(f"{key}=")
 
 
-def test_the_table_of_limits_names_real_keys() -> None:
+def test_the_table_of_limits_names_existing_keys() -> None:
     assert {key for key, _ in LIMITS} <= FIELDS.keys()

@@ -28,7 +28,7 @@ def test_a_batch_by_hand() -> None:
     assert (batch.sequences.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
 
 
-def test_versions_are_those_of_the_weight_spans_and_minus_one_elsewhere() -> None:
+def test_versions_come_from_weight_spans_and_are_minus_one_elsewhere() -> None:
     spans = (WeightSpan(7, 2), WeightSpan(8, 1))
     turns = [Turn(0, 1, 2, 0.0, "stop", (WeightSpan(6, 1),)), Turn(2, 5, 5, 0.0, "stop", spans)]
     sampled = make_trajectory("0", [0.0] * 6, turns=turns)
@@ -57,10 +57,10 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 @settings(max_examples=60)
 @given(st.lists(trajectories(), min_size=1, max_size=5))
-def test_nothing_is_lost_in_a_batch(many: list[Trajectory]) -> None:
-    batch = build_training_batch(many, PAD)
+def test_trajectories_can_be_rebuilt_from_a_batch(drawn: list[Trajectory]) -> None:
+    batch = build_training_batch(drawn, PAD)
     first_response = batch.sequences.shape[1] - batch.response_length
-    for row, t in enumerate(many):
+    for row, t in enumerate(drawn):
         is_token = batch.attention_mask[row].bool()
         n_response = int(is_token[first_response:].sum())
         rebuilt = make_trajectory(
@@ -93,7 +93,7 @@ def test_micro_batches_are_a_partition_within_the_budget(
         assert max_rows is None or len(part) <= max_rows
 
 
-def test_micro_batches_are_full_and_put_similar_lengths_together() -> None:
+def test_micro_batches_are_full_and_group_similar_lengths() -> None:
     assert micro_batches([10, 2, 9, 1, 2], max_tokens=20) == [[3, 1, 4], [2, 0]]
     assert micro_batches([10, 2, 9, 1, 2], max_tokens=20, max_rows=2) == [[3, 1], [4, 2], [0]]
     assert micro_batches([30, 5, 31], max_tokens=20) == [[1], [0], [2]]

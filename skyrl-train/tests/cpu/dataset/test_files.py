@@ -1,4 +1,4 @@
-"""Rows from files, rows to files, and what is said about files that hold none."""
+"""Reading and writing dataset files, and the errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [
 
 
 def write(path: Path) -> Path:
-    """`ROWS` in the format that the name says."""
+    """Write `ROWS` in the format of the file name."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), path)
     elif path.suffix == ".json":
@@ -43,7 +43,7 @@ def test_home_and_variables_are_expanded(tmp_path: Path, monkeypatch: pytest.Mon
     assert read_rows("~/rows.jsonl") == read_rows("$HOME/${ROWS_NAME}.jsonl") == ROWS
 
 
-def test_a_missing_file_is_named_as_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_named_by_its_expanded_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(DataError, match=rf"{tmp_path}/train\.parquet does not exist; check data\.train_data"):
         read_rows("~/train.parquet")
@@ -64,14 +64,14 @@ def test_a_missing_file_is_named_as_it_was_looked_for(tmp_path: Path, monkeypatc
         ("rows.jsonl", b'{"a": "\xff"}\n', "cannot read dataset file .*rows.jsonl: .*utf-8"),
     ],
 )
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+def test_an_unreadable_file_is_refused_with_the_reason(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=reason):
         read_rows(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
-    ("source", "asked"),
+    ("source", "arguments"),
     [
         ("openai/gsm8k", ("openai/gsm8k", None, "train")),
         ("openai/gsm8k:test", ("openai/gsm8k", None, "test")),
@@ -83,22 +83,24 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, content:
         ("/gsm8k/main:test", ("/gsm8k/main", None, "test")),
     ],
 )
-def test_any_other_name_is_asked_from_the_hub(
-    source: str, asked: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
+def test_any_other_name_is_loaded_from_the_hub(
+    source: str, arguments: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Rows:
         def to_list(self) -> list[dict[str, Any]]:
             return ROWS
 
     def load_dataset(path: str, name: str | None = None, *, split: str) -> Rows:
-        assert (path, name, split) == asked
+        assert (path, name, split) == arguments
         return Rows()
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert read_rows(source) == ROWS
 
 
-def test_a_folder_of_ones_own_is_no_name_with_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_is_not_parsed_as_a_hub_name_with_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my/own/data").mkdir(parents=True)
     write(tmp_path / "my/own/data/test.jsonl")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -123,7 +125,7 @@ def test_written_rows_are_read_back(tmp_path: Path) -> None:
     assert "Wie geht’s?" in path.read_text(encoding="utf-8")
 
 
-def test_the_file_is_the_old_one_until_the_new_one_is_complete(tmp_path: Path) -> None:
+def test_a_file_is_replaced_only_when_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     write_jsonl(path, [{"a": 1}])
 

@@ -17,7 +17,7 @@ from skyrl_train.types import PromptRow
 
 
 class Sources:
-    """As much of a dataset as mixing needs: n rows of each source, side by side."""
+    """A minimal dataset for mixing: n rows of each source, one source after the other."""
 
     def __init__(self, sizes: dict[str, int], fingerprint: str = "sources") -> None:
         self.fingerprint = fingerprint
@@ -51,24 +51,24 @@ def test_shares_follow_the_weights_and_not_the_sizes() -> None:
     assert [shares(prompts) for _ in range(5)] == [{"games": 3, "maths": 1}] * 5
 
 
-def test_without_weights_they_follow_the_sizes() -> None:
+def test_without_weights_shares_follow_the_sizes() -> None:
     prompts = mixed(batch_size=6)
     assert [shares(prompts) for _ in range(5)] == [{"games": 1, "maths": 5}] * 5
 
 
-def test_a_share_of_less_than_a_prompt_is_made_up_for() -> None:
+def test_a_share_below_one_prompt_accumulates_over_batches() -> None:
     prompts = mixed({"games": 1, "maths": 15})
     drawn = [shares(prompts)["games"] for _ in range(16)]
     assert sum(drawn) == 4
     assert max(drawn) == 1
 
 
-def test_every_source_is_in_every_batch_where_asked_for() -> None:
+def test_min_per_batch_puts_every_source_in_every_batch() -> None:
     prompts = mixed({"games": 1, "maths": 99}, n_least=1)
     assert [shares(prompts) for _ in range(20)] == [{"games": 1, "maths": 3}] * 20
 
 
-def test_what_was_forced_is_no_debt() -> None:
+def test_prompts_forced_by_min_per_batch_are_not_owed_later() -> None:
     prompts = mixed({"games": 1, "maths": 999}, batch_size=8, n_least=1)
     for _ in range(300):
         prompts.next_batch()
@@ -76,12 +76,12 @@ def test_what_was_forced_is_no_debt() -> None:
     assert sum(shares(prompts)["games"] for _ in range(4)) >= 22
 
 
-def test_a_source_of_weight_0_is_left_out() -> None:
+def test_a_source_of_weight_0_is_excluded() -> None:
     prompts = mixed({"games": 0, "maths": 2}, n_least=4)
     assert shares(prompts) == {"maths": 4}
 
 
-def test_a_source_is_gone_through_before_it_comes_again() -> None:
+def test_each_source_has_its_own_epochs() -> None:
     prompts = mixed({"games": 1, "maths": 1})
     games = [prompt.row.uid for _ in range(9) for prompt in prompts.next_batch() if prompt.row.data_source == "games"]
     epochs = [games[:6], games[6:12], games[12:]]
@@ -89,7 +89,7 @@ def test_a_source_is_gone_through_before_it_comes_again() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_epochs_of_the_whole_are_counted() -> None:
+def test_epochs_of_the_whole_dataset_are_counted() -> None:
     prompts = mixed({"games": 1, "maths": 1})
     assert prompts.batches_per_epoch == 9
     for n in range(20):
@@ -123,13 +123,13 @@ def test_any_mixture_fills_its_batches_fairly_and_resumes(sizes: dict[str, int],
     for name, weight in weights.items():
         assert (counts[name] > 0) <= (weight > 0)
         if n_least == 0:
-            fair = len(drawn) * batch_size * weight / sum(weights.values())
-            assert abs(counts[name] - fair) < len(sizes)
+            expected = len(drawn) * batch_size * weight / sum(weights.values())
+            assert abs(counts[name] - expected) < len(sizes)
         elif weight:
             assert all(sum(uid[0] == name for uid in batch) >= n_least for batch in drawn)
 
 
-def test_weights_can_be_moved() -> None:
+def test_weights_can_be_changed() -> None:
     prompts = mixed({"games": 1, "maths": 1})
     assert shares(prompts) == {"games": 2, "maths": 2}
     prompts.set_weights({"games": 0, "maths": 1})
@@ -138,7 +138,7 @@ def test_weights_can_be_moved() -> None:
 
 
 @pytest.mark.parametrize("resumes_weights", [True, False])
-def test_moved_weights_are_resumed_where_a_curriculum_made_them(resumes_weights: bool) -> None:
+def test_changed_weights_are_resumed_only_with_resumes_weights(resumes_weights: bool) -> None:
     prompts = mixed({"games": 1, "maths": 1})
     prompts.set_weights({"games": 3, "maths": 1})
     resumed = mixed({"games": 1, "maths": 1}, resumes_weights=resumes_weights)
@@ -161,12 +161,12 @@ def test_wrong_weights_are_named(weights: dict[str, float], message: str) -> Non
         mixed(weights)
 
 
-def test_more_of_each_than_a_batch_holds_is_refused() -> None:
+def test_a_min_per_batch_that_exceeds_the_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"min_per_batch=3 of each of 2 data sources .*train_batch_size=4"):
         mixed({"games": 1, "maths": 1}, n_least=3)
 
 
-def test_positions_of_another_order_are_refused() -> None:
+def test_positions_of_another_sampler_are_refused() -> None:
     shuffled = ShuffledPrompts(Sources(SIZES), 4, 0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"made without data\.mixture"):
         mixed().load_state_dict(shuffled.state_dict())

@@ -1,4 +1,4 @@
-"""The order in which training goes through its prompts."""
+"""The order of prompts in training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.types import PromptRow
 
 
 class Numbers:
-    """As much of a dataset as shuffling needs: rows 0 to n - 1."""
+    """A minimal dataset for shuffling: rows 0 to n - 1."""
 
     def __init__(self, n_rows: int, fingerprint: str = "numbers") -> None:
         self._n_rows = n_rows
@@ -37,7 +37,7 @@ def uids(prompts: ShuffledPrompts, n_batches: int) -> list[list[str]]:
 
 
 @given(n_rows=st.integers(1, 12), batch_size=st.integers(1, 12), seed=st.integers(0, 2**40))
-def test_an_epoch_is_a_permutation_without_its_tail(n_rows: int, batch_size: int, seed: int) -> None:
+def test_an_epoch_is_a_permutation_without_the_incomplete_batch(n_rows: int, batch_size: int, seed: int) -> None:
     batch_size = min(batch_size, n_rows)
     prompts = shuffled(n_rows, batch_size, seed)
     assert prompts.batches_per_epoch == n_rows // batch_size
@@ -56,7 +56,7 @@ def test_orders_differ_between_epochs_and_seeds_and_repeat_with_the_seed() -> No
     assert uids(other, 1)[0] != epochs[0]
 
 
-def test_drawing_an_order_leaves_the_global_random_state_alone() -> None:
+def test_shuffling_does_not_change_the_global_random_state() -> None:
     before = torch.get_rng_state()
     shuffled(5, 2).next_batch()
     assert torch.equal(torch.get_rng_state(), before)
@@ -64,7 +64,7 @@ def test_drawing_an_order_leaves_the_global_random_state_alone() -> None:
 
 @settings(max_examples=50)
 @given(n_rows=st.integers(1, 9), batch_size=st.integers(1, 9), n_before=st.integers(0, 12), seed=st.integers(0, 9))
-def test_a_restored_position_goes_on_with_the_next_batch(
+def test_a_restored_position_continues_with_the_next_batch(
     n_rows: int, batch_size: int, n_before: int, seed: int
 ) -> None:
     batch_size = min(batch_size, n_rows)
@@ -76,7 +76,7 @@ def test_a_restored_position_goes_on_with_the_next_batch(
 
 
 @pytest.mark.parametrize(("old_size", "new_size"), [(2, 5), (5, 2), (1, 10)])
-def test_with_another_batch_size_the_epoch_goes_on_with_the_rows_that_are_left(old_size: int, new_size: int) -> None:
+def test_with_another_batch_size_the_epoch_continues_with_the_remaining_rows(old_size: int, new_size: int) -> None:
     old, resumed = shuffled(10, old_size), shuffled(10, new_size)
     order = uids(shuffled(10, 10), 1)[0]
     uids(old, 1)
@@ -93,28 +93,28 @@ def test_a_position_in_other_data_is_refused(n_rows: int, seed: int, difference:
         shuffled(n_rows, 2, seed).load_state_dict(state)
 
 
-def test_the_same_number_of_other_rows_is_refused() -> None:
+def test_a_position_in_a_dataset_with_another_fingerprint_is_refused() -> None:
     other = ShuffledPrompts(Numbers(10, fingerprint="letters"), 2, 0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"fingerprint=numbers .* fingerprint=letters"):
         other.load_state_dict(shuffled(10, 2).state_dict())
 
 
-def test_the_state_survives_a_checkpoint_file(tmp_path: Path) -> None:
+def test_the_state_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
     prompts = shuffled(7, 3)
     uids(prompts, 3)
     torch.save(prompts.state_dict(), tmp_path / "data.pt")
     assert torch.load(tmp_path / "data.pt", weights_only=True) == prompts.state_dict()
 
 
-def test_less_than_a_batch_is_refused() -> None:
+def test_a_dataset_smaller_than_a_batch_is_refused() -> None:
     with pytest.raises(DataError, match=r"has 3 usable prompts, fewer than trainer\.train_batch_size=4"):
         shuffled(3, 4)
 
 
-def test_every_prompt_that_is_drawn_gets_the_next_number() -> None:
+def test_draws_are_numbered_consecutively() -> None:
     prompts = shuffled(5, 2)
     draws = [prompt.draw for _ in range(6) for prompt in prompts.next_batch()]
-    assert draws == list(range(12)), "a row that is drawn in another epoch is another draw"
+    assert draws == list(range(12)), "the same row in another epoch is another draw"
     resumed = shuffled(5, 2)
     resumed.load_state_dict(prompts.state_dict())
     assert [prompt.draw for prompt in resumed.next_batch()] == [12, 13]

@@ -21,7 +21,7 @@ def ask(content: str, **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": content}], **columns}
 
 
-def file_of(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
+def write_file(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
     write_jsonl(folder / name, rows)
     return str(folder / name)
 
@@ -29,8 +29,10 @@ def file_of(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") 
 def test_columns_become_extras_and_sources_are_joined_in_order(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    first = file_of(tmp_path, [ask("a", env_class="catch", data_source="games/catch", reward_spec={"mode": "shaped"})])
-    second = file_of(tmp_path, [ask("b", extra_info={"index": 7}), ask("c", data_source=None)], "more.jsonl")
+    first = write_file(
+        tmp_path, [ask("a", env_class="catch", data_source="games/catch", reward_spec={"mode": "shaped"})]
+    )
+    second = write_file(tmp_path, [ask("b", extra_info={"index": 7}), ask("c", data_source=None)], "more.jsonl")
     rows = list(PromptDataset([first, second], tiny_tokenizer, LONG))
     assert [row.prompt for row in rows] == [ask(content)["prompt"] for content in "abc"]
     assert [row.uid for row in rows] == ["0", "1", "2"]
@@ -44,7 +46,7 @@ def test_columns_become_extras_and_sources_are_joined_in_order(
     assert len(PromptDataset(first, tiny_tokenizer, LONG)) == 1
 
 
-def test_the_length_limit_is_exact_and_counts_the_assistants_header(
+def test_the_length_limit_is_exact_and_includes_the_assistant_header(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [ask("1" * n) for n in (3, 5, 4)]
@@ -53,7 +55,7 @@ def test_the_length_limit_is_exact_and_counts_the_assistants_header(
             rows[2]["prompt"], tokenize=True, add_generation_prompt=True, return_dict=False
         )
     )
-    source = file_of(tmp_path, rows)
+    source = write_file(tmp_path, rows)
     with caplog.at_level(logging.INFO):
         kept = PromptDataset(source, tiny_tokenizer, n_tokens)
     assert [(row.uid, row.prompt[0]["content"]) for row in kept] == [("0", "111"), ("1", "1111")]
@@ -64,8 +66,8 @@ def test_the_length_limit_is_exact_and_counts_the_assistants_header(
         PromptDataset(source, tiny_tokenizer, 2)
 
 
-def test_other_column_names(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    source = file_of(tmp_path, [{"question": ask("a")["prompt"], "env": "catch", "prompt": "kept"}])
+def test_column_names_are_configurable(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    source = write_file(tmp_path, [{"question": ask("a")["prompt"], "env": "catch", "prompt": "kept"}])
     (row,) = PromptDataset(source, tiny_tokenizer, LONG, prompt_key="question", env_class_key="env")
     assert (row.env_class, row.env_extras) == ("catch", {"prompt": "kept"})
 
@@ -84,18 +86,20 @@ def test_other_column_names(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerB
 def test_a_row_without_a_chat_prompt_is_named(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, bad_row: dict[str, Any], reason: str
 ) -> None:
-    source = file_of(tmp_path, [ask("fine"), bad_row])
+    source = write_file(tmp_path, [ask("fine"), bad_row])
     with pytest.raises(DataError, match=f"row 1 of {source}.*{reason}"):
         PromptDataset(source, tiny_tokenizer, LONG)
 
 
-def test_no_rows_at_all(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    source = file_of(tmp_path, [])
+def test_a_file_without_rows_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    source = write_file(tmp_path, [])
     with pytest.raises(DataError, match=f"no rows in {source}"):
         PromptDataset(source, tiny_tokenizer, LONG)
 
 
-def test_a_fingerprint_tells_rows_apart(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_fingerprint_depends_on_the_rows_and_not_on_the_file_name(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     fingerprints = []
     for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
         path = tmp_path / f"{name}.jsonl"

@@ -1,4 +1,4 @@
-"""A model sharded over gloo ranks learns what it learns in one process, and checkpoints move between both."""
+"""FSDP over gloo ranks: results equal those of one process, and checkpoints are interchangeable between both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXACT = 1e-6
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[2, 4])
 async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[list[ProcessRank]]:
-    """Processes of two or four ranks, which the tests of this module share."""
+    """Two or four rank processes, shared by the tests of this module."""
     started = start_ranks(request.param)
     yield started
     for rank in started:
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def spec(role: Role, path: Path, cfg: TrainerConfig, max_grad_norm: float = 1e9) -> ModelSpec:
-    """A model in float32 whose gradient is not clipped, unless asked for."""
+    """Return the spec of a model in float32; its gradient is not clipped by default."""
     cpu = torch.device("cpu")
     load = load_value_model if role == "critic" else load_model
     optimizer = replace(optimizer_spec(cfg.policy.optimizer_config, 10), max_grad_norm=max_grad_norm, betas=BETAS)
@@ -63,14 +63,14 @@ def spec(role: Role, path: Path, cfg: TrainerConfig, max_grad_norm: float = 1e9)
 
 
 def _save_nothing(folder: str) -> None:
-    """There is no tokenizer to save."""
+    """Do nothing; there is no tokenizer to save."""
 
 
-def lone_rank() -> LocalRank:
+def single_rank() -> LocalRank:
     return LocalRank(ThreadPoolExecutor(1), SingleStrategy(World()))
 
 
-async def group_on(ranks: Any, spec: ModelSpec, objective: Objective) -> WorkerGroup:
+async def load_group(ranks: Any, spec: ModelSpec, objective: Objective) -> WorkerGroup:
     group = WorkerGroup(spec, ranks, objective)
     await group.load()
     return group
@@ -84,9 +84,9 @@ async def save(group: WorkerGroup, folder: Path) -> Path:
 async def first_gradient(
     group: WorkerGroup, spec: ModelSpec, objective: Objective, folder: Path
 ) -> dict[str, torch.Tensor]:
-    """The gradient of a group's first optimizer step, from the moments of its checkpoint, read in one process."""
-    rank = lone_rank()
-    await (await group_on([rank], spec, objective)).load_state(await save(group, folder))
+    """Return the gradient of a group's first optimizer step, recovered from the moments in its checkpoint."""
+    rank = single_rank()
+    await (await load_group([rank], spec, objective)).load_state(await save(group, folder))
     optimizer = rank.worker._state.optimizer
     assert optimizer is not None
     names = {id(parameter): name for name, parameter in rank.worker.module.named_parameters()}
@@ -101,18 +101,18 @@ async def compare(
     tmp_path: Path,
     tolerance: float = EXACT,
 ) -> None:
-    """One optimizer step on `ranks` has the gradient and the metrics of one in this process."""
+    """Assert that an optimizer step on `ranks` has the gradient and metrics of a step in this process."""
     results: list[tuple[dict[str, torch.Tensor], Metrics]] = []
-    for name, where in (("alone", [lone_rank()]), ("sharded", ranks)):
+    for name, group_ranks in (("single", [single_rank()]), ("sharded", ranks)):
         torch.manual_seed(0)  # clip_cov chooses tokens at random
-        group = await group_on(where, spec, objective)
+        group = await load_group(group_ranks, spec, objective)
         metrics = await group.update(batch)
         results.append((await first_gradient(group, spec, objective, tmp_path / name), metrics))
-    (alone, alone_metrics), (sharded, sharded_metrics) = results
-    largest = max(values.abs().max().item() for values in alone.values())
+    (single, single_metrics), (sharded, sharded_metrics) = results
+    largest = max(values.abs().max().item() for values in single.values())
     assert largest > 1e-4
-    assert largest_difference(alone, sharded) < tolerance * max(1.0, largest)
-    assert sharded_metrics.numbers() == pytest.approx(alone_metrics.numbers(), rel=1e-4, abs=1e-5)
+    assert largest_difference(single, sharded) < tolerance * max(1.0, largest)
+    assert sharded_metrics.numbers() == pytest.approx(single_metrics.numbers(), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
@@ -125,7 +125,7 @@ async def test_gradients_do_not_depend_on_ranks_or_micro_batches(
 
 
 @pytest.mark.parametrize("reduction", get_args(LossReduction))
-async def test_every_reduction_has_the_divisor_of_the_whole_mini_batch(
+async def test_every_reduction_divides_by_the_count_of_the_whole_mini_batch(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path, reduction: str
 ) -> None:
     algorithm = {"loss_reduction": reduction, "max_seq_len": 40, "use_entropy_loss": True, "top_entropy_quantile": 0.5}
@@ -134,7 +134,7 @@ async def test_every_reduction_has_the_divisor_of_the_whole_mini_batch(
     await compare(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg), batch, tmp_path, 2 * EXACT)
 
 
-async def test_a_loss_of_the_whole_mini_batch(
+async def test_a_whole_batch_loss(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:
     cfg = config(micro_train_batch_size_per_gpu=3, algorithm={"clip_cov": {"clip_ratio": 0.2}}).trainer
@@ -161,80 +161,80 @@ async def test_the_gradient_is_clipped_by_its_norm_over_all_ranks(
     batch = off_policy_batch(tiny_model, 400, seed=25)
     clipped = spec("policy", tiny_model_path, cfg, max_grad_norm=0.01)
     await compare(ranks, clipped, policy_objective(cfg), batch, tmp_path, 1e-3)
-    group = await group_on(ranks, clipped, policy_objective(cfg))
+    group = await load_group(ranks, clipped, policy_objective(cfg))
     assert (await group.update(batch)).numbers()["grad_norm"] > 0.1, "nothing was clipped"
     gradient = await first_gradient(group, clipped, policy_objective(cfg), tmp_path / "clipped")
     norm = torch.stack([values.norm() for values in gradient.values()]).norm().item()
     assert norm == pytest.approx(0.01, rel=1e-3)
 
 
-async def test_ranks_without_a_row_take_part(
+async def test_ranks_without_rows_take_part_in_collectives(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:
     cfg = config().trainer
     batch = off_policy_batch(tiny_model, 400, seed=26)
     batch.loss_mask[1:] = 0
     await compare(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg), batch, tmp_path)
-    group = await group_on(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
     batch.loss_mask.zero_()
     metrics = (await group.update(batch)).numbers()
     assert metrics["skipped_updates"] == 0
     assert "grad_norm" not in metrics, "no rank has a gradient"
 
 
-async def test_scores_are_those_of_one_process_before_and_after_an_update(
+async def test_scores_equal_those_of_one_process_before_and_after_an_update(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
     cfg = config(micro_forward_batch_size_per_gpu=3).trainer
     batch = as_batch(random_trajectories(3, 4, 400, seed=27), config())
     scores = []
-    for where in ([lone_rank()], ranks):
-        group = await group_on(where, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    for group_ranks in ([single_rank()], ranks):
+        group = await load_group(group_ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
         before = await group.score(batch)
         await group.update(batch)
         after = await group.score(batch)
         assert not torch.equal(before["logprobs"], after["logprobs"])
         scores.append((before, after))
-    for alone, sharded in zip(*scores, strict=True):
+    for single, sharded in zip(*scores, strict=True):
         for name in ("logprobs", "entropy", "sum_pi_squared"):
-            torch.testing.assert_close(sharded[name], alone[name], rtol=0, atol=2e-5, msg=name)
+            torch.testing.assert_close(sharded[name], single[name], rtol=0, atol=2e-5, msg=name)
 
 
-async def test_a_checkpoint_of_several_ranks_continues_on_one_and_back(
+async def test_a_checkpoint_of_several_ranks_resumes_on_one_and_back(
     ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
 ) -> None:
     cfg = config(policy={"optimizer_config": {"scheduler": "linear", "num_warmup_steps": 2, "lr": 1e-4}}).trainer
-    here = spec("policy", tiny_model_path, cfg)
+    policy_spec = spec("policy", tiny_model_path, cfg)
     batches = [as_batch(random_trajectories(2, 3, 400, seed), config()) for seed in range(3)]
-    sharded = await group_on(ranks, here, policy_objective(cfg))
+    sharded = await load_group(ranks, policy_spec, policy_objective(cfg))
     await sharded.update(batches[0])
     folder = await save(sharded, tmp_path / "sharded")
     expected = (await sharded.update(batches[1])).numbers()
 
-    alone = await group_on([lone_rank()], here, policy_objective(cfg))
-    await alone.load_state(folder)
-    assert (await alone.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    folder = await save(alone, tmp_path / "alone")
-    expected = (await alone.update(batches[2])).numbers()
+    single = await load_group([single_rank()], policy_spec, policy_objective(cfg))
+    await single.load_state(folder)
+    assert (await single.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    folder = await save(single, tmp_path / "single")
+    expected = (await single.update(batches[2])).numbers()
 
-    resharded = await group_on(ranks, here, policy_objective(cfg))
+    resharded = await load_group(ranks, policy_spec, policy_objective(cfg))
     await resharded.load_state(folder)
     assert (await resharded.update(batches[2])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-async def test_a_checkpoint_of_several_ranks_continues_on_another_number_of_them(
+async def test_a_checkpoint_resumes_on_another_number_of_ranks(
     ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    here = spec("policy", tiny_model_path, config(policy={"optimizer_config": {"lr": 1e-4}}).trainer)
+    policy_spec = spec("policy", tiny_model_path, config(policy={"optimizer_config": {"lr": 1e-4}}).trainer)
     objective = policy_objective(config().trainer)
     batches = [as_batch(random_trajectories(2, 3, 400, seed), config()) for seed in range(2)]
-    group = await group_on(ranks, here, objective)
+    group = await load_group(ranks, policy_spec, objective)
     await group.update(batches[0])
     folder = await save(group, tmp_path / "policy")
     expected = (await group.update(batches[1])).numbers()
     others = start_ranks({2: 4, 4: 2}[len(ranks)])
     try:
-        resumed = await group_on(others, here, objective)
+        resumed = await load_group(others, policy_spec, objective)
         await resumed.load_state(folder)
         assert (await resumed.update(batches[1])).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     finally:
@@ -246,21 +246,21 @@ async def test_an_export_is_a_plain_hugging_face_folder(
     ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:
     cfg = config().trainer
-    group = await group_on(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
     await group.export(tmp_path / "export")
     exported = load_model(str(tmp_path / "export"), dtype=torch.float32, device=torch.device("cpu"))
     for name, tensor in tiny_model.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name
 
 
-async def test_weights_go_from_sharded_ranks_to_other_processes(
+async def test_weights_are_synchronized_from_sharded_ranks_to_another_group(
     ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
 ) -> None:
     cfg = config().trainer
-    here = spec("policy", tiny_model_path, cfg)
-    group = await group_on(ranks, here, policy_objective(cfg))
-    rank = lone_rank()
-    other = await group_on([rank], here, policy_objective(cfg))
+    policy_spec = spec("policy", tiny_model_path, cfg)
+    group = await load_group(ranks, policy_spec, policy_objective(cfg))
+    rank = single_rank()
+    other = await load_group([rank], policy_spec, policy_objective(cfg))
     batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
     await group.update(batch)
     before = await other.score(batch)
@@ -270,25 +270,25 @@ async def test_weights_go_from_sharded_ranks_to_other_processes(
     torch.testing.assert_close(after["logprobs"], sharded["logprobs"], rtol=0, atol=2e-5)
 
 
-async def test_weights_that_are_not_finite_on_any_rank_are_not_saved(
+async def test_nan_weights_on_any_rank_are_not_saved(
     ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    here = spec("policy", tiny_model_path, config().trainer)
-    rank = lone_rank()
-    diverged = await group_on([rank], here, policy_objective(config().trainer))
+    policy_spec = spec("policy", tiny_model_path, config().trainer)
+    rank = single_rank()
+    diverged = await load_group([rank], policy_spec, policy_objective(config().trainer))
     with torch.no_grad():  # one value, in the slice of the last rank
         rank.worker.module.get_parameter("model.model.layers.1.mlp.up_proj.weight")[-1, -1] = torch.nan
-    group = await group_on(ranks, here, policy_objective(config().trainer))
+    group = await load_group(ranks, policy_spec, policy_objective(config().trainer))
     await WeightSync(diverged, [group], "broadcast", timeout_s=60)(1)
     with pytest.raises(CheckpointError, match="weights of the policy are NaN or infinite"):
         await group.save(tmp_path / "policy")
 
 
-async def test_a_rank_that_is_killed_fails_the_call_by_name_and_breaks_the_group(tiny_model_path: Path) -> None:
+async def test_a_killed_rank_fails_the_call_by_name_and_breaks_the_group(tiny_model_path: Path) -> None:
     started = start_ranks(2)
     try:
         cfg = config().trainer
-        group = await group_on(started, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+        group = await load_group(started, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
         batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
         started[1]._process.kill()
         with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) ended with exit status -9 during score"):

@@ -1,4 +1,4 @@
-"""What holds while a command works, and is put back."""
+"""Process settings that a command changes and restores, and checks of its configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.entrypoints.command import collect_rarely, compute_thread, find
 from skyrl_train.errors import ConfigError
 
 
-def test_one_thread_has_all_cores_meanwhile() -> None:
+def test_one_compute_thread_gets_all_cores() -> None:
     n_before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -27,7 +27,7 @@ def test_one_thread_has_all_cores_meanwhile() -> None:
     assert not any(thread.name.startswith("compute") for thread in threading.enumerate())
 
 
-def test_the_garbage_collector_is_as_it_was() -> None:
+def test_garbage_collector_settings_are_restored() -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
     with collect_rarely():
         assert gc.get_threshold()[0] > before[0][0]
@@ -35,7 +35,7 @@ def test_the_garbage_collector_is_as_it_was() -> None:
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
-def test_problems_of_the_configuration_and_of_its_functions_are_listed_together() -> None:
+def test_problems_of_configuration_and_algorithms_are_in_one_error() -> None:
     composed = get_default_config()
     composed.trainer.policy_mini_batch_size = 48
     composed.trainer.algorithm.advantage_estimator = "gae"
@@ -52,14 +52,14 @@ def test_problems_of_the_configuration_and_of_its_functions_are_listed_together(
             check()
 
 
-def test_a_typed_configuration_is_checked_too() -> None:
+def test_a_typed_configuration_is_also_checked() -> None:
     cfg = load_config({"trainer": {"algorithm": {"advantage_estimator": "gae"}}})
     with pytest.raises(ConfigError, match="reads the values of a critic"):
         validate_cfg(cfg)
     assert validate_cfg(load_config()) == load_config()
 
 
-def test_warnings_are_of_both_kinds() -> None:
+def test_warnings_of_rules_and_of_algorithms_are_found() -> None:
     cfg = load_config({"trainer": {"algorithm": {"policy_loss_type": "gspo", "kl_estimator_type": "k1"}}})
     k1, reduction = find_warnings(cfg)
     assert "kl_estimator_type=k1 " in k1

@@ -1,4 +1,4 @@
-"""Which engine a run gets, and how much memory."""
+"""The choice of the engine of a run, and its memory."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from skyrl_train.models.memory import cache_bytes_per_token
 TOKEN_BYTES = 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, head_dim, float32
 
 
-def test_the_bytes_of_a_token(tiny_model: PreTrainedModel) -> None:
+def test_cache_bytes_per_token(tiny_model: PreTrainedModel) -> None:
     assert cache_bytes_per_token(tiny_model) == TOKEN_BYTES
     assert cache_bytes_per_token(tiny_model, bf16=True) == TOKEN_BYTES  # a CPU computes in float32
 
 
 @pytest.mark.parametrize("backend", ["auto", "hf", "vllm"])
-async def test_the_embedded_engine_gets_a_share_of_what_is_left(
+async def test_the_embedded_engine_gets_a_share_of_the_available_memory(
     backend: str, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """vLLM is not installed here."""
+    """All backends select the embedded engine, because vLLM is not installed here."""
     cfg = load_config({"generator": {"backend": backend, "gpu_memory_utilization": 0.5}})
     bytes_to_come = psutil.virtual_memory().available - 2**30
     with ThreadPoolExecutor(1) as executor:
         engine = new_engine(cfg, tiny_model, tiny_tokenizer, bytes_to_come, executor)
         assert isinstance(engine, HFEngine)
         assert engine._thread._executor is executor
-        assert engine._memory.size * TOKEN_BYTES == pytest.approx(2**29, rel=0.2)  # other programs take and give
+        assert engine._memory.size * TOKEN_BYTES == pytest.approx(2**29, rel=0.2)  # memory in use varies
         await engine.close()
         assert executor.submit(lambda: 7).result() == 7
 
 
-async def test_a_trainer_that_needs_everything_leaves_no_room(
+async def test_a_trainer_that_needs_all_memory_leaves_none_for_the_engine(
     tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engine = new_engine(load_config({}), tiny_model, tiny_tokenizer, 2**60, None)

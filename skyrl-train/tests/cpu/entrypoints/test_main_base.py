@@ -1,4 +1,4 @@
-"""The training command as a user meets it: it trains, and it says what is wrong before it starts."""
+"""The training command: complete runs, and errors before a run starts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from skyrl_train.errors import ConfigError
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says when it refuses to start."""
+    """Run the command, assert that it refuses to start, and return its error message."""
     with pytest.raises(SystemExit) as exit_status:
         main(arguments)
     assert exit_status.value.code == 1
     return capsys.readouterr().err.partition("error: ")[2]
 
 
-def test_a_run_leaves_its_folder(catch_run: list[str], tmp_path: Path) -> None:
+def test_a_run_writes_its_folder(catch_run: list[str], tmp_path: Path) -> None:
     main([*catch_run, "trainer.dump_trajectories=true", "trainer.hf_save_interval=1"])
     folder = tmp_path / "skyrl/test_run"
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert there >= {
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files >= {
         "config.yaml",
         "metrics.jsonl",
         "train.log",
@@ -43,21 +43,21 @@ def test_a_run_leaves_its_folder(catch_run: list[str], tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
-    assert rows[2]["environment/avg_steps"] == 5  # all turns are played
+    assert rows[2]["environment/avg_steps"] == 5  # the full number of turns
     assert "eval/environment/catch_rate" in rows[2]
 
 
 @pytest.mark.parametrize("batched", ["true", "false"])
-def test_lock_step_and_free_running_rollouts_train_alike(catch_run: list[str], tmp_path: Path, batched: str) -> None:
+def test_batched_and_unbatched_rollouts_train(catch_run: list[str], tmp_path: Path, batched: str) -> None:
     main([*catch_run, f"generator.batched={batched}", "environment.skyrl_gym.max_env_workers=0"])
     rows = (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["environment/avg_steps"] == 5
 
 
-def test_the_seed_command_for_several_gpus_runs_as_one_process(
+def test_a_command_for_several_gpus_runs_as_one_process(
     catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked_for = [
+    overrides = [
         "trainer.strategy=fsdp2",
         "trainer.placement.colocate_all=true",
         "trainer.placement.policy_num_gpus_per_node=4",
@@ -69,7 +69,7 @@ def test_the_seed_command_for_several_gpus_runs_as_one_process(
         "trainer.algorithm.advantage_estimator=grpo",
         "trainer.eval_before_train=true",
     ]
-    main([*catch_run, *asked_for, "trainer.max_training_steps=1"])
+    main([*catch_run, *overrides, "trainer.max_training_steps=1"])
     log = (tmp_path / "skyrl/test_run/train.log").read_text()
     assert log.count("trainer.placement.policy_num_gpus_per_node=4: one process") == 1
     assert log.count("generator.backend=vllm: the embedded engine") == 1
@@ -91,7 +91,7 @@ def test_the_seed_command_for_several_gpus_runs_as_one_process(
         ("trainer.train_batch_size=16", ["8 usable prompts", "trainer.train_batch_size=16"]),
     ],
 )
-def test_a_mistake_is_named_before_anything_starts(
+def test_mistakes_are_named_before_the_run_starts(
     catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: list[str]
 ) -> None:
     extra = ["trainer.policy_mini_batch_size=16"] if change == "trainer.train_batch_size=16" else []
@@ -107,9 +107,7 @@ def test_a_mistake_is_named_before_anything_starts(
     assert not (tmp_path / "skyrl/test_run/metrics.jsonl").exists()
 
 
-def test_a_setting_that_the_loss_does_not_read_is_logged_once(
-    catch_run: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_setting_that_the_loss_ignores_is_logged_once(catch_run: list[str], caplog: pytest.LogCaptureFixture) -> None:
     BasePPOExp(
         parse_cli([*catch_run, "trainer.algorithm.policy_loss_type=cispo", "trainer.algorithm.eps_clip_low=0.1"])
     )
@@ -118,7 +116,7 @@ def test_a_setting_that_the_loss_does_not_read_is_logged_once(
     ]
 
 
-def test_an_estimator_that_is_registered_late_obeys_the_rules(catch_run: list[str]) -> None:
+def test_an_estimator_registered_late_is_checked(catch_run: list[str]) -> None:
     experiment = BasePPOExp(parse_cli([*catch_run, "trainer.algorithm.advantage_estimator=late"]))
     register_advantage_estimator("late")(lambda token_level_rewards, values: (token_level_rewards, values))
     try:
@@ -152,12 +150,12 @@ def test_a_dataset_without_prompts_is_refused(
 
 def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
-    said = capsys.readouterr().out
-    assert "train_batch_size: 1024" in said
-    assert "data.train_data=" in said
+    help_text = capsys.readouterr().out
+    assert "train_batch_size: 1024" in help_text
+    assert "data.train_data=" in help_text
 
 
-def test_a_finished_run_says_so_and_keeps_its_configuration(
+def test_a_finished_run_is_reported_and_keeps_its_configuration(
     catch_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     main(catch_run)
@@ -167,21 +165,21 @@ def test_a_finished_run_says_so_and_keeps_its_configuration(
     assert (tmp_path / "skyrl/test_run/config.yaml").read_text() == config
 
 
-def test_a_run_goes_on_from_the_path_it_is_given(catch_run: list[str], tmp_path: Path) -> None:
+def test_a_run_resumes_from_resume_path(catch_run: list[str], tmp_path: Path) -> None:
     main([*catch_run, "trainer.ckpt_interval=1"])
     first_step = tmp_path / "skyrl/test_run/ckpts/global_step_1"
-    again = [*catch_run, "trainer.run_name=again", "trainer.resume_mode=from_path"]
-    main([*again, f"trainer.resume_path='{first_step}'"])
+    resume = [*catch_run, "trainer.run_name=resumed", "trainer.resume_mode=from_path"]
+    main([*resume, f"trainer.resume_path='{first_step}'"])
     rows, expected = (
         [json.loads(line) for line in (tmp_path / f"skyrl/{run}/metrics.jsonl").read_text().splitlines()]
-        for run in ("again", "test_run")
+        for run in ("resumed", "test_run")
     )
     assert [row["step"] for row in rows] == [2]
     for name in ("reward/avg_raw_reward", "policy/final_loss", "eval/all/avg_score"):
         assert rows[0][name] == expected[2][name]
 
 
-def test_resuming_from_a_path_that_is_not_there_is_refused(
+def test_a_missing_resume_path_is_refused(
     catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "ckpts/global_step_7"

@@ -1,4 +1,4 @@
-"""Evaluating without training, as a user meets it."""
+"""The evaluation command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def arguments(catch_run: list[str], catch_data: Path) -> list[str]:
     ]
 
 
-def test_it_writes_and_prints_what_an_evaluation_does(
+def test_metrics_and_trajectories_are_written_and_printed(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main_generate.main(arguments)
@@ -36,19 +36,19 @@ def test_it_writes_and_prints_what_an_evaluation_does(
     assert not (folder / "ckpts").exists()
 
 
-def test_it_is_what_a_training_run_measures_before_it_trains(arguments: list[str], tmp_path: Path) -> None:
+def test_scores_equal_those_of_the_evaluation_before_training(arguments: list[str], tmp_path: Path) -> None:
     main_generate.main(arguments)
     main_base.main([*arguments, "trainer.run_name=trained", "trainer.eval_batch_size=3"])
-    alone, before = (
+    standalone, before = (
         json.loads((tmp_path / "skyrl" / name / "metrics.jsonl").read_text().splitlines()[0])
         for name in ("test_run", "trained")
     )
-    scores = {name for name in alone if name.startswith(("eval/all", "eval/environment"))}
+    scores = {name for name in standalone if name.startswith(("eval/all", "eval/environment"))}
     assert len(scores) > 5
-    assert {name: before[name] for name in scores} == pytest.approx({name: alone[name] for name in scores})
+    assert {name: before[name] for name in scores} == pytest.approx({name: standalone[name] for name in scores})
 
 
-def test_when_every_rollout_fails_so_does_the_command(
+def test_the_command_fails_if_every_rollout_fails(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -58,7 +58,7 @@ def test_when_every_rollout_fails_so_does_the_command(
     assert json.loads(metrics)["eval/generate/n_invalid/trajectory_timeout"] == 48
 
 
-def test_without_prompts_there_is_nothing_to_do(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_prompts_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_status:
         main_generate.main([*arguments, "data.val_data=[]", "trainer.eval_interval=-1"])
     assert exit_status.value.code == 1

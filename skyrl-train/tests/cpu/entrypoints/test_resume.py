@@ -1,4 +1,4 @@
-"""A run that is killed and started again ends exactly as one that was left alone."""
+"""A run that is interrupted and resumed ends exactly like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def command(data_dir: Path, model: Path, output_dir: Path) -> list[str]:
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Logged metrics without the ones that measure time."""
+    """Return the logged metrics without timings."""
     lines = (output_dir / "skyrl/test_run/metrics.jsonl").read_text().splitlines()
     timed = ("timing/", "trainer/tokens_per_second")
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> None:
 
 
 def run_until(arguments: list[str], metrics_file: Path, n_lines: int, delay: float, number: signal.Signals) -> int:
-    """Start the run, send the signal `delay` seconds after it logged `n_lines` steps; its exit status."""
+    """Start the run, send a signal `delay` seconds after it logged `n_lines` steps, and return its exit status."""
     process = subprocess.Popen(arguments, cwd=TRAIN_FOLDER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
@@ -81,19 +81,19 @@ def run_until(arguments: list[str], metrics_file: Path, n_lines: int, delay: flo
 
 
 @pytest.fixture(scope="module")
-def left_alone(data_dir: Path, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("alone")
+def uninterrupted(data_dir: Path, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run(command(data_dir, tiny_model_path, folder))
     assert [row["step"] for row in metrics(folder)] == list(range(N_STEPS + 1))
     return folder
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 130)])
-def test_an_interrupted_run_ends_like_one_that_was_left_alone(
-    data_dir: Path, tiny_model_path: Path, left_alone: Path, tmp_path: Path, number: signal.Signals, status: int
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
+    data_dir: Path, tiny_model_path: Path, uninterrupted: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
-    # A signal that is to be answered must come before the last step; a kill may come at any moment.
+    # SIGTERM must arrive before the last step to be handled; SIGKILL may arrive at any moment.
     n_lines, delay = (random.randrange(1, N_STEPS), random.uniform(0, 0.2))
     if number == signal.SIGTERM:
         n_lines, delay = min(n_lines, 2), 0.0
@@ -105,7 +105,7 @@ def test_an_interrupted_run_ends_like_one_that_was_left_alone(
         assert (tmp_path / f"skyrl/test_run/ckpts/global_step_{logged}").is_dir(), moment
     run(arguments)
 
-    assert metrics(tmp_path) == metrics(left_alone), moment
-    expected = weights(left_alone)
+    assert metrics(tmp_path) == metrics(uninterrupted), moment
+    expected = weights(uninterrupted)
     for name, tensor in weights(tmp_path).items():
         assert torch.equal(tensor, expected[name]), f"{name}, {moment}"

@@ -1,4 +1,4 @@
-"""A script in the form SkyRL users have: `@hydra.main`, `validate_cfg`, an experiment class of their own."""
+"""A user script in the style of SkyRL: `@hydra.main`, `validate_cfg`, and a custom experiment class."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if __name__ == "__main__":
 """
 
 
-def test_it_runs_unchanged(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_script_for_skyrl_runs_unchanged(tiny_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "main_guess.py").write_text(SCRIPT)
     row = {"prompt": [{"role": "user", "content": "guess"}], "env_class": "guess", "reward_spec": {"ground_truth": "1"}}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)

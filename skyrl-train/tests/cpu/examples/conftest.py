@@ -18,13 +18,13 @@ Play = Callable[..., float | None]
 
 @pytest.fixture(scope="session")
 def bytes_tokenizer() -> PreTrainedTokenizerBase:
-    """One whose tokens are bytes."""
+    """A tokenizer whose tokens are bytes."""
     return train_tokenizer([])
 
 
 @pytest.fixture
 def prepare(tmp_path: Path, bytes_tokenizer: PreTrainedTokenizerBase) -> Prepare:
-    """Runs a dataset script, and reads what it wrote in the way the trainer does."""
+    """Run a dataset script, and read its files as the trainer does."""
 
     def run(main: Callable[[Sequence[str]], None], *flags: str) -> Splits:
         folder = tmp_path / "data"
@@ -40,7 +40,7 @@ def prepare(tmp_path: Path, bytes_tokenizer: PreTrainedTokenizerBase) -> Prepare
 
 @pytest.fixture(scope="session")
 def play() -> Play:
-    """Plays a row with these replies, as the trainer's generator does; the sum of the rewards."""
+    """Play a row with the given replies, as the generator of the trainer does, and return the sum of the rewards."""
 
     def run(row: PromptRow, *replies: str, max_turns: int = 4, **env_config: object) -> float | None:
         assert row.env_class is not None

@@ -1,4 +1,4 @@
-"""The frame of the examples that learn, with a budget too small to learn anything."""
+"""The common part of the learning examples, with a budget too small to learn anything."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(output_dir: Path, *overrides: str, recipe: learning.Recipe = TINY) -> Any:
-    """The exit status."""
+    """Return the exit status."""
     with pytest.raises(SystemExit) as status:
         main(recipe, "A test.", ["--output_dir", str(output_dir), "--seed", "3", *FAST, *overrides])
     return status.value.code
 
 
-def test_a_model_that_has_not_learned_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_has_not_learned_gives_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"random attempts +5\.6%.*\n +before training +\d.*\n +after +\d", said)
-    assert "It has NOT learned: 95% required." in said
+    output = capsys.readouterr().out
+    assert re.search(r"random attempts +5\.6%.*\n +before training +\d.*\n +after +\d", output)
+    assert "It has NOT learned: 95% required." in output
     folder = tmp_path / "multiply/seed3"
     for name in ("learning_curve.png", "report.html", "metrics.jsonl", "export/global_step_1/policy/config.json"):
         assert (folder / name).stat().st_size > 0
 
 
-def test_what_is_asked_of_it_decides_whether_it_has_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_required_score_decides_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, recipe=dataclasses.replace(TINY, required=0.0)) == 0
     assert "It has learned: 0% required." in capsys.readouterr().out
 
 
-def test_without_evaluations_it_does_not_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_evaluations_the_run_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "trainer.eval_interval=-1") == 1
     assert "error: trainer.eval_interval=-1 turns evaluation off" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_not_measured_is_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_measurements_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "trainer.eval_before_train=false") == 1
-    said = capsys.readouterr().out
-    assert "random attempts" in said
-    assert "before training" not in said
-    assert re.search(r"\n +after +\d", said)
+    output = capsys.readouterr().out
+    assert "random attempts" in output
+    assert "before training" not in output
+    assert re.search(r"\n +after +\d", output)
 
 
-def test_a_finished_run_is_moved_aside_and_an_unfinished_one_goes_on(tmp_path: Path) -> None:
+def test_a_finished_run_is_moved_aside_and_an_unfinished_one_resumes(tmp_path: Path) -> None:
     for _ in range(2):
         assert run(tmp_path) == 1
     (before,) = (tmp_path / "multiply").glob("seed3-before-*")

@@ -24,10 +24,10 @@ from examples.prepare import (
     HubSplit,
     Preparation,
     field,
+    load_hub_rows,
     make_splits,
     prompt_field,
     row_schema,
-    rows_on_hub,
     text_field,
 )
 from skyrl_train.dataset.files import Row, read_rows
@@ -50,7 +50,7 @@ def raw_row(n: int) -> Row:
 
 
 def write(path: Path, rows: list[Row]) -> str:
-    """Write raw rows in the format that the name says."""
+    """Write raw rows in the format of the file name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -60,8 +60,8 @@ def write(path: Path, rows: list[Row]) -> str:
     return str(path)
 
 
-def written(folder: Path) -> dict[str, list[int]]:
-    """The answers in both files of a GSM8K dataset."""
+def read_answers(folder: Path) -> dict[str, list[int]]:
+    """Return the answers in both files of a GSM8K dataset."""
     return {
         split: [int(row["reward_spec"]["ground_truth"]) for row in read_rows(str(folder / f"{split}.parquet"))]
         for split in ("train", "validation")
@@ -70,25 +70,25 @@ def written(folder: Path) -> dict[str, list[int]]:
 
 def gsm8k(folder: Path, *flags: str) -> dict[str, list[int]]:
     gsm8k_dataset.main(["--output_dir", str(folder), *flags])
-    return written(folder)
+    return read_answers(folder)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_runs_and_says_what_it_wrote(
+def test_every_script_runs_and_prints_the_files_it_wrote(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["script", "--local_dir", str(tmp_path / "new" / "data"), "--source", "sample", "--max_rows", "2"]
     monkeypatch.setattr(sys, "argv", argv)
     runpy.run_module(f"examples.{script}", run_name="__main__")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for split in ("train", "validation"):
         file = tmp_path / "new" / "data" / f"{split}.parquet"
-        assert f"Wrote 2 rows to {file}" in said
+        assert f"Wrote 2 rows to {file}" in output
         assert [row["extra_info"]["split"] for row in read_rows(str(file))] == [split] * 2
 
 
-def test_the_hub_is_the_default_and_offline_the_way_out_is_named(tmp_path: Path) -> None:
+def test_the_hub_is_the_default_source_and_alternatives_are_named_offline(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "examples.gsm8k.gsm8k_dataset", "--output_dir", str(tmp_path / "data")],
         cwd=SKYRL_TRAIN,
@@ -105,7 +105,7 @@ def test_the_hub_is_the_default_and_offline_the_way_out_is_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("script", "place"),
+    ("script", "source_name"),
     [
         ("aime.aime_dataset", "BytedTsinghua-SIA/DAPO-Math-17k:train"),
         ("livecodebench.lcb_dataset", "agentica-org/DeepCoder-Preview-Dataset/lcbv5:train"),
@@ -113,20 +113,20 @@ def test_the_hub_is_the_default_and_offline_the_way_out_is_named(tmp_path: Path)
         ("text_to_sql.text_to_sql_dataset", "xlangai/spider:train"),
     ],
 )
-def test_where_the_others_look_on_the_hub(
-    script: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_hub_names_of_the_other_scripts(
+    script: str, source_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit):
         importlib.import_module(f"examples.{script}").main(["--output_dir", str(tmp_path / "data")])
-    assert f"cannot load {place} from the Hugging Face Hub (ConnectionError: " in capsys.readouterr().err
+    assert f"cannot load {source_name} from the Hugging Face Hub (ConnectionError: " in capsys.readouterr().err
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A dataset with the files of a repository on the Hub, which its own client reads; like GSM8K, of two kinds."""
+    """A dataset folder with the file layout of the Hub, read by the Hub client, with two configurations like GSM8K."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     repository = tmp_path / "owner" / "sums"
     configs = ["---", "configs:"]
@@ -140,7 +140,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_split_and_the_configuration_of_a_dataset_on_the_hub(hub: str) -> None:
-    assert list(rows_on_hub(HubSplit(hub, "test", "other"))) == [raw_row(100), raw_row(101)]
+    assert list(load_hub_rows(HubSplit(hub, "test", "other"))) == [raw_row(100), raw_row(101)]
     preparation = Preparation(
         gsm8k_dataset.SCHEMA,
         gsm8k_dataset.dataset_row,
@@ -156,10 +156,10 @@ def test_the_split_and_the_configuration_of_a_dataset_on_the_hub(hub: str) -> No
 
 
 @pytest.mark.parametrize(("config", "split"), [(None, "train"), ("main", "validation"), ("maine", "train")])
-def test_what_a_dataset_on_the_hub_does_not_have(hub: str, config: str | None, split: str) -> None:
-    place = HubSplit(hub, split, config)
-    with pytest.raises(DataError, match=re.escape(f"cannot load {place} from")):
-        rows_on_hub(place)
+def test_a_missing_configuration_or_split_on_the_hub_is_refused(hub: str, config: str | None, split: str) -> None:
+    source_name = HubSplit(hub, split, config)
+    with pytest.raises(DataError, match=re.escape(f"cannot load {source_name} from")):
+        load_hub_rows(source_name)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
@@ -171,8 +171,8 @@ def test_a_folder_with_both_files(tmp_path: Path, suffix: str, validation: str) 
     assert answers == {"train": [1, 2, 3, 4], "validation": [5, 6]}
 
 
-def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
-    """Its parts are joined; what else lies there, or lies there twice, is not read."""
+def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
+    """Parts of a split are joined; other files and second formats are ignored."""
     for part in range(2):
         write(tmp_path / "raw" / f"train-0000{part}-of-00002.parquet", [raw_row(10 * part)])
     write(tmp_path / "raw" / "train.jsonl", [raw_row(99)])
@@ -181,8 +181,8 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
     assert gsm8k(tmp_path / "data", "--source", str(tmp_path / "raw")) == {"train": [1, 11], "validation": [6]}
 
 
-def test_part_of_a_single_file_is_held_out(tmp_path: Path) -> None:
-    """Equal prompts are on one side."""
+def test_a_single_file_is_split_for_validation(tmp_path: Path) -> None:
+    """Rows with equal prompts stay in the same split."""
     file = write(tmp_path / "raw.jsonl", [raw_row(n % 50) for n in range(100)])
     answers = gsm8k(tmp_path / "data", "--source", file)
     train, validation = (answers[split] for split in ("train", "validation"))
@@ -193,7 +193,7 @@ def test_part_of_a_single_file_is_held_out(tmp_path: Path) -> None:
     assert gsm8k(tmp_path / "other", "--source", file, "--seed", "7") != answers
 
 
-def test_no_more_than_500_tasks_are_held_out(tmp_path: Path) -> None:
+def test_at_most_500_tasks_are_held_out(tmp_path: Path) -> None:
     file = write(tmp_path / "raw.jsonl", [raw_row(n) for n in range(3000)])
     answers = gsm8k(tmp_path / "data", "--source", file)
     assert (len(answers["train"]), len(answers["validation"])) == (2500, 500)
@@ -213,7 +213,7 @@ def test_max_rows_draws_from_each_file_and_keeps_the_order(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--source", "nowhere"], "--source=nowhere is no file and no folder; use hub, sample, or a path"),
+        (["--source", "nowhere"], "--source=nowhere is neither a file nor a folder; use hub, sample, or a path"),
         (["--source", "{raw}/rows.csv"], "rows.csv must end in one of .parquet, .jsonl, .json"),
         (["--source", "{raw}/empty"], "empty has no train.parquet, train.jsonl or train.json"),
         (["--source", "{raw}/none.jsonl"], "none.jsonl has no rows for train.parquet"),
@@ -226,7 +226,7 @@ def test_max_rows_draws_from_each_file_and_keeps_the_order(tmp_path: Path) -> No
         (["--source", "sample", "--max_rows", "x"], "argument --max_rows: invalid int value: 'x'"),
     ],
 )
-def test_what_cannot_work_is_named_and_nothing_is_written(
+def test_mistakes_are_reported_and_no_files_are_written(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = tmp_path / "raw"
@@ -245,30 +245,32 @@ def test_what_cannot_work_is_named_and_nothing_is_written(
     assert not (tmp_path / "data").exists()
 
 
-def test_a_dataset_that_is_not_on_the_hub_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_that_is_not_on_the_hub_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         multiply_dataset.main(["--output_dir", str(tmp_path), "--source", "hub"])
     assert "--source=hub: this dataset is not on the Hub; use --source sample" in capsys.readouterr().err
 
 
-def test_files_appear_when_both_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full at the second file leaves the old files, and no halves of new ones."""
+def test_both_files_are_replaced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up during the second file leaves the old files and no partial ones."""
     before = gsm8k(tmp_path, "--source", "sample", "--max_rows", "3")
     write_table: Callable[..., None] = module.pq.write_table
 
-    def full(table: Any, path: Path) -> None:
+    def write_to_full_disk(table: Any, path: Path) -> None:
         write_table(table, path)
         if "validation" in path.name:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.pq, "write_table", full)
+    monkeypatch.setattr(module.pq, "write_table", write_to_full_disk)
     with pytest.raises(SystemExit):
         gsm8k(tmp_path, "--source", "sample", "--max_rows", "3", "--seed", "7")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.parquet", "validation.parquet"]
-    assert written(tmp_path) == before
+    assert read_answers(tmp_path) == before
 
 
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_the_name_of_an_output_file_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.parquet").mkdir()
     with pytest.raises(SystemExit):
         gsm8k(tmp_path, "--source", "sample")
@@ -283,7 +285,7 @@ def test_the_columns_are_those_of_skyrl() -> None:
     assert [inner.name for inner in schema.field("extra_info").type] == ["split", "index"]
 
 
-def test_fields_of_raw_rows() -> None:
+def test_fields_of_raw_rows_are_checked() -> None:
     raw: Row = {"text": "a", "number": 0, "nothing": None, "flag": True}
     assert (field(raw, "text", str), field(raw, "number", int)) == ("a", 0)
     assert (text_field(raw, "text"), text_field(raw, "number")) == ("a", "0")
@@ -296,18 +298,18 @@ def test_fields_of_raw_rows() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["What?", [], ["What?"], [{"role": "user"}], [{"role": "user", "content": 3}]])
-def test_a_prompt_is_a_list_of_messages(prompt: Any) -> None:
+def test_a_prompt_must_be_a_list_of_messages(prompt: Any) -> None:
     with pytest.raises(DataError):
         prompt_field({"prompt": prompt})
 
 
-def test_a_prompt_keeps_roles_and_texts_only() -> None:
+def test_only_roles_and_contents_of_a_prompt_are_kept() -> None:
     prompt = [{"content": "What?", "role": "user", "tool_calls": None}]
     assert prompt_field({"prompt": prompt}) == [{"role": "user", "content": "What?"}]
 
 
-def test_held_out_tasks_do_not_depend_on_the_order_of_a_set() -> None:
-    """Texts have other hashes in each process; what is drawn must not."""
+def test_held_out_tasks_do_not_depend_on_hash_order() -> None:
+    """String hashes differ between processes, and the sample must not."""
     preparation = Preparation(gsm8k_dataset.SCHEMA, gsm8k_dataset.dataset_row, gsm8k_dataset.sample)
     rows = [gsm8k_dataset.dataset_row(raw_row(n), "train", n) for n in range(20)]
     chosen = module.hold_out(preparation, rows, "x", seed=3)["validation"]

@@ -1,4 +1,4 @@
-"""What the READMEs of the examples tell one to type is there and accepted. Those of the algorithms have tests too."""
+"""The commands in the READMEs of the examples are valid. The READMEs of the algorithms have separate tests."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ SETTINGS = {
 }
 
 RECORDER = """#!/usr/bin/env bash
-# Stands for Python: prints the command line, one word a line.
+# Replaces Python and prints the command line, one word per line.
 printf '%s\\n' "$@"
 """
 
 
 def commands(readme: Path) -> Iterator[tuple[list[str], str]]:
-    """The words of every command in a README, as the shell makes them of what is written, and the comment behind it."""
+    """Yield the words of each command in a README after shell expansion, and its trailing comment."""
     for block in re.findall(r"```bash\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if words := shlex.split(os.path.expandvars(line.replace(" ~/", " $HOME/")), comments=True):
@@ -52,7 +52,7 @@ def commands(readme: Path) -> Iterator[tuple[list[str], str]]:
 
 
 def modules(readme: Path) -> Iterator[tuple[str, list[str], str]]:
-    """The modules that it runs, their arguments, and the comments."""
+    """Yield the modules that a README runs, with their arguments and comments."""
     for words, comment in commands(readme):
         if words[:2] == ["python", "-m"]:
             yield words[2], words[3:], comment
@@ -70,23 +70,23 @@ def test_every_example_has_a_readme(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_its_training_commands_are_accepted(readme: Path) -> None:
+def test_training_commands_are_accepted(readme: Path) -> None:
     training = [argv for module, argv, _ in modules(readme) if module == MAIN]
-    assert len(training) == (0 if readme.parent.name == "gsm8k" else 1)  # which has a script
+    assert len(training) == (0 if readme.parent.name == "gsm8k" else 1)  # gsm8k has a script
     for argv in training:
         assert find_warnings(parse_cli(argv)) == []
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_its_data_can_be_made_and_played(
+def test_the_data_can_be_prepared_and_played(
     readme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What needs the Hub says so, and fails there and not before."""
+    """Commands that need the Hub fail only because the Hub is offline."""
     for module in ("datasets.config", "huggingface_hub.constants"):
         monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
-    making = [words for words in modules(readme) if words[0].endswith("_dataset")]
-    assert any("needs the Hub" not in comment for *_, comment in making)
-    for module, argv, comment in making:
+    prepare_commands = [words for words in modules(readme) if words[0].endswith("_dataset")]
+    assert any("needs the Hub" not in comment for *_, comment in prepare_commands)
+    for module, argv, comment in prepare_commands:
         make = importlib.import_module(module).main
         if "needs the Hub" not in comment:
             make(argv)
@@ -101,7 +101,7 @@ def test_its_data_can_be_made_and_played(
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_what_else_it_runs_is_there(readme: Path) -> None:
+def test_all_modules_and_scripts_exist(readme: Path) -> None:
     for module, *_ in modules(readme):
         assert importlib.util.find_spec(module) is not None
     for words, _ in commands(readme):
@@ -110,7 +110,7 @@ def test_what_else_it_runs_is_there(readme: Path) -> None:
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_every_key_exists(readme: Path) -> None:
+def test_configuration_keys_exist(readme: Path) -> None:
     text = readme.read_text(encoding="utf-8")
     unknown = (
         set(KEY.findall(text)) - set(FIELDS) - {"generator.reward_weights.legal", "generator.reward_weights.outcome"}
@@ -124,12 +124,12 @@ def test_every_key_exists(readme: Path) -> None:
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_its_links_lead_somewhere(readme: Path) -> None:
+def test_links_have_targets(readme: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
     assert not [link for link in links if "://" not in link and not (readme.parent / link).exists()]
 
 
-def test_the_script_of_gsm8k_trains_on_what_it_has_made(tmp_path: Path) -> None:
+def test_the_script_of_gsm8k_prepares_data_and_trains_on_it(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(RECORDER)
     python.chmod(0o755)
@@ -137,13 +137,13 @@ def test_the_script_of_gsm8k_trains_on_what_it_has_made(tmp_path: Path) -> None:
     def run(*overrides: str, **variables: str) -> list[list[str]]:
         command = ["bash", "examples/gsm8k/run_gsm8k.sh", *overrides]
         environment = os.environ | {"PYTHON": str(python), "DATA_DIR": str(tmp_path / "data")} | variables
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        return [part.splitlines() for part in said.split("-m\n")[1:]]
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        return [part.splitlines() for part in output.split("-m\n")[1:]]
 
-    making, training = run(SOURCE="sample")
-    assert making == ["examples.gsm8k.gsm8k_dataset", "--output_dir", str(tmp_path / "data"), "--source", "sample"]
+    preparing, training = run(SOURCE="sample")
+    assert preparing == ["examples.gsm8k.gsm8k_dataset", "--output_dir", str(tmp_path / "data"), "--source", "sample"]
     assert training[0] == MAIN
-    importlib.import_module(making[0]).main(making[1:])
+    importlib.import_module(preparing[0]).main(preparing[1:])
     (training,) = run("trainer.epochs=3", "trainer.algorithm.use_kl_loss=false")
     cfg = parse_cli(training[1:])
     assert find_warnings(cfg) == []

@@ -1,4 +1,4 @@
-"""Rollouts with the real engine: a stage on which environments are played, and a record of what was asked of it."""
+"""A stage for rollouts with the real engine, and a record of its requests and results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from skyrl_train.types import Message, PromptRow, Trajectory, TrajectoryID
 
 
 class RecordedEngine(HFEngine):
-    """The engine, with a list of what it was asked and what it answered."""
+    """The engine, with a record of its requests and results."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,17 +33,17 @@ class RecordedEngine(HFEngine):
         self.ended: list[str] = []
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        asked = copy.deepcopy(list(requests))
+        recorded = copy.deepcopy(list(requests))
         results = await super().generate(requests)
-        self.exchanges += zip(asked, results, strict=True)
+        self.exchanges += zip(recorded, results, strict=True)
         return results
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
-        asked = copy.deepcopy(request)
+        recorded = copy.deepcopy(request)
         async with aclosing(super().stream(request)) as chunks:
             async for chunk in chunks:
                 if chunk.result is not None:
-                    self.exchanges.append((asked, chunk.result))
+                    self.exchanges.append((recorded, chunk.result))
                 yield chunk
 
     async def end_session(self, session_id: str) -> None:
@@ -51,13 +51,13 @@ class RecordedEngine(HFEngine):
         await super().end_session(session_id)
 
     def session(self, session_id: str) -> list[tuple[EngineRequest, EngineResult]]:
-        """The exchanges of one attempt at a rollout, in order."""
+        """Return the exchanges of one attempt at a rollout, in order."""
         return [(request, result) for request, result in self.exchanges if request.session_id == session_id]
 
 
 @dataclass
 class Stage:
-    """A generator, the engine it plays with, and how it samples."""
+    """A generator, its engine, and the sampling parameters."""
 
     generator: SkyRLGymGenerator
     engine: RecordedEngine
@@ -72,14 +72,14 @@ MakeStage = Callable[..., Stage]
 
 
 def story(uid: str, repetition: int = 0, *, env_class: str | None = "story", **extras: Any) -> RolloutRequest:
-    """A rollout of the story environment; `extras` are the row's other columns."""
+    """Return a rollout request of the story environment; `extras` are further columns of the row."""
     prompt = [Message(role="system", content="Go on."), Message(role="user", content=f"Story {uid}")]
     return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, prompt, env_class or "story", extras))
 
 
 @pytest.fixture
 def journal() -> Iterator[Journal]:
-    """Registers the story environment and keeps its journal."""
+    """Register the story environment and return its journal."""
     journal = Journal()
     skyrl_gym.register("story", functools.partial(StoryEnv, journal))
     yield journal
@@ -88,7 +88,7 @@ def journal() -> Iterator[Journal]:
 
 @pytest.fixture(scope="session")
 def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The tiny model, made to end every other turn: with random weights it would hardly ever."""
+    """The tiny model, biased to end every other turn; with random weights it hardly ever would."""
     model = copy.deepcopy(tiny_model)
     model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= 4
     return model
@@ -98,7 +98,7 @@ def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase)
 async def make_stage(
     talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, journal: Journal
 ) -> AsyncIterator[MakeStage]:
-    """Makes stages, of `talker` by default; other arguments are keys of `generator` and `skyrl_gym`."""
+    """Create stages, by default with `talker`; other arguments are keys of `generator` and `skyrl_gym`."""
     stages: list[Stage] = []
 
     def make(skyrl_gym: dict[str, Any] | None = None, model: PreTrainedModel = talker, **generator: Any) -> Stage:
@@ -108,8 +108,8 @@ async def make_stage(
         engine = RecordedEngine(
             model, tiny_tokenizer, max_num_seqs=16, max_num_batched_tokens=512, max_cache_bytes=2**24
         )
-        played_by = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tiny_tokenizer)
-        stages.append(Stage(played_by, engine, ChatEncoder(tiny_tokenizer)))
+        gym_generator = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tiny_tokenizer)
+        stages.append(Stage(gym_generator, engine, ChatEncoder(tiny_tokenizer)))
         return stages[-1]
 
     yield make

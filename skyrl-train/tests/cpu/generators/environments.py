@@ -1,4 +1,4 @@
-"""Environments that are played, and fail, on request of their dataset row."""
+"""The story environment, whose dataset row can make it fail."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ METHODS = ("make", "init", "step", "get_metrics", "close")
 
 @dataclass
 class Journal:
-    """What happened to the environments of a test."""
+    """A record of the environments of a test."""
 
     made: list[StoryEnv] = field(default_factory=list)
     closed: list[StoryEnv] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
-    do: dict[str, Callable[[], object]] = field(default_factory=dict)  # by method, before it does anything else
+    do: dict[str, Callable[[], object]] = field(default_factory=dict)  # hooks by method, called first
 
     def open_environments(self) -> list[StoryEnv]:
         return [env for env in self.made if self.closed.count(env) != 1]
 
 
 class StoryEnv(BaseTextEnv):
-    """Asks `n_turns` times to go on. Turn k is worth k / 4.
+    """An environment that asks `n_turns` times to go on; turn k has a reward of k / 4.
 
-    A row may say which method `fails` and what it `returns` instead.
+    The row may name a method that `fails`, and the values that methods `returns` instead.
     """
 
     def __init__(self, journal: Journal, env_config: dict[str, Any], extras: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Environments that fail as their dataset row says, importable by worker processes."""
+"""Environments that fail as specified by their dataset row; worker processes can import them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ HANGS = ("spin", "sleep", "lock")
 DEATHS = ("segfault", "os_exit", "sigkill")
 METHODS = ("make", "init", "step", "get_metrics", "close")
 RELEASED = threading.Event()
-"""Ends all hangs in this process. Hangs in worker processes never end."""
+"""Event that ends all hangs in this process. Hangs in worker processes never end."""
 
 
 class FaultyEnv(BaseTextEnv):
-    """Three turns. `fault` happens in method `where`, in turn `turn` if that is `step`."""
+    """An environment of three turns; `fault` occurs in method `where`, for `step` in turn `turn`."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class FaultyEnv(BaseTextEnv):
     def _fault(self, method: str) -> Any:
         if self.extras.get("where") != method:
             return None
-        return commit(self.extras.get("fault", ""), self.leaks, self.extras.get("pids", os.devnull))
+        return trigger(self.extras.get("fault", ""), self.leaks, self.extras.get("pids", os.devnull))
 
 
 class FaultyAsyncEnv(FaultyEnv):
-    """The same, with methods that are awaited."""
+    """A `FaultyEnv` with async methods."""
 
     async def init_async(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         await self._hang("init")
@@ -81,7 +81,7 @@ class FaultyAsyncEnv(FaultyEnv):
 
 
 class AwaitedEnv(BaseTextEnv):
-    """Two turns, with nothing but methods that are awaited; they share an event loop."""
+    """An environment of two turns with async methods only, which share an event loop."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
@@ -102,26 +102,26 @@ class AwaitedEnv(BaseTextEnv):
         assert asyncio.get_running_loop() is self.loop
 
 
-def hang(how: str) -> None:
+def hang_until_released(kind: str) -> None:
     """Block until RELEASED is set."""
-    if how == "lock":
+    if kind == "lock":
         RELEASED.wait()
     while not RELEASED.is_set():
-        if how == "sleep":
+        if kind == "sleep":
             time.sleep(0.05)
 
 
-def die(how: str) -> None:
-    """Take the process along."""
-    if how == "segfault":
+def kill_process(kind: str) -> None:
+    """End the whole process."""
+    if kind == "segfault":
         ctypes.string_at(0)
-    if how == "os_exit":
+    if kind == "os_exit":
         os._exit(7)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def commit(fault: str, leaks: list[Any], pids: str) -> Any:
-    """Do what `fault` says; what is returned takes the place of an answer. The file `pids` names what it starts."""
+def trigger(fault: str, leaks: list[Any], pids: str) -> Any:
+    """Trigger a fault; return its invalid result, if any. PIDs of leaked processes are appended to the file `pids`."""
     if fault == "raise":
         raise RuntimeError("no")
     if fault == "exit":
@@ -131,9 +131,9 @@ def commit(fault: str, leaks: list[Any], pids: str) -> Any:
     if fault == "nap":
         time.sleep(0.5)
     if fault in HANGS:
-        hang(fault)
+        hang_until_released(fault)
     if fault in DEATHS:
-        die(fault)
+        kill_process(fault)
     if fault == "leak":
         leaks.append(open(os.devnull))  # noqa: SIM115
         leaks.append(subprocess.Popen(["sleep", "1000"]))

@@ -1,4 +1,4 @@
-"""The parallel-list view of rollouts, there and back."""
+"""The parallel-list view of rollouts, in both directions."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ def segments(draw: st.DrawFn) -> Segment:
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    """Everything but `greedy_reward`, which no generator knows."""
+    """Generate trajectories without `greedy_reward`, which no generator sets."""
     extras = draw(st.dictionaries(st.sampled_from(["data_source", "index"]), st.sampled_from(["x", "y"])))
-    found = draw(st.lists(segments(), min_size=1, max_size=3))
+    rows = draw(st.lists(segments(), min_size=1, max_size=3))
     error = draw(st.none() | st.sampled_from(["it broke", "it hung"]))
-    if error is not None:  # rewards of an invalid trajectory are read by nothing, and do not cross over
-        found = [replace(segment, rewards=[0.0] * len(segment.rewards)) for segment in found]
+    if error is not None:  # rewards of an invalid trajectory are unused and not part of the view
+        rows = [replace(segment, rewards=[0.0] * len(segment.rewards)) for segment in rows]
     return Trajectory(
         id=TrajectoryID(draw(st.text(min_size=1, max_size=3)), draw(st.integers(0, 9)), draw(st.integers(0, 99))),
         env_class=draw(st.sampled_from(["guess", "catch"])),
         data_source=extras.get("data_source", "unknown"),
-        segments=tuple(found),
+        segments=tuple(rows),
         stop_reason=draw(st.sampled_from(["stop", "length", "env_error"])),
         error=error,
         env_metrics=draw(st.dictionaries(st.sampled_from("mn"), st.integers())),
@@ -91,14 +91,14 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 @settings(max_examples=60)
 @given(st.lists(trajectories(), max_size=4))
-def test_trajectories_survive_the_parallel_list_view(many: list[Trajectory]) -> None:
-    requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in many]
+def test_trajectories_survive_the_parallel_list_view(drawn: list[Trajectory]) -> None:
+    requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in drawn]
     input_batch = to_generator_input(requests, SAMPLING, BatchMetadata(1, "train"))
     assert to_requests(input_batch) == requests
-    assert to_trajectories(to_generator_output(many), input_batch) == many
+    assert to_trajectories(to_generator_output(drawn), input_batch) == drawn
 
 
-def test_the_input_view_has_skyrls_fields() -> None:
+def test_the_input_view_has_the_fields_of_skyrl() -> None:
     assert two_prompts() == {
         "prompts": [[{"role": "user", "content": "What is a?"}], [{"role": "user", "content": "What is b?"}]],
         "env_classes": ["guess", "guess"],
@@ -126,16 +126,16 @@ def test_the_input_view_has_skyrls_fields() -> None:
 
 
 @pytest.mark.parametrize("reward", [1, 1.0, True])
-def test_one_reward_for_the_response_stands_on_its_last_token(reward: float) -> None:
+def test_a_single_reward_is_put_on_the_last_token(reward: float) -> None:
     first, second = to_trajectories(two_answers(rewards=[reward, None]), two_prompts())
     assert first.rewards == [0.0, 1.0]
     assert (second.is_valid, second.error) == (False, "stop")
 
 
-def test_one_reward_for_the_response_stands_on_a_token_that_is_trained() -> None:
+def test_a_single_reward_is_put_on_the_last_trained_token() -> None:
     first, second = to_trajectories(two_answers(rewards=[1.0, 2.0], loss_masks=[[1, 0], [0]]), two_prompts())
     assert first.rewards == [1.0, 0.0]
-    assert second.rewards == [2.0], "nothing is trained, and the reward still counts in its group"
+    assert second.rewards == [2.0], "without trained tokens the reward still counts in its group"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_one_reward_for_the_response_stands_on_a_token_that_is_trained() -> None
         ({"rewards": [[1.0, math.nan], 0.5]}, r"rewards\[0\]=\[1\.0, nan\] are not all finite"),
     ],
 )  # fmt: skip
-def test_lists_that_do_not_fit_are_named_with_what_was_expected(changes: dict[str, Any], message: str) -> None:
+def test_lists_of_wrong_lengths_or_values_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         to_trajectories(two_answers(**changes), two_prompts())
 
@@ -173,7 +173,7 @@ async def test_a_generator_only_has_to_implement_generate() -> None:
     assert (second.id, second.env_class, second.data_source) == (TrajectoryID("a", 1), "unknown", "birds")
 
 
-def test_requests_name_an_environment_and_repeat_prompts_side_by_side() -> None:
+def test_requests_name_an_environment_and_repeat_each_prompt() -> None:
     rows = [PromptRow("0", [], None, {}), PromptRow("1", [], "catch", {})]
     requests = rollout_requests([DrawnPrompt(7, rows[0]), DrawnPrompt(8, rows[1])], 2, "gsm8k")
     assert [request.id.to_string() for request in requests] == ["0_0", "0_1", "1_0", "1_1"]
@@ -182,7 +182,7 @@ def test_requests_name_an_environment_and_repeat_prompts_side_by_side() -> None:
     assert rows[0].env_class is None
 
 
-def test_the_randomness_of_a_turn_follows_from_what_it_is() -> None:
+def test_the_seed_of_a_turn_depends_on_trajectory_id_and_turn() -> None:
     id = TrajectoryID("0", 0, draw=5)
     first = request_seed(1, id, 0)
     others = [
@@ -203,8 +203,8 @@ def test_log_probs_may_be_missing() -> None:
     assert to_generator_output([first])["rollout_logprobs"] is None
 
 
-def test_what_no_longer_fits_a_shortened_response_is_left_out() -> None:
-    """A `generate` that was written for SkyRL shortens the lists that it knows."""
+def test_fields_that_no_longer_fit_a_shortened_response_are_dropped() -> None:
+    """A `generate` written for SkyRL shortens only the lists of SkyRL."""
     turn = Turn(0, 2, 3, 1.0, "stop")
     long = make_trajectory("a", [0, 1], turns=(turn,), sampling_logprobs=[-1.0, -1.0])
     output = to_generator_output([long, make_trajectory("b", turns=(replace(turn, end=1),))])
@@ -219,7 +219,7 @@ def test_what_no_longer_fits_a_shortened_response_is_left_out() -> None:
     "sampling",
     [SAMPLING, SamplingParams(9, min_new_tokens=2, top_k=5, stop_token_ids=(1, 2), ignore_eos=True, min_p=0.5)],
 )
-def test_sampling_parameters_survive_skyrls_names(sampling: SamplingParams) -> None:
+def test_sampling_parameters_survive_a_round_trip_through_the_names_of_skyrl(sampling: SamplingParams) -> None:
     assert to_sampling(to_sampling_params(sampling), None) == sampling
 
 
@@ -236,7 +236,9 @@ CONFIGURED = load_config({"generator": {"sampling_params": {"max_generate_length
         ({"temperature": 0.0}, SamplingParams(7, temperature=0.0)),
     ],
 )
-def test_sampling_parameters_under_any_of_their_names(params: dict[str, Any] | None, expected: SamplingParams) -> None:
+def test_sampling_parameters_are_read_under_any_of_their_names(
+    params: dict[str, Any] | None, expected: SamplingParams
+) -> None:
     assert to_sampling(params, CONFIGURED) == expected
 
 
@@ -254,8 +256,8 @@ def test_other_sampling_parameters_are_refused(params: dict[str, Any] | None, me
         to_sampling(params, None)
 
 
-class Played(GeneratorInterface):
-    """Plays by `rollout`, and notes the calls."""
+class RecordingGenerator(GeneratorInterface):
+    """A generator that implements `rollout` and records its calls."""
 
     def __init__(self) -> None:
         self.generator_cfg = CONFIGURED
@@ -270,8 +272,8 @@ class Played(GeneratorInterface):
         return [replace(make_trajectory("x", [1.0], turns=(turn,), n_attempts=2), id=r.id) for r in requests]
 
 
-class Doubled(Played):
-    """A SkyRL user's `generate`."""
+class DoublingGenerator(RecordingGenerator):
+    """A user-defined `generate` in the style of SkyRL."""
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         output = await super().generate(input_batch)
@@ -280,8 +282,8 @@ class Doubled(Played):
         return output
 
 
-async def test_generate_may_be_called_without_what_only_a_trainer_knows() -> None:
-    played = Played()
+async def test_generate_accepts_a_batch_without_trainer_fields() -> None:
+    played = RecordingGenerator()
     prompts = [[Message(role="user", content="?")]] * 2
     batch = GeneratorInput(
         prompts=prompts, env_classes=["guess"] * 2, env_extras=None, sampling_params=None, trajectory_ids=None
@@ -296,20 +298,24 @@ async def test_generate_may_be_called_without_what_only_a_trainer_knows() -> Non
 
 
 async def test_the_most_derived_override_decides() -> None:
-    doubled = Doubled()
+    doubled = DoublingGenerator()
     (t,) = await play(doubled, [request("a")], SAMPLING, BatchMetadata(3, "train"))
     assert (t.rewards, t.weight_versions, t.n_attempts) == ([2.0], [4], 2)
     ((requests, sampling, metadata),) = doubled.calls
     assert (requests, sampling, metadata) == ([request("a")], SAMPLING, BatchMetadata(3, "train"))
 
-    class Again(Doubled):
+    class Again(DoublingGenerator):
         async def rollout(self, *arguments: Any) -> list[Trajectory]:
-            played = await super().rollout(*arguments)  # of `Played`: a `generate` in between is not asked
+            played = await super().rollout(
+                *arguments
+            )  # of `RecordingGenerator`; `DoublingGenerator.generate` is bypassed
             return [replace(t, segments=(make_segment([t.total_reward + 0.5]),)) for t in played]
 
     (t,) = await play(Again(), [request("a")], SAMPLING, BatchMetadata(3, "train"))
     assert t.rewards == [1.5]
-    assert (await Again().generate(two_prompts()))["rewards"] == [[3.0], [3.0]], "twice what is played"
+    assert (await Again().generate(two_prompts()))["rewards"] == [[3.0], [3.0]], (
+        "`generate` doubles the rewards of `rollout`"
+    )
 
 
 async def test_an_override_may_be_mixed_in() -> None:
@@ -318,22 +324,22 @@ async def test_an_override_may_be_mixed_in() -> None:
             output = await super().generate(input_batch)
             return {**output, "rewards": [3.0 for _ in output["rewards"]]}
 
-    class Mixed(Tripled, Played):
+    class Mixed(Tripled, RecordingGenerator):
         pass
 
     (t,) = await play(Mixed(), [request("a")], SAMPLING, BatchMetadata(3, "train"))
     assert t.rewards == [3.0]
 
 
-async def test_metrics_of_a_generate_are_averaged_over_its_calls_and_taken_once() -> None:
-    doubled = Doubled()
+async def test_metrics_of_generate_are_averaged_over_calls_and_returned_once() -> None:
+    doubled = DoublingGenerator()
     for n in (1, 2):
         await play(doubled, [request("a", i) for i in range(n)], SAMPLING, BatchMetadata(3, "train"))
     assert doubled.take_metrics() == {"mine": 1.5}
     assert doubled.take_metrics() == {}
 
 
-async def test_one_of_the_two_has_to_be_there() -> None:
+async def test_a_generator_without_generate_and_rollout_is_refused() -> None:
     class Nothing(GeneratorInterface):
         pass
 

@@ -1,4 +1,4 @@
-"""Conversations joined turn by turn are, token for token, what the chat template makes of the whole."""
+"""Conversations joined turn by turn equal the chat template applied to the whole, token for token."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ SPECIAL_TOKENS += ["<|start_header_id|>", "<|end_header_id|>"]
 
 @pytest.fixture(scope="module")
 def tokenizers(tiny_tokenizer: PreTrainedTokenizerBase) -> dict[str, PreTrainedTokenizerBase]:
-    """The tiny tokenizer under each template."""
-    made = {}
+    """The tiny tokenizer with each template."""
+    tokenizers_by_name = {}
     for name, (template, eos_token) in TEMPLATES.items():
-        made[name] = copy.deepcopy(tiny_tokenizer)
-        made[name].add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
-        made[name].eos_token = eos_token
-        made[name].chat_template = template
-    return made
+        tokenizers_by_name[name] = copy.deepcopy(tiny_tokenizer)
+        tokenizers_by_name[name].add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
+        tokenizers_by_name[name].eos_token = eos_token
+        tokenizers_by_name[name].chat_template = template
+    return tokenizers_by_name
 
 
 def user(content: str) -> Message:
@@ -68,23 +68,23 @@ def assistant(content: str) -> Message:
     return Message(role="assistant", content=content)
 
 
-def whole(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 contents = st.text("ab1 \n", max_size=12)
-replies = contents.map(str.strip).filter(bool)  # templates that trim would change others
+replies = contents.map(str.strip).filter(bool)  # templates that trim would change other replies
 
 
-@pytest.mark.parametrize("ends_itself", [True, False], ids=["sampled its end", "was cut"])
+@pytest.mark.parametrize("ends_with_eos", [True, False], ids=["ended with EOS", "truncated"])
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=40)
 @given(question=contents, turns=st.lists(st.tuples(replies, contents), min_size=1, max_size=3))
-def test_joined_turns_are_the_template_of_the_whole_conversation(
+def test_joined_turns_equal_the_rendered_conversation(
     tokenizers: dict[str, PreTrainedTokenizerBase],
     name: str,
-    ends_itself: bool,
+    ends_with_eos: bool,
     question: str,
     turns: list[tuple[str, str]],
 ) -> None:
@@ -92,17 +92,17 @@ def test_joined_turns_are_the_template_of_the_whole_conversation(
     chat = ChatEncoder(tokenizer)
     messages = [user(question)]
     token_ids = chat.prompt_ids(messages)
-    assert token_ids == whole(tokenizer, messages)
+    assert token_ids == render(tokenizer, messages)
     for reply, observation in turns:
         token_ids += tokenizer(reply, add_special_tokens=False)["input_ids"]
-        token_ids += [tokenizer.eos_token_id] if ends_itself else []
+        token_ids += [tokenizer.eos_token_id] if ends_with_eos else []
         token_ids += chat.observation_ids([user(observation)], token_ids[-1])
         messages += [assistant(reply), user(observation)]
-        assert token_ids == whole(tokenizer, messages)
+        assert token_ids == render(tokenizer, messages)
 
 
 @pytest.mark.parametrize("name", ["chatml", "chatml with a default system message", "llama 3"])
-def test_a_system_message_stands_at_the_front_and_is_not_repeated(
+def test_a_system_message_is_rendered_once_at_the_front(
     tokenizers: dict[str, PreTrainedTokenizerBase], name: str
 ) -> None:
     tokenizer = tokenizers[name]
@@ -110,7 +110,7 @@ def test_a_system_message_stands_at_the_front_and_is_not_repeated(
     start = [Message(role="system", content="You play."), user("one")]
     token_ids = [*chat.prompt_ids(start), *tokenizer("two", add_special_tokens=False)["input_ids"]]
     token_ids += chat.observation_ids([user("three")], token_ids[-1])
-    assert token_ids == whole(tokenizer, [*start, assistant("two"), user("three")])
+    assert token_ids == render(tokenizer, [*start, assistant("two"), user("three")])
 
 
 @pytest.mark.parametrize("observations", [[], [user("a"), user("b")], [Message(role="tool", content="4")]])
@@ -118,10 +118,10 @@ def test_any_number_of_observations(tiny_tokenizer: PreTrainedTokenizerBase, obs
     chat = ChatEncoder(tiny_tokenizer)
     reply = tiny_tokenizer("L", add_special_tokens=False)["input_ids"]
     token_ids = [*chat.prompt_ids([user("?")]), *reply, *chat.observation_ids(observations, reply[-1])]
-    assert token_ids == whole(tiny_tokenizer, [user("?"), assistant("L"), *observations])
+    assert token_ids == render(tiny_tokenizer, [user("?"), assistant("L"), *observations])
 
 
-def test_an_end_token_after_a_space_is_not_doubled(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_an_eos_token_after_a_space_is_not_doubled(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     tokenizer = copy.deepcopy(tokenizers["mistral"])
     tokenizer.chat_template = TEMPLATES["mistral"][0].replace("m['content'] + '</s>'", "m['content'] + ' </s>'")
     chat = ChatEncoder(tokenizer)
@@ -130,8 +130,10 @@ def test_an_end_token_after_a_space_is_not_doubled(tokenizers: dict[str, PreTrai
 
 
 @pytest.mark.parametrize("content", ["<|im_end|>", "L", "\n"])
-def test_what_an_observation_says_does_not_end_the_turn(tiny_tokenizer: PreTrainedTokenizerBase, content: str) -> None:
-    """The last sampled token may occur in the observation too."""
+def test_the_content_of_an_observation_does_not_end_the_turn(
+    tiny_tokenizer: PreTrainedTokenizerBase, content: str
+) -> None:
+    """The last sampled token may also occur in the observation."""
     chat = ChatEncoder(tiny_tokenizer)
     for token_id in tiny_tokenizer(content + "L\n", add_special_tokens=False)["input_ids"]:
         joined = chat.decode_all([token_id, *chat.observation_ids([user(content)], token_id)])
@@ -140,7 +142,7 @@ def test_what_an_observation_says_does_not_end_the_turn(tiny_tokenizer: PreTrain
         assert joined == f"{sampled}{turn_end}\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_other_keys_of_an_observation_reach_the_template(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_other_keys_of_an_observation_are_passed_to_the_template(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = CHATML.replace("message['content']", "message.get('name', '') + message['content']")
     chat = ChatEncoder(tokenizer)
@@ -149,7 +151,7 @@ def test_other_keys_of_an_observation_reach_the_template(tiny_tokenizer: PreTrai
     assert "tool\n4<" in chat.decode_all(chat.observation_ids([plain], -1))
 
 
-def test_the_caller_may_change_what_it_got(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_returned_token_ids_are_copies(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     chat = ChatEncoder(tiny_tokenizer)
     first = chat.observation_ids([user("a")], -1)
     expected = list(first)
@@ -157,22 +159,22 @@ def test_the_caller_may_change_what_it_got(tiny_tokenizer: PreTrainedTokenizerBa
     assert chat.observation_ids([user("a")], -1) == expected
 
 
-def test_what_is_remembered_has_a_limit_in_tokens(
+def test_the_cache_has_a_limit_in_tokens(
     tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[str] = []
 
-    class Counting(ChatEncoder):
+    class CountingEncoder(ChatEncoder):
         def _render(self, messages: Messages) -> str:
             rendered.append(messages[-1]["content"])
             return super()._render(messages)
 
-    chat = Counting(tiny_tokenizer)
+    chat = CountingEncoder(tiny_tokenizer)
     n_tokens = len(chat.prompt_ids([user("a")]))
     monkeypatch.setattr(chat_template, "CACHED_TOKENS", 2 * n_tokens)
     rendered.clear()
-    for content in "aabacba":  # c pushes b out: a was asked for after it
-        assert chat.prompt_ids([user(content)]) == whole(tiny_tokenizer, [user(content)])
+    for content in "aabacba":  # c evicts b, because a was used more recently
+        assert chat.prompt_ids([user(content)]) == render(tiny_tokenizer, [user(content)])
     assert rendered == ["b", "c", "b", "a"]
 
 

@@ -1,4 +1,4 @@
-"""Ways to keep a conversation, in the real loop with the real engine."""
+"""Conversation modes, in the real agent loop with the real engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prompts(stage: Stage) -> list[list[int]]:
 # -- one assistant message
 
 
-async def test_turns_of_a_single_message_are_joined_by_plain_text(make_stage: MakeStage) -> None:
+async def test_turns_of_a_single_message_are_joined_without_a_template(make_stage: MakeStage) -> None:
     stage = make_stage(use_conversation_multi_turn=False)
     stage.sampling = replace(stage.sampling, max_new_tokens=25)
     n_turns = 9
@@ -66,16 +66,16 @@ async def test_turns_of_a_single_message_are_joined_by_plain_text(make_stage: Ma
             observation = stage.chat.encode(f"And then? ({k} of {n_turns})")
             expected += observation
             mask += [0] * len(observation)
-    assert any(turn[-1] == eos for turn in turns[:-1]), "a turn ended by itself, so that its end was taken away"
+    assert any(turn[-1] == eos for turn in turns[:-1]), "no turn sampled the EOS token that is removed between turns"
     assert (t.response_ids, t.loss_mask) == (expected, mask)
     assert [turn.reward for turn in t.turns] == [k / 4 for k in range(1, n_turns + 1)]
     assert t.total_reward == sum(range(1, n_turns + 1)) / 4
 
 
-# -- step-wise
+# -- step-wise rows
 
 
-async def test_each_turn_is_a_row_with_the_history_before_it(make_stage: MakeStage) -> None:
+async def test_step_wise_turns_are_rows_with_their_history_as_prompt(make_stage: MakeStage) -> None:
     stage = make_stage(step_wise_trajectories=True)
     t = await play(stage, n_turns=3)
     assert len(t.segments) == 3
@@ -93,8 +93,8 @@ async def test_each_turn_is_a_row_with_the_history_before_it(make_stage: MakeSta
     assert t.total_reward == 1.5
 
 
-async def test_rows_that_continue_each_other_are_merged(make_stage: MakeStage) -> None:
-    """The template of the tiny tokenizer changes nothing of what was said, so that only broken tokens split."""
+async def test_step_wise_rows_that_continue_each_other_are_merged(make_stage: MakeStage) -> None:
+    """The template of the tiny tokenizer does not rewrite replies, so only retokenized replies start a new row."""
     separate, merged = (
         make_stage(step_wise_trajectories=True),
         make_stage(step_wise_trajectories=True, merge_stepwise_output=True),
@@ -112,23 +112,23 @@ async def test_rows_that_continue_each_other_are_merged(make_stage: MakeStage) -
     assert sum(sum(row.loss_mask) for row in whole.segments) == sum(sum(row.loss_mask) for row in parts.segments)
 
 
-# -- a template of one's own
+# -- a custom template
 
 
-async def test_a_template_of_ones_own_masks_by_its_generation_blocks(make_stage: MakeStage) -> None:
+async def test_a_custom_template_masks_by_its_generation_blocks(make_stage: MakeStage) -> None:
     stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"})
     t = await play(stage, n_turns=3)
     chat = ChatEncoder(stage.generator._chat._tokenizer, (TEMPLATES / "qwen3_with_thinking.jinja").read_text())
     assert t.logprobs is None
     assert len(t.segments) == 1
-    said = [chat.decode(turn) for turn in sampled(stage)]
+    replies = [chat.decode(turn) for turn in sampled(stage)]
     text = chat.decode_all([token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one])
-    assert text == "".join(f"{turn}<|im_end|>" for turn in said)
+    assert text == "".join(f"{turn}<|im_end|>" for turn in replies)
     assert [t.rewards[turn.end - 1] for turn in t.turns] == [0.25, 0.5, 0.75]
     assert t.total_reward == 1.5
 
 
-async def test_only_turns_that_were_played_are_learned_from(make_stage: MakeStage) -> None:
+async def test_only_sampled_turns_are_trained(make_stage: MakeStage) -> None:
     stage = make_stage(
         chat_template={"name_or_path": "qwen3_with_thinking"}, chat_template_kwargs={"enable_thinking": False}
     )
@@ -136,15 +136,13 @@ async def test_only_turns_that_were_played_are_learned_from(make_stage: MakeStag
     shots = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "now you"}]
     (t,) = await stage.play([replace(request, row=replace(request.row, prompt=[*request.row.prompt, *shots]))])
     assert t.is_valid, t.error
-    said = [stage.chat.decode(turn) for turn in sampled(stage)]
-    learned = [token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one]
-    assert stage.chat.decode(learned).replace("<think>\n\n</think>\n\n", "") == "".join(said)
+    replies = [stage.chat.decode(turn) for turn in sampled(stage)]
+    trained = [token for token, is_one in zip(t.response_ids, t.loss_mask, strict=True) if is_one]
+    assert stage.chat.decode(trained).replace("<think>\n\n</think>\n\n", "") == "".join(replies)
     assert len(t.turns) == 2
 
 
-async def test_a_template_of_ones_own_does_not_teach_what_an_environment_put_there(
-    make_stage: MakeStage, journal: Journal
-) -> None:
+async def test_a_custom_template_does_not_train_replaced_actions(make_stage: MakeStage, journal: Journal) -> None:
     stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"})
     t = await play(stage, returns={"step": ON | {"postprocessed_action": "L or R", "done": True}})
     assert "L or R" in stage.chat.decode(t.response_ids)
@@ -152,7 +150,7 @@ async def test_a_template_of_ones_own_does_not_teach_what_an_environment_put_the
     assert t.total_reward == 1.0
 
 
-async def test_a_rollout_without_a_turn_has_nothing_to_render(make_stage: MakeStage) -> None:
+async def test_a_rollout_without_turns_is_invalid_under_a_custom_template(make_stage: MakeStage) -> None:
     stage = make_stage(chat_template={"name_or_path": "qwen3_with_thinking"}, max_input_length=3)
     (t,) = await stage.play([story("a")])
     assert (t.is_valid, t.stop_reason, t.response_ids) == (False, "prompt_too_long", [])
@@ -165,7 +163,7 @@ def test_a_template_without_generation_blocks_is_refused(make_stage: MakeStage, 
         make_stage(chat_template={"source": "file", "name_or_path": str(file)})
 
 
-def test_thoughts_of_earlier_turns_are_kept_or_not(make_stage: MakeStage) -> None:
+def test_thoughts_of_earlier_turns_are_kept_or_dropped(make_stage: MakeStage) -> None:
     tokenizer = make_stage().generator._chat._tokenizer
     messages = [
         {"role": "user", "content": "1"},
@@ -191,7 +189,7 @@ def test_thoughts_of_earlier_turns_are_kept_or_not(make_stage: MakeStage) -> Non
     assert whole == f"{user.format(1)}A<|im_end|>\n{user.format(2)}{thinking}B<|im_end|>\n"
 
 
-async def test_variables_of_the_template_reach_it(make_stage: MakeStage) -> None:
+async def test_chat_template_kwargs_are_passed_to_the_template(make_stage: MakeStage) -> None:
     template = {"name_or_path": "qwen3_with_thinking"}
     plain = make_stage(chat_template=template)
     quiet = make_stage(chat_template=template, chat_template_kwargs={"enable_thinking": False})
@@ -201,10 +199,10 @@ async def test_variables_of_the_template_reach_it(make_stage: MakeStage) -> None
     assert added == "<think>\n\n</think>\n\n"
 
 
-# -- what environments may do to a conversation
+# -- environments that change the conversation
 
 
-async def test_an_action_cut_short_keeps_the_tokens_that_spell_it(make_stage: MakeStage, journal: Journal) -> None:
+async def test_a_shortened_action_keeps_its_sampled_tokens(make_stage: MakeStage, journal: Journal) -> None:
     stage = make_stage()
     (free,) = await stage.play([story("a", n_turns=1)])
     tokens = free.response_ids
@@ -215,26 +213,26 @@ async def test_an_action_cut_short_keeps_the_tokens_that_spell_it(make_stage: Ma
     assert t.rewards == [0.0, 1.0]
 
 
-async def test_an_action_that_goes_on_otherwise_keeps_what_it_begins_with(
+async def test_a_changed_action_keeps_the_sampled_tokens_of_its_unchanged_start(
     make_stage: MakeStage, journal: Journal
 ) -> None:
     stage = make_stage()
     (free,) = await stage.play([story("a", n_turns=1)])
-    begins = stage.chat.decode(free.response_ids[:2])
-    t = await play(make_stage(), returns={"step": ON | {"postprocessed_action": f"{begins}!?", "done": True}})
+    start = stage.chat.decode(free.response_ids[:2])
+    t = await play(make_stage(), returns={"step": ON | {"postprocessed_action": f"{start}!?", "done": True}})
     assert t.response_ids == free.response_ids[:2] + stage.chat.encode("!?")
     assert t.loss_mask == [1, 1] + [0] * (len(t.response_ids) - 2)
     assert t.rewards is not None
     assert t.rewards[-1] == t.total_reward == 1.0
 
 
-async def test_a_reply_of_which_nothing_is_left_has_no_reward_of_0(make_stage: MakeStage, journal: Journal) -> None:
+async def test_an_emptied_reply_is_invalid_and_has_no_reward(make_stage: MakeStage, journal: Journal) -> None:
     (t,) = await make_stage().play([story("a", returns={"step": ON | {"postprocessed_action": "", "done": True}})])
     assert (t.is_valid, t.stop_reason) == (False, "empty_response")
 
 
 @pytest.mark.parametrize("mode", [{"step_wise_trajectories": True}, {}], ids=["step-wise", "rewritten history"])
-async def test_a_row_that_no_turn_follows_in_takes_no_reward_with_it(
+async def test_a_row_without_turns_is_dropped_without_losing_rewards(
     make_stage: MakeStage, journal: Journal, mode: dict[str, Any]
 ) -> None:
     observations = [{"role": "user", "content": "on and on " * 60}]
@@ -255,7 +253,7 @@ async def test_the_budget_of_a_trajectory_counts_observations_in_every_mode(make
     assert len(t.segments[-1].prompt_ids) + len(t.response_ids) - len(t.segments[0].prompt_ids) <= 40
 
 
-async def test_an_action_that_nobody_sampled_is_not_learned_from(make_stage: MakeStage, journal: Journal) -> None:
+async def test_a_replaced_action_is_not_trained(make_stage: MakeStage, journal: Journal) -> None:
     stage = make_stage()
     t = await play(stage, returns={"step": ON | {"postprocessed_action": "L or R", "done": True}})
     assert stage.chat.decode(t.response_ids) == "L or R"
@@ -263,25 +261,25 @@ async def test_an_action_that_nobody_sampled_is_not_learned_from(make_stage: Mak
     assert t.total_reward == 1.0
 
 
-async def test_a_history_that_was_rewritten_begins_a_row(make_stage: MakeStage, journal: Journal) -> None:
+async def test_a_rewritten_history_starts_a_new_row(make_stage: MakeStage, journal: Journal) -> None:
     short = [{"role": "user", "content": "In short."}]
     stage = make_stage(max_turns=3)
     t = await play(stage, returns={"step": ON | {"metadata": {"modified_chat_history": short}}})
     assert t.stop_reason == "max_turns"
     assert len(t.segments) == 3
-    again = stage.chat.prompt_ids([*short, *ON["observations"]])  # type: ignore[misc]
-    assert [row.prompt_ids for row in t.segments] == [stage.chat.prompt_ids(PROMPT), again, again]
+    rewritten_prompt = stage.chat.prompt_ids([*short, *ON["observations"]])  # type: ignore[misc]
+    assert [row.prompt_ids for row in t.segments] == [stage.chat.prompt_ids(PROMPT), rewritten_prompt, rewritten_prompt]
     assert [row.response_ids for row in t.segments] == sampled(stage)
     assert t.total_reward == 3.0
 
 
-async def test_an_environment_that_is_never_done_takes_no_more_turns_than_allowed(make_stage: MakeStage) -> None:
+async def test_an_environment_that_is_never_done_stops_at_max_turns(make_stage: MakeStage) -> None:
     stage = make_stage(max_turns=4)
     t = await play(stage, n_turns=-1)
     assert (len(t.turns), t.stop_reason, t.total_reward) == (4, "max_turns", 0.25 * (1 + 2 + 3 + 4))
 
 
-async def test_a_trajectory_has_a_budget_of_tokens(make_stage: MakeStage) -> None:
+async def test_a_trajectory_stops_at_max_response_length(make_stage: MakeStage) -> None:
     free = await play(make_stage(), n_turns=3)
     for budget in (len(free.response_ids) - 1, free.turns[1].end, free.turns[1].start, 2):
         stage = make_stage(max_response_length=budget)
@@ -291,7 +289,7 @@ async def test_a_trajectory_has_a_budget_of_tokens(make_stage: MakeStage) -> Non
         assert t.stop_reason == "length"
 
 
-async def test_the_model_is_told_what_is_left(make_stage: MakeStage) -> None:
+async def test_the_context_status_is_added_to_observations(make_stage: MakeStage) -> None:
     stage = make_stage(inject_context_status=True, max_turns=5, max_input_length=400)
     t = await play(stage, n_turns=2)
     text = stage.chat.decode_all(t.response_ids[t.turns[0].end : t.turns[1].start])
@@ -300,7 +298,7 @@ async def test_the_model_is_told_what_is_left(make_stage: MakeStage) -> None:
     assert f"And then? (1 of 2)\n[Context: {n_tokens}/400 tokens ({share}%), Turn 1/5]<|im_end|>" in text
 
 
-async def test_a_stopped_turn_gets_no_end_where_that_is_asked_for(make_stage: MakeStage) -> None:
+async def test_a_stopped_turn_gets_no_eos_token_if_disabled(make_stage: MakeStage) -> None:
     stage = make_stage(append_eos_token_after_stop_str_in_multi_turn=False)
     stage.sampling = replace(stage.sampling, max_new_tokens=40, stop=tuple("aeiou "))
     t = await play(stage, n_turns=2)
@@ -309,7 +307,7 @@ async def test_a_stopped_turn_gets_no_end_where_that_is_asked_for(make_stage: Ma
     assert between.startswith("\n<|im_start|>user")
 
 
-async def test_each_token_may_have_a_reward_of_its_own(make_stage: MakeStage, journal: Journal) -> None:
+async def test_an_environment_may_reward_each_token(make_stage: MakeStage, journal: Journal) -> None:
     stage = make_stage()
     stage.sampling = replace(stage.sampling, min_new_tokens=4)
     t = await play(stage, returns={"step": ON | {"reward": [0.5, 0, -1, 2], "done": True}})
@@ -320,7 +318,7 @@ async def test_each_token_may_have_a_reward_of_its_own(make_stage: MakeStage, jo
 # -- rows
 
 
-def test_a_row_knows_two_kinds_of_log_probs_once_a_turn_was_truncated() -> None:
+def test_a_row_keeps_sampling_log_probs_once_a_turn_has_them() -> None:
     row = SegmentBuilder([1, 2], 2)
     row.append_sampled([5, 6], [-0.5, -0.5], None)
     row.append_observed([7])
@@ -334,7 +332,7 @@ def test_a_row_knows_two_kinds_of_log_probs_once_a_turn_was_truncated() -> None:
     assert row.sampling_logprobs == [-0.5, -0.5, 0.0, -0.1]
 
 
-async def test_both_kinds_of_log_probs_are_on_the_trajectory(make_stage: MakeStage) -> None:
+async def test_a_trajectory_has_both_kinds_of_log_probs(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.sampling = replace(stage.sampling, top_p=0.7, repetition_penalty=1.2)
     t = await play(stage, n_turns=2)
@@ -346,7 +344,7 @@ async def test_both_kinds_of_log_probs_are_on_the_trajectory(make_stage: MakeSta
     assert sampling_logprobs != t.logprobs
 
 
-async def test_a_least_length_changes_only_the_tokens_before_it(make_stage: MakeStage) -> None:
+async def test_min_new_tokens_changes_the_sampling_log_probs_of_early_tokens_only(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.sampling = replace(stage.sampling, max_new_tokens=12, min_new_tokens=2)
     t = await play(stage, n_turns=3)
@@ -358,7 +356,7 @@ async def test_a_least_length_changes_only_the_tokens_before_it(make_stage: Make
         assert (sampled_from > model) == (position in early)
 
 
-def test_a_template_that_is_not_there(make_stage: MakeStage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_template_is_refused(make_stage: MakeStage, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"'qwen4' is not a template .* qwen3_with_thinking, qwen3_without_thinking"):
         make_stage(chat_template={"name_or_path": "qwen4"})
     with pytest.raises(ValueError, match="cannot be read: No such file"):
@@ -366,7 +364,7 @@ def test_a_template_that_is_not_there(make_stage: MakeStage, caplog: pytest.LogC
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# -- a conversation by itself, without a loop
+# -- conversations without an agent loop
 
 
 USER = [{"role": "user", "content": "go"}]
@@ -377,7 +375,7 @@ def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
     return ChatEncoder(tiny_tokenizer)
 
 
-def test_a_turn_cut_by_its_length_ends_also_where_stopped_turns_do_not(chat: ChatEncoder) -> None:
+def test_a_truncated_turn_gets_an_eos_token_even_if_stopped_turns_do_not(chat: ChatEncoder) -> None:
     ends = {}
     for stop_reason in ("stop", "length"):
         conversation = TokenConversation(chat, PROMPT, ends_stopped_turns=False)
@@ -389,7 +387,7 @@ def test_a_turn_cut_by_its_length_ends_also_where_stopped_turns_do_not(chat: Cha
     assert ends == {"stop": False, "length": True}
 
 
-def test_an_empty_turn_takes_no_token_from_the_observation_before_it(chat: ChatEncoder) -> None:
+def test_an_empty_turn_does_not_remove_a_token_of_the_observation_before_it(chat: ChatEncoder) -> None:
     conversation = SingleMessageConversation(chat, PROMPT)
     conversation.add_turn(result(chat.encode("ab")), "ab")
     conversation.observe([{"role": "user", "content": "end<|im_end|>"}])
@@ -400,7 +398,7 @@ def test_an_empty_turn_takes_no_token_from_the_observation_before_it(chat: ChatE
     assert conversation.next_prompt() == before + chat.encode("c")
 
 
-def test_a_row_is_merged_only_if_the_history_repeats_all_of_it(chat: ChatEncoder) -> None:
+def test_a_row_is_merged_only_if_the_history_repeats_it_completely(chat: ChatEncoder) -> None:
     conversation = StepwiseConversation(chat, PROMPT, merges=True)
     rendered = chat.prompt_ids([*PROMPT, {"role": "assistant", "content": "ab"}, *USER])
     n_tokens = len(chat.prompt_ids(PROMPT))
@@ -412,7 +410,7 @@ def test_a_row_is_merged_only_if_the_history_repeats_all_of_it(chat: ChatEncoder
     assert conversation.next_prompt() == rendered
 
 
-def test_rewards_of_turns_that_the_history_lost_go_to_the_first_that_is_left(
+def test_rewards_of_dropped_turns_move_to_the_first_remaining_turn(
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     template = (TEMPLATES / "qwen3_with_thinking.jinja").read_text()
@@ -427,8 +425,8 @@ def test_rewards_of_turns_that_the_history_lost_go_to_the_first_that_is_left(
     assert spans[0] == spans[1] == spans[2] < spans[3]
 
 
-def test_a_token_that_ends_in_half_a_character_is_not_kept() -> None:
-    """The sampled tokens spell "aéz"; the environment understood "aéb". The middle token is half of the é."""
+def test_a_token_that_ends_within_a_character_is_not_kept() -> None:
+    """The sampled tokens spell "aéz", and the environment used "aéb". The middle token is half of the é."""
     pieces = [b"a", b"\xc3", b"\xa9z"]
 
     def decode(token_ids: list[int]) -> str:

@@ -25,7 +25,7 @@ MakePool = Callable[..., ThreadPool]
 
 @pytest.fixture
 async def make_pool() -> AsyncIterator[MakePool]:
-    """Make pools, and check that `close` ends their threads."""
+    """Create pools, close them after the test, and check that their threads have ended."""
     pools: list[ThreadPool] = []
 
     def make(max_threads: int = 4, limit_s: float | None = 5.0) -> ThreadPool:
@@ -49,14 +49,14 @@ class Owner:
         self.closed_in.append(threading.current_thread().name)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Return when the condition holds."""
+async def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds."""
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.001)
 
 
-async def test_answers_and_errors_reach_their_callers(make_pool: MakePool) -> None:
+async def test_results_and_errors_reach_their_callers(make_pool: MakePool) -> None:
     pool = make_pool()
 
     def fail() -> None:
@@ -69,14 +69,17 @@ async def test_answers_and_errors_reach_their_callers(make_pool: MakePool) -> No
     assert isinstance(answers[100], OSError)
 
 
-class Unusual(BaseException):
-    """No `Exception`."""
+class NotAnException(BaseException):
+    """A `BaseException` that is not an `Exception`."""
 
 
 @pytest.mark.parametrize(
-    "raised", [StopIteration("over"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Unusual("odd")]
+    "raised",
+    [StopIteration("over"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), NotAnException("odd")],
 )
-async def test_what_an_event_loop_must_not_see_becomes_an_error(make_pool: MakePool, raised: BaseException) -> None:
+async def test_exceptions_that_would_stop_an_event_loop_become_runtime_errors(
+    make_pool: MakePool, raised: BaseException
+) -> None:
     def call() -> None:
         raise raised
 
@@ -89,20 +92,20 @@ async def test_what_an_event_loop_must_not_see_becomes_an_error(make_pool: MakeP
     assert caught.value.__cause__ is raised
 
 
-async def test_calls_that_compute_share_one_thread(make_pool: MakePool) -> None:
+async def test_short_calls_share_a_thread(make_pool: MakePool) -> None:
     pool = make_pool(max_threads=8)
     names = await asyncio.gather(*(pool.run(lambda: threading.current_thread().name) for _ in range(500)))
     assert len(set(names)) <= 2
 
 
-async def test_calls_that_block_run_beside_each_other(make_pool: MakePool) -> None:
+async def test_blocking_calls_run_concurrently(make_pool: MakePool) -> None:
     pool = make_pool(max_threads=16)
-    barrier = threading.Barrier(17, timeout=5)  # each waits for all others
+    barrier = threading.Barrier(17, timeout=5)  # each call waits for all others
     await asyncio.gather(*(pool.run(barrier.wait) for _ in range(16)), asyncio.to_thread(barrier.wait))
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.004, 0.02])
-async def test_calls_that_block_for_a_moment_run_beside_each_other(make_pool: MakePool, seconds: float) -> None:
+async def test_briefly_blocking_calls_run_concurrently(make_pool: MakePool, seconds: float) -> None:
     pool = make_pool(max_threads=32)
     started = time.monotonic()
     await asyncio.gather(*(pool.run(lambda: time.sleep(seconds)) for _ in range(400)))
@@ -110,23 +113,23 @@ async def test_calls_that_block_for_a_moment_run_beside_each_other(make_pool: Ma
 
 
 async def test_no_more_threads_than_the_maximum(make_pool: MakePool) -> None:
-    pool, n_running, most = make_pool(max_threads=3), 0, 0
+    pool, n_running, max_running = make_pool(max_threads=3), 0, 0
     barrier, lock = threading.Barrier(3, timeout=5), threading.Lock()
 
     def call() -> None:
-        nonlocal n_running, most
+        nonlocal n_running, max_running
         with lock:
             n_running += 1
-            most = max(most, n_running)
+            max_running = max(max_running, n_running)
         barrier.wait()
         with lock:
             n_running -= 1
 
     await asyncio.gather(*(pool.run(call) for _ in range(30)))
-    assert most == 3
+    assert max_running == 3
 
 
-async def test_a_call_that_takes_too_long_is_abandoned_and_its_thread_replaced(make_pool: MakePool) -> None:
+async def test_a_call_that_exceeds_the_limit_is_abandoned_and_its_thread_replaced(make_pool: MakePool) -> None:
     pool, owners, gate = make_pool(max_threads=2, limit_s=0.1), (Owner(), Owner()), threading.Event()
     late = await asyncio.gather(*(pool.run(gate.wait, owner) for owner in owners), return_exceptions=True)
     assert [(type(error), str(error)) for error in late] == [(EnvTimeout, "took longer than 0.1 s")] * 2
@@ -134,47 +137,47 @@ async def test_a_call_that_takes_too_long_is_abandoned_and_its_thread_replaced(m
     barrier = threading.Barrier(2, timeout=5)
     await asyncio.gather(*(pool.run(barrier.wait) for _ in range(2)))  # the pool still has two threads
     gate.set()
-    await until(lambda: all(owner.closed_in for owner in owners))
+    await wait_until(lambda: all(owner.closed_in for owner in owners))
     closed_in = {name for owner in owners for name in owner.closed_in}
     assert closed_in == {"test-pool-0", "test-pool-1"}
-    await until(lambda: closed_in.isdisjoint(thread.name for thread in threading.enumerate()))
+    await wait_until(lambda: closed_in.isdisjoint(thread.name for thread in threading.enumerate()))
 
 
-async def test_waiting_for_a_thread_does_not_count(make_pool: MakePool) -> None:
+async def test_waiting_for_a_thread_does_not_count_towards_the_limit(make_pool: MakePool) -> None:
     pool = make_pool(max_threads=1, limit_s=0.5)
     await asyncio.gather(*(pool.run(lambda: time.sleep(0.2)) for _ in range(5)))
 
 
-async def test_a_call_that_is_cancelled_in_the_queue_never_begins(make_pool: MakePool) -> None:
-    pool, owner, gate, begun = make_pool(max_threads=1), Owner(), threading.Event(), []
+async def test_a_call_cancelled_in_the_queue_never_starts(make_pool: MakePool) -> None:
+    pool, owner, gate, started_calls = make_pool(max_threads=1), Owner(), threading.Event(), []
     first = asyncio.create_task(pool.run(gate.wait))
-    second = asyncio.create_task(pool.run(lambda: begun.append(1), owner))
-    await until(lambda: len(pool._calls) == 2)
+    second = asyncio.create_task(pool.run(lambda: started_calls.append(1), owner))
+    await wait_until(lambda: len(pool._calls) == 2)
     second.cancel()
     await asyncio.wait([second])
     assert second.cancelled()
     gate.set()
     await first
     assert await pool.run(lambda: "after") == "after"
-    assert (begun, owner.is_stuck, owner.closed_in) == ([], False, [])
+    assert (started_calls, owner.is_stuck, owner.closed_in) == ([], False, [])
 
 
-async def test_a_call_that_is_cancelled_in_the_middle_leaves_its_owner_stuck(make_pool: MakePool) -> None:
-    pool, owner, gate, begun = make_pool(), Owner(), threading.Event(), threading.Event()
-    call = asyncio.create_task(pool.run(lambda: (begun.set(), gate.wait()), owner))
-    await until(begun.is_set)
+async def test_a_call_cancelled_while_running_leaves_its_owner_stuck(make_pool: MakePool) -> None:
+    pool, owner, gate, started_calls = make_pool(), Owner(), threading.Event(), threading.Event()
+    call = asyncio.create_task(pool.run(lambda: (started_calls.set(), gate.wait()), owner))
+    await wait_until(started_calls.is_set)
     call.cancel()
     await asyncio.wait([call])
     assert (owner.is_stuck, owner.closed_in) == (True, [])
     gate.set()
-    await until(lambda: owner.closed_in)
+    await wait_until(lambda: owner.closed_in)
 
 
-async def test_a_call_that_is_cancelled_as_its_time_runs_out_is_cancelled(make_pool: MakePool) -> None:
-    pool, gate, begun = make_pool(limit_s=0.0), threading.Event(), threading.Event()
-    call = asyncio.create_task(pool.run(lambda: (begun.set(), gate.wait())))
+async def test_a_call_cancelled_at_its_time_limit_is_cancelled(make_pool: MakePool) -> None:
+    pool, gate, started_calls = make_pool(limit_s=0.0), threading.Event(), threading.Event()
+    call = asyncio.create_task(pool.run(lambda: (started_calls.set(), gate.wait())))
     await asyncio.sleep(0)
-    assert begun.wait(timeout=10)  # in the event loop, so that no check comes in between
+    assert started_calls.wait(timeout=10)  # blocks the event loop, so no check runs in between
     call.cancel()
     pool._check(asyncio.get_running_loop())
     await asyncio.wait([call])
@@ -182,12 +185,12 @@ async def test_a_call_that_is_cancelled_as_its_time_runs_out_is_cancelled(make_p
     gate.set()
 
 
-async def test_whenever_a_call_is_cancelled_its_owner_knows_and_the_others_are_answered(make_pool: MakePool) -> None:
+async def test_cancelled_calls_mark_their_owner_stuck_and_other_calls_complete(make_pool: MakePool) -> None:
     pool, rng = make_pool(max_threads=4, limit_s=None), random.Random(0)
-    owners, begun = [Owner() for _ in range(300)], set[int]()
+    owners, started_calls = [Owner() for _ in range(300)], set[int]()
 
     def call(i: int) -> int:
-        begun.add(i)
+        started_calls.add(i)
         ends = time.monotonic() + rng.random() / 100
         while time.monotonic() < ends:
             pass
@@ -196,23 +199,28 @@ async def test_whenever_a_call_is_cancelled_its_owner_knows_and_the_others_are_a
     async with asyncio.timeout(60):
         for first in range(0, 300, 6):
             calls = [asyncio.create_task(pool.run(lambda i=i: call(i), owners[i])) for i in range(first, first + 6)]
-            while first not in begun:
+            while first not in started_calls:
                 await asyncio.sleep(0)
             for cancelled in calls[:3]:
                 cancelled.cancel()
             await asyncio.wait(calls[:3])
             assert await asyncio.gather(*calls[3:]) == [first + 3, first + 4, first + 5]
-    await until(lambda: all(owner.closed_in for owner in owners if owner.is_stuck))
+    await wait_until(lambda: all(owner.closed_in for owner in owners if owner.is_stuck))
     assert all(len(owner.closed_in) == owner.is_stuck for owner in owners)
     assert any(owner.is_stuck for owner in owners)
-    assert not any(owners[i].is_stuck for i in range(300) if i not in begun)
+    assert not any(owners[i].is_stuck for i in range(300) if i not in started_calls)
 
 
-async def test_a_closed_pool_answers_with_an_error(make_pool: MakePool) -> None:
-    pool, owner, gate, begun = make_pool(max_threads=1, limit_s=None), Owner(), threading.Event(), threading.Event()
-    running = asyncio.create_task(pool.run(lambda: (begun.set(), gate.wait()), owner))
+async def test_calls_to_a_closed_pool_raise(make_pool: MakePool) -> None:
+    pool, owner, gate, started_calls = (
+        make_pool(max_threads=1, limit_s=None),
+        Owner(),
+        threading.Event(),
+        threading.Event(),
+    )
+    running = asyncio.create_task(pool.run(lambda: (started_calls.set(), gate.wait()), owner))
     queued = asyncio.create_task(pool.run(gate.wait))
-    await until(begun.is_set)
+    await wait_until(started_calls.is_set)
     closing = asyncio.create_task(pool.close())
     async with asyncio.timeout(10):
         for call in (running, queued, pool.run(lambda: "late")):
@@ -235,15 +243,15 @@ async def test_stuck_threads_are_counted_when_the_pool_is_closed(
     assert "1 threads are stuck in calls that never returned" in caplog.text
     assert "environment.skyrl_gym.isolation=process" in caplog.text
     gate.set()
-    await until(lambda: not any(thread.name.startswith("test-pool") for thread in threading.enumerate()))
+    await wait_until(lambda: not any(thread.name.startswith("test-pool") for thread in threading.enumerate()))
 
 
-RAISED = {kind.__name__: kind for kind in (asyncio.CancelledError, SystemExit, Unusual, TimeoutError)}
-HOW = {"in threads": {}, "inline": {"max_env_workers": 0}, "without a limit": {"call_timeout_seconds": None}}
+RAISED = {kind.__name__: kind for kind in (asyncio.CancelledError, SystemExit, NotAnException, TimeoutError)}
+POOL_SETTINGS = {"in threads": {}, "inline": {"max_env_workers": 0}, "without a limit": {"call_timeout_seconds": None}}
 
 
 class RaisingStory(StoryEnv):
-    """Raises the error `raised` in the method `where` of its row."""
+    """Raises the error `raised` in the method `where`, both from its dataset row."""
 
     def _visit(self, method: str) -> None:
         super()._visit(method)
@@ -252,7 +260,7 @@ class RaisingStory(StoryEnv):
 
 
 class AwaitedStory(RaisingStory):
-    """The same with `…_async` methods."""
+    """A `RaisingStory` with `…_async` methods."""
 
     async def step_async(self, action: str) -> BaseTextEnvStepOutput:
         return self.step(action)
@@ -270,13 +278,13 @@ def stories(journal: Journal) -> Iterator[None]:
         deregister(kind.__name__)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("setting", POOL_SETTINGS)
 @pytest.mark.parametrize("env_class", ["RaisingStory", "AwaitedStory"])
 @pytest.mark.parametrize("raised", RAISED)
-async def test_whatever_an_environment_raises_ends_its_rollout_alone(
-    make_stage: MakeStage, journal: Journal, raised: str, env_class: str, how: str
+async def test_any_exception_of_an_environment_ends_only_its_rollout(
+    make_stage: MakeStage, journal: Journal, raised: str, env_class: str, setting: str
 ) -> None:
-    stage = make_stage(skyrl_gym=HOW[how])
+    stage = make_stage(skyrl_gym=POOL_SETTINGS[setting])
     good = [story(uid, env_class=env_class) for uid in "ab"]
     bad = [story(where, env_class=env_class, where=where, raised=raised) for where in ("step", "close")]
     expected = await stage.play(good)
@@ -289,7 +297,7 @@ async def test_whatever_an_environment_raises_ends_its_rollout_alone(
     assert journal.open_environments() == []
 
 
-async def test_a_limit_in_time_ends_what_is_awaited(make_stage: MakeStage, journal: Journal) -> None:
+async def test_the_time_limit_applies_to_async_methods(make_stage: MakeStage, journal: Journal) -> None:
     class Sleeper(AwaitedStory):
         async def step_async(self, action: str) -> BaseTextEnvStepOutput:
             await asyncio.sleep(60)
@@ -303,22 +311,22 @@ async def test_a_limit_in_time_ends_what_is_awaited(make_stage: MakeStage, journ
     assert (t.stop_reason, t.error) == ("env_timeout", "sleeper.step raised EnvTimeout: took longer than 0.1 s")
 
 
-async def test_an_environment_that_was_made_as_its_rollout_was_cancelled_is_closed(
+async def test_an_environment_created_while_its_rollout_is_cancelled_is_closed(
     make_stage: MakeStage, journal: Journal
 ) -> None:
-    is_made = threading.Event()
-    journal.made = Announced(is_made)
+    is_created = threading.Event()
+    journal.made = SignallingList(is_created)
     rollout = asyncio.create_task(make_stage().play([story("a")]))
-    await asyncio.sleep(0)  # the rollout waits for the thread that makes the environment
-    assert is_made.wait(timeout=10)  # in the event loop, so that the answer is not delivered yet
+    await asyncio.sleep(0)  # the rollout waits for the thread that creates the environment
+    assert is_created.wait(timeout=10)  # blocks the event loop, so the result is not delivered yet
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout
     assert len(journal.made) == 1
-    await until(lambda: journal.open_environments() == [])
+    await wait_until(lambda: journal.open_environments() == [])
 
 
-class Announced(list[StoryEnv]):
+class SignallingList(list[StoryEnv]):
     """A list that sets an event when something is appended."""
 
     def __init__(self, event: threading.Event) -> None:
@@ -330,9 +338,7 @@ class Announced(list[StoryEnv]):
         self._event.set()
 
 
-async def test_an_environment_that_hangs_is_closed_when_its_call_returns(
-    make_stage: MakeStage, journal: Journal
-) -> None:
+async def test_a_hanging_environment_is_closed_when_its_call_returns(make_stage: MakeStage, journal: Journal) -> None:
     gate = threading.Event()
     journal.do = {"step": gate.wait}
     stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.1})

@@ -1,4 +1,4 @@
-"""Whatever some environments do, the others play on, everything ends, and nothing is left running."""
+"""Isolation: faulty environments end only their own rollout, and no thread, process or file descriptor leaks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def environments() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-async def nothing_is_left() -> AsyncIterator[None]:
-    """Threads, children and file descriptors are counted before and after."""
+async def no_leaks() -> AsyncIterator[None]:
+    """Compare threads, child processes and file descriptors before and after the test."""
     RELEASED.clear()
     process = psutil.Process()
     threads, n_fds = set(threading.enumerate()), process.num_fds()
@@ -59,7 +59,7 @@ def faulty(uid: str, env_class: str = "faulty", **extras: Any) -> RolloutRequest
 
 
 def thread_faults() -> list[dict[str, Any]]:
-    """Return the faults that an environment in a thread can have without ending or slowing the whole process."""
+    """Return faults of an environment in a thread that neither end nor slow down the whole process."""
     faults = [{"where": where, "fault": fault} for where in METHODS for fault in (*RAISED, "sleep")]
     faults += [{"where": "init", "fault": fault} for fault in ("none", "string")]
     return faults + [{"where": "step", "fault": fault, "turn": turn} for fault in RUBBISH for turn in (1, 2, 3)]
@@ -76,7 +76,7 @@ async def play(stage: Stage, requests: list[RolloutRequest]) -> list[Trajectory]
 
 
 def check(trajectories: list[Trajectory], requests: list[RolloutRequest], healthy: Trajectory) -> Counter[str]:
-    """Healthy rollouts are whole, faulty ones invalid; their stop reasons."""
+    """Assert that healthy rollouts are complete and faulty ones invalid; return the stop reasons of the faulty ones."""
     reasons: Counter[str] = Counter()
     for t, request in zip(trajectories, requests, strict=True):
         where = request.row.env_extras.get("where")
@@ -106,13 +106,13 @@ async def test_every_fault_in_a_thread_ends_one_rollout(make_stage: MakeStage) -
     assert {t.n_attempts for t in trajectories if t.stop_reason == "reward_unknown"} == {1}
 
 
-async def test_an_environment_that_never_stops_computing_ends_its_rollout_alone(make_stage: MakeStage) -> None:
+async def test_an_environment_in_a_busy_loop_ends_only_its_own_rollout(make_stage: MakeStage) -> None:
     requests = [faulty("spin", where="step", fault="spin"), *(faulty(f"h{i}") for i in range(5))]
     trajectories = await play(make_stage(skyrl_gym={"call_timeout_seconds": 2.0}), requests)
     assert check(trajectories, requests, trajectories[-1]) == {"env_timeout": 1}
 
 
-async def test_two_thousand_rollouts_with_faults_in_a_tenth_of_them(make_stage: MakeStage) -> None:
+async def test_two_thousand_rollouts_of_which_a_tenth_have_faults(make_stage: MakeStage) -> None:
     rng = random.Random(0)
     faults = [fault for fault in thread_faults() if fault["fault"] != "sleep"]
     faults += [{"where": where, "fault": "sleep"} for where in ("init", "step", "close")]
@@ -122,13 +122,13 @@ async def test_two_thousand_rollouts_with_faults_in_a_tenth_of_them(make_stage: 
     reasons = check(trajectories, requests, next(t for t in trajectories if t.is_valid))
     assert 120 < sum(reasons.values()) < 220
     assert set(reasons) == {"env_error", "env_timeout", "reward_unknown"}
-    again = make_stage(skyrl_gym={"max_env_workers": 16})
+    second_stage = make_stage(skyrl_gym={"max_env_workers": 16})
     healthy = [i for i, request in enumerate(requests) if not request.row.env_extras.get("where")][:100]
-    expected = await play(again, [requests[i] for i in healthy])
+    expected = await play(second_stage, [requests[i] for i in healthy])
     assert tokens_and_rewards([trajectories[i] for i in healthy]) == tokens_and_rewards(expected)
 
 
-async def test_a_rollout_that_takes_too_long(make_stage: MakeStage) -> None:
+async def test_a_rollout_that_exceeds_its_time_limit(make_stage: MakeStage) -> None:
     stage = make_stage(trajectory_timeout_seconds=3, skyrl_gym={"max_env_workers": 2})
     slow = faulty("slow", where="step", fault="sleep", turn=2)
     trajectories = await play(stage, [slow, faulty("a")])
@@ -137,7 +137,7 @@ async def test_a_rollout_that_takes_too_long(make_stage: MakeStage) -> None:
     assert len(trajectories[0].turns) == 2
 
 
-async def test_an_engine_error_is_the_rollouts_problem_and_is_tried_again(
+async def test_a_rollout_with_an_engine_error_is_retried(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_stage(n_rollout_retries=1)

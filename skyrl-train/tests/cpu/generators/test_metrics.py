@@ -1,4 +1,4 @@
-"""Metrics of rollouts against numbers worked out by hand."""
+"""Metrics of rollouts against values computed by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rollouts() -> list[Trajectory]:
     ]
 
 
-def test_rewards_by_hand(rollouts: list[Trajectory]) -> None:
+def test_reward_metrics_by_hand(rollouts: list[Trajectory]) -> None:
     assert reward_metrics(rollouts, 2) == {
         "avg_score": pytest.approx((0 + 1.25 - 0.5) / 3),
         "pass_at_2": 0.5,
@@ -44,26 +44,26 @@ def test_rewards_by_hand(rollouts: list[Trajectory]) -> None:
     }
 
 
-def test_rewards_of_earlier_rows_count() -> None:
+def test_reward_metrics_include_earlier_rows() -> None:
     earlier = make_segment([2.0, -1.0])
     metrics = reward_metrics([make_trajectory("a", [1.0], earlier=(earlier,))], 1)
     assert metrics == {"avg_score": 2.0, "pass_at_1": 1.0, "mean_positive_reward": 3.0}
 
 
-def test_a_row_that_is_drawn_twice_is_two_prompts() -> None:
+def test_two_draws_of_a_row_are_two_prompts() -> None:
     twice = [make_trajectory("a", [float(draw)], repetition=i, draw=draw) for draw in (0, 1) for i in range(2)]
     assert reward_metrics(twice, 2)["pass_at_2"] == 0.5
     assert pass_at_k(twice) == {"pass_at_1": 0.5, "pass_at_2": 0.5}
 
 
-def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k_samples() -> None:
+def test_pass_at_k_is_the_mean_over_all_subsets_of_k_samples() -> None:
     passed = {"a": [1, 0, 0, 1, 0], "b": [0, 0, 0], "c": [1, 1], "d": [0, 1, 0, 0]}
-    many = [
+    trajectories = [
         make_trajectory(uid, [float(reward)], repetition=i)
         for uid, rewards in passed.items()
         for i, reward in enumerate(rewards)
     ]
-    many.append(make_trajectory("b", None, repetition=9, stop_reason="env_error"))
+    trajectories.append(make_trajectory("b", None, repetition=9, stop_reason="env_error"))
     expected = {}
     for k in (1, 2, 4):
         shares = [
@@ -72,11 +72,11 @@ def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k_samples() -> None:
             if len(rewards) >= k
         ]
         expected[f"pass_at_{k}"] = pytest.approx(statistics.fmean(shares))
-    assert pass_at_k(many) == expected
+    assert pass_at_k(trajectories) == expected
     assert pass_at_k([]) == {}
 
 
-def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:
+def test_rollout_metrics_by_hand(rollouts: list[Trajectory]) -> None:
     assert rollout_metrics(rollouts) == {
         "generate/n_invalid": 1,
         "generate/n_invalid/env_error": 1,
@@ -93,21 +93,21 @@ def test_rollouts_by_hand(rollouts: list[Trajectory]) -> None:
     }
 
 
-def test_invalid_trajectories_change_nothing_but_their_count(rollouts: list[Trajectory]) -> None:
+def test_invalid_trajectories_change_only_their_count(rollouts: list[Trajectory]) -> None:
     valid = rollouts[:3]
     assert reward_metrics(rollouts, 2) == reward_metrics(valid, 2)
     counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
     assert rollout_metrics(rollouts) == rollout_metrics(valid) | counts
 
 
-def test_without_a_valid_trajectory_there_is_only_counts(rollouts: list[Trajectory]) -> None:
+def test_without_a_valid_trajectory_there_are_only_counts(rollouts: list[Trajectory]) -> None:
     counts = {"generate/n_invalid": 1, "generate/n_invalid/env_error": 1, "generate/n_retries": 2}
     assert rollout_metrics(rollouts[3:]) == counts
     assert reward_metrics(rollouts[3:], 2) == {}
     assert rollout_metrics([]) == {"generate/n_invalid": 0, "generate/n_retries": 0}
 
 
-def test_lengths_by_reward_are_left_out_where_there_are_none() -> None:
+def test_lengths_by_reward_are_omitted_for_empty_classes() -> None:
     metrics = rollout_metrics([make_trajectory("a", [-1.0])])
     assert [name for name in metrics if name.endswith("_rewards")] == ["generate/avg_tokens_non_zero_rewards"]
 

@@ -1,4 +1,4 @@
-"""Rewards of functions: by group, by batch, per token, of judges that fail, and how they are combined."""
+"""Reward functions by group, batch and token; judges that fail; combination with rewards of the environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DONE = {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
 
 @pytest.fixture
 def register() -> Iterator[Callable[..., None]]:
-    """Registers reward functions until the end of the test."""
+    """Register reward functions until the end of the test."""
     names = []
 
     def add(name: str, function: RewardFunction, **options: Any) -> None:
@@ -44,28 +44,28 @@ def register() -> Iterator[Callable[..., None]]:
 
 
 async def play(stage: Stage) -> list[Trajectory]:
-    """Two prompts, two samples each; an environment's reward of 1."""
+    """Play two samples each of two prompts, with an environment reward of 1."""
     return await stage.play([story(uid, i, returns={"step": DONE}) for uid in "ab" for i in range(2)])
 
 
 async def test_a_group_function_sees_the_samples_of_one_prompt(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None]
 ) -> None:
-    seen: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def rank(samples: Sequence[RewardSample]) -> list[float]:
-        seen.append([sample.trajectory.id.to_string() for sample in samples])
+        groups.append([sample.trajectory.id.to_string() for sample in samples])
         assert all(sample.prompt.startswith("<|im_start|>system") and sample.response for sample in samples)
         return [float(i) for i in range(len(samples))]
 
     register("rank", rank)
     trajectories = await play(make_stage(reward_functions=["rank"], reward_weights={"rank": 0.5}))
-    assert seen == [["a_0", "a_1"], ["b_0", "b_1"]]
+    assert groups == [["a_0", "a_1"], ["b_0", "b_1"]]
     assert [t.total_reward for t in trajectories] == [1.0, 1.5, 1.0, 1.5]
     assert [t.reward_components for t in trajectories] == [{"rank": 0.0}, {"rank": 1.0}] * 2
 
 
-async def test_a_row_that_is_drawn_twice_makes_two_groups(
+async def test_two_draws_of_a_row_are_two_groups(
     tiny_tokenizer: PreTrainedTokenizerBase, register: Callable[..., None]
 ) -> None:
     register("size", lambda samples: [float(len(samples))] * len(samples))
@@ -91,7 +91,7 @@ async def test_a_batch_function_is_awaited_once(
     assert [t.rewards[-1] for t in trajectories] == [3.0] * 4
 
 
-async def test_a_function_may_reward_each_token(
+async def test_a_reward_function_may_reward_each_token(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None]
 ) -> None:
     register("each", lambda samples: [[0.25] * len(s.trajectory.response_ids) for s in samples])
@@ -99,7 +99,7 @@ async def test_a_function_may_reward_each_token(
         assert t.rewards == [0.25] * (len(t.response_ids) - 1) + [1.25]
 
 
-async def test_rewards_of_tokens_are_weighed(
+async def test_token_rewards_are_weighted(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None]
 ) -> None:
     register("each", lambda samples: [[0.25] * len(s.trajectory.response_ids) for s in samples])
@@ -111,7 +111,7 @@ async def test_rewards_of_tokens_are_weighed(
 async def test_the_reward_of_a_trajectory_is_on_its_last_sampled_token(
     tiny_tokenizer: PreTrainedTokenizerBase, register: Callable[..., None]
 ) -> None:
-    """An observation after it is not trained, and would lose the reward."""
+    """A reward on the observation after it would be lost, because observations are not trained."""
     register("half", lambda samples: [0.5] * len(samples))
     cfg = load_config({"generator": {"reward_functions": ["half"]}}).generator
     trajectory = make_trajectory(rewards=[0.0, 1.0, 0.0, 0.0], loss_mask=[1, 1, 0, 0])
@@ -120,7 +120,7 @@ async def test_the_reward_of_a_trajectory_is_on_its_last_sampled_token(
 
 
 @pytest.mark.parametrize("answer", [[None, 1.0], [float("nan"), 1.0], [1.0], ["good", 1.0], [[1.0] * 99, 1.0]])
-async def test_what_is_not_known_is_invalid_and_never_zero(
+async def test_unknown_rewards_make_a_trajectory_invalid(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None], answer: list[Any]
 ) -> None:
     register("odd", lambda samples: answer)
@@ -132,20 +132,20 @@ async def test_what_is_not_known_is_invalid_and_never_zero(
 
 
 @pytest.mark.parametrize("level", ["group", "batch"])
-async def test_a_judge_is_asked_again_and_never_by_too_many_at_once(
+async def test_a_judge_retries_and_respects_max_concurrency(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None], level: str
 ) -> None:
-    n_open, most, n_asked = 0, 0, dict.fromkeys(("a_0", "a_1", "b_0", "b_1"), 0)
+    n_open, max_open, n_calls = 0, 0, dict.fromkeys(("a_0", "a_1", "b_0", "b_1"), 0)
 
     async def ask(sample: RewardSample) -> float:
-        nonlocal n_open, most
+        nonlocal n_open, max_open
         name = sample.trajectory.id.to_string()
-        n_asked[name] += 1
+        n_calls[name] += 1
         n_open += 1
-        most = max(most, n_open)
+        max_open = max(max_open, n_open)
         try:
             await asyncio.sleep(0.01)
-            if name == "a_1" and n_asked[name] < 3:
+            if name == "a_1" and n_calls[name] < 3:
                 raise ConnectionError("busy")
             if name == "b_0":
                 await asyncio.sleep(60)
@@ -155,13 +155,13 @@ async def test_a_judge_is_asked_again_and_never_by_too_many_at_once(
 
     register("judge", judge(ask, max_concurrency=2, timeout_s=0.2, first_wait_s=0.01), level=level)
     trajectories = await play(make_stage(reward_functions=["judge"]))
-    assert n_asked == {"a_0": 1, "a_1": 3, "b_0": 3, "b_1": 1}
-    assert most == 2
+    assert n_calls == {"a_0": 1, "a_1": 3, "b_0": 3, "b_1": 1}
+    assert max_open == 2
     assert [t.is_valid for t in trajectories] == [True, True, False, True]
     assert trajectories[1].total_reward == 1.5
 
 
-async def test_a_judge_waits_twice_as_long_after_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_judge_doubles_its_wait_after_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def fail(sample: RewardSample) -> float:
@@ -176,13 +176,13 @@ async def test_a_judge_waits_twice_as_long_after_each_failure(monkeypatch: pytes
     assert waits == [0.5, 1.0, 2.0]
 
 
-def test_a_judge_limits_its_questions_in_one_event_loop_after_another() -> None:
-    n_open, most = 0, 0
+def test_a_judge_limits_concurrency_in_successive_event_loops() -> None:
+    n_open, max_open = 0, 0
 
     async def ask(sample: RewardSample) -> float:
-        nonlocal n_open, most
+        nonlocal n_open, max_open
         n_open += 1
-        most = max(most, n_open)
+        max_open = max(max_open, n_open)
         await asyncio.sleep(0.001)
         n_open -= 1
         return 1.0
@@ -195,13 +195,13 @@ def test_a_judge_limits_its_questions_in_one_event_loop_after_another() -> None:
 
     for _ in range(2):
         assert asyncio.run(by_group()) == [[1.0]] * 5
-    assert most == 2
+    assert max_open == 2
 
 
-async def test_a_function_that_blocks_does_not_stop_the_event_loop(
+async def test_a_blocking_function_does_not_block_the_event_loop(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None]
 ) -> None:
-    """It waits for what only the event loop can do. Its calls never overlap."""
+    """The function waits for the event loop. Its calls never overlap."""
     loop, n_running = asyncio.get_running_loop(), 0
 
     def slow(samples: Sequence[RewardSample]) -> list[float]:
@@ -217,7 +217,7 @@ async def test_a_function_that_blocks_does_not_stop_the_event_loop(
     assert [t.total_reward for t in trajectories] == [2.0] * 4
 
 
-async def test_numbers_of_numpy_are_rewards(
+async def test_numpy_numbers_are_accepted_as_rewards(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None]
 ) -> None:
     register("half", lambda samples: [np.float32(0.5)] * len(samples))
@@ -227,7 +227,7 @@ async def test_numbers_of_numpy_are_rewards(
         assert {type(reward) for reward in [*t.rewards, *t.reward_components.values()]} == {float}
 
 
-async def test_a_weight_of_what_nobody_reports_is_named_once(
+async def test_a_weight_of_an_unknown_component_is_logged_once(
     make_stage: MakeStage, journal: Journal, register: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     register("brevity", lambda samples: [0.5] * len(samples))
@@ -238,7 +238,7 @@ async def test_a_weight_of_what_nobody_reports_is_named_once(
     assert "names brevety, which none of 4 trajectories reports; they report brevity" in record.message
 
 
-async def test_components_of_an_environment_are_weighed(make_stage: MakeStage, journal: Journal) -> None:
+async def test_components_of_an_environment_are_weighted(make_stage: MakeStage, journal: Journal) -> None:
     answer = DONE | {"metadata": {"reward_components": {"right": 1.0, "brief": 0.5, "polite": 0.25}}}
     stage = make_stage(reward_weights={"right": 2.0, "brief": 0.0})
     (t,) = await stage.play([story("a", returns={"step": answer})])
@@ -248,7 +248,9 @@ async def test_components_of_an_environment_are_weighed(make_stage: MakeStage, j
     assert t.total_reward == 1.0
 
 
-def test_names_are_checked_before_anything_is_played(make_stage: MakeStage, register: Callable[..., None]) -> None:
+def test_names_of_reward_functions_are_checked_at_construction(
+    make_stage: MakeStage, register: Callable[..., None]
+) -> None:
     register("brevity", lambda samples: [])
     with pytest.raises(ConfigError, match=r"'brevety' is not registered; available: brevity"):
         make_stage(reward_functions=["brevety"])

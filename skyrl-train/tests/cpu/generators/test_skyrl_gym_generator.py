@@ -1,4 +1,4 @@
-"""The agent loop with the real engine: what the trainer gets is exactly what was sampled."""
+"""The agent loop with the real engine: trajectories contain exactly the sampled tokens."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from skyrl_train.types import DrawnPrompt, Trajectory
 from skyrl_train.types.tokens import Phase
 
 REQUESTS = [story(str(uid), repetition, n_turns=uid + 1) for uid in range(4) for repetition in range(3)]
-BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["each on its own", "batched"])
+BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["unbatched", "batched"])
 
 
-def check_same(some: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
-    """Compare everything but timing; the last digits of log-probs depend on the engine's batches."""
-    for one, other in zip(some, others, strict=True):
-        for segment, expected in zip(one.segments, other.segments, strict=True):
-            assert segment.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-            assert replace(segment, logprobs=expected.logprobs) == expected
+def assert_same(actual: Sequence[Trajectory], expected: Sequence[Trajectory]) -> None:
+    """Compare everything but timing; the last digits of log-probs depend on the batches of the engine."""
+    for one, other in zip(actual, expected, strict=True):
+        for segment, other_segment in zip(one.segments, other.segments, strict=True):
+            assert segment.logprobs == pytest.approx(other_segment.logprobs, abs=1e-5)
+            assert replace(segment, logprobs=other_segment.logprobs) == other_segment
         assert replace(one, timing={}, segments=other.segments) == replace(other, timing={})
 
 
-def check_against_engine(t: Trajectory, stage: Stage) -> None:
-    """Every turn of `t` continues the tokens of the turn before, and nothing else is in `t`."""
+def assert_matches_engine(t: Trajectory, stage: Stage) -> None:
+    """Assert that each turn of `t` continues the tokens of the previous turn, and that `t` contains nothing else."""
     exchanges = stage.engine.session(t.id.session_id(t.n_attempts - 1))
     assert len(exchanges) == len(t.turns)
     conversation, loss_mask, logprobs, rewards = [], [], [], []
@@ -71,7 +71,7 @@ def check_against_engine(t: Trajectory, stage: Stage) -> None:
 
 
 @BATCHED
-async def test_trajectories_are_what_the_engine_saw_and_sampled(make_stage: MakeStage, batched: bool) -> None:
+async def test_trajectories_are_the_prompts_and_samples_of_the_engine(make_stage: MakeStage, batched: bool) -> None:
     stage = make_stage(batched=batched)
     trajectories = await stage.play(REQUESTS)
     assert [t.id for t in trajectories] == [request.id for request in REQUESTS]
@@ -79,30 +79,30 @@ async def test_trajectories_are_what_the_engine_saw_and_sampled(make_stage: Make
     for t, request in zip(trajectories, REQUESTS, strict=True):
         assert t.is_valid
         assert len(t.turns) == request.row.env_extras["n_turns"]
-        check_against_engine(t, stage)
+        assert_matches_engine(t, stage)
 
 
-async def test_both_ways_of_playing_give_the_same_trajectories(make_stage: MakeStage) -> None:
-    alone, batched = make_stage(batched=False), make_stage(batched=True)
-    expected = await alone.play(REQUESTS)
-    check_same(await batched.play(REQUESTS), expected)
-    check_same((await alone.play(REQUESTS[::-1]))[::-1], expected)
+async def test_batched_and_unbatched_rollouts_give_the_same_trajectories(make_stage: MakeStage) -> None:
+    unbatched, batched = make_stage(batched=False), make_stage(batched=True)
+    expected = await unbatched.play(REQUESTS)
+    assert_same(await batched.play(REQUESTS), expected)
+    assert_same((await unbatched.play(REQUESTS[::-1]))[::-1], expected)
 
 
-async def test_two_hundred_turns_read_every_token_once(make_stage: MakeStage, talker: PreTrainedModel) -> None:
+async def test_two_hundred_turns_prefill_every_token_once(make_stage: MakeStage, talker: PreTrainedModel) -> None:
     model = copy.deepcopy(talker)
     model.config.max_position_embeddings = 8192
     stage = make_stage(model=model, max_turns=200)
     (t,) = await stage.play([story("a", n_turns=200)])
     assert len(t.turns) == 200
-    check_against_engine(t, stage)
+    assert_matches_engine(t, stage)
     n_read = [len(request.prompt_ids) - result.n_reused for request, result in stage.engine.exchanges]
     n_sampled = sum(len(result.token_ids) for _, result in stage.engine.exchanges)
     assert sum(n_read) + n_sampled - 200 == len(t.prompt_ids) + len(t.response_ids) - 1  # all but the very last
 
 
 @BATCHED
-async def test_reported_logprobs_are_those_of_the_training_batch(
+async def test_reported_logprobs_equal_those_of_the_trained_model(
     make_stage: MakeStage, talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, batched: bool
 ) -> None:
     stage = make_stage(batched=batched)
@@ -113,7 +113,7 @@ async def test_reported_logprobs_are_those_of_the_training_batch(
     torch.testing.assert_close(trained, batch.rollout_logprobs, atol=1e-5, rtol=0)
 
 
-async def test_randomness_follows_the_draw_and_the_sample_and_not_the_step(make_stage: MakeStage) -> None:
+async def test_sampled_tokens_depend_on_draw_and_sample_and_not_on_the_step(make_stage: MakeStage) -> None:
     stage = make_stage()
     requests = [story("a", repetition, n_turns=1) for repetition in range(4)]
 
@@ -131,7 +131,7 @@ async def test_randomness_follows_the_draw_and_the_sample_and_not_the_step(make_
 
 
 def fail_some_steps(journal: Journal) -> list[str]:
-    """Return a list of errors; each fails one step of an environment, and leaves the list."""
+    """Return a list of error messages; each fails one step of an environment and is removed."""
     errors: list[str] = []
 
     def fail() -> None:
@@ -181,11 +181,11 @@ async def test_no_session_id_repeats_over_several_calls_with_retries(
     assert len(stage.engine.ended) == len(set(stage.engine.ended)) == n_attempts
     assert {request.session_id for request, _ in stage.engine.exchanges} == set(stage.engine.ended)
     for t in trajectories:
-        check_against_engine(t, stage)
+        assert_matches_engine(t, stage)
 
 
 @BATCHED
-async def test_a_conversation_that_grows_too_long_ends_before_its_last_observation(
+async def test_a_conversation_that_exceeds_max_input_length_ends_before_its_last_observation(
     make_stage: MakeStage, journal: Journal, batched: bool
 ) -> None:
     (free,) = await make_stage(batched=batched).play([story("a", n_turns=3)])
@@ -202,7 +202,7 @@ async def test_a_conversation_that_grows_too_long_ends_before_its_last_observati
     assert journal.open_environments() == []
 
 
-async def test_an_environment_that_never_ends_is_stopped_by_the_models_context(make_stage: MakeStage) -> None:
+async def test_an_environment_that_never_ends_stops_at_the_context_length(make_stage: MakeStage) -> None:
     stage = make_stage(max_input_length=10_000, max_turns=100)
     stage.sampling = replace(stage.sampling, max_new_tokens=100)
     (t,) = await stage.play([story("a", n_turns=-1)])
@@ -211,7 +211,7 @@ async def test_an_environment_that_never_ends_is_stopped_by_the_models_context(m
     assert stage.engine.info.context_length - 100 < n_tokens <= stage.engine.info.context_length
 
 
-async def test_a_first_prompt_that_is_too_long_makes_its_rollout_invalid(make_stage: MakeStage) -> None:
+async def test_an_initial_prompt_that_is_too_long_makes_its_rollout_invalid(make_stage: MakeStage) -> None:
     stage = make_stage(max_input_length=60)
     long = story("long", n_turns=1)
     long.row.prompt[1]["content"] = "1" * 60
@@ -224,7 +224,7 @@ async def test_a_first_prompt_that_is_too_long_makes_its_rollout_invalid(make_st
 
 
 @pytest.mark.parametrize("prompt_length", [511, 512])
-async def test_a_prompt_that_fills_the_models_context_is_the_rollouts_problem(
+async def test_a_prompt_that_fills_the_context_makes_only_its_rollout_invalid(
     make_stage: MakeStage, prompt_length: int
 ) -> None:
     stage = make_stage(max_input_length=10_000)
@@ -236,18 +236,18 @@ async def test_a_prompt_that_fills_the_models_context_is_the_rollouts_problem(
     assert (len(t.prompt_ids), t.is_valid, len(t.response_ids)) == (prompt_length, fits, int(fits))
 
 
-async def test_what_an_environment_is_given_is_its_own(make_stage: MakeStage, journal: Journal) -> None:
+async def test_environments_receive_copies_of_their_inputs(make_stage: MakeStage, journal: Journal) -> None:
     stage = make_stage(max_turns=3, skyrl_gym={"story": {"style": {"tone": "dry"}}})
     shared = story("a", env_class=None, n_turns=1, extra_info={"seen": []})
 
-    def change_everything() -> None:
+    def modify_inputs() -> None:
         for env in journal.made:
             env.extras["extra_info"]["seen"].append(1)
             env.env_config["style"]["tone"] = "wet"
             if env.prompt:
                 env.prompt[0]["content"] = "changed"
 
-    journal.do["get_metrics"] = change_everything
+    journal.do["get_metrics"] = modify_inputs
     requests = [RolloutRequest(replace(shared.id, repetition_id=i), shared.row) for i in range(3)]
     trajectories = await stage.play(requests)
     first = journal.made[0]
@@ -262,7 +262,7 @@ async def test_what_an_environment_is_given_is_its_own(make_stage: MakeStage, jo
     assert [(t.env_class, t.env_extras) for t in trajectories] == [("story", shared.row.env_extras)] * 3
 
 
-async def test_a_stop_string_ends_a_turn_and_the_conversation_stays_well_formed(make_stage: MakeStage) -> None:
+async def test_a_stop_string_ends_a_turn_and_the_template_stays_intact(make_stage: MakeStage) -> None:
     stage = make_stage(batched=True)
     stage.sampling = replace(stage.sampling, max_new_tokens=40, stop=("a", "e"))
     trajectories = await stage.play([story(uid, n_turns=2) for uid in "abcdef"])
@@ -274,7 +274,7 @@ async def test_a_stop_string_ends_a_turn_and_the_conversation_stays_well_formed(
         assert text == "<|im_end|>\n<|im_start|>user\nAnd then? (1 of 2)<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_the_parallel_list_interface_gives_the_same(make_stage: MakeStage) -> None:
+async def test_the_parallel_list_interface_gives_the_same_trajectories(make_stage: MakeStage) -> None:
     stage = make_stage()
     expected = await stage.play(REQUESTS[:4])
     output = await stage.generator.generate(to_generator_input(REQUESTS[:4], stage.sampling, BatchMetadata(1, "train")))
@@ -285,13 +285,13 @@ async def test_the_parallel_list_interface_gives_the_same(make_stage: MakeStage)
 
 @BATCHED
 async def test_environments_do_not_wait_for_each_other(make_stage: MakeStage, journal: Journal, batched: bool) -> None:
-    everyone = threading.Barrier(3, timeout=60)
-    journal.do = dict.fromkeys(METHODS, everyone.wait)
+    barrier = threading.Barrier(3, timeout=60)
+    journal.do = dict.fromkeys(METHODS, barrier.wait)
     trajectories = await make_stage(batched=batched).play([story(uid, n_turns=2) for uid in "abc"])
     assert all(t.is_valid for t in trajectories)
 
 
-async def test_no_thread_outlives_the_generator(make_stage: MakeStage, journal: Journal) -> None:
+async def test_threads_end_with_the_generator(make_stage: MakeStage, journal: Journal) -> None:
     stage = make_stage()
     await stage.play([story("a", n_turns=1)])
     assert all(name.startswith("skyrl-gym-env") for name in journal.threads)
@@ -306,7 +306,7 @@ async def test_without_workers_environments_run_inline(make_stage: MakeStage, jo
     assert (trajectories[0].is_valid, journal.threads) == (True, {threading.current_thread().name})
 
 
-async def test_timing_says_where_the_seconds_went(make_stage: MakeStage, journal: Journal) -> None:
+async def test_timing_separates_generation_and_environments(make_stage: MakeStage, journal: Journal) -> None:
     journal.do["step"] = lambda: time.sleep(0.03)
     (t,) = await make_stage().play([story("a", n_turns=2)])
     assert set(t.timing) == {"generate", "env"}
@@ -314,14 +314,14 @@ async def test_timing_says_where_the_seconds_went(make_stage: MakeStage, journal
     assert t.timing["generate"] > 0
 
 
-async def test_what_subclasses_find(make_stage: MakeStage) -> None:
+async def test_attributes_for_subclasses(make_stage: MakeStage) -> None:
     stage = make_stage(max_turns=7)
     generator = stage.generator
     assert (generator.generator_cfg.max_turns, generator.inference_engine_client) == (7, stage.engine)
     assert generator.tokenizer.decode(generator.tokenizer.encode("Go on.")) == "Go on."
 
 
-def test_a_subclass_whose_method_nobody_would_call_is_refused() -> None:
+def test_a_subclass_with_a_method_that_is_never_called_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Mine\.agent_loop would never be called.*Override generate\(input_batch\)"):
 
         class Mine(SkyRLGymGenerator):

@@ -1,4 +1,4 @@
-"""What an environment does wrong ends one rollout as invalid, with the reason, and touches no other."""
+"""Errors of an environment make its own rollout invalid, with the reason, and affect no other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skyrl_gym.envs.registration import deregister
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import Trajectory
 
-BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["each on its own", "batched"])
+BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["unbatched", "batched"])
 STEP = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}
 
 
@@ -29,7 +29,7 @@ def tokens_and_rewards(trajectories: list[Trajectory]) -> list[tuple[list[int], 
 
 
 async def play_beside_others(make_stage: MakeStage, batched: bool, **extras: Any) -> Trajectory:
-    """Play a rollout with `extras` between two good ones, which must not notice."""
+    """Play a rollout with `extras` between two good ones, and assert that these are unaffected."""
     good = [story("before", n_turns=2), story("after", n_turns=2)]
     stage = make_stage(batched=batched)
     stage.sampling = replace(stage.sampling, max_new_tokens=2)
@@ -41,7 +41,7 @@ async def play_beside_others(make_stage: MakeStage, batched: bool, **extras: Any
     return bad
 
 
-def check_invalid(bad: Trajectory, reason: str) -> None:
+def assert_invalid(bad: Trajectory, reason: str) -> None:
     assert (bad.is_valid, bad.stop_reason, bad.rewards) == (False, "env_error", None)
     assert bad.error is not None
     assert reason in bad.error
@@ -55,9 +55,9 @@ async def test_an_environment_that_raises(
     bad = await play_beside_others(make_stage, batched, fails=method)
     named = "init" if method == "make" else method
     if method == "close":
-        assert bad.is_valid, "what the environment was good for was over"
+        assert bad.is_valid, "the rollout was already complete"
         return
-    check_invalid(bad, f"story.{named} raised RuntimeError: no {method} today")
+    assert_invalid(bad, f"story.{named} raised RuntimeError: no {method} today")
     assert journal.open_environments() == []
     assert len(journal.made) == (4 if method == "make" else 5)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -65,12 +65,12 @@ async def test_an_environment_that_raises(
 
 
 @BATCHED
-async def test_turns_before_the_failure_are_kept_for_people(
+async def test_turns_before_the_failure_are_kept_for_inspection(
     make_stage: MakeStage, journal: Journal, batched: bool
 ) -> None:
     bad = await play_beside_others(make_stage, batched, fails="step", fails_after=2, n_turns=4)
-    check_invalid(bad, "no step today")
-    assert [turn.reward for turn in bad.turns] == [0.25, 0.5, 0.0]  # and the turn that it could not bear
+    assert_invalid(bad, "no step today")
+    assert [turn.reward for turn in bad.turns] == [0.25, 0.5, 0.0]  # the last turn is the failed one
     assert len(bad.response_ids) == bad.turns[-1].end
     assert bad.env_metrics == {}
     assert journal.open_environments() == []
@@ -108,12 +108,12 @@ async def test_turns_before_the_failure_are_kept_for_people(
         ("get_metrics", None, "get_metrics() returned None"),
     ],
 )
-async def test_an_environment_that_answers_rubbish(
+async def test_invalid_return_values_of_an_environment(
     make_stage: MakeStage, journal: Journal, method: str, answer: Any, reason: str
 ) -> None:
     bad = await play_beside_others(make_stage, batched=True, returns={method: answer})
-    check_invalid(bad, f"story.{method} raised")
-    check_invalid(bad, reason)
+    assert_invalid(bad, f"story.{method} raised")
+    assert_invalid(bad, reason)
     assert journal.open_environments() == []
 
 
@@ -126,7 +126,7 @@ async def test_any_finite_number_is_a_reward(make_stage: MakeStage, journal: Jou
 
 
 @pytest.mark.parametrize("observations", [None, "", []])
-async def test_what_is_observed_after_the_end_does_not_matter(
+async def test_observations_after_the_end_are_ignored(
     make_stage: MakeStage, journal: Journal, observations: Any
 ) -> None:
     answer = STEP | {"observations": observations, "done": True}
@@ -145,15 +145,15 @@ async def test_the_first_failure_is_the_reason(make_stage: MakeStage, journal: J
     assert t.stop_reason == "prompt_too_long"
 
 
-async def test_an_environment_nobody_registered(make_stage: MakeStage) -> None:
+async def test_an_unregistered_environment(make_stage: MakeStage) -> None:
     good, bad = await make_stage().play([story("a"), story("b", env_class="stroy")])
     assert good.is_valid
-    check_invalid(bad, "Did you mean 'story'?")
+    assert_invalid(bad, "Did you mean 'story'?")
 
 
 @pytest.fixture
 def silent(journal: Journal) -> Iterator[None]:
-    """An environment that leaves out everything but `step`."""
+    """Register an environment that implements only `init` and `step`."""
 
     class SilentEnv(Env):  # type: ignore[type-arg]
         def __init__(self, **kwargs: Any) -> None:
@@ -171,9 +171,9 @@ def silent(journal: Journal) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("silent")
-async def test_an_environment_that_is_no_text_environment(make_stage: MakeStage) -> None:
+async def test_an_environment_without_the_text_interface(make_stage: MakeStage) -> None:
     (bad,) = await make_stage().play([story("a", env_class="silent")])
-    check_invalid(bad, "has no attribute 'get_metrics'")
+    assert_invalid(bad, "has no attribute 'get_metrics'")
 
 
 async def test_failures_leave_the_engine_ready_for_the_next_batch(make_stage: MakeStage, journal: Journal) -> None:
@@ -185,7 +185,7 @@ async def test_failures_leave_the_engine_ready_for_the_next_batch(make_stage: Ma
     assert tokens_and_rewards(await stage.play(requests)) == expected
 
 
-async def test_what_an_engine_raises_is_no_fault_of_the_environment(
+async def test_an_error_of_the_engine_is_reported_as_an_engine_error(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_stage()

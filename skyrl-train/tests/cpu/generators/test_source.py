@@ -1,4 +1,4 @@
-"""What a step learns from: failed rollouts left out, groups that teach nothing sampled again, greedy baselines."""
+"""Rollouts of a step: failed ones dropped, uninformative groups resampled, greedy baselines added."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from skyrl_train.types import PromptRow, Trajectory
 N_SAMPLES = 2
 
 
-class Prompts(ShuffledPrompts):
-    """Prompts 0, 1, 2, …, `batch_size` at a time, over and over."""
+class SequentialPrompts(ShuffledPrompts):
+    """Prompts 0, 1, 2, …, in batches of `batch_size`, repeated forever."""
 
     def __init__(self, n_rows: int, batch_size: int) -> None:
         rows = [PromptRow(str(i), [{"role": "user", "content": f"prompt {i}"}], None, {}) for i in range(n_rows)]
@@ -44,8 +44,8 @@ class Prompts(ShuffledPrompts):
         return rows
 
 
-class Scripted(GeneratorInterface):
-    """Rewards by the rule of a test: of the uid and the sample; None is an invalid trajectory."""
+class ScriptedGenerator(GeneratorInterface):
+    """A generator whose rewards a test computes from uid and sample; None makes a trajectory invalid."""
 
     def __init__(self, reward: Any) -> None:
         self._reward = reward
@@ -77,7 +77,9 @@ def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
     )
 
 
-async def sample(cfg: SkyRLConfig, generator: Scripted, prompts: Prompts, *, greedy: bool = False) -> StepData:
+async def sample(
+    cfg: SkyRLConfig, generator: ScriptedGenerator, prompts: SequentialPrompts, *, greedy: bool = False
+) -> StepData:
     return await LockstepRollouts(cfg, generator, prompts, with_greedy_rewards=greedy).take(1)
 
 
@@ -85,43 +87,43 @@ def uids(trajectories: Sequence[Trajectory]) -> list[str]:
     return list(dict.fromkeys(t.id.instance_id for t in trajectories))
 
 
-async def test_one_batch_of_prompts_is_one_step() -> None:
-    prompts = Prompts(n_rows=8, batch_size=3)
-    found = await sample(config(3), Scripted(lambda uid, i: float(i)), prompts)
-    assert [t.id.to_string() for t in found.trajectories] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
-    assert found.played == found.trajectories
-    assert found.metrics.numbers()["generate/n_sample_batches"] == 1
-    assert found.metrics.numbers()["generate/n_left_alone"] == 0
+async def test_a_step_uses_one_batch_of_prompts() -> None:
+    prompts = SequentialPrompts(n_rows=8, batch_size=3)
+    step_data = await sample(config(3), ScriptedGenerator(lambda uid, i: float(i)), prompts)
+    assert [t.id.to_string() for t in step_data.trajectories] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
+    assert step_data.played == step_data.trajectories
+    assert step_data.metrics.numbers()["generate/n_sample_batches"] == 1
+    assert step_data.metrics.numbers()["generate/n_left_alone"] == 0
 
 
-async def test_what_a_generator_reports_is_among_the_metrics_of_the_step() -> None:
-    generator = Scripted(lambda uid, i: float(i))
+async def test_metrics_of_a_generator_are_added_to_those_of_the_step() -> None:
+    generator = ScriptedGenerator(lambda uid, i: float(i))
     generator._reported = [{"mine": 1.0}]
-    found = await sample(config(3), generator, Prompts(8, 3))
-    assert found.metrics.numbers()["mine"] == 1.0
+    step_data = await sample(config(3), generator, SequentialPrompts(8, 3))
+    assert step_data.metrics.numbers()["mine"] == 1.0
     assert generator.take_metrics() == {}
 
 
-async def test_what_failed_is_played_and_not_learned_from() -> None:
+async def test_failed_rollouts_are_reported_and_not_trained() -> None:
     failing = {("0", 0), ("0", 1), ("1", 1)}  # all of prompt 0, one sample of prompt 1
-    generator = Scripted(lambda uid, i: None if (uid, i) in failing else 1.0)
-    found = await sample(config(3), generator, Prompts(8, 3))
-    assert uids(found.trajectories) == ["2"]
-    assert len(found.played) == 6
-    assert found.metrics.numbers()["generate/n_left_alone"] == 1
+    generator = ScriptedGenerator(lambda uid, i: None if (uid, i) in failing else 1.0)
+    step_data = await sample(config(3), generator, SequentialPrompts(8, 3))
+    assert uids(step_data.trajectories) == ["2"]
+    assert len(step_data.played) == 6
+    assert step_data.metrics.numbers()["generate/n_left_alone"] == 1
     with pytest.raises(EnvError, match=r"6 of 6 rollouts of step 1 failed .*it broke"):
-        await sample(config(3), Scripted(lambda uid, i: None), Prompts(8, 3))
+        await sample(config(3), ScriptedGenerator(lambda uid, i: None), SequentialPrompts(8, 3))
 
 
-async def test_a_lone_survivor_is_kept_where_samples_are_not_compared() -> None:
-    generator = Scripted(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
-    found = await sample(config(3, advantage_estimator="reinforce++"), generator, Prompts(8, 3))
-    assert [t.id.to_string() for t in found.trajectories] == ["0_0", "0_1", "1_0", "2_0", "2_1"]
-    assert found.metrics.numbers()["generate/n_left_alone"] == 0
+async def test_a_single_valid_sample_is_kept_if_samples_are_not_compared() -> None:
+    generator = ScriptedGenerator(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
+    step_data = await sample(config(3, advantage_estimator="reinforce++"), generator, SequentialPrompts(8, 3))
+    assert [t.id.to_string() for t in step_data.trajectories] == ["0_0", "0_1", "1_0", "2_0", "2_1"]
+    assert step_data.metrics.numbers()["generate/n_left_alone"] == 0
 
 
 @pytest.mark.parametrize(("baseline", "n_left_alone"), [("constant", 0), ("of the group", 1)])
-async def test_a_lone_survivor_is_kept_where_your_own_estimator_compares_no_samples(
+async def test_a_single_valid_sample_is_kept_if_a_custom_estimator_does_not_compare_samples(
     baseline: str, n_left_alone: int
 ) -> None:
     def mine(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str]) -> Any:
@@ -132,109 +134,120 @@ async def test_a_lone_survivor_is_kept_where_your_own_estimator_compares_no_samp
 
     ADVANTAGE_ESTIMATORS.register("mine", mine)
     try:
-        generator = Scripted(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
-        found = await sample(config(3, advantage_estimator="mine"), generator, Prompts(8, 3))
+        generator = ScriptedGenerator(lambda uid, i: None if (uid, i) == ("1", 1) else 1.0)
+        step_data = await sample(config(3, advantage_estimator="mine"), generator, SequentialPrompts(8, 3))
     finally:
         ADVANTAGE_ESTIMATORS.unregister("mine")
-    assert found.metrics.numbers()["generate/n_left_alone"] == n_left_alone
+    assert step_data.metrics.numbers()["generate/n_left_alone"] == n_left_alone
 
 
-async def test_greedy_rollouts_are_punished_for_their_length_as_the_others_are() -> None:
+async def test_greedy_rollouts_get_the_overlong_punishment() -> None:
     cfg = config(2, overlong_buffer_len=1, overlong_buffer_penalty_factor=10.0)
     cfg = load_config(
         {**cfg.model_dump(), "generator": {"n_samples_per_prompt": 2, "sampling_params": {"max_generate_length": 2}}}
     )
 
-    class Long(Scripted):
+    class Long(ScriptedGenerator):
         async def rollout(self, *arguments: Any) -> list[Trajectory]:
             short = await super().rollout(*arguments)
             return [replace(t, segments=(make_segment([0.0, t.total_reward]),)) for t in short]
 
-    found = await sample(cfg, Long(lambda uid, i: 1.0), Prompts(8, 2), greedy=True)
-    assert {t.total_reward for t in found.trajectories} == {-9.0}
-    assert {t.greedy_reward for t in found.trajectories} == {-9.0}
-    assert {t.total_reward for t in found.played} == {1.0}, "metrics are about what the environment gave"
+    step_data = await sample(cfg, Long(lambda uid, i: 1.0), SequentialPrompts(8, 2), greedy=True)
+    assert {t.total_reward for t in step_data.trajectories} == {-9.0}
+    assert {t.greedy_reward for t in step_data.trajectories} == {-9.0}
+    assert {t.total_reward for t in step_data.played} == {1.0}, "metrics use the rewards of the environment"
 
 
-async def test_filter_draws_until_enough_groups_teach_something() -> None:
+async def test_filter_samples_until_enough_groups_are_informative() -> None:
     good = {"1", "4", "5", "7"}
-    prompts = Prompts(n_rows=12, batch_size=3)
+    prompts = SequentialPrompts(n_rows=12, batch_size=3)
     cfg = config(3, dynamic_sampling={"type": "filter"})
-    found = await sample(cfg, Scripted(lambda uid, i: float(i) if uid in good else 1.0), prompts)
-    assert uids(found.trajectories) == ["1", "4", "5"]
-    assert len(found.trajectories) == 3 * N_SAMPLES
+    step_data = await sample(cfg, ScriptedGenerator(lambda uid, i: float(i) if uid in good else 1.0), prompts)
+    assert uids(step_data.trajectories) == ["1", "4", "5"]
+    assert len(step_data.trajectories) == 3 * N_SAMPLES
     assert len(prompts.batches) == 2
-    assert len(found.played) == 6 * N_SAMPLES
-    assert found.metrics.numbers()["generate/n_sample_batches"] == 2
-    assert found.metrics.numbers()["generate/n_groups_dropped"] == 3
+    assert len(step_data.played) == 6 * N_SAMPLES
+    assert step_data.metrics.numbers()["generate/n_sample_batches"] == 2
+    assert step_data.metrics.numbers()["generate/n_groups_dropped"] == 3
 
 
-async def test_a_prompt_that_is_drawn_again_is_another_group() -> None:
-    prompts = Prompts(n_rows=2, batch_size=2)
+async def test_a_prompt_drawn_twice_forms_two_groups() -> None:
+    prompts = SequentialPrompts(n_rows=2, batch_size=2)
     cfg = config(2, dynamic_sampling={"type": "filter"})
-    generator = Scripted(lambda uid, i: float(i) if uid == "1" else 0.0)
-    found = await sample(cfg, generator, prompts)
-    assert [t.id.draw for t in found.trajectories] == [1, 1, 3, 3]
-    assert uids(found.trajectories) == ["1"]
+    generator = ScriptedGenerator(lambda uid, i: float(i) if uid == "1" else 0.0)
+    step_data = await sample(cfg, generator, prompts)
+    assert [t.id.draw for t in step_data.trajectories] == [1, 1, 3, 3]
+    assert uids(step_data.trajectories) == ["1"]
     requested = [request.id.session_id() for requests, _ in generator.calls for request in requests]
-    assert len(set(requested)) == len(requested), "equal names would sample equal tokens"
+    assert len(set(requested)) == len(requested), "equal session ids would sample equal tokens"
 
 
-async def test_replace_copies_good_groups_over_the_others() -> None:
+async def test_replace_copies_informative_groups_over_the_others() -> None:
     cfg = config(4, dynamic_sampling={"type": "replace"})
-    found = await sample(cfg, Scripted(lambda uid, i: float(i) if uid in {"1", "3"} else 0.0), Prompts(8, 4))
-    assert len(found.trajectories) == 4 * N_SAMPLES
-    assert set(uids(found.trajectories)) == {"1", "3"}
-    assert [t.id.draw for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3]
+    step_data = await sample(
+        cfg, ScriptedGenerator(lambda uid, i: float(i) if uid in {"1", "3"} else 0.0), SequentialPrompts(8, 4)
+    )
+    assert len(step_data.trajectories) == 4 * N_SAMPLES
+    assert set(uids(step_data.trajectories)) == {"1", "3"}
+    assert [t.id.draw for t in step_data.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-async def test_prompts_that_never_teach_anything_end_the_run_with_the_reason() -> None:
+async def test_a_run_without_informative_groups_ends_with_the_reason() -> None:
     cfg = config(2, dynamic_sampling={"type": "filter", "max_sample_batches": 3})
-    prompts = Prompts(20, 2)
+    prompts = SequentialPrompts(20, 2)
     with pytest.raises(DataError, match="dynamic sampling drew 3 batches"):
-        await sample(cfg, Scripted(lambda uid, i: 1.0), prompts)
+        await sample(cfg, ScriptedGenerator(lambda uid, i: 1.0), prompts)
     assert len(prompts.batches) == 3
 
 
-async def test_greedy_rewards_are_those_of_one_greedy_rollout_for_each_prompt() -> None:
-    generator = Scripted(lambda uid, i: float(uid) + (0.5 if i == N_SAMPLES else 0.1 * i))
-    found = await sample(config(3), generator, Prompts(8, 3), greedy=True)
-    assert [t.greedy_reward for t in found.trajectories] == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
+async def test_greedy_rewards_come_from_one_greedy_rollout_per_prompt() -> None:
+    generator = ScriptedGenerator(lambda uid, i: float(uid) + (0.5 if i == N_SAMPLES else 0.1 * i))
+    step_data = await sample(config(3), generator, SequentialPrompts(8, 3), greedy=True)
+    assert [t.greedy_reward for t in step_data.trajectories] == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
     requests, sampling = generator.calls[-1]
     assert [request.id.to_string() for request in requests] == ["0_2", "1_2", "2_2"]
     assert sampling.temperature == 0.0
     assert generator.calls[0][1].temperature == 1.0
-    assert len(found.played) == 6, "greedy rollouts are no training rollouts"
+    assert len(step_data.played) == 6, "greedy rollouts are not reported"
 
 
-async def test_a_prompt_whose_greedy_rollout_failed_is_left_out() -> None:
-    generator = Scripted(lambda uid, i: None if (uid, i) == ("1", N_SAMPLES) else float(i))
-    found = await sample(config(3), generator, Prompts(8, 3), greedy=True)
-    assert uids(found.trajectories) == ["0", "2"]
-    assert found.metrics.numbers()["generate/n_without_baseline"] == N_SAMPLES
+async def test_a_prompt_with_a_failed_greedy_rollout_is_dropped() -> None:
+    generator = ScriptedGenerator(lambda uid, i: None if (uid, i) == ("1", N_SAMPLES) else float(i))
+    step_data = await sample(config(3), generator, SequentialPrompts(8, 3), greedy=True)
+    assert uids(step_data.trajectories) == ["0", "2"]
+    assert step_data.metrics.numbers()["generate/n_without_baseline"] == N_SAMPLES
     with pytest.raises(EnvError, match="all 3 greedy rollouts failed; the first: it broke"):
-        await sample(config(3), Scripted(lambda uid, i: None if i == N_SAMPLES else 1.0), Prompts(8, 3), greedy=True)
+        await sample(
+            config(3),
+            ScriptedGenerator(lambda uid, i: None if i == N_SAMPLES else 1.0),
+            SequentialPrompts(8, 3),
+            greedy=True,
+        )
 
 
 async def test_copies_of_a_group_share_its_greedy_reward() -> None:
     cfg = config(4, dynamic_sampling={"type": "replace"})
-    generator = Scripted(lambda uid, i: 9.0 if i == N_SAMPLES else float(i) if uid in {"1", "3"} else 0.0)
-    found = await sample(cfg, generator, Prompts(8, 4), greedy=True)
-    assert {t.greedy_reward for t in found.trajectories} == {9.0}
+    generator = ScriptedGenerator(lambda uid, i: 9.0 if i == N_SAMPLES else float(i) if uid in {"1", "3"} else 0.0)
+    step_data = await sample(cfg, generator, SequentialPrompts(8, 4), greedy=True)
+    assert {t.greedy_reward for t in step_data.trajectories} == {9.0}
     assert sorted(request.id.instance_id for request in generator.calls[-1][0]) == ["1", "3"]
 
 
-async def test_a_step_that_fails_leaves_its_prompts_to_the_next_attempt() -> None:
-    prompts = Prompts(8, 3)
+async def test_a_failed_step_restores_the_position_in_the_prompts() -> None:
+    prompts = SequentialPrompts(8, 3)
     position = prompts.state_dict()
     with pytest.raises(EnvError):
-        await sample(config(3), Scripted(lambda uid, i: None), prompts)
+        await sample(config(3), ScriptedGenerator(lambda uid, i: None), prompts)
     assert prompts.state_dict() == position
-    assert uids((await sample(config(3), Scripted(lambda uid, i: 1.0), prompts)).trajectories) == ["0", "1", "2"]
+    assert uids((await sample(config(3), ScriptedGenerator(lambda uid, i: 1.0), prompts)).trajectories) == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 async def test_no_session_repeats_in_three_epochs() -> None:
-    generator, prompts = Scripted(lambda uid, i: float(i)), Prompts(6, 3)
+    generator, prompts = ScriptedGenerator(lambda uid, i: float(i)), SequentialPrompts(6, 3)
     source = LockstepRollouts(config(3), generator, prompts)
     for step in range(1, 7):
         await source.take(step)

@@ -1,4 +1,4 @@
-"""What engines take."""
+"""Sampling parameters of inference engines."""
 
 from __future__ import annotations
 

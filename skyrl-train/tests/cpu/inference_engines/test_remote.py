@@ -1,4 +1,4 @@
-"""An engine in another process keeps the contract of engines, and fails and ends cleanly."""
+"""An engine in another process: the engine contract, failures, and a clean end."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ MakeEngine = Callable[[], InferenceEngine]
 
 @pytest.fixture(scope="module")
 def engine_process() -> Iterator[EngineProcess]:
-    """A process that the tests of this module share; every connection has an engine of its own."""
+    """An engine process shared by the tests of this module; each connection has its own engine."""
     process = EngineProcess(n_threads=1)
     yield process
     process.close()
 
 
 def make_engine(path: Path, max_num_seqs: int = 32, max_num_batched_tokens: int = 1024, **options: Any) -> MakeEngine:
-    """Return a picklable function that makes an engine of the model at `path`."""
+    """Return a picklable function that creates an engine of the model at `path`."""
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     return partial(load_engine, str(path), **{"dtype": torch.float32, "max_cache_bytes": 1 << 28, **limits, **options})
 
@@ -61,7 +61,7 @@ def make_engine(path: Path, max_num_seqs: int = 32, max_num_batched_tokens: int 
 async def new_engine(
     engine_process: EngineProcess, tiny_model_path: Path
 ) -> AsyncIterator[Callable[..., RemoteEngine]]:
-    """Makes an engine of the tiny model in the shared process, closed after the test."""
+    """Create engines of the tiny model in the shared process and close them after the test."""
     engines: list[RemoteEngine] = []
 
     def new(**options: Any) -> RemoteEngine:
@@ -77,18 +77,18 @@ async def new_engine(
 def engine_kit(
     new_engine: Callable[..., RemoteEngine], tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> EngineKit:
-    """An engine with its own copy of the policy, in another process."""
+    """An engine in another process, with its own copy of the policy."""
     model = copy.deepcopy(tiny_model)
-    return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, reused_at_once=1, transport="broadcast")
+    return EngineKit(new_engine, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1, transport="broadcast")
 
 
-class TestContract(EngineContract):
-    """The contract, over a Unix socket."""
+class TestRemoteContract(EngineContract):
+    """The engine contract over a Unix socket."""
 
 
 @dataclass(frozen=True)
-class Served:
-    """An address in this process at which engines are served over TCP."""
+class EngineServer:
+    """A TCP address of this process that serves engines."""
 
     address: str
     token: bytes
@@ -107,14 +107,14 @@ class Served:
 
 
 @asynccontextmanager
-async def served(max_frame_bytes: int = 1 << 20) -> AsyncIterator[Served]:
+async def served(max_frame_bytes: int = 1 << 20) -> AsyncIterator[EngineServer]:
     """Serve engines from the running event loop."""
     token = new_token()
     with listen("127.0.0.1:0") as listener, pytest.MonkeyPatch.context() as patches:
         patches.setattr(remote, "TOKEN_TIMEOUT_S", 0.3)
         patches.setattr(channel, "MAX_FRAME_BYTES", max_frame_bytes)
         task = asyncio.create_task(serve_engines(listener, token))
-        yield Served(f"127.0.0.1:{listener.getsockname()[1]}", token)
+        yield EngineServer(f"127.0.0.1:{listener.getsockname()[1]}", token)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
@@ -128,7 +128,7 @@ class Leftovers:
     """Processes, threads and file descriptors of this process, and temporary folders of engine processes."""
 
     def __init__(self) -> None:
-        resource_tracker.ensure_running()  # multiprocessing keeps one for as long as this process lives
+        resource_tracker.ensure_running()  # it lives as long as this process
         self._before = self._now()
 
     @staticmethod
@@ -139,7 +139,7 @@ class Leftovers:
         return set(this.children(recursive=True)), threads, folders, this.num_fds()
 
     async def check(self) -> None:
-        """Fail if anything is left after a moment: threads that were told to end may take one."""
+        """Fail if anything is left after two seconds; threads that are ending may take a moment."""
         for _ in range(20):
             gc.collect()
             if self._now() == self._before:
@@ -148,14 +148,15 @@ class Leftovers:
         assert self._now() == self._before
 
 
-# -- an end that was not planned
+# -- crashes
 
 
-async def test_calls_of_a_killed_process_fail_at_once_and_another_engine_samples_the_same_tokens(
+async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples_the_same_tokens(
     new_engine: Callable[..., RemoteEngine], tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
-    another = new_engine()
-    await sync_weights(another, tiny_model.named_parameters, 0, "broadcast")  # stores keep a pipe for the whole process
+    other_engine = new_engine()
+    # stores keep a pipe open for the lifetime of the process
+    await sync_weights(other_engine, tiny_model.named_parameters, 0, "broadcast")
     leftovers = Leftovers()
     process = await asyncio.to_thread(EngineProcess, "127.0.0.1:0", n_threads=1)
     engine = await asyncio.to_thread(process.connect, make_engine(tiny_model_path, max_num_seqs=3), is_owner=True)
@@ -163,7 +164,7 @@ async def test_calls_of_a_killed_process_fail_at_once_and_another_engine_samples
     listener = Listener(engine, long)
     calls = [start(engine, request(400, seed=1), method) for method in ("generate", "generate", "stream", "stream")]
     await listener.wait_for(20)
-    os.kill(process.pid, signal.SIGSTOP)  # so that the next call is waiting, too
+    os.kill(process.pid, signal.SIGSTOP)  # so the next call is also waiting
     sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1, "broadcast"))
     await asyncio.sleep(0.2)
     os.kill(process.pid, signal.SIGKILL)
@@ -181,12 +182,12 @@ async def test_calls_of_a_killed_process_fail_at_once_and_another_engine_samples
     with pytest.raises(EngineError, match="the engine is closed"):
         await engine.generate([long])
     await leftovers.check()
-    (result,) = await another.generate([long])
+    (result,) = await other_engine.generate([long])
     assert 20 <= len(received) < 400
     assert result.token_ids[: len(received)] == received
 
 
-async def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path: Path) -> None:
+async def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     folders = set(Path(tempfile.gettempdir()).glob("skyrl-engine-*"))
     code = (
         "import time; from skyrl_train.launch.engine_process import EngineProcess\n"
@@ -208,7 +209,7 @@ async def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path: P
 # -- start and end
 
 
-async def test_a_started_engine_ends_without_leftovers(tiny_model_path: Path) -> None:
+async def test_a_started_engine_ends_without_leaks(tiny_model_path: Path) -> None:
     leftovers = Leftovers()
     engine = await start_engine(make_engine(tiny_model_path), n_threads=1)
     assert len((await engine.generate([request(5)]))[0].token_ids) == 5
@@ -220,14 +221,14 @@ async def test_a_started_engine_ends_without_leftovers(tiny_model_path: Path) ->
     await leftovers.check()
 
 
-async def test_a_start_that_fails_raises_the_error_and_leaves_nothing() -> None:
+async def test_a_failed_start_raises_its_error_and_leaks_nothing() -> None:
     leftovers = Leftovers()
     with pytest.raises(ValueError, match="could not convert string to float: 'no model'"):
         await start_engine(partial(float, "no model"))  # type: ignore[arg-type]
     await leftovers.check()
 
 
-async def test_a_cancelled_start_leaves_nothing(tiny_model_path: Path) -> None:
+async def test_a_cancelled_start_leaks_nothing(tiny_model_path: Path) -> None:
     leftovers = Leftovers()
     starting = asyncio.create_task(start_engine(make_engine(tiny_model_path)))
     await asyncio.sleep(0.5)
@@ -249,35 +250,35 @@ async def test_an_engine_that_cannot_start_leaves_its_process_usable(
     assert len((await new_engine().generate([request(5)]))[0].token_ids) == 5
 
 
-async def test_an_engine_that_is_not_ready_in_time(engine_process: EngineProcess) -> None:
+async def test_an_engine_that_exceeds_its_start_timeout_is_refused(engine_process: EngineProcess) -> None:
     with pytest.raises(EngineError, match=r"not ready in 0\.2 s"):
         engine_process.connect(partial(time.sleep, 1), start_timeout_s=0.2)  # type: ignore[arg-type]
 
 
-# -- what travels
+# -- messages
 
 
-async def test_chunks_of_all_streams_share_a_frame(
+async def test_chunks_of_all_streams_share_frames(
     new_engine: Callable[..., RemoteEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_frames, receive = 0, Channel.receive
 
-    async def counted(channel: Channel) -> Any:
+    async def counting_receive(channel: Channel) -> Any:
         nonlocal n_frames
         n_frames += 1
         return await receive(channel)
 
     engine = new_engine()
-    monkeypatch.setattr(Channel, "receive", counted)
+    monkeypatch.setattr(Channel, "receive", counting_receive)
     listeners = [Listener(engine, request(30, seed=seed)) for seed in range(8)]
     for listener in listeners:
         await listener.result()
     assert sum(len(listener.chunks) for listener in listeners) == 240
-    assert n_frames < 45  # one for each of 30 steps, and a few more if the first steps had fewer sequences
+    assert n_frames < 45  # one per step (30), and a few more if the first steps had fewer sequences
 
 
 @pytest.mark.parametrize("is_delivered", [False, True])
-async def test_a_pause_whose_caller_left_is_undone(
+async def test_a_pause_is_undone_if_its_caller_is_cancelled(
     new_engine: Callable[..., RemoteEngine], is_delivered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = new_engine()
@@ -293,8 +294,8 @@ async def test_a_pause_whose_caller_left_is_undone(
     pausing = asyncio.create_task(engine.pause())
     if not is_delivered:
         for _ in range(5):
-            await asyncio.sleep(0)  # until the request is sent
-        time.sleep(0.3)  # the engine pauses; this event loop has not read the reply
+            await asyncio.sleep(0)  # send the request
+        time.sleep(0.3)  # the engine pauses, and this event loop has not read the reply
         pausing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pausing
@@ -308,7 +309,7 @@ async def test_weights_cannot_be_shared_with_another_process(new_engine: Callabl
         await new_engine().receive_weights(SyncPlan(1, "shared", "sync-1"))
 
 
-async def test_a_message_that_is_too_large_fails_its_own_call(tiny_model_path: Path) -> None:
+async def test_an_oversized_message_fails_only_its_own_call(tiny_model_path: Path) -> None:
     async with served(max_frame_bytes=8000) as server:
         engine = await server.connect(make_engine(tiny_model_path))
         (expected,) = await engine.generate([request(100)])
@@ -319,12 +320,12 @@ async def test_a_message_that_is_too_large_fails_its_own_call(tiny_model_path: P
             await engine.generate([request(400, with_raw_logprobs=True)])  # as a result
         for task in kept:
             assert_same(await task, expected, 1e-5)
-        together = await asyncio.gather(*(engine.generate([request(100)]) for _ in range(20)))  # in several frames
-        assert [result.token_ids for (result,) in together] == [expected.token_ids] * 20
+        results = await asyncio.gather(*(engine.generate([request(100)]) for _ in range(20)))  # in several frames
+        assert [result.token_ids for (result,) in results] == [expected.token_ids] * 20
         await engine.close()
 
 
-async def test_a_request_that_cannot_be_pickled_fails_alone(tiny_model_path: Path) -> None:
+async def test_a_request_that_cannot_be_pickled_fails_only_its_own_call(tiny_model_path: Path) -> None:
     async with served() as server:
         engine = await server.connect(make_engine(tiny_model_path))
         kept = start(engine, request(20), "generate")
@@ -334,11 +335,11 @@ async def test_a_request_that_cannot_be_pickled_fails_alone(tiny_model_path: Pat
         await engine.close()
 
 
-# -- strangers
+# -- unauthenticated connections
 
 
 class Payload:
-    """A pickle that creates a folder when it is read."""
+    """An object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -347,35 +348,35 @@ class Payload:
         return os.mkdir, (str(self._folder),)
 
 
-@pytest.mark.parametrize("is_right", [False, True])
-async def test_a_message_with_a_wrong_token_is_refused_unread(
-    is_right: bool, tmp_path: Path, tiny_model_path: Path
+@pytest.mark.parametrize("has_right_token", [False, True])
+async def test_a_message_with_a_wrong_token_is_refused_without_unpickling(
+    has_right_token: bool, tmp_path: Path, tiny_model_path: Path
 ) -> None:
     payload = pickle.dumps([(0, "start", Payload(tmp_path / "read"))])
     async with served() as server:
         engine = await server.connect(make_engine(tiny_model_path))
-        token = server.token if is_right else bytes(TOKEN_BYTES)
-        with server.open() as stranger:
-            stranger.sendall(token + struct.pack(">Q", len(payload)) + payload)
-            if is_right:
-                await engine.close()  # the next connection's turn
+        token = server.token if has_right_token else bytes(TOKEN_BYTES)
+        with server.open() as connection:
+            connection.sendall(token + struct.pack(">Q", len(payload)) + payload)
+            if has_right_token:
+                await engine.close()  # the next connection is served
             with suppress(ConnectionResetError):
-                await asyncio.to_thread(stranger.recv, 1)
-        assert (tmp_path / "read").exists() == is_right
-        if not is_right:
+                await asyncio.to_thread(connection.recv, 1)
+        assert (tmp_path / "read").exists() == has_right_token
+        if not has_right_token:
             assert len((await engine.generate([request(5)]))[0].token_ids) == 5
             await engine.close()
 
 
-async def test_a_stranger_that_says_nothing_is_refused(tiny_model_path: Path) -> None:
+async def test_a_connection_without_a_token_is_closed(tiny_model_path: Path) -> None:
     async with served() as server:
-        with server.open() as stranger:
-            assert await asyncio.to_thread(stranger.recv, 1) == b""
+        with server.open() as connection:
+            assert await asyncio.to_thread(connection.recv, 1) == b""
         with pytest.raises(EngineError, match="this process closed the connection before the engine was ready"):
             await replace(server, token=new_token()).connect(make_engine(tiny_model_path))
 
 
-async def test_a_frame_that_is_too_large_ends_the_connection(tiny_model_path: Path) -> None:
+async def test_an_oversized_frame_closes_the_connection(tiny_model_path: Path) -> None:
     async with served() as server:
         with server.open() as client:
             client.sendall(server.token + struct.pack(">Q", 1 << 60))

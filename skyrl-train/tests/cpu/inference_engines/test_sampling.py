@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, the right support, and randomness that belongs to the request alone."""
+"""Sampling: the right distribution and support, and randomness that depends on the request alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw(token_ids: Sequence[int] = (9,), n_prompt: int | None = None, seed: int
 
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch) -> Sample:
-    """Samples the same logits (V,) once for each given uniform number."""
+    """Sample from the logits (V,) once per given uniform number."""
 
     def choose(u: Iterable[float], logits: torch.Tensor = LOGITS, **options: Any) -> list[Choice]:
         numbers = np.asarray(list(u), dtype=np.float32)
@@ -51,12 +51,12 @@ def sample(monkeypatch: pytest.MonkeyPatch) -> Sample:
 
 
 def support(sample: Sample, **options: Any) -> set[int]:
-    """The tokens that any randomness can reach."""
+    """Return the tokens that can be sampled."""
     return {choice.token_id for choice in sample([*(i / 512 for i in range(512)), ALMOST_ONE], **options)}
 
 
 def counts(n: int, **options: Any) -> torch.Tensor:
-    """How often each of five tokens is sampled with n seeds."""
+    """Count how often each of five tokens is sampled with n seeds."""
     choices = choose_tokens(LOGITS.repeat(n, 1), [draw(seed=seed, **options) for seed in range(n)])
     return torch.bincount(torch.tensor([choice.token_id for choice in choices]), minlength=5)
 
@@ -88,20 +88,20 @@ def test_truncated_tokens_follow_the_renormalised_softmax() -> None:
         ({"top_k": 2}, {1, 4}),
         ({"top_k": 50}, {0, 1, 2, 3, 4}),
         ({"top_p": 0.39}, {1}),
-        ({"top_p": 0.41}, {1, 4}),  # the token that crosses the line is kept
+        ({"top_p": 0.41}, {1, 4}),  # the token that crosses the threshold is kept
         ({"top_p": 0.8}, {1, 4, 2}),
-        ({"top_p": 1e-6}, {1}),  # one token is always left
+        ({"top_p": 1e-6}, {1}),  # one token is always kept
         ({"min_p": 0.2}, {1, 4, 2, 3}),  # at least 0.2 · 0.4
         ({"min_p": 0.5}, {1, 4}),
         ({"min_p": 1.0}, {1}),
         ({"top_k": 4, "top_p": 0.8, "min_p": 0.5}, {1, 4}),
-        ({"top_k": 2, "top_p": 0.5}, {1}),  # of what top-k left: .57, .43
+        ({"top_k": 2, "top_p": 0.5}, {1}),  # after top-k: .57, .43
         ({"min_p": 0.5, "top_p": 0.56}, {1}),
         ({"top_p": 0.6, "temperature": 0.5}, {1, 4}),  # of the tempered distribution: .57, .32, .08, …
         ({"top_p": 0.5, "temperature": 0.5}, {1}),
     ],
 )
-def test_truncation_leaves_exactly_the_right_tokens(sample: Sample, options: dict[str, Any], tokens: set[int]) -> None:
+def test_truncation_keeps_exactly_the_right_tokens(sample: Sample, options: dict[str, Any], tokens: set[int]) -> None:
     assert support(sample, **options) == tokens
 
 
@@ -117,7 +117,7 @@ def test_log_probs_are_of_the_tempered_distribution_before_truncation(
         assert choice.logprob == pytest.approx(float(expected[choice.token_id]), abs=1e-6)
 
 
-def test_the_distribution_sampled_from_is_reported_where_it_is_another(sample: Sample) -> None:
+def test_sampling_log_probs_are_reported_if_they_differ(sample: Sample) -> None:
     kept = torch.tensor([0.0, 0.4, 0.0, 0.0, 0.3]).log().log_softmax(-1)
     for choice in sample([0.1, 0.6, 0.9], top_k=2):
         assert choice.sampling_logprob == pytest.approx(float(kept[choice.token_id]), abs=1e-6)
@@ -131,7 +131,7 @@ def test_log_probs_at_temperature_one_on_request(sample: Sample) -> None:
     assert sample([0.5])[0].raw_logprob is None
 
 
-def test_the_most_likely_tokens_on_request(sample: Sample) -> None:
+def test_top_log_probs_on_request(sample: Sample) -> None:
     (choice,) = sample([0.01], temperature=0.5, n_top_logprobs=2)
     expected = (LOGITS / 0.5).log_softmax(-1)
     assert list(choice.top_logprobs or {}) == [1, 4]
@@ -147,7 +147,7 @@ def test_the_most_likely_tokens_on_request(sample: Sample) -> None:
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
     seed=st.integers(0, 99),
 )
-def test_the_distribution_is_that_of_transformers(
+def test_the_distribution_equals_that_of_transformers(
     temperature: float, top_k: int, top_p: float, repetition_penalty: float, seed: int
 ) -> None:
     logits = 2 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(seed))
@@ -164,13 +164,13 @@ def test_the_distribution_is_that_of_transformers(
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
     shaped = sampling._shaped(logits.clone(), [(0, draw(token_ids, n_prompt=2, **options))])
     kept, expected_kept = shaped[0].isfinite(), expected[0].isfinite()
-    assert (kept != expected_kept).sum() <= 1  # where top-p ends, rounding may decide about a token
+    assert (kept != expected_kept).sum() <= 1  # at the top-p threshold rounding may decide about one token
     both = kept & expected_kept
     torch.testing.assert_close(shaped[0, both].softmax(-1), expected[0, both].softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 @given(min_p=st.sampled_from([0.001, 0.1, 0.5, 1.0]), seed=st.integers(0, 99))
-def test_min_p_is_that_of_transformers(min_p: float, seed: int) -> None:
+def test_min_p_equals_that_of_transformers(min_p: float, seed: int) -> None:
     logits = 2 * torch.randn(1, 300, generator=torch.Generator().manual_seed(seed))
     expected = MinPLogitsWarper(min_p)(torch.tensor([[1]]), logits)
     shaped = sampling._shaped(logits.clone(), [(0, draw(min_p=min_p))])
@@ -183,22 +183,22 @@ def test_presence_and_frequency_count_the_response_alone() -> None:
     assert sampling._shaped(logits, [(0, penalized)]).tolist() == [[0.0, -1.25, 0.0, -1.5, 0.0]]
 
 
-def test_greedy_sees_the_penalties(sample: Sample) -> None:
+def test_greedy_sampling_applies_penalties(sample: Sample) -> None:
     assert sample([0.5], temperature=0.0)[0].token_id == 1
     (choice,) = sample([0.5], temperature=0.0, token_ids=[1], n_prompt=0, presence_penalty=9.0)
     assert choice.token_id == 4
     assert choice.logprob == pytest.approx(float(PROBABILITIES[4].log()), abs=1e-6)
 
 
-def test_greedy_takes_the_larger_of_two_that_round_to_one_weight(sample: Sample) -> None:
+def test_greedy_sampling_takes_the_larger_of_two_logits_with_the_same_rounded_weight(sample: Sample) -> None:
     logits = torch.tensor([1.0, 1.0000001, 0.0])
     assert logits[0] < logits[1]
     assert sample([0.0], logits, temperature=0.0)[0].token_id == 1
 
 
-def test_what_would_end_a_short_response_is_out_of_reach(sample: Sample) -> None:
+def test_tokens_that_end_a_response_cannot_be_sampled_before_min_new_tokens(sample: Sample) -> None:
     short = {"token_ids": [9, 9, 3], "n_prompt": 2, "min_new_tokens": 2}
-    assert support(sample, **short) == {0, 1, 3, 4}  # 2 is the end of sequence
+    assert support(sample, **short) == {0, 1, 3, 4}  # 2 is the EOS token
     assert support(sample, **short, stop_token_ids=(4,)) == {0, 1, 3}
     assert support(sample, **short, ignore_eos=True) == {0, 1, 2, 3, 4}
     assert support(sample, **short | {"token_ids": [9, 9, 3, 3]}) == {0, 1, 2, 3, 4}
@@ -210,15 +210,15 @@ def test_the_ends_of_the_interval_never_reach_an_impossible_token(sample: Sample
 
 
 @pytest.mark.parametrize("n_tokens", [511, 512, 513, 1024, 150_000])
-def test_the_last_token_is_in_reach_in_any_vocabulary(sample: Sample, n_tokens: int) -> None:
+def test_the_last_token_can_be_sampled_in_any_vocabulary(sample: Sample, n_tokens: int) -> None:
     first, middle, last = sample([0.0, 0.5, ALMOST_ONE], torch.zeros(n_tokens))
     assert first.token_id == 0
     assert middle.token_id == pytest.approx(n_tokens / 2, abs=1)
-    assert last.token_id > n_tokens - 50  # float32 sums are coarse, but not that coarse
+    assert last.token_id > n_tokens - 50  # float32 sums are inexact, but only slightly
 
 
 @given(seed=st.integers(0, 2**32), n_tokens=st.integers(1, 2000))
-def test_the_search_finds_what_a_plain_one_does(seed: int, n_tokens: int) -> None:
+def test_the_search_equals_torch_searchsorted(seed: int, n_tokens: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(3, n_tokens, generator=generator, dtype=torch.float64) + 1e-3
     u = torch.rand(3, generator=generator, dtype=torch.float64)
@@ -236,16 +236,16 @@ def test_every_row_has_its_own_parameters() -> None:
         draw(min_p=0.9, n_top_logprobs=2),
         draw([0, 1, 1], n_prompt=1, seed=3, presence_penalty=2.0, top_p=0.7),
     ]
-    together = choose_tokens(LOGITS.repeat(6, 1), rows)
-    assert [choice.token_id for choice in together[:3:2]] == [1, 1]
-    for choice, row in zip(together, rows, strict=True):
-        (alone,) = choose_tokens(LOGITS[None].clone(), [row])
-        assert (choice.token_id, choice.top_logprobs) == (alone.token_id, alone.top_logprobs)
+    batched = choose_tokens(LOGITS.repeat(6, 1), rows)
+    assert [choice.token_id for choice in batched[:3:2]] == [1, 1]
+    for choice, row in zip(batched, rows, strict=True):
+        (single,) = choose_tokens(LOGITS[None].clone(), [row])
+        assert (choice.token_id, choice.top_logprobs) == (single.token_id, single.top_logprobs)
         for name in ("logprob", "sampling_logprob", "raw_logprob"):
-            assert getattr(choice, name) == pytest.approx(getattr(alone, name), abs=1e-6)
+            assert getattr(choice, name) == pytest.approx(getattr(single, name), abs=1e-6)
 
 
-def test_logits_that_are_not_finite_show_in_the_log_prob_only() -> None:
+def test_nan_logits_give_a_nan_log_prob_and_a_valid_token() -> None:
     logits = torch.stack([LOGITS, torch.full_like(LOGITS, torch.nan)])
     for options in ({}, {"temperature": 0.0}, {"top_p": 0.5}):
         good, bad = choose_tokens(logits.clone(), [draw(**options)] * 2)
@@ -270,12 +270,12 @@ def test_uniforms_are_splitmix64() -> None:
     assert (uniforms([0, 0, 0], [1, 2, 3]) * 2**24).tolist() == [output >> 40 for output in published]
 
 
-def test_no_seed_continues_where_another_one_is() -> None:
+def test_streams_of_different_seeds_do_not_overlap() -> None:
     step = 0x9E3779B97F4A7C15  # from one position to the next
     assert (uniforms([step] * 8, range(8)) != uniforms([0] * 8, range(1, 9))).all()
 
 
-def test_all_64_bits_of_a_seed_count() -> None:
+def test_all_64_bits_of_a_seed_matter() -> None:
     seeds = [1 << bit for bit in range(64)]
     assert len(set(uniforms(seeds, [1] * 64))) == 64
 

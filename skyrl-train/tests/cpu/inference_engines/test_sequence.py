@@ -1,4 +1,4 @@
-"""When a response ends: stop strings that are longer than a token, or begin or end inside one."""
+"""The end of a response: stop strings that are longer than a token, or start or end inside one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESPONSE = [*"defghijklmnop", LONG_TOKEN, "7", "8"]
 def end_of_response(
     tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams, eos_ids: frozenset[int] = frozenset()
 ) -> tuple[str, StopReason | None]:
-    """The prompt `abc` and then `RESPONSE`, one token after the other, up to where the rules end it."""
+    """Sample the prompt `abc` and then `RESPONSE` token by token; return text and reason when the rules end it."""
     prompt_ids = tokenizer.convert_tokens_to_ids(list("abc"))
     sequence = ActiveSequence(EngineRequest(prompt_ids, sampling, seed=0), 3 + sampling.max_new_tokens)
     reason = None
@@ -35,7 +35,7 @@ def end_of_response(
         (100, ("R/S",), "defghijklmnopAction (L/R/S):", "stop"),  # inside a token
         (100, ("pA",), "defghijklmnopAction (L/R/S):", "stop"),
         (100, (":7",), "defghijklmnopAction (L/R/S):7", "stop"),
-        (100, ("bcd", "hi"), "defghi", "stop"),  # one that begins in the prompt does not count
+        (100, ("bcd", "hi"), "defghi", "stop"),  # a stop string that starts in the prompt does not count
         (5, ("hi",), "defgh", "length"),
         (6, ("hi",), "defghi", "stop"),
     ],
@@ -47,13 +47,13 @@ def test_stop_strings(
     assert end_of_response(tiny_tokenizer, sampling) == (text, reason)
 
 
-def test_every_end_token_ends_a_response(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_every_eos_token_ends_a_response(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     eos_ids = all_eos_ids(tiny_tokenizer.convert_tokens_to_ids(["g", "z"]), tiny_tokenizer.eos_token_id)
     text, reason = end_of_response(tiny_tokenizer, SamplingParams(max_new_tokens=9), eos_ids)
     assert (text, reason) == ("defg", "stop")
 
 
-def test_end_tokens_of_the_model_and_its_tokenizer() -> None:
+def test_eos_tokens_of_model_and_tokenizer_are_merged() -> None:
     assert all_eos_ids([4, 5], 6) == {4, 5, 6}
     assert all_eos_ids(4, 4) == {4}
     assert all_eos_ids(None, None) == frozenset()

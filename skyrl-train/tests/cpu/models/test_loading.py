@@ -1,4 +1,4 @@
-"""What can be loaded, and what the error says when it cannot."""
+"""Loading models and tokenizers, and the errors for those that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def tokenizer_folder(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
-    """A copy of the tiny tokenizer, to be broken."""
+    """A copy of the tiny tokenizer that tests modify."""
     tiny_tokenizer.save_pretrained(tmp_path)
     return tmp_path
 
@@ -29,7 +29,7 @@ def test_the_tokenizer_pads_on_the_left(tiny_tokenizer: PreTrainedTokenizerBase)
     assert padded["attention_mask"][0][-1] == 1
 
 
-def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tokenizer_folder: Path) -> None:
+def test_a_tokenizer_without_pad_token_pads_with_its_eos_token(tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder))
     assert tokenizer.pad_token != tokenizer.eos_token
     tokenizer.pad_token = None
@@ -40,7 +40,9 @@ def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tokenizer_folder:
 @pytest.mark.parametrize(
     ("missing", "message"), [("eos_token", "has no eos_token"), ("chat_template", "has no chat template")]
 )
-def test_a_tokenizer_that_cannot_chat_is_refused(tokenizer_folder: Path, missing: str, message: str) -> None:
+def test_a_tokenizer_without_eos_token_or_chat_template_is_refused(
+    tokenizer_folder: Path, missing: str, message: str
+) -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder))
     setattr(tokenizer, missing, None)
     (tokenizer_folder / "chat_template.jinja").unlink()
@@ -51,13 +53,13 @@ def test_a_tokenizer_that_cannot_chat_is_refused(tokenizer_folder: Path, missing
 
 
 @pytest.mark.parametrize("folder", ["/no/such/folder", "~/no/such/folder", "."])
-@pytest.mark.parametrize(("what", "load"), [("tokenizer", load_tokenizer), ("model", load_model)])
-def test_a_place_that_holds_nothing_is_named_with_the_key(
-    folder: str, what: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "load"), [("tokenizer", load_tokenizer), ("model", load_model)])
+def test_a_missing_or_empty_folder_is_named_with_its_key(
+    folder: str, kind: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = {} if load is load_tokenizer else {"dtype": torch.float32, "device": CPU}
-    with pytest.raises(ConfigError, match=rf"cannot load the {what} from trainer\.policy\.model\.path=") as caught:
+    with pytest.raises(ConfigError, match=rf"cannot load the {kind} from trainer\.policy\.model\.path=") as caught:
         load(folder, **options)
     assert f"={folder}: " in str(caught.value)
     assert "config.json" in str(caught.value)
@@ -71,7 +73,7 @@ def test_a_damaged_weights_file_is_a_config_error(tiny_model_path: Path, tmp_pat
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
-def test_the_model_comes_in_the_dtype_asked_for_and_without_dropout(tiny_model_path: Path) -> None:
+def test_a_model_is_loaded_in_the_given_dtype_and_in_eval_mode(tiny_model_path: Path) -> None:
     model = load_model(str(tiny_model_path), dtype=torch.bfloat16, device=CPU, gradient_checkpointing=True)
     assert isinstance(model, Qwen3ForCausalLM)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -87,20 +89,22 @@ def test_weights_of_another_shape_are_a_config_error(tiny_model_path: Path, tmp_
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
-def test_logits_changed_in_an_unknown_way_are_refused(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_post_processes_its_logits_is_refused(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = Qwen3ForCausalLM.forward
 
-    def doubled(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -> Any:
+    def doubled_forward(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -> Any:
         output = forward(self, *args, **kwargs)
         output.logits = output.logits * 2
         return output
 
-    monkeypatch.setattr(Qwen3ForCausalLM, "forward", doubled)
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", doubled_forward)
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM changes its logits .* use another architecture"):
         load_model(str(tiny_model_path), dtype=torch.float32, device=CPU)
 
 
-def test_a_model_whose_attention_is_softcapped_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_softcapped_attention_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Gemma2Config(vocab_size=32, num_hidden_layers=1, head_dim=8, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Scoring only what is trained gives what a naive loop over rows, with all logits, gives."""
+"""Scores of trained tokens against a naive loop over rows with the logits of every position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from skyrl_train.models import logprobs as logprobs_module
 from skyrl_train.models.logprobs import TokenScores, chosen_logprobs, lm_head_logits, response_logprobs
 
 PROMPT_LENGTHS = [4, 1, 6, 3]
-RESPONSE_MASKS = [[1, 1, 0, 0, 1], [1], [0, 1, 1], [0, 0]]  # a gap is an observation; the last row trains nothing
+RESPONSE_MASKS = [
+    [1, 1, 0, 0, 1],
+    [1],
+    [0, 1, 1],
+    [0, 0],
+]  # a gap is an observation; the last row has no trained tokens
 N_PROMPT, N_RESPONSE = 7, 6  # wider than any row: padding on both sides
 PAD_ID = 0
 
@@ -39,7 +44,7 @@ def naive(
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     temperature: float,
 ) -> TokenScores:
-    """Row by row, without padding, from the logits of every position."""
+    """Score row by row, without padding, from the logits of every position."""
     sequences, attention_mask, loss_mask = batch
     logprobs, entropies, sum_pi_squared = (torch.zeros_like(loss_mask) for _ in range(3))
     for row in range(len(sequences)):
@@ -56,7 +61,7 @@ def naive(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scores_are_those_of_a_naive_loop(
+def test_scores_equal_those_of_a_naive_loop(
     tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], temperature: float
 ) -> None:
     with torch.no_grad():
@@ -67,7 +72,7 @@ def test_scores_are_those_of_a_naive_loop(
         assert (values[batch[2] == 0] == 0).all()
 
 
-def test_other_architectures_agree_too(
+def test_scores_of_other_architectures_equal_those_of_a_naive_loop(
     other_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
     with torch.no_grad():
@@ -76,7 +81,7 @@ def test_other_architectures_agree_too(
     torch.testing.assert_close(actual, expected)
 
 
-def test_gradients_are_those_of_a_naive_loop(
+def test_gradients_equal_those_of_a_naive_loop(
     tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
     gradients = []
@@ -98,12 +103,12 @@ def test_chunks_change_neither_values_nor_gradients(
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(11, tiny_model.config.hidden_size, generator=generator)
     token_ids = torch.randint(61, (11,), generator=generator)
-    most_logits = 0
+    max_logits = 0
 
-    def counted(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal most_logits
+    def counting_lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal max_logits
         logits = lm_head_logits(model, hidden)
-        most_logits = max(most_logits, logits.numel())
+        max_logits = max(max_logits, logits.numel())
         return logits
 
     def score() -> tuple[torch.Tensor, ...]:
@@ -113,34 +118,34 @@ def test_chunks_change_neither_values_nor_gradients(
         gradients = torch.autograd.grad((logprobs * torch.arange(11) + entropies).sum(), [leaf, head])
         return (logprobs.detach(), entropies.detach(), *gradients)
 
-    monkeypatch.setattr(logprobs_module, "lm_head_logits", counted)
+    monkeypatch.setattr(logprobs_module, "lm_head_logits", counting_lm_head_logits)
     whole = score()
-    assert most_logits == 11 * tiny_model.config.vocab_size
+    assert max_logits == 11 * tiny_model.config.vocab_size
     monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 4 * tiny_model.config.vocab_size + 1)
-    most_logits = 0
+    max_logits = 0
     torch.testing.assert_close(score(), whole)
-    assert most_logits == 4 * tiny_model.config.vocab_size
+    assert max_logits == 4 * tiny_model.config.vocab_size
 
 
-def test_no_logits_are_held_between_the_forward_and_the_backward_pass(
+def test_logits_are_not_kept_between_the_forward_and_the_backward_pass(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 4 * tiny_model.config.vocab_size)
     hidden = torch.randn(11, tiny_model.config.hidden_size, requires_grad=True)
-    held: list[torch.Size] = []
+    saved_shapes: list[torch.Size] = []
 
     def record(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor.shape)
+        saved_shapes.append(tensor.shape)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         scores = chosen_logprobs(tiny_model, hidden, torch.arange(11), 1.0, entropy_grad=True)
-    assert not [shape for shape in held if shape[-1:] == (tiny_model.config.vocab_size,)]
+    assert not [shape for shape in saved_shapes if shape[-1:] == (tiny_model.config.vocab_size,)]
     (scores.logprobs + scores.entropy).sum().backward()
     assert hidden.grad is not None
 
 
-def test_a_vocabulary_larger_than_a_chunk_goes_one_position_at_a_time(
+def test_a_vocabulary_larger_than_a_chunk_is_scored_one_position_at_a_time(
     tiny_model: PreTrainedModel,
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
@@ -151,7 +156,7 @@ def test_a_vocabulary_larger_than_a_chunk_goes_one_position_at_a_time(
         torch.testing.assert_close(response_logprobs(tiny_model, *batch, 1.0), expected)
 
 
-def test_a_batch_that_trains_nothing_is_all_zeros(
+def test_scores_without_trained_tokens_are_zero(
     tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
     sequences, attention_mask, loss_mask = batch
@@ -161,19 +166,19 @@ def test_a_batch_that_trains_nothing_is_all_zeros(
     assert not entropy.any()
 
 
-def test_entropies_have_a_gradient_only_when_asked_to(
+def test_entropies_have_a_gradient_only_with_entropy_grad(
     tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
     assert not response_logprobs(tiny_model, *batch, 1.0)[1].requires_grad
     assert response_logprobs(tiny_model, *batch, 1.0, entropy_grad=True)[1].requires_grad
 
 
-def test_logits_are_computed_in_float32_whatever_computes_before_them(tiny_model: PreTrainedModel) -> None:
+def test_logits_are_computed_in_float32_under_autocast_and_in_bfloat16(tiny_model: PreTrainedModel) -> None:
     hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
     expected = hidden @ tiny_model.lm_head.weight.detach().T
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under_autocast = lm_head_logits(tiny_model, hidden)
-        assert tiny_model.lm_head(hidden).dtype == torch.bfloat16, "the head by itself would round"
+        assert tiny_model.lm_head(hidden).dtype == torch.bfloat16, "the head alone would round to bfloat16"
     assert under_autocast.dtype == torch.float32
     torch.testing.assert_close(under_autocast, expected)
     half = copy.deepcopy(tiny_model).to(torch.bfloat16)
@@ -181,7 +186,7 @@ def test_logits_are_computed_in_float32_whatever_computes_before_them(tiny_model
     torch.testing.assert_close(lm_head_logits(half, hidden.bfloat16()).double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_an_adapter_on_the_head_is_part_of_the_logits(tiny_model: PreTrainedModel) -> None:
+def test_an_adapter_on_the_head_changes_the_logits(tiny_model: PreTrainedModel) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = copy.deepcopy(tiny_model).to(dtype)
         hidden = torch.ones(2, 64, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The tiny model: an ordinary Hugging Face folder, small, reproducible, with a tokenizer that loses nothing."""
+"""The tiny model: a small, reproducible Hugging Face model with a lossless tokenizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from skyrl_train.models.tiny import tiny_qwen3
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_any_text_comes_back(tiny_tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_any_text_survives_a_round_trip(tiny_tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     assert tiny_tokenizer.decode(tiny_tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_a_digit_is_always_a_token_and_fixed_wording_is_short(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_digits_are_single_tokens_and_fixed_wording_is_short(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     state = format_state(parse_state("State: grid_w=7, grid_h=6, ball=(5,0), paddle_x=2, turns_left=5."))
     tokens = tiny_tokenizer.convert_ids_to_tokens(tiny_tokenizer.encode(state, add_special_tokens=False))
     assert [token for token in tokens if any(c.isdigit() for c in token)] == ["7", "6", "5", "0", "2", "5"]

@@ -1,4 +1,4 @@
-"""Critics from language models, and from what a critic was exported to."""
+"""Critics loaded from language models and from exported critics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(path: Path) -> PreTrainedModel:
     return load_value_model(str(path), dtype=torch.float32, device=CPU)
 
 
-def test_a_language_model_starts_with_values_of_zero(tiny_model_path: Path) -> None:
+def test_values_of_a_language_model_start_at_zero(tiny_model_path: Path) -> None:
     model = load(tiny_model_path)
     assert not response_values(model, SEQUENCES, ATTENTION, LOSS_MASK).any()
     language_model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
@@ -33,7 +33,7 @@ def test_a_language_model_starts_with_values_of_zero(tiny_model_path: Path) -> N
     assert not any(module.training for module in model.modules()), "dropout would make values random"
 
 
-def test_a_value_is_that_of_what_stands_before_the_token(tiny_model_path: Path) -> None:
+def test_a_value_is_that_of_the_state_before_the_token(tiny_model_path: Path) -> None:
     model = load(tiny_model_path)
     torch.nn.init.normal_(model.score.weight)
     values = response_values(model, SEQUENCES, ATTENTION, LOSS_MASK)
@@ -51,7 +51,7 @@ def test_an_exported_critic_is_loaded_with_its_head(tiny_model_path: Path, tmp_p
     torch.testing.assert_close(response_values(load(tmp_path), SEQUENCES, ATTENTION, LOSS_MASK), expected)
 
 
-def test_a_folder_that_lacks_weights_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_folder_with_missing_weights_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_path, folder)
     weights = load_file(folder / "model.safetensors")

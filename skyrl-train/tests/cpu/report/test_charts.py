@@ -16,7 +16,7 @@ def _chart(*values: float | None, style: str = "eval", baselines: dict[str, floa
     return Chart("A <chart>", "", [Line("evaluation", series, style)], baselines or {})
 
 
-def test_every_point_is_on_the_line_and_says_its_value() -> None:
+def test_every_point_is_on_the_line_and_has_its_value_as_title() -> None:
     chart = _chart(0.0, 0.5, 1.0)
     (path,) = _elements(chart, "path", "line")
     assert path.attrib["d"].count("L") == 2
@@ -30,7 +30,7 @@ def test_a_higher_value_is_drawn_higher_and_a_later_step_further_right() -> None
     assert float(low.attrib["cx"]) < float(high.attrib["cx"])
 
 
-def test_a_gap_is_a_gap_and_is_mentioned() -> None:
+def test_missing_values_are_gaps_with_a_warning() -> None:
     chart = _chart(0.0, None, None, 1.0)
     (path,) = _elements(chart, "path", "line")
     assert path.attrib["d"].count("M") == 2
@@ -38,25 +38,25 @@ def test_a_gap_is_a_gap_and_is_mentioned() -> None:
     assert _chart(0.0, 1.0).warning == ""
 
 
-def test_one_point_and_a_constant_can_be_drawn() -> None:
+def test_single_points_and_constants_can_be_drawn() -> None:
     assert len(_elements(_chart(3.0), "circle", "dot")) == 1
     assert len(_elements(_chart(0.0, 0.0, 0.0), "circle", "dot")) == 3
 
 
-def test_a_share_is_drawn_between_nothing_and_all() -> None:
+def test_a_share_is_drawn_from_0_to_100_percent() -> None:
     chart = Chart("Rate", "", [Line("", Series("eval/environment/catch_rate", (0, 1), (0.0, 0.0)), "eval")])
     ticks = [element.text for element in _elements(chart, "text", "tick")]
     assert ticks[0] == "0%"
     assert "100%" in ticks
 
 
-def test_a_baseline_outside_the_values_is_inside_the_picture() -> None:
+def test_a_baseline_outside_the_values_is_inside_the_chart() -> None:
     chart = _chart(0.0, 0.1, baselines={"optimal": 1.0})
     (line,) = _elements(chart, "line", "baseline")
     assert 0 < float(line.attrib["y1"]) < 190
     assert "optimal 1" in "".join(ElementTree.fromstring(chart.svg()).itertext())
 
 
-def test_a_sparkline_is_a_picture_of_its_own() -> None:
+def test_a_sparkline_is_a_complete_svg() -> None:
     root = ElementTree.fromstring(sparkline(Series("a", (5,), (1.0,))))
     assert root.tag == "svg"

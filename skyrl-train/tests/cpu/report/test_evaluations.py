@@ -15,7 +15,7 @@ def _write(folder: RunFolder, step: int, rows: list[dict[str, Any]], name: str =
     (folder.evals(step) / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_scores_are_numbers_or_sums_and_invalid_ones_stay_apart(tmp_path: Path) -> None:
+def test_scores_are_numbers_or_sums_and_none_if_invalid(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     _write(folder, 3, [{"score": 1}, {"score": [0.5, 0, 0.25]}, {"score": None, "error": "boom"}, {"score": []}])
     _write(folder, 3, [{"eval/all/avg_score": 1.0}], name="aggregated_results.jsonl")
@@ -24,7 +24,7 @@ def test_scores_are_numbers_or_sums_and_invalid_ones_stay_apart(tmp_path: Path) 
     assert trajectories[2].error == "boom"
 
 
-def test_a_trajectory_of_several_rows_scores_what_all_of_them_earned(tmp_path: Path) -> None:
+def test_the_score_of_several_rows_is_the_total_reward(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     _write(folder, 3, [{"score": [0.0, 0.5], "total_reward": 2.0}, {"score": None, "total_reward": None}])
     assert [trajectory.score for trajectory in read_evaluation(folder, 3)] == [2.0, None]
@@ -46,7 +46,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_evaluation(folder, 1)
 
 
-def test_best_median_and_worst_each_with_its_first_try(tmp_path: Path) -> None:
+def test_best_median_and_worst_are_shown_with_their_earlier_response(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     _write(folder, 0, [{"input_prompt": f"p{i}", "score": 0.0, "output_response": "old"} for i in (1, 4)])
     _write(folder, 9, [{"input_prompt": f"p{i}", "score": float(i)} for i in range(5)] + [{"score": None}])

@@ -22,7 +22,7 @@ def _has_colour(path: Path, colour: tuple[int, int, int]) -> bool:
         return colour in {pixel for _, pixel in image.convert("RGB").getcolors(maxcolors=1 << 20) or []}
 
 
-def test_the_picture_holds_the_evaluation_the_training_and_the_baselines(tmp_path: Path) -> None:
+def test_the_plot_contains_evaluation_training_and_baselines(tmp_path: Path) -> None:
     path = plot_learning_curve(
         _rows(0.02),
         tmp_path / "run" / "learning_curve.png",
@@ -39,14 +39,14 @@ def test_the_picture_holds_the_evaluation_the_training_and_the_baselines(tmp_pat
     assert _has_colour(path, (0x6A, 0x73, 0x83))  # baseline
 
 
-def test_one_evaluation_and_no_training_metric_is_enough(tmp_path: Path) -> None:
+def test_one_evaluation_without_a_training_metric_suffices(tmp_path: Path) -> None:
     rows = [{"step": 0, RATE: 0.1}]
     path = plot_learning_curve(rows, tmp_path / "a.png", metric=RATE, title="Catch", train_metric="environment/none")
     assert _has_colour(path, (0x2F, 0x6F, 0xDE))
     assert not _has_colour(path, (0x8F, 0xA3, 0xC4))
 
 
-def test_several_runs_have_a_colour_each(tmp_path: Path) -> None:
+def test_each_run_has_its_own_colour(tmp_path: Path) -> None:
     runs = {"shaped": _rows(0.02), "episodic": _rows(0.01)}
     path = compare_curves(runs, tmp_path / "compare.png", metric=RATE, title="Shaped and episodic")
     assert _has_colour(path, (0x2F, 0x6F, 0xDE))

@@ -33,7 +33,7 @@ METRICS = {
 
 
 class _Page(HTMLParser):
-    """Collects headings and what the page would load; fails on a tag that is not closed."""
+    """A parser that collects headings and loaded URLs, and fails on unclosed tags."""
 
     _VOID = ("meta", "link", "img", "br", "hr", "input")
 
@@ -81,7 +81,7 @@ def test_an_empty_run_has_a_page(folder: RunFolder) -> None:
     assert "No metrics yet." in text
 
 
-def test_a_whole_run_has_every_section_and_loads_nothing(folder: RunFolder) -> None:
+def test_a_complete_run_has_every_section_and_loads_no_urls(folder: RunFolder) -> None:
     _log(folder, [METRICS] * 3)
     folder.config_yaml.write_text("trainer: {seed: 7, policy: {model: {path: tiny}}}\n")
     for step in (0, 2):
@@ -114,13 +114,13 @@ def test_a_whole_run_has_every_section_and_loads_nothing(folder: RunFolder) -> N
         st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(allow_subnormal=False, width=32)), max_size=4
     )
 )
-def test_any_subset_of_metrics_and_any_values_make_a_page(tmp_path_factory: Any, rows: list[dict[str, float]]) -> None:
+def test_any_metrics_and_values_give_a_valid_page(tmp_path_factory: Any, rows: list[dict[str, float]]) -> None:
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     _log(folder, rows)
     _write(folder)
 
 
-def test_what_a_model_writes_is_text_and_never_markup(folder: RunFolder) -> None:
+def test_responses_are_escaped(folder: RunFolder) -> None:
     row = {
         "input_prompt": "<|im_start|>user\n<b>hi</b>",
         "output_response": "<script>alert(1)</script><|im_end|>",
@@ -138,7 +138,7 @@ def test_what_a_model_writes_is_text_and_never_markup(folder: RunFolder) -> None
     assert "1 of 2 rollouts failed and have no score; the first: &lt;i&gt;bad&lt;/i&gt;" in text
 
 
-def test_without_an_evaluation_the_environments_rate_is_shown(folder: RunFolder) -> None:
+def test_without_an_evaluation_the_rate_of_the_environment_is_shown(folder: RunFolder) -> None:
     _log(folder, [{"environment/catch_rate": 0.25}])
     page, text = _write(folder)
     assert page.headings == ["shaped", "How the training went", "All metrics"]

@@ -5,7 +5,7 @@ import pytest
 from skyrl_train.report.series import Series, distinct, format_value, read_series, readable
 
 
-def test_a_step_logged_twice_counts_with_its_newest_value() -> None:
+def test_a_repeated_step_has_its_newest_value() -> None:
     rows = [{"step": 0, "a": 1.0}, {"step": 2, "a": None}, {"step": 1, "b": 5.0}, {"step": 0, "a": 3.0}]
     series = read_series(rows, "a")
     assert (series.steps, series.values) == ((0, 2), (3.0, None))
@@ -17,12 +17,12 @@ def test_a_series_without_a_finite_value_is_empty() -> None:
     assert not read_series([{"step": 1}], "a")
 
 
-def test_a_value_that_is_not_finite_is_a_gap() -> None:
+def test_nan_or_infinite_values_are_gaps() -> None:
     series = Series("a", (1, 2, 3, 4), (1.0, 2.0, None, 4.0))
     assert series.runs() == [[(1, 1.0), (2, 2.0)], [(4, 4.0)]]
 
 
-def test_smoothing_keeps_constants_and_gaps_and_short_series() -> None:
+def test_smoothing_keeps_constants_gaps_and_short_series() -> None:
     long = Series("a", tuple(range(100)), tuple(None if i == 50 else 2.0 for i in range(100)))
     assert long.smoothed() == long
     short = Series("a", (1, 2, 3), (1.0, 9.0, 2.0))
@@ -35,10 +35,10 @@ def test_smoothing_is_the_mean_of_a_centred_window() -> None:
     assert sum(series.smoothed().finite) == pytest.approx(1.0)
 
 
-def test_distinct_drops_empty_series_and_repetitions_and_keeps_the_order() -> None:
-    one, again = Series("eval/all/b", (1,), (1.0,)), Series("eval/catch/b", (1,), (1.0,))
-    like_one, other = Series("eval/all/a", (1,), (1.0,)), Series("eval/math/b", (1,), (2.0,))
-    assert distinct([other, one, again, like_one, Series("d", (), ())]) == [other, one, like_one]
+def test_distinct_drops_empty_and_repeated_series_in_order() -> None:
+    one, repeated = Series("eval/all/b", (1,), (1.0,)), Series("eval/catch/b", (1,), (1.0,))
+    same_values, other = Series("eval/all/a", (1,), (1.0,)), Series("eval/math/b", (1,), (2.0,))
+    assert distinct([other, one, repeated, same_values, Series("d", (), ())]) == [other, one, same_values]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_distinct_drops_empty_series_and_repetitions_and_keeps_the_order() -> No
         ("trainer/tokens_per_second", 4338.4, "4,338"),
     ],
 )
-def test_numbers_are_written_as_people_read_them(name: str, value: float, text: str) -> None:
+def test_numbers_are_formatted_for_people(name: str, value: float, text: str) -> None:
     assert format_value(name, value) == text
 
 

@@ -7,7 +7,7 @@ import pytest
 from skyrl_train.report.summary import duration, headline_evals, headlines, settings, time_split
 
 
-def test_headlines_compare_with_before_training() -> None:
+def test_headlines_compare_with_the_values_before_training() -> None:
     rows: list[dict[str, Any]] = [
         {"step": 0, "eval/all/avg_score": -0.5, "eval/environment/catch_rate": 0.2},
         *({"step": step, "reward/avg_raw_reward": step / 10, "timing/step": 2.0} for step in range(1, 11)),
@@ -22,17 +22,17 @@ def test_headlines_compare_with_before_training() -> None:
     }
 
 
-def test_an_environment_that_is_alone_is_not_shown_twice() -> None:
+def test_a_single_environment_is_shown_once() -> None:
     rows = [{"step": 0, "eval/environment/catch/catch_rate": 0.2, "eval/environment/catch_rate": 0.2}]
     assert [series.name for series in headline_evals(rows)] == ["eval/environment/catch_rate"]
 
 
-def test_without_a_rate_the_solved_prompts_stand_in() -> None:
+def test_without_a_rate_the_solved_prompts_are_shown() -> None:
     rows = [{"step": 0, "eval/all/pass_at_1": 0.2, "eval/all/avg_score": 0.1}]
     assert [series.name for series in headline_evals(rows)] == ["eval/all/pass_at_1", "eval/all/avg_score"]
 
 
-def test_nothing_is_counted_twice_in_the_time() -> None:
+def test_no_time_is_counted_twice() -> None:
     row = {"step": 1, "timing/step": 10.0, "timing/generate": 6.0, "timing/eval": 5.0, "timing/sync_weights": 0.01}
     parts = {part.name: (part.seconds, part.share) for part in time_split([row | {"timing/policy_train": 3.0}])}
     assert list(parts) == ["rollouts", "evaluation", "update", "other"]
@@ -44,13 +44,13 @@ def test_nothing_is_counted_twice_in_the_time() -> None:
     assert sum(part.share for part in flat) == pytest.approx(1.0)
 
 
-def test_a_run_without_metrics_has_nothing_to_say() -> None:
+def test_a_run_without_metrics_has_an_empty_summary() -> None:
     assert headlines([]) == []
     assert time_split([]) == []
     assert settings({}) == {}
 
 
-def test_settings_that_the_configuration_has() -> None:
+def test_only_settings_in_the_configuration_are_listed() -> None:
     config = {"trainer": {"seed": 0, "epochs": 3, "policy": None}, "generator": {"max_turns": 5}}
     assert settings(config) == {"max turns": 5, "epochs": 3, "seed": 0}
 

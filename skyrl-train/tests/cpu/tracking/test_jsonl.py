@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "metrics.jsonl"
 
 
-def test_numbers_of_every_kind_become_plain_ones_and_not_finite_ones_null(path: Path) -> None:
+def test_numbers_are_written_plainly_and_nan_or_infinity_as_null(path: Path) -> None:
     file = MetricsFile(path)
     file.log({"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0), "d": float("nan"), "e": float("-inf")}, step=1)
     file.close()
@@ -33,7 +33,7 @@ def test_a_missing_file_has_no_metrics(path: Path) -> None:
     assert read_metrics(path) == []
 
 
-def test_truncate_after_keeps_the_restored_step_and_goes_on(path: Path) -> None:
+def test_truncate_after_keeps_the_restored_step_and_allows_further_logging(path: Path) -> None:
     file = MetricsFile(path)
     for step in (1, 2, 2, 3, 4):
         file.log({"a": step}, step)
@@ -45,7 +45,7 @@ def test_truncate_after_keeps_the_restored_step_and_goes_on(path: Path) -> None:
     assert sorted(item.name for item in path.parent.iterdir()) == ["metrics.jsonl", "metrics.superseded.jsonl"]
 
 
-def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(path: Path) -> None:
+def test_a_broken_line_before_the_last_is_an_error_with_its_line_number(path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2 "):
@@ -53,12 +53,12 @@ def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(path: Pat
 
 
 @given(cut=st.integers(min_value=0, max_value=40))
-def test_a_file_cut_anywhere_loses_at_most_the_torn_line(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_a_truncated_file_loses_at_most_its_last_line(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     whole = '{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n'
     path.write_text(whole[:cut])
     rows = read_metrics(path)
-    assert len(rows) == (cut + 1) // 20  # a whole object counts even without its newline
+    assert len(rows) == (cut + 1) // 20  # a complete object counts even without its newline
     file = MetricsFile(path)
     file.log({"a": 9}, 9)
     file.close()
@@ -77,7 +77,7 @@ for step in range(10**9):
 """
 
 
-def test_a_killed_writer_leaves_a_file_that_reads_and_resumes(path: Path) -> None:
+def test_a_killed_writer_leaves_a_readable_file_that_can_be_resumed(path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", _WRITES_UNTIL_KILLED, str(path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"going\n"
@@ -93,7 +93,7 @@ def test_a_killed_writer_leaves_a_file_that_reads_and_resumes(path: Path) -> Non
     assert [row["step"] for row in read_metrics(path)] == list(range(51))
 
 
-def test_what_is_truncated_is_kept_beside(path: Path) -> None:
+def test_truncated_lines_are_kept_in_another_file(path: Path) -> None:
     file = MetricsFile(path)
     for step in range(4):
         file.log({"loss": step / 2}, step)

@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.tracking import Progress
 
 
-def test_a_log_file_gets_plain_lines_and_not_one_for_every_fast_step() -> None:
+def test_a_log_file_gets_plain_lines_at_limited_frequency() -> None:
     stream = io.StringIO()
     progress = Progress(total_steps=5, initial_step=0, stream=stream)
     progress.update(1, reward=0.125, tokens_per_second=12345.6)
@@ -30,7 +30,7 @@ def test_a_log_file_gets_plain_lines_and_not_one_for_every_fast_step() -> None:
     assert "\r" not in stream.getvalue()
 
 
-def test_a_line_for_every_step_when_steps_are_slow() -> None:
+def test_slow_steps_get_a_line_each() -> None:
     stream = io.StringIO()
     progress = Progress(total_steps=3, initial_step=0, stream=stream, seconds_between_lines=0)
     for step in (1, 2, 3):
@@ -45,7 +45,7 @@ def test_a_resumed_run_counts_from_its_checkpoint() -> None:
     assert stream.getvalue().startswith("step 9/10 · reward 1.000 · 00:00 elapsed · 00:00 left")
 
 
-def _shown_on_terminal(columns: int) -> str:
+def _terminal_output(columns: int) -> str:
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, columns))
     with os.fdopen(follower, "w") as stream:
@@ -60,14 +60,14 @@ def _shown_on_terminal(columns: int) -> str:
 
 
 def _chunks(screen: io.FileIO) -> Iterator[bytes]:
-    """What was written to the terminal, until the kernel says that nobody can write any more."""
+    """Yield the terminal's output until all writers have closed it."""
     with contextlib.suppress(OSError):
         while chunk := screen.read(65536):
             yield chunk
 
 
 def test_a_terminal_gets_one_live_line() -> None:
-    shown = _shown_on_terminal(columns=100)
+    shown = _terminal_output(columns=100)
     assert "\r" in shown
     assert shown.count("\n") == 1
     assert "step 2/4" in shown
@@ -75,5 +75,5 @@ def test_a_terminal_gets_one_live_line() -> None:
 
 
 @pytest.mark.parametrize("columns", [0, 30])
-def test_a_terminal_too_narrow_for_the_line_still_shows_the_step(columns: int) -> None:
-    assert "4/4" in _shown_on_terminal(columns)
+def test_a_narrow_terminal_still_shows_the_step(columns: int) -> None:
+    assert "4/4" in _terminal_output(columns)

@@ -22,7 +22,7 @@ def test_the_layout_of_a_run(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path / "outputs", "catch", "shaped") == folder
 
 
-def test_eval_steps_are_in_order_of_steps(tmp_path: Path) -> None:
+def test_eval_steps_are_sorted_numerically(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.eval_steps() == []
     for step in (10, 9, 0):
@@ -37,7 +37,7 @@ def test_a_run_stays_inside_the_output_folder(tmp_path: Path, project: str, run:
         RunFolder.create(tmp_path, project, run)
 
 
-def test_the_log_file_is_attached_for_as_long_as_the_context_lasts(tmp_path: Path) -> None:
+def test_the_log_file_is_attached_within_the_context(tmp_path: Path) -> None:
     path = tmp_path / "run" / "train.log"
     package = logging.getLogger("skyrl_train")
     before = (list(package.handlers), package.level)

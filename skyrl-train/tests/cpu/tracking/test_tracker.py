@@ -10,13 +10,13 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.tracking import Tracking, read_metrics
 
 
-def test_metrics_are_written_whatever_the_backends(tmp_path: Path) -> None:
+def test_metrics_are_written_without_backends(tmp_path: Path) -> None:
     with Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
         tracking.log({"reward/avg_raw_reward": 0.5}, step=1)
         assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/avg_raw_reward": 0.5}]
 
 
-def test_console_prints_one_line_per_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_prints_one_line_per_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Tracking("catch", "shaped", "console", {"seed": 1}, tmp_path) as tracking:
         tracking.log({"policy/policy_kl": 0.25, "eval/all/avg_score": 0.5, "policy/grad_norm": 1.0}, step=3)
     assert capsys.readouterr().out.splitlines() == [
@@ -26,15 +26,13 @@ def test_console_prints_one_line_per_prefix(tmp_path: Path, capsys: pytest.Captu
     ]
 
 
-def test_unknown_backend_names_itself_and_the_choices(tmp_path: Path) -> None:
+def test_an_unknown_backend_is_refused_with_the_choices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'wanbd'.*jsonl, console, tensorboard, wandb"):
         Tracking("catch", "shaped", ["console", "wanbd"], {}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_backends_that_had_started_are_closed_when_a_later_one_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_started_backends_are_closed_if_a_later_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -49,9 +47,7 @@ def _scalars(folder: Path, name: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(name)}
 
 
-def test_tensorboard_hides_the_steps_that_a_resumed_run_logs_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_hides_steps_that_a_resumed_run_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     with Tracking("catch", "shaped", "tensorboard", {}, tmp_path) as tracking:
         for step in (1, 2, 3):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_the_check_imports_no_wandb() -> None:
+def test_tracking_does_not_import_wandb() -> None:
     code = "import sys, skyrl_train.tracking; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

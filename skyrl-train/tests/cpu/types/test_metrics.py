@@ -1,4 +1,4 @@
-"""Metrics are those of all samples, however the samples are divided among micro-batches, ranks and updates."""
+"""Metrics do not depend on how samples are split into micro-batches, ranks and updates."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def expected(values: Sequence[float]) -> dict[str, float]:
 
 
 @given(parts)
-def test_merged_metrics_are_those_of_all_samples(divided: list[list[float]]) -> None:
-    merged = Metrics().merge(*map(collect, divided))
-    flat = [value for part in divided for value in part]
+def test_merged_metrics_equal_those_of_all_samples(split_values: list[list[float]]) -> None:
+    merged = Metrics().merge(*map(collect, split_values))
+    flat = [value for part in split_values for value in part]
     assert merged.numbers() == pytest.approx(expected(flat), rel=1e-6, abs=1e-5)
 
 
@@ -57,7 +57,7 @@ def test_merging_is_associative_and_commutative(a: list[float], b: list[float], 
             assert other[name][1:] == pytest.approx(metric[1:])
 
 
-def test_merging_changes_neither_side() -> None:
+def test_merging_does_not_change_its_inputs() -> None:
     left, right = collect([1.0, 2.0]), collect([4.0])
     before = dict(left), dict(right)
     left.merge(right)
@@ -65,7 +65,7 @@ def test_merging_changes_neither_side() -> None:
 
 
 def test_metrics_of_overlapping_steps_do_not_mix() -> None:
-    """Two steps collect their metrics in turns, as in asynchronous training."""
+    """Two steps collect their metrics alternately, as in asynchronous training."""
     steps = {1: Metrics(), 2: Metrics()}
     collectors = {1: MetricSums(), 2: MetricSums()}
     for value in range(4):
@@ -77,13 +77,13 @@ def test_metrics_of_overlapping_steps_do_not_mix() -> None:
     assert steps[2].numbers() == {"loss_max": 23.0, "loss_mean": 21.5}
 
 
-def test_numbers_measured_once_are_averaged() -> None:
+def test_single_numbers_are_averaged() -> None:
     merged = Metrics.of({"a": 1}).merge(Metrics.of({"a": 2, "b": 5}))
     assert merged.numbers() == {"a": 1.5, "b": 5.0}
     assert merged.with_prefix("policy").numbers() == {"policy/a": 1.5, "policy/b": 5.0}
 
 
-def test_a_metric_without_weight_has_no_number() -> None:
+def test_a_metric_of_weight_zero_has_no_number() -> None:
     assert Metrics({"loss": Metric("mean", 0.0, 0.0), "n": Metric("sum", 3.0)}).numbers() == {"n": 3.0}
 
 
@@ -92,7 +92,7 @@ def test_different_kinds_do_not_merge() -> None:
         Metric("mean", 1.0).merge(Metric("max", 1.0))
 
 
-def test_the_sums_of_one_metric_are_not_those_of_another() -> None:
+def test_sums_of_different_metrics_are_independent() -> None:
     sums = MetricSums()
     sums.add("mean", "loss", torch.tensor(6.0, requires_grad=True), torch.tensor(4.0))
     sums.add("sum", "tokens", 12)

@@ -1,4 +1,4 @@
-"""Scripts written for SkyRL import these names, call them in these ways, and train."""
+"""Names and calling conventions of SkyRL that scripts rely on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_with_an_estimator_and_a_scalar_loss_of_its_own_trains(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_script_with_a_custom_estimator_and_scalar_loss_trains(tiny_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     row = {
         "prompt": [{"role": "user", "content": "State: …"}],
@@ -101,13 +101,13 @@ def test_a_script_with_an_estimator_and_a_scalar_loss_of_its_own_trains(tiny_mod
 
 
 @pytest.mark.parametrize("name", ppo_utils.__all__)
-def test_every_name_is_there_and_lives_in_algorithms(name: str) -> None:
+def test_every_name_comes_from_algorithms(name: str) -> None:
     value = getattr(ppo_utils, name)
     module = getattr(value, "__module__", type(value).__module__)
     assert module.startswith("skyrl_train.algorithms")
 
 
-def test_registries_answer_as_skyrls_do() -> None:
+def test_registries_behave_like_those_of_skyrl() -> None:
     for registry, known in ((AdvantageEstimatorRegistry, "grpo"), (PolicyLossRegistry, "regular")):
         assert known in registry.list_available()
         with pytest.raises(ValueError, match="already registered"):
@@ -120,7 +120,7 @@ def test_registries_answer_as_skyrls_do() -> None:
         assert "mine" not in registry.list_available()
 
 
-def test_estimators_take_skyrls_keyword_arguments() -> None:
+def test_estimators_accept_the_keyword_arguments_of_skyrl() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0]])
     values = torch.tensor([[0.5, 1.0, 1.5]])
     _, returns = compute_gae_advantage_return(
@@ -134,7 +134,7 @@ def test_estimators_take_skyrls_keyword_arguments() -> None:
     assert advantages.tolist() == [[-1.0, -1.0], [1.0, 1.0]]
 
 
-def test_a_loss_may_be_called_without_a_mask_and_reduced() -> None:
+def test_a_loss_can_be_called_without_a_mask_and_reduced() -> None:
     log_probs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]])
     loss, metrics = ppo_policy_loss(log_probs, old, torch.tensor([[1.0, 3.0]]), AlgorithmConfig())
     assert reduce_loss(loss, None, "token_mean").item() == -2.0

@@ -1,4 +1,4 @@
-"""A policy of one's own for each test: what a worker updates must not be shared."""
+"""A fresh copy of the policy for each test, because workers update it in place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A specification of the update in plain torch and float64: rollouts as lists in, gradient out.
+"""A specification of the update in plain torch and float64: rollouts as lists in, gradients out.
 
-Written from the papers, one trajectory at a time, to be compared with the trainer. It shares no code with it, pads
-nothing, splits nothing, and takes the whole vocabulary at every position.
+It is written from the papers, one trajectory at a time, to be compared with the trainer. It shares no code with the
+trainer, uses neither padding nor micro-batches, and computes the whole vocabulary at every position.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class OracleRow:
     was_sampled: list[bool]
     rewards: Floats
     logprobs: Floats | None = None
-    """Log-probs of the engine for the response tokens."""
+    """Log-probs from the engine for the response tokens."""
 
 
 @dataclass(frozen=True)
 class OracleTrajectory:
-    """One rollout; it has several rows where its history was rewritten between turns."""
+    """One rollout; it has several rows if its history was rewritten between turns."""
 
     prompt_uid: str
     rows: list[OracleRow]
@@ -38,7 +38,7 @@ class OracleTrajectory:
 
     @property
     def score(self) -> float:
-        """Sum of all rewards, those of unsampled tokens included."""
+        """Sum of all rewards, including those of unsampled tokens."""
         return sum(sum(row.rewards) for row in self.rows)
 
     @property
@@ -63,7 +63,7 @@ class OracleTrajectory:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one update; names and defaults are those of `trainer.algorithm`, except where a test sets them."""
+    """Settings of one update, named as in `trainer.algorithm`; some defaults differ so that a term has an effect."""
 
     advantage_estimator: str = "grpo"
     policy_loss_type: str = "regular"
@@ -139,7 +139,7 @@ class EstimatorInputs:
     sum_pi_squared: list[Floats]
 
     def group(self, i: int) -> list[int]:
-        """Return the trajectories of the prompt of trajectory `i`."""
+        """Return the indices of the trajectories with the same prompt as trajectory `i`."""
         uid = self.trajectories[i].prompt_uid
         return [j for j, other in enumerate(self.trajectories) if other.prompt_uid == uid]
 
@@ -149,7 +149,7 @@ Advantages = tuple[list[Floats], list[Floats]]
 
 
 def estimate_advantages(inputs: EstimatorInputs, s: Settings, weights: dict[str, float] | None = None) -> Advantages:
-    """Return advantages and returns of the estimator that the settings name; `weights` are those of gdpo."""
+    """Return advantages and returns of `advantage_estimator`; `weights` are those of gdpo."""
     name = s.advantage_estimator
     if name in BY_SCORE:
         whole = [BY_SCORE[name](inputs, i, s) for i in range(len(inputs.trajectories))]
@@ -166,7 +166,7 @@ def estimate_advantages(inputs: EstimatorInputs, s: Settings, weights: dict[str,
             return whiten(returns), returns
         case "remax":
             greedy = [t.greedy_reward for t in inputs.trajectories]
-            return [[g - b for g in of_one] for of_one, b in zip(returns, greedy, strict=True)], returns
+            return [[g - b for g in row] for row, b in zip(returns, greedy, strict=True)], returns
         case "token_rewards":
             return inputs.rewards, inputs.rewards
         case "on_policy_distillation":
@@ -187,14 +187,14 @@ def estimate_advantages(inputs: EstimatorInputs, s: Settings, weights: dict[str,
 
 def whiten(values: list[Floats]) -> list[Floats]:
     """Shift and scale all tokens to mean 0 and unbiased variance 1; equal values become 0."""
-    flat = [x for of_one in values for x in of_one]
+    flat = [x for row in values for x in row]
     mean = sum(flat) / max(len(flat), 1)
     variance = sum((x - mean) ** 2 for x in flat) / max(len(flat) - 1, 1)
-    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in of_one] for of_one in values]
+    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in values]
 
 
 def _statistics(values: Floats) -> tuple[float, float]:
-    """Return mean and unbiased standard deviation; 0 deviation of a single value."""
+    """Return mean and unbiased standard deviation (0 for a single value)."""
     mean = sum(values) / len(values)
     return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / max(len(values) - 1, 1))
 
@@ -204,7 +204,7 @@ def _reward_to_go(rewards: Floats, gamma: float) -> Floats:
 
 
 def _gae(rewards: Floats, values: Floats, s: Settings) -> Floats:
-    """Return Σ_k (γλ)^k δ_{t+k}, written out."""
+    """Return Σ_k (γλ)^k δ_{t+k} as an explicit sum."""
     ahead = [*values, 0.0][1:]
     delta = [r + s.gamma * after - v for r, v, after in zip(rewards, values, ahead, strict=True)]
     return _reward_to_go(delta, s.gamma * s.lambd)
@@ -271,7 +271,7 @@ BY_SCORE: dict[str, Callable[[EstimatorInputs, int, Settings], float]] = {
     "maxrl": _maxrl,
     "grpo_passk": _grpo_passk,
 }
-"""Estimators that give all tokens of a trajectory one advantage."""
+"""Estimators that give every token of a trajectory the same advantage."""
 
 
 def _gdpo(inputs: EstimatorInputs, weights: dict[str, float]) -> Advantages:
@@ -290,9 +290,9 @@ def _token_baseline(inputs: EstimatorInputs, returns: list[Floats]) -> list[Floa
         energies = [max(1 - 2 * math.exp(o) + q, 0.0) for o, q in zip(old, squares, strict=True)]
         weights.append([sum(energies[: t + 1]) + 1e-8 for t in range(len(energies))])
     advantages = []
-    for i, of_one in enumerate(returns):
+    for i, row_returns in enumerate(returns):
         advantages.append([])
-        for t, g in enumerate(of_one):
+        for t, g in enumerate(row_returns):
             reached = [j for j in inputs.group(i) if len(returns[j]) > t]
             baseline = sum(returns[j][t] * weights[j][t] for j in reached) / sum(weights[j][t] for j in reached)
             advantages[-1].append(g - baseline if len(reached) > 1 else 0.0)
@@ -302,41 +302,41 @@ def _token_baseline(inputs: EstimatorInputs, returns: list[Floats]) -> list[Floa
 def _per_turn(inputs: EstimatorInputs, s: Settings) -> Advantages:
     lengths = [[len(turn) for turn in t.turns] for t in inputs.trajectories]
 
-    def of_turns(tokens: Floats, sizes: list[int]) -> list[Floats]:
+    def split_turns(tokens: Floats, sizes: list[int]) -> list[Floats]:
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         return [tokens[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
-    def on_tokens(per_turn: list[Floats]) -> list[Floats]:
+    def to_tokens(per_turn: list[Floats]) -> list[Floats]:
         return [
             [x for x, n in zip(*pair, strict=True) for _ in range(n)] for pair in zip(per_turn, lengths, strict=True)
         ]
 
-    rewards = [[sum(turn) for turn in of_turns(r, n)] for r, n in zip(inputs.rewards, lengths, strict=True)]
+    rewards = [[sum(turn) for turn in split_turns(r, n)] for r, n in zip(inputs.rewards, lengths, strict=True)]
     if s.advantage_estimator == "gae_per_turn":
-        values = [[turn[0] for turn in of_turns(v, n)] for v, n in zip(inputs.values, lengths, strict=True)]
+        values = [[turn[0] for turn in split_turns(v, n)] for v, n in zip(inputs.values, lengths, strict=True)]
         raw = [_gae(r, v, s) for r, v in zip(rewards, values, strict=True)]
         returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(raw, values, strict=True)]
-        return whiten(on_tokens(raw)), on_tokens(returns)
+        return whiten(to_tokens(raw)), to_tokens(returns)
     returns = [_reward_to_go(r, s.gamma) for r in rewards]
     advantages: list[Floats] = []
-    for i, of_one in enumerate(returns):
+    for i, turn_returns in enumerate(returns):
         advantages.append([])
-        for k, g in enumerate(of_one):
-            played = [returns[j][k] for j in inputs.group(i) if len(returns[j]) > k]
-            mean, std = _statistics(played)
+        for k, g in enumerate(turn_returns):
+            peers = [returns[j][k] for j in inputs.group(i) if len(returns[j]) > k]
+            mean, std = _statistics(peers)
             if s.advantage_estimator == "rloo_per_turn":
-                advantages[-1].append((g - mean) * len(played) / max(len(played) - 1, 1))
+                advantages[-1].append((g - mean) * len(peers) / max(len(peers) - 1, 1))
             else:
                 advantages[-1].append((g - mean) / (std + 1e-6 if s.grpo_norm_by_std else 1.0))
-    return on_tokens(advantages), on_tokens(returns)
+    return to_tokens(advantages), to_tokens(returns)
 
 
 def normalize(advantages: list[Floats]) -> list[Floats]:
     """Shift and scale the advantages of all sampled tokens to mean 0 and biased variance 1."""
-    flat = [x for of_one in advantages for x in of_one]
+    flat = [x for row in advantages for x in row]
     mean = sum(flat) / len(flat)
     variance = sum((x - mean) ** 2 for x in flat) / len(flat)
-    return [[(x - mean) / math.sqrt(max(variance, 1e-8)) for x in of_one] for of_one in advantages]
+    return [[(x - mean) / math.sqrt(max(variance, 1e-8)) for x in row] for row in advantages]
 
 
 # -- losses
@@ -344,16 +344,16 @@ def normalize(advantages: list[Floats]) -> list[Floats]:
 
 @dataclass
 class RowTokens:
-    """The sampled tokens of one row, as a loss reads them; (n,) each."""
+    """Sampled tokens of one row, as read by a loss; (n,) each."""
 
     new: torch.Tensor
     old: torch.Tensor
     advantages: torch.Tensor
     rollout: torch.Tensor
     covariance: torch.Tensor
-    """(A - mean A)(log π - mean log π), where the means are over the mini-batch."""
+    """(A - mean A)(log π - mean log π), with means over the mini-batch."""
     is_highest: torch.Tensor
-    """True on the fifth of the mini-batch's tokens that have the highest covariance."""
+    """True for the fifth of the mini-batch's tokens with the highest covariance."""
 
     @property
     def ratio(self) -> torch.Tensor:
@@ -361,8 +361,8 @@ class RowTokens:
         return torch.exp(self.new - self.old)
 
 
-def policy_loss(t: RowTokens, s: Settings) -> torch.Tensor:  # noqa: C901, one case for each loss
-    """Return the loss of each sampled token of a row (n,), with the product's default settings of each loss."""
+def policy_loss(t: RowTokens, s: Settings) -> torch.Tensor:  # noqa: C901, one case per loss
+    """Return the loss (n,) of each sampled token of a row, with the default settings of each loss."""
     a, new, ratio, detached = t.advantages, t.new, t.ratio, t.ratio.detach()
 
     def surrogate(ratio: torch.Tensor) -> torch.Tensor:
@@ -407,7 +407,7 @@ def policy_loss(t: RowTokens, s: Settings) -> torch.Tensor:  # noqa: C901, one c
             w = torch.exp((new - t.old).sum().detach())
             phi = torch.where(a >= 0, w**2 * torch.exp(3 * (1 - w)), w**3 * torch.exp(2 * (1 - w)))
             return -phi * a * new
-        case "clip_cov":  # with clip_ratio=1, every candidate is left out
+        case "clip_cov":  # with clip_ratio=1, every candidate is masked
             not_clipped = (surrogate(ratio) + ratio * a).abs() == 0
             is_candidate = not_clipped & (t.covariance > 1) & (t.covariance < 5)
             return torch.where(is_candidate, 0.0, surrogate(ratio))
@@ -429,26 +429,27 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, old: torch.Tensor, s: Sett
 
 
 def reduce_tokens(losses: list[list[torch.Tensor]], uids: Sequence[str], reduction: str, max_len: int) -> torch.Tensor:
-    """Return one number from the token losses of each trajectory, given as one tensor (n,) for each of its rows."""
+    """Reduce the token losses of the trajectories, each a list of one tensor (n,) per row, to a scalar."""
     trajectories = [(torch.cat(rows), uid) for rows, uid in zip(losses, uids, strict=True) if sum(map(len, rows))]
     zero = losses[0][0].new_zeros(())
     if not trajectories:
         return zero
-    tokens = torch.cat([of_one for of_one, _ in trajectories])
+    tokens = torch.cat([losses for losses, _ in trajectories])
     match reduction:
         case "token_mean":
             return tokens.mean()
         case "token_sum":
             return tokens.sum()
         case "sequence_mean":
-            return torch.stack([of_one.mean() for of_one, _ in trajectories]).mean()
+            return torch.stack([losses.mean() for losses, _ in trajectories]).mean()
         case "seq_mean_token_sum":
-            return torch.stack([of_one.sum() for of_one, _ in trajectories]).mean()
+            return torch.stack([losses.sum() for losses, _ in trajectories]).mean()
         case "seq_mean_token_sum_norm":
-            return torch.stack([of_one.sum() / max_len for of_one, _ in trajectories]).mean()
+            return torch.stack([losses.sum() / max_len for losses, _ in trajectories]).mean()
         case "prompt_mean":
             prompts = [
-                torch.cat([x for x, other in trajectories if other == uid]) for uid in {u for _, u in trajectories}
+                torch.cat([losses for losses, other in trajectories if other == uid])
+                for uid in {u for _, u in trajectories}
             ]
             return torch.stack([prompt.mean() for prompt in prompts]).mean()
     raise AssertionError(f"no specification of {reduction}")
@@ -456,7 +457,7 @@ def reduce_tokens(losses: list[list[torch.Tensor]], uids: Sequence[str], reducti
 
 @dataclass
 class Update:
-    """Losses of one update, differentiable in the parameters of the policy; `critic` in those of the critic."""
+    """Losses of one update, differentiable in the parameters of the policy (`critic`: of the critic)."""
 
     final: torch.Tensor
     policy: torch.Tensor
@@ -468,7 +469,7 @@ class Update:
 
 
 @dataclass
-class Scored:
+class OracleScores:
     """Scores of every row of every trajectory by all models."""
 
     new: list[list[Scores]]
@@ -478,17 +479,17 @@ class Scored:
     old_values: list[list[torch.Tensor]]
 
 
-def update(trajectories: list[OracleTrajectory], scored: Scored, s: Settings) -> Update:
+def update(trajectories: list[OracleTrajectory], scored: OracleScores, s: Settings) -> Update:
     """Return the losses of one update on one mini-batch of valid trajectories."""
     inputs = _estimator_inputs(trajectories, scored, s)
     advantages, returns = estimate_advantages(inputs, s)
     advantages = normalize(advantages) if s.advantage_batch_normalize else advantages
-    flat_new = torch.cat([row.logprobs for of_one in scored.new for row in of_one]).detach()
-    flat_advantages = torch.tensor([a for of_one in advantages for a in of_one], dtype=flat_new.dtype)
+    flat_new = torch.cat([row.logprobs for rows in scored.new for row in rows]).detach()
+    flat_advantages = torch.tensor([a for row in advantages for a in row], dtype=flat_new.dtype)
     covariance = (flat_advantages - flat_advantages.mean()) * (flat_new - flat_new.mean())
     n_highest = max(int(0.2 * len(covariance)), 1)
     is_highest = covariance >= covariance.sort(descending=True).values[n_highest - 1]
-    entropies = torch.cat([row.entropies for of_one in scored.old for row in of_one]).detach()
+    entropies = torch.cat([row.entropies for rows in scored.old for row in rows]).detach()
     n_kept = math.ceil(s.top_entropy_quantile * len(entropies) - 1e-6)
     is_kept = entropies >= entropies.sort(descending=True).values[n_kept - 1]
 
@@ -532,7 +533,7 @@ def update(trajectories: list[OracleTrajectory], scored: Scored, s: Settings) ->
 
 
 def _factor(t: RowTokens, s: Settings) -> torch.Tensor:
-    """Return the factor on the losses (n,) of a row because another policy sampled it."""
+    """Return the off-policy weight (n,) of each token loss of a row."""
     factor = torch.ones_like(t.old)
     gap = t.old - t.rollout
     if s.tis_ratio_type == "token":
@@ -552,12 +553,12 @@ def _value_loss(values: torch.Tensor, old: torch.Tensor, target: torch.Tensor, c
     return error / 2
 
 
-def _estimator_inputs(trajectories: list[OracleTrajectory], scored: Scored, s: Settings) -> EstimatorInputs:
+def _estimator_inputs(trajectories: list[OracleTrajectory], scored: OracleScores, s: Settings) -> EstimatorInputs:
     def flat(rows: list[list[torch.Tensor]]) -> list[Floats]:
-        return [[x for row in of_one for x in row.tolist()] for of_one in rows]
+        return [[x for row in one_trajectory for x in row.tolist()] for one_trajectory in rows]
 
     def logprobs(scores: list[list[Scores]]) -> list[Floats]:
-        return flat([[row.logprobs for row in of_one] for of_one in scores])
+        return flat([[row.logprobs for row in rows] for rows in scores])
 
     old, ref = logprobs(scored.old), logprobs(scored.ref)
     rewards, scores = [t.token_rewards for t in trajectories], [t.score for t in trajectories]
@@ -568,7 +569,7 @@ def _estimator_inputs(trajectories: list[OracleTrajectory], scored: Scored, s: S
             penalties = (s.kl_loss_coef * kl_estimate(x, y, x, reward_settings)).tolist()
             rewards[i] = [r - p for r, p in zip(rewards[i], penalties, strict=True)]
             scores[i] -= sum(penalties)
-    squares = flat([[row.sum_pi_squared for row in of_one] for of_one in scored.old])
+    squares = flat([[row.sum_pi_squared for row in rows] for rows in scored.old])
     return EstimatorInputs(trajectories, rewards, scores, flat(scored.old_values), old, ref, squares)
 
 

@@ -1,4 +1,4 @@
-"""The critic against a naive loop, and its promises about micro-batches and checkpoints."""
+"""The critic against a naive loop; micro-batches and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from workers.worker_batches import Lone, as_batch, config, largest_difference, random_trajectories
+from workers.worker_batches import SingleRankGroup, as_batch, config, gradients, largest_difference, random_trajectories
 
 from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.errors import CheckpointError
@@ -21,16 +21,16 @@ VALUE_CLIP = 0.3
 
 @pytest.fixture
 def value_model(tiny_model_path: Path) -> PreTrainedModel:
-    """The tiny model with a value head that is no longer zero."""
+    """The tiny model with a nonzero value head."""
     model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
     torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     return model
 
 
-def make_critic(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **trainer: Any) -> Lone:
+def make_critic(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **trainer: Any) -> SingleRankGroup:
     trainer = {"algorithm": {"value_clip": VALUE_CLIP}, **trainer}
     cfg = config(**trainer).trainer
-    return Lone("critic", model, tokenizer, cfg, ValueObjective(cfg.algorithm.value_clip))
+    return SingleRankGroup("critic", model, tokenizer, cfg, ValueObjective(cfg.algorithm.value_clip))
 
 
 def make_batch(n_tokens: int, seed: int = 0) -> TrainingBatch:
@@ -42,7 +42,7 @@ def make_batch(n_tokens: int, seed: int = 0) -> TrainingBatch:
 
 
 def naive_loss(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
-    """Row by row, without padding: half the larger of the two squared errors, averaged by row, then over rows."""
+    """Compute the loss row by row, without padding: half the larger squared error, averaged by row, then over rows."""
     assert batch.values is not None
     assert batch.returns is not None
     n_prompt = batch.sequences.shape[1] - batch.response_length
@@ -53,7 +53,7 @@ def naive_loss(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
         outputs = model(input_ids=token_ids[None], use_cache=False).logits[0, :, 0]  # (L,)
         losses = []
         for column in batch.loss_mask[row].nonzero()[:, 0].tolist():
-            value = outputs[n_prompt - padding + column - 1]  # what stands before the token
+            value = outputs[n_prompt - padding + column - 1]  # the state before the token
             old, target = batch.values[row, column], batch.returns[row, column]
             clipped = old + torch.clamp(value - old, -VALUE_CLIP, VALUE_CLIP)
             losses.append(0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2))
@@ -61,13 +61,7 @@ def naive_loss(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
     return torch.stack(rows).mean()
 
 
-def gradients(worker: Lone, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-    worker.model.zero_grad()
-    worker.forward_backward(batch)
-    return {name: p.grad.clone() for name, p in worker.model.named_parameters() if p.grad is not None}
-
-
-def test_value_loss_and_gradient_are_those_of_a_naive_loop(
+def test_value_loss_and_gradient_equal_those_of_a_naive_loop(
     value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = make_batch(len(tiny_tokenizer))
@@ -83,7 +77,7 @@ def test_value_loss_and_gradient_are_those_of_a_naive_loop(
     assert 0 < metrics["critic/values_clipfrac"] < 1
 
 
-def test_scored_values_are_those_that_the_loss_starts_from(
+def test_scored_values_equal_the_values_in_the_loss(
     value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = make_batch(len(tiny_tokenizer))
@@ -107,7 +101,7 @@ def test_micro_batches_do_not_matter(value_model: PreTrainedModel, tiny_tokenize
         assert largest_difference(whole, part) < 1e-5
 
 
-def test_it_learns_what_states_are_worth(value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_critic_learns_its_targets(value_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     batch = make_batch(len(tiny_tokenizer), seed=4)
     optimizer = {"lr": 3e-3, "weight_decay": 0.0}
     worker = make_critic(

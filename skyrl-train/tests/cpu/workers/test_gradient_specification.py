@@ -1,6 +1,6 @@
-"""The trainer's path from rollouts to a gradient against the specification in `oracle.py`.
+"""The gradients of the trainer, from rollouts on, against the specification in `oracle.py`.
 
-Models are in float64; log-probs and losses are in float32, so gradients agree up to 1e-5 of the largest.
+Models are in float64; log-probs and losses are in float32, so gradients agree up to 1e-5 of the largest entry.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from small_models import SMALL
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel, Qwen3Config
 from workers.oracle import (
     OracleRow,
+    OracleScores,
     OracleTrajectory,
-    Scored,
     Settings,
     Update,
     gradient,
@@ -27,7 +27,15 @@ from workers.oracle import (
     update,
     value_row,
 )
-from workers.worker_batches import TEMPERATURE, Lone, as_trajectories, complete, config, perturbed, policy_objective
+from workers.worker_batches import (
+    TEMPERATURE,
+    SingleRankGroup,
+    as_trajectories,
+    complete,
+    config,
+    perturbed,
+    policy_objective,
+)
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.objectives import ValueObjective
@@ -46,10 +54,10 @@ FLOAT_METRICS = {"rel": 1e-4, "abs": 1e-5}
 
 
 def random_rollouts(several_rows: bool, seed: int = 0) -> list[OracleTrajectory]:
-    """Return four prompts of up to four rollouts with one to three turns, each in a row of its own or all in one.
+    """Generate four prompts of up to four rollouts of one to three turns, with one row per turn or one row in all.
 
-    The first prompt has a trajectory that is left out of the loss, and a row of another one; the rewards of the second
-    prompt are equal; the third has one rollout.
+    The first prompt has one masked trajectory and one masked row of another trajectory; the rewards of the second
+    prompt are equal; the third prompt has one rollout.
     """
     rng = random.Random(seed)
 
@@ -88,7 +96,7 @@ def random_rollouts(several_rows: bool, seed: int = 0) -> list[OracleTrajectory]
 
 @dataclass(frozen=True)
 class Models:
-    """The policy now, at the start of the update and in the engine; the reference; the critic now and at the start."""
+    """Policy (current, at the start of the update, in the engine), reference, and critic (current, at the start)."""
 
     policy: PreTrainedModel
     old: PreTrainedModel
@@ -111,8 +119,8 @@ def models() -> Models:
 
 
 @cache
-def specified(several_rows: bool) -> tuple[list[OracleTrajectory], Scored]:
-    """Return rollouts with the log-probs of the engine, and the specification's scores of them."""
+def specified(several_rows: bool) -> tuple[list[OracleTrajectory], OracleScores]:
+    """Return rollouts with rollout log-probs, and their scores by the specification."""
     m = models()
     rollouts = [replace(t, rows=[_with_logprobs(row) for row in t.rows]) for t in random_rollouts(several_rows)]
     new = [[score_row(m.policy, row, TEMPERATURE) for row in t.rows] for t in rollouts]
@@ -122,7 +130,7 @@ def specified(several_rows: bool) -> tuple[list[OracleTrajectory], Scored]:
             [[score_row(model, row, TEMPERATURE) for row in t.rows] for t in rollouts] for model in (m.old, m.ref)
         )
         old_values = [[value_row(m.old_critic, row) for row in t.rows] for t in rollouts]
-    return rollouts, Scored(new, old, ref, values, old_values)
+    return rollouts, OracleScores(new, old, ref, values, old_values)
 
 
 @torch.no_grad()
@@ -132,18 +140,18 @@ def _with_logprobs(row: OracleRow) -> OracleRow:
 
 
 def configured(s: Settings, **trainer: Any) -> SkyRLConfig:
-    """Return the configuration of the same settings."""
+    """Return the configuration with these settings."""
     algorithm = {name: value for name, value in asdict(s).items() if name not in ("tis_ratio_type", "tis_cap")}
     correction = {"tis_ratio_type": s.tis_ratio_type}
     if s.tis_ratio_type is not None:
         correction[f"{s.tis_ratio_type}_tis_ratio_clip_high"] = s.tis_cap  # type: ignore[assignment]
     whole = {"clip_cov": {"clip_ratio": 1.0}, "off_policy_correction": correction}
-    ref = {"model": {"path": "reference"}}  # never loaded; distillation requires another path than the policy's
+    ref = {"model": {"path": "reference"}}  # never loaded; distillation requires a path other than the policy's
     return config(algorithm=algorithm | whole, update_epochs_per_batch=2, ref=ref, **trainer)
 
 
 class PartRank:
-    """One of several data-parallel ranks that share a worker, so that their gradients add up."""
+    """One of several data-parallel ranks that share one worker, so its gradients add up."""
 
     is_leader = True
 
@@ -152,7 +160,7 @@ class PartRank:
         self._rank = rank
 
     async def load(self, spec: Any, objective: Any) -> None:
-        """Do nothing: the worker is loaded already."""
+        """Do nothing; the worker is already loaded."""
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._rank.call(method, *args)
@@ -162,8 +170,8 @@ class PartRank:
 
 
 @dataclass(frozen=True)
-class Product:
-    """Results of the trainer's path: the scored batch, gradients by parameter name, and metrics."""
+class TrainerResult:
+    """Results of the trainer: the scored batch, gradients by parameter name, and metrics."""
 
     batch: TrainingBatch
     policy: dict[str, torch.Tensor]
@@ -173,35 +181,40 @@ class Product:
 
 
 def scored_batch(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig) -> TrainingBatch:
-    """Return the batch with advantages, as the learner computes them before the update."""
+    """Return the batch with advantages, as the learner computes it before the update."""
     m, trainer = models(), cfg.trainer
-    policy = Lone("policy", m.old, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type))
-    critic = Lone("critic", m.old_critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
-    ref = Lone("ref", m.ref, None, trainer, None)
+    policy = SingleRankGroup(
+        "policy", m.old, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type)
+    )
+    critic = SingleRankGroup("critic", m.old_critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
+    ref = SingleRankGroup("ref", m.ref, None, trainer, None)
     estimator = advantage_estimator(trainer.algorithm.advantage_estimator)
     learner = Learner(trainer, estimator, policy=policy.group, critic=critic.group, ref=ref.group)
     batch = build_training_batch(as_trajectories(list(rollouts)), pad_token_id=0)
     return learner.advantages(complete(learner.score(batch)))[0]
 
 
-def product(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig, n_ranks: int = 1) -> Product:
-    """Return the gradients of one mini-batch that `n_ranks` share."""
+def run_trainer(rollouts: Sequence[OracleTrajectory], cfg: SkyRLConfig, n_ranks: int = 1) -> TrainerResult:
+    """Return the results of one mini-batch split over `n_ranks`."""
     m, trainer = models(), cfg.trainer
     batch = scored_batch(rollouts, cfg)
-    policy = Lone("policy", m.policy, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type))
-    critic = Lone("critic", m.critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
+    policy = SingleRankGroup(
+        "policy", m.policy, None, trainer, policy_objective(trainer, trainer.algorithm.policy_loss_type)
+    )
+    critic = SingleRankGroup("critic", m.critic, None, trainer, ValueObjective(trainer.algorithm.value_clip))
     results = []
-    for lone in (policy, critic):
-        ranks = [PartRank(dp, lone.rank) for dp in range(n_ranks)]
-        group = WorkerGroup(lone.group._spec, ranks, lone.group._objective)
-        lone.model.zero_grad()
+    for worker in (policy, critic):
+        ranks = [PartRank(dp, worker.rank) for dp in range(n_ranks)]
+        group = WorkerGroup(worker.group._spec, ranks, worker.group._objective)
+        worker.model.zero_grad()
         metrics: Metrics = complete(group.forward_backward(batch))
         by_name = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in lone.model.named_parameters()
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in worker.model.named_parameters()
         }
         results.append((by_name, metrics.numbers()))
-    (of_policy, metrics_of_policy), (of_critic, metrics_of_critic) = results
-    return Product(batch, of_policy, of_critic, metrics_of_policy, metrics_of_critic)
+    (policy_gradient, policy_metrics), (critic_gradient, critic_metrics) = results
+    return TrainerResult(batch, policy_gradient, critic_gradient, policy_metrics, critic_metrics)
 
 
 def assert_same_gradient(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -213,8 +226,8 @@ def assert_same_gradient(actual: Mapping[str, torch.Tensor], expected: Mapping[s
         )
 
 
-def assert_same_update(actual: Product, expected: Update) -> None:
-    """Compare gradients, and the losses that are logged."""
+def assert_same_update(actual: TrainerResult, expected: Update) -> None:
+    """Compare gradients and logged losses."""
     assert_same_gradient(actual.policy, gradient(models().policy, expected.final))
     assert_same_gradient(actual.critic, gradient(models().critic, expected.critic))
     losses = {
@@ -233,7 +246,7 @@ def assert_same_update(actual: Product, expected: Update) -> None:
 
 @pytest.mark.parametrize("several_rows", [False, True], ids=["one row", "several rows"])
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.list_available())
-def test_every_estimator_has_the_advantages_and_returns_of_its_formula(name: str, several_rows: bool) -> None:
+def test_advantages_and_returns_equal_the_specification(name: str, several_rows: bool) -> None:
     rollouts, scored = specified(several_rows)
     for options in ({}, {"gamma": 0.5, "lambd": 0.25, "grpo_norm_by_std": False, "advantage_batch_normalize": True}):
         s = Settings(advantage_estimator=name, **options)
@@ -245,7 +258,7 @@ def test_every_estimator_has_the_advantages_and_returns_of_its_formula(name: str
         pairs = ((batch.advantages, expected.advantages), (batch.returns, expected.returns))
         for actual, values in pairs:
             assert not actual[~is_trained].any()
-            flat = torch.tensor([x for of_one in values for x in of_one])
+            flat = torch.tensor([x for row in values for x in row])
             assert flat.abs().max() > 0.01
             torch.testing.assert_close(actual[is_trained], flat, rtol=EXACT, atol=EXACT)
 
@@ -284,7 +297,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
 
 
 def pairwise_table(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Return cases in which any two values of different dimensions meet at least once, found greedily."""
+    """Return cases in which any two values of different dimensions occur together at least once, chosen greedily."""
     rng = random.Random(seed)
     sizes = {name: len(values) for name, values in dimensions.items()}
     missing = {
@@ -305,7 +318,7 @@ def pairwise_table(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> li
     return cases
 
 
-def test_a_pairwise_table_has_every_pair() -> None:
+def test_a_pairwise_table_contains_every_pair() -> None:
     dimensions = {"a": [1, 2, 3], "b": "xy", "c": [True, False, None]}
     cases = pairwise_table(dimensions)
     for left, right in combinations(dimensions, 2):
@@ -317,32 +330,32 @@ def test_a_pairwise_table_has_every_pair() -> None:
 @pytest.mark.parametrize("n_ranks", [1, 2, 4, 16])
 @pytest.mark.parametrize("loss", ["regular", "kl_cov"])
 @pytest.mark.parametrize("several_rows", [False, True], ids=["one row", "several rows"])
-def test_ranks_add_up_to_the_gradient_and_the_metrics_of_one(loss: str, several_rows: bool, n_ranks: int) -> None:
-    """Ten trajectories leave some of 16 ranks without a row; the others have one micro-batch or several."""
+def test_gradient_and_metrics_do_not_depend_on_the_number_of_ranks(loss: str, several_rows: bool, n_ranks: int) -> None:
+    """With ten trajectories some of 16 ranks have no row; the others have one or several micro-batches."""
     s = Settings(policy_loss_type=loss, use_entropy_loss=True, top_entropy_quantile=0.5, tis_ratio_type="token")
     rollouts, scored = specified(several_rows)
     expected = update(rollouts, scored, s)
-    whole = product(rollouts, configured(s, micro_train_batch_size_per_gpu=64))
-    divided = product(rollouts, configured(s, micro_train_batch_size_per_gpu=2), n_ranks)
+    whole = run_trainer(rollouts, configured(s, micro_train_batch_size_per_gpu=64))
+    divided = run_trainer(rollouts, configured(s, micro_train_batch_size_per_gpu=2), n_ranks)
     assert_same_update(divided, expected)
     assert divided.metrics == pytest.approx(whole.metrics, **FLOAT_METRICS)
     assert divided.critic_metrics == pytest.approx(whole.critic_metrics, **FLOAT_METRICS)
 
 
 @pytest.mark.parametrize("case", pairwise_table(DIMENSIONS), ids=lambda case: "-".join(map(str, case.values())))
-def test_the_gradient_is_that_of_the_specification(case: dict[str, Any]) -> None:
+def test_gradients_equal_the_specification(case: dict[str, Any]) -> None:
     named = {key: case[key] for key in ("policy_loss_type", "advantage_estimator", "loss_reduction")}
     s = Settings(**named, **case["kl"], **case["terms"])
     rollouts, scored = specified(case["several_rows"])
-    assert_same_update(product(rollouts, configured(s, **case["micro_batches"])), update(rollouts, scored, s))
+    assert_same_update(run_trainer(rollouts, configured(s, **case["micro_batches"])), update(rollouts, scored, s))
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "bias correction"])
 @pytest.mark.parametrize("name", get_args(KLEstimator))
-def test_every_kl_loss_has_the_gradient_of_the_specification(name: str, corrected: bool) -> None:
+def test_gradients_of_kl_losses_equal_the_specification(name: str, corrected: bool) -> None:
     s = Settings(kl_estimator_type=name, use_bias_correction_kl=corrected, kl_loss_coef=1.0)
     rollouts, scored = specified(several_rows=True)
-    assert_same_update(product(rollouts, configured(s)), update(rollouts, scored, s))
+    assert_same_update(run_trainer(rollouts, configured(s)), update(rollouts, scored, s))
 
 
 # -- the specification itself
@@ -367,7 +380,7 @@ def test_every_kl_loss_has_the_gradient_of_the_specification(name: str, correcte
     ids=str,
 )
 def test_every_setting_changes_the_specified_gradient(change: dict[str, Any]) -> None:
-    """Otherwise the comparison could not notice that the trainer ignores a setting."""
+    """Without this, the comparison could not detect a setting that the trainer ignores."""
     rollouts, scored = specified(several_rows=True)
     policy = models().policy
     plain, changed = (gradient(policy, update(rollouts, scored, s).final) for s in (Settings(), Settings(**change)))

@@ -1,4 +1,4 @@
-"""What a mini-batch's loss is made of: no part of it depends on micro-batches, whatever the loss."""
+"""Terms of the mini-batch loss: none depends on micro-batches, for any loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.worker_batches import (
     off_policy_batch,
     perturbed,
     random_trajectories,
-    rounding,
+    rounding_tolerance,
     score_tokens,
 )
 
@@ -45,7 +45,7 @@ def test_micro_batches_of_1_3_and_16_rows_have_the_same_gradient(
         )
     ]
     for other in results[1:]:
-        assert largest_difference(results[0], other) < rounding(results[0])
+        assert largest_difference(results[0], other) < rounding_tolerance(results[0])
 
 
 def scalar_reinforce(
@@ -56,11 +56,11 @@ def scalar_reinforce(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """As scripts for SkyRL write it: reduced by itself, and a number beside it."""
+    """A policy loss in the style of SkyRL scripts: a scalar and a number."""
     return reduce_loss(-advantages * log_probs, loss_mask, config.loss_reduction, config.max_seq_len), 0.25
 
 
-@pytest.mark.parametrize("name", [*POLICY_LOSSES.list_available(), "a scalar one of a user's"])
+@pytest.mark.parametrize("name", [*POLICY_LOSSES.list_available(), "user-defined scalar loss"])
 def test_no_loss_depends_on_micro_batches(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
@@ -73,13 +73,13 @@ def test_no_loss_depends_on_micro_batches(
         results.append((gradients(worker, batch), worker.forward_backward(batch)))
     assert max(gradient.abs().max() for gradient in results[0][0].values()) > 1e-4
     for other, metrics in results[1:]:
-        assert largest_difference(results[0][0], other) < rounding(results[0][0])
-        if name != "clip_cov":  # the second pass chooses others
+        assert largest_difference(results[0][0], other) < rounding_tolerance(results[0][0])
+        if name != "clip_cov":  # the second pass chooses other tokens
             assert metrics == pytest.approx(results[0][1], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "a mean over everything"])
-def test_rows_that_are_left_out_do_not_matter_to_a_loss_of_the_whole_batch(
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "user-defined mean"])
+def test_masked_rows_do_not_matter_to_whole_batch_losses(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
     def mean(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -94,44 +94,46 @@ def test_rows_that_are_left_out_do_not_matter_to_a_loss_of_the_whole_batch(
         torch.manual_seed(0)
         worker = make_worker(policy, tiny_tokenizer, loss, algorithm=chosen, micro_train_batch_size_per_gpu=split)
         results.append(gradients(worker, batch))
-    assert largest_difference(*results) < rounding(results[0])
+    assert largest_difference(*results) < rounding_tolerance(results[0])
     if name == "clip_cov":
         torch.manual_seed(1)
         assert largest_difference(gradients(worker, batch), results[0]) > 1e-4, "nothing was chosen at random"
 
 
-def test_a_metric_of_a_loss_never_touches_the_kl_loss(
+def test_metrics_of_a_loss_do_not_affect_the_kl_loss(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    def measured(log_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def with_metric(log_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return 0 * log_probs, {"my_kl": log_probs.detach()}
 
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=18)
-    kl_gradient = gradients(make_worker(policy, tiny_tokenizer, measured), batch)
+    kl_gradient = gradients(make_worker(policy, tiny_tokenizer, with_metric), batch)
     assert max(gradient.abs().max() for gradient in kl_gradient.values()) > 1e-5
-    kl = make_worker(policy, tiny_tokenizer, measured).forward_backward(batch)
+    kl = make_worker(policy, tiny_tokenizer, with_metric).forward_backward(batch)
     assert kl["policy/final_loss"] == pytest.approx(KL_COEF * kl["policy/policy_kl"])
 
 
-def test_a_number_as_metric_is_logged_as_it_is_however_the_mini_batch_is_split(
+def test_a_scalar_metric_is_logged_unchanged_for_any_micro_batch_size(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    def measured(log_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, float]:
+    def with_metric(log_probs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, float]:
         return -log_probs, 0.25
 
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=18)
     for split in (16, 1):
-        worker = make_worker(policy, tiny_tokenizer, measured, micro_train_batch_size_per_gpu=split)
+        worker = make_worker(policy, tiny_tokenizer, with_metric, micro_train_batch_size_per_gpu=split)
         assert worker.forward_backward(batch)["policy/ppo_clip_ratio"] == pytest.approx(0.25)
 
 
-def test_a_scalar_loss_is_that_of_its_tokens(policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_scalar_loss_equals_its_per_token_form(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=12)
     split = {"micro_train_batch_size_per_gpu": 5}
     by_token = make_worker(policy, tiny_tokenizer, "policy_gradient", **split)
-    by_itself = make_worker(policy, tiny_tokenizer, scalar_reinforce, **split)
-    assert largest_difference(gradients(by_token, batch), gradients(by_itself, batch)) < 1e-6
-    metrics = by_itself.forward_backward(batch)
+    scalar = make_worker(policy, tiny_tokenizer, scalar_reinforce, **split)
+    assert largest_difference(gradients(by_token, batch), gradients(scalar, batch)) < 1e-6
+    metrics = scalar.forward_backward(batch)
     assert metrics["policy/ppo_clip_ratio"] == pytest.approx(0.25)
     assert metrics["policy/policy_loss"] == pytest.approx(by_token.forward_backward(batch)["policy/policy_loss"])
 
@@ -145,22 +147,22 @@ def test_a_scalar_loss_is_that_of_its_tokens(policy: PreTrainedModel, tiny_token
     ],
     ids=lambda algorithm: next(iter(algorithm)),
 )
-def test_what_puts_a_factor_on_tokens_refuses_a_scalar_loss_and_ignores_micro_batches(
+def test_token_weights_refuse_a_scalar_loss_and_ignore_micro_batches(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, algorithm: dict[str, Any]
 ) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=13)
     with pytest.raises(ConfigError, match="returns a scalar"):
         make_worker(policy, tiny_tokenizer, scalar_reinforce, algorithm=algorithm)
     plain = gradients(make_worker(policy, tiny_tokenizer), batch)
-    weighed = [
+    weighted = [
         gradients(make_worker(policy, tiny_tokenizer, algorithm=algorithm, micro_train_batch_size_per_gpu=n), batch)
         for n in (16, 3)
     ]
-    assert largest_difference(*weighed) < 1e-6
-    assert largest_difference(weighed[0], plain) > 1e-5
+    assert largest_difference(*weighted) < 1e-6
+    assert largest_difference(weighted[0], plain) > 1e-5
 
 
-def test_truncated_importance_sampling_scales_a_token_by_its_capped_ratio(
+def test_truncated_importance_sampling_weights_tokens_by_the_capped_ratio(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=14)
@@ -173,7 +175,7 @@ def test_truncated_importance_sampling_scales_a_token_by_its_capped_ratio(
     assert largest_difference(tripled, {name: 3 * gradient for name, gradient in plain.items()}) < 1e-5
 
 
-def test_a_correction_without_the_engines_log_probs_is_refused(
+def test_a_correction_without_rollout_log_probs_is_refused(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=15)
@@ -183,13 +185,13 @@ def test_a_correction_without_the_engines_log_probs_is_refused(
         worker.forward_backward(batch)
 
 
-def test_the_reference_is_in_the_loss_only_where_asked_for(
+def test_the_reference_enters_the_loss_only_with_use_kl_loss(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = off_policy_batch(policy, len(tiny_tokenizer), seed=16)
     in_reward = {"use_kl_loss": False, "use_kl_in_reward": True}
-    measured = make_worker(policy, tiny_tokenizer, algorithm=in_reward)
-    ours = gradients(measured, batch)
-    assert measured.forward_backward(batch)["policy/policy_kl"] > 0
+    with_metric = make_worker(policy, tiny_tokenizer, algorithm=in_reward)
+    ours = gradients(with_metric, batch)
+    assert with_metric.forward_backward(batch)["policy/policy_kl"] > 0
     batch.ref_logprobs = None
-    assert largest_difference(ours, gradients(measured, batch)) == 0
+    assert largest_difference(ours, gradients(with_metric, batch)) == 0

@@ -1,4 +1,4 @@
-"""The policy worker's promises about bad gradients, memory and checkpoints."""
+"""The policy worker: bad gradients, gradient checkpointing, and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.worker_batches import (
 from skyrl_train.errors import CheckpointError
 
 
-def test_gradient_checkpointing_changes_memory_and_nothing_else(
+def test_gradient_checkpointing_recomputes_activations_and_keeps_gradients(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed=5), config())
@@ -39,7 +39,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(
     assert not any(module.training for module in policy.modules())
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
+def test_an_update_with_a_nan_or_infinite_gradient_is_skipped_and_counted(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     worker = make_worker(policy, tiny_tokenizer)
@@ -60,7 +60,7 @@ def test_a_batch_without_trained_tokens_changes_nothing(
 ) -> None:
     batch = as_batch(random_trajectories(1, 2, len(tiny_tokenizer), seed=6), config())
     worker = make_worker(policy, tiny_tokenizer)
-    worker.update(batch)  # leaves momentum behind
+    worker.update(batch)  # creates momentum
     before = copy.deepcopy(policy.state_dict())
     batch.loss_mask.zero_()
     metrics = worker.update(batch)
@@ -97,7 +97,7 @@ def test_loading_an_incomplete_folder_names_the_file(
         worker.load(tmp_path / "policy")
 
 
-def test_weights_that_are_not_finite_are_never_saved(
+def test_nan_or_infinite_weights_are_never_saved(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     worker = make_worker(policy, tiny_tokenizer)
@@ -111,7 +111,7 @@ def test_weights_that_are_not_finite_are_never_saved(
 def test_a_frozen_parameter_has_neither_gradient_nor_moments(
     policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """As where adapters are trained on a frozen base."""
+    """This is the case of adapters on a frozen base model."""
     policy.requires_grad_(False)
     for layer in policy.base_model.layers:
         layer.self_attn.q_proj.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""The process's random generators, saved and taken over."""
+"""Random state of the process: saving and restoring it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from skyrl_train.workers.random_state import random_state, set_random_state
 
 
 @pytest.fixture(autouse=True)
-def leave_as_found() -> Iterator[None]:
+def restore_random_state() -> Iterator[None]:
     state = random_state()
     yield
     set_random_state(state)
 
 
 def draw() -> list[float]:
-    """Normal numbers: Python's and NumPy's generators keep the second of each pair for the next call."""
+    """Draw from all generators; those of Python and NumPy cache the second of each pair of normal numbers."""
     return [random.gauss(0, 1), np.random.randn(), float(torch.randn(())), random.random(), np.random.rand()]
 
 
 @pytest.mark.parametrize("n_drawn", [0, 1, 2, 700])
-def test_the_sequence_goes_on_after_a_round_trip_through_a_file(tmp_path: Path, n_drawn: int) -> None:
+def test_the_sequence_continues_after_a_round_trip_through_a_file(tmp_path: Path, n_drawn: int) -> None:
     random.seed(3)
     np.random.seed(4)
     torch.manual_seed(5)
@@ -39,7 +39,7 @@ def test_the_sequence_goes_on_after_a_round_trip_through_a_file(tmp_path: Path, 
     assert [draw() for _ in range(3)] == expected
 
 
-def test_looking_at_the_state_does_not_change_it() -> None:
+def test_reading_the_state_does_not_change_it() -> None:
     random_state()
     expected = random_state()
     assert random_state()["python"] == expected["python"]

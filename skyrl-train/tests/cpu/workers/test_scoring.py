@@ -1,4 +1,4 @@
-"""Scoring a batch in parts gives what scoring it whole gives, and skips what nobody trains on."""
+"""Scores are independent of micro-batches; rows without trained tokens are skipped."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from skyrl_train.models.logprobs import response_logprobs
 
 
 @pytest.mark.parametrize(
-    ("budget", "rows_of_each_pass"),
+    ("budget", "expected_n_rows"),
     [
         ({}, [4]),
         ({"micro_forward_batch_size_per_gpu": 1}, [1, 1, 1, 1]),
         ({"micro_forward_batch_size_per_gpu": 3}, [3, 1]),
-        ({"max_tokens_per_microbatch": 14}, [3, 1]),  # 3, 4, 4 and 9 tokens
+        ({"max_tokens_per_microbatch": 14}, [3, 1]),  # rows of 3, 4, 4 and 9 tokens
     ],
 )
 def test_log_probs_do_not_depend_on_the_budget(
-    policy: PreTrainedModel, budget: dict[str, Any], rows_of_each_pass: list[int]
+    policy: PreTrainedModel, budget: dict[str, Any], expected_n_rows: list[int]
 ) -> None:
     rewards = [[0.0] * n_tokens for n_tokens in (7, 1, 5, 2, 2)]
     trajectories = [make_trajectory(str(uid), values) for uid, values in enumerate(rewards)]
@@ -43,4 +43,4 @@ def test_log_probs_do_not_depend_on_the_budget(
     torch.testing.assert_close(logprobs, expected)
     assert not logprobs.requires_grad
     assert not logprobs[2].any()
-    assert n_rows == rows_of_each_pass
+    assert n_rows == expected_n_rows

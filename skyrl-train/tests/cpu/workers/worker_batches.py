@@ -1,4 +1,4 @@
-"""Mini-batches for tests of workers, from ragged conversations, and what is compared: gradients by parameter name."""
+"""Mini-batches of ragged conversations and single-rank workers for the tests of workers."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def config(*, algorithm: Mapping[str, Any] | None = None, **trainer: Any) -> Sky
     )
 
 
-class Immediately(Executor):
-    """Runs every call where it is submitted."""
+class InlineExecutor(Executor):
+    """An executor that runs each call synchronously in `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001, handed to who waits
+        except BaseException as error:  # noqa: BLE001, passed on through the future
             future.set_exception(error)
         return future
 
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, wherever this is called."""
-    with ThreadPoolExecutor(1) as other_thread:  # which has no event loop yet
+    """Run a coroutine to completion, even if this thread already has a running event loop."""
+    with ThreadPoolExecutor(1) as other_thread:
         return other_thread.submit(asyncio.run, work).result()
 
 
-class Lone:
-    """A worker group of one rank in this process, called without an event loop. Metrics have the role as prefix."""
+class SingleRankGroup:
+    """A worker group of one rank in this process, with synchronous methods; metrics are prefixed with the role."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Lone:
         spec = model_spec(role, lambda: model, save_tokenizer, cfg, optimizer)
         self.model = model
         self._role = role
-        self.rank = LocalRank(Immediately(), SingleStrategy(World()))
+        self.rank = LocalRank(InlineExecutor(), SingleStrategy(World()))
         self.group = WorkerGroup(spec, [self.rank], objective)
         complete(self.group.load())
 
@@ -104,25 +104,25 @@ class Lone:
 
 def make_worker(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, loss: str | PolicyLoss = "regular", **trainer: Any
-) -> Lone:
-    """A policy with a registered loss, by its name, or with any function; `trainer` changes the configuration."""
+) -> SingleRankGroup:
+    """Return a policy worker with a loss, registered by name or a function; `trainer` overrides the configuration."""
     cfg = config(**trainer).trainer
-    return Lone("policy", model, tokenizer, cfg, policy_objective(cfg, loss))
+    return SingleRankGroup("policy", model, tokenizer, cfg, policy_objective(cfg, loss))
 
 
 def policy_objective(cfg: TrainerConfig, loss: str | PolicyLoss = "regular") -> PolicyObjective:
-    """The objective of a configuration, with PPO's loss unless another one is given."""
+    """Return the objective of a configuration with a given loss, by default that of PPO."""
     function, traits = (POLICY_LOSSES.get(loss), POLICY_LOSSES.traits(loss)) if isinstance(loss, str) else (loss, None)
     return PolicyObjective(check_policy_loss(function, cfg.algorithm, traits), cfg.algorithm)
 
 
 def score_tokens(model: PreTrainedModel, batch: TrainingBatch, cfg: TrainerConfig) -> TokenScores:
-    """What another model than the policy says about the batch."""
-    return TokenScores(**Lone("ref", model, None, cfg, None).score(batch))
+    """Score the batch with a model other than the policy."""
+    return TokenScores(**SingleRankGroup("ref", model, None, cfg, None).score(batch))
 
 
 def random_trajectories(n_prompts: int, n_samples: int, n_tokens: int, seed: int) -> list[OracleTrajectory]:
-    """Ragged conversations: prompts of 2 to 9 tokens, one to three turns with observations in between."""
+    """Generate ragged conversations: prompts of 2 to 9 tokens, one to three turns separated by observations."""
     rng = random.Random(seed)
 
     def ids(low: int, high: int) -> list[int]:
@@ -146,7 +146,7 @@ def random_trajectories(n_prompts: int, n_samples: int, n_tokens: int, seed: int
 
 
 def as_trajectories(trajectories: list[OracleTrajectory]) -> list[Trajectory]:
-    """Return rollouts as the generator reports them."""
+    """Return the rollouts as trajectories, as a generator returns them."""
     draws = {uid: draw for draw, uid in enumerate(dict.fromkeys(t.prompt_uid for t in trajectories))}
     return [
         Trajectory(
@@ -172,7 +172,7 @@ def as_trajectories(trajectories: list[OracleTrajectory]) -> list[Trajectory]:
 
 
 def as_batch(trajectories: list[OracleTrajectory], cfg: SkyRLConfig) -> TrainingBatch:
-    """The trainer's own way from rollouts to a batch with advantages."""
+    """Build a batch with GRPO advantages as the trainer does."""
     batch = build_training_batch(as_trajectories(trajectories), pad_token_id=0)
     batch.advantages, batch.returns = advantage_estimator("grpo")(
         token_level_rewards=batch.rewards,
@@ -185,7 +185,7 @@ def as_batch(trajectories: list[OracleTrajectory], cfg: SkyRLConfig) -> Training
 
 
 def perturbed(model: PreTrainedModel, scale: float, seed: int) -> PreTrainedModel:
-    """A copy whose weights have moved a little, as after an update."""
+    """Return a copy with slightly different weights, as after an update."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -193,7 +193,7 @@ def perturbed(model: PreTrainedModel, scale: float, seed: int) -> PreTrainedMode
     return other
 
 
-def gradients(worker: Lone, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+def gradients(worker: SingleRankGroup, batch: TrainingBatch) -> dict[str, torch.Tensor]:
     worker.model.zero_grad()
     worker.forward_backward(batch)
     return {name: p.grad.clone() for name, p in worker.model.named_parameters() if p.grad is not None}
@@ -204,13 +204,13 @@ def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Ten
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-def rounding(gradient: dict[str, torch.Tensor]) -> float:
-    """What may differ in float32: losses that sum over tokens have larger gradients than means."""
+def rounding_tolerance(gradient: dict[str, torch.Tensor]) -> float:
+    """Return a float32 tolerance for gradients; losses that sum over tokens have larger gradients than means."""
     return 1e-6 + 2e-6 * max(values.abs().max().item() for values in gradient.values())
 
 
 def off_policy_batch(policy: PreTrainedModel, n_tokens: int, seed: int) -> TrainingBatch:
-    """Tokens that one policy sampled, another one started the update from, and a third has now reached."""
+    """Return a batch whose old policy, rollout policy and reference all differ from `policy`."""
     cfg = config()
     batch = as_batch(random_trajectories(4, 4, n_tokens, seed), cfg)
     batch.ref_logprobs = score_tokens(perturbed(policy, 0.02, seed=1), batch, cfg.trainer).logprobs

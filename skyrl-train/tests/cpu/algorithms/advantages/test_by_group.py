@@ -1,4 +1,4 @@
-"""Estimators that compare a trajectory with its group, against numbers worked out by hand, and at their edges."""
+"""Estimators that compare a trajectory with its group: values computed by hand, and edge cases."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 SCORES: list[float] = [1, 0, 0, 1, 2, 3]
 UIDS, LENGTHS = ["a", "a", "a", "a", "b", "b"], [2, 3, 1, 4, 2, 2]
-KEEPS_ITS_SCORE = {grpo, maxrl}  # as a group of one
+KEEPS_ITS_SCORE = {grpo, maxrl}  # in a group of one
 
 scores_and_prompts = st.lists(st.tuples(st.sampled_from("abc"), st.floats(-10, 10)), min_size=1, max_size=9)
 
 
-def advantage_of_each(
+def row_advantages(
     estimator: Estimator,
     scores: list[float],
     uids: list[str],
@@ -39,7 +39,7 @@ def advantage_of_each(
     dtype: torch.dtype = torch.float64,
     **settings: Any,
 ) -> list[float]:
-    """One advantage a row, for rewards that stand on the last sampled token; it is the same on each of them."""
+    """Return the advantage of each row, with its reward on the last sampled token; all its tokens share it."""
     lengths = lengths or [1] * len(scores)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).to(dtype)
     rewards = torch.zeros_like(mask)
@@ -66,30 +66,30 @@ def by_group(scores: list[float], uids: list[str]) -> dict[str, list[float]]:
         (reinforce_plus_plus_baseline, [0.834523, -1.112697, -1.112697, 0.834523, -1.112697, 0.834523]),
     ],
 )
-def test_golden(estimator: Estimator, expected: list[float]) -> None:
-    assert advantage_of_each(estimator, SCORES, UIDS, LENGTHS) == pytest.approx(expected, abs=1e-6)
+def test_values_by_hand(estimator: Estimator, expected: list[float]) -> None:
+    assert row_advantages(estimator, SCORES, UIDS, LENGTHS) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [(grpo, [0.5, -0.5, -0.5, 0.5, -0.5, 0.5]), (grpo_passk, [0, 0, 0, 0, 0, 1])],
 )
-def test_golden_without_the_standard_deviation(estimator: Estimator, expected: list[float]) -> None:
-    assert advantage_of_each(estimator, SCORES, UIDS, LENGTHS, grpo_norm_by_std=False) == expected
+def test_values_by_hand_without_the_standard_deviation(estimator: Estimator, expected: list[float]) -> None:
+    assert row_advantages(estimator, SCORES, UIDS, LENGTHS, grpo_norm_by_std=False) == expected
 
 
 @pytest.mark.parametrize("estimator", [rloo, opo, grpo])
 def test_a_shift_of_all_scores_changes_nothing(estimator: Estimator) -> None:
-    shifted = advantage_of_each(estimator, [score - 2.5 for score in SCORES], UIDS, LENGTHS)
-    assert shifted == pytest.approx(advantage_of_each(estimator, SCORES, UIDS, LENGTHS), abs=1e-9)
+    shifted = row_advantages(estimator, [score - 2.5 for score in SCORES], UIDS, LENGTHS)
+    assert shifted == pytest.approx(row_advantages(estimator, SCORES, UIDS, LENGTHS), abs=1e-9)
 
 
 def test_grpo_by_hand() -> None:
     # Group a: 1, 2, 6 has mean 3 and unbiased variance (4 + 1 + 9) / 2 = 7. Group b: 0, 1 has std 1/√2.
     expected = [-2 / math.sqrt(7), -math.sqrt(0.5), -1 / math.sqrt(7), 3 / math.sqrt(7), math.sqrt(0.5)]
-    actual = advantage_of_each(grpo, [1, 0, 2, 6, 1], ["a", "b", "a", "a", "b"])
-    assert actual == pytest.approx(expected, rel=5e-6)  # the 1e-6 beside the standard deviation
-    centred = advantage_of_each(grpo, [1, 0, 2, 6, 1], ["a", "b", "a", "a", "b"], grpo_norm_by_std=False)
+    actual = row_advantages(grpo, [1, 0, 2, 6, 1], ["a", "b", "a", "a", "b"])
+    assert actual == pytest.approx(expected, rel=5e-6)  # the 1e-6 added to the standard deviation
+    centred = row_advantages(grpo, [1, 0, 2, 6, 1], ["a", "b", "a", "a", "b"], grpo_norm_by_std=False)
     assert centred == [-2, -0.5, -1, 3, 0.5]
 
 
@@ -97,7 +97,7 @@ def test_grpo_by_hand() -> None:
 def test_leave_one_out_is_the_score_less_the_mean_of_the_others(rows: list[tuple[str, float]]) -> None:
     uids, scores = [uid for uid, _ in rows], [score for _, score in rows]
     groups = by_group(scores, uids)
-    for advantage, uid, score in zip(advantage_of_each(rloo, scores, uids), uids, scores, strict=True):
+    for advantage, uid, score in zip(row_advantages(rloo, scores, uids), uids, scores, strict=True):
         others = groups[uid].copy()
         others.remove(score)
         expected = score - statistics.fmean(others) if others else 0
@@ -105,10 +105,10 @@ def test_leave_one_out_is_the_score_less_the_mean_of_the_others(rows: list[tuple
 
 
 @given(rows=scores_and_prompts, by_std=st.booleans())
-def test_grpo_is_the_score_in_standard_deviations(rows: list[tuple[str, float]], by_std: bool) -> None:
+def test_grpo_is_the_centred_score_over_the_standard_deviation(rows: list[tuple[str, float]], by_std: bool) -> None:
     uids, scores = [uid for uid, _ in rows], [score for _, score in rows]
     groups = by_group(scores, uids)
-    actual = advantage_of_each(grpo, scores, uids, grpo_norm_by_std=by_std)
+    actual = row_advantages(grpo, scores, uids, grpo_norm_by_std=by_std)
     for advantage, uid, score in zip(actual, uids, scores, strict=True):
         group = groups[uid]
         if len(group) == 1:
@@ -118,65 +118,65 @@ def test_grpo_is_the_score_in_standard_deviations(rows: list[tuple[str, float]],
             assert advantage == pytest.approx((score - statistics.fmean(group)) / std, rel=2e-3, abs=1e-6)
 
 
-def test_the_best_of_k_in_both_signs_and_its_ties() -> None:
+def test_grpo_passk_rewards_a_unique_best_of_either_sign() -> None:
     uids = ["a", "a", "a", "b", "b", "b"]
-    centred = advantage_of_each(grpo_passk, [-1, -4, -2, 5, 1, 5], uids, grpo_norm_by_std=False)
-    assert centred == [1, 0, 0, 0, 0, 0]  # two of b are best: neither is missed when it is gone
-    normalised = advantage_of_each(grpo_passk, [-1, -4, -2, 5, 1, 5], uids)
+    centred = row_advantages(grpo_passk, [-1, -4, -2, 5, 1, 5], uids, grpo_norm_by_std=False)
+    assert centred == [1, 0, 0, 0, 0, 0]  # group b has a tie for the best
+    normalised = row_advantages(grpo_passk, [-1, -4, -2, 5, 1, 5], uids)
     assert normalised == pytest.approx([1 / statistics.stdev([-1, -4, -2]), 0, 0, 0, 0, 0], rel=1e-5)
 
 
-def test_a_best_that_is_better_by_rounding_only_is_a_tie() -> None:
-    assert advantage_of_each(grpo_passk, [1.0, 1.0 + 1e-9, 0.0], ["a"] * 3) == [0, 0, 0]
+def test_grpo_passk_treats_a_rounding_difference_as_a_tie() -> None:
+    assert row_advantages(grpo_passk, [1.0, 1.0 + 1e-9, 0.0], ["a"] * 3) == [0, 0, 0]
 
 
-def test_opo_weighs_by_sampled_tokens_in_both_signs() -> None:
+def test_opo_weights_scores_of_either_sign_by_sampled_tokens() -> None:
     # (1·-1 + 3·2 + 4·0) / 8 = 0.625
-    assert advantage_of_each(opo, [-1, 2, 0], ["a"] * 3, [1, 3, 4]) == [-1.625, 1.375, -0.625]
+    assert row_advantages(opo, [-1, 2, 0], ["a"] * 3, [1, 3, 4]) == [-1.625, 1.375, -0.625]
 
 
-def test_gpg_counts_only_trajectories_that_are_trained() -> None:
+def test_gpg_counts_only_trained_trajectories() -> None:
     rewards = torch.tensor([[1.0], [0.0], [0.0], [4.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0], [1.0], [1.0], [0.0]], dtype=torch.float64)
     advantages, _ = gpg(token_level_rewards=rewards, response_mask=mask, index=["a", "a", "b", "b"])
-    assert advantages[:, 0].tolist() == [1.5, -1.5, -6, 0]  # α = 3 / 1; the fourth counts in the mean of b
+    assert advantages[:, 0].tolist() == [1.5, -1.5, -6, 0]  # α = 3 / 1; the fourth row still counts in the mean of b
 
 
 class TestMaxRL:
-    def test_rewards_of_zero_and_one_weigh_one_over_p(self) -> None:
+    def test_rewards_of_zero_and_one_are_weighted_by_one_over_p(self) -> None:
         scores: list[float] = [1, 0, 0, 0, 1, 1, 1, 0]
         expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1]
-        assert advantage_of_each(maxrl, scores, ["hard"] * 4 + ["easy"] * 4) == pytest.approx(expected, abs=2e-5)
+        assert row_advantages(maxrl, scores, ["hard"] * 4 + ["easy"] * 4) == pytest.approx(expected, abs=2e-5)
 
-    def test_negative_rewards_do_not_turn_its_sign(self) -> None:
-        assert advantage_of_each(maxrl, [-3, -1], ["a", "a"]) == pytest.approx([-1, 1], abs=1e-6)
+    def test_negative_rewards_do_not_flip_the_sign(self) -> None:
+        assert row_advantages(maxrl, [-3, -1], ["a", "a"]) == pytest.approx([-1, 1], abs=1e-6)
 
     def test_a_mean_of_zero_does_not_explode(self) -> None:
-        assert advantage_of_each(maxrl, [-1, 1], ["a", "a"]) == pytest.approx([-1, 1], abs=1e-6)
+        assert row_advantages(maxrl, [-1, 1], ["a", "a"]) == pytest.approx([-1, 1], abs=1e-6)
 
     @given(st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=2, max_size=8))
-    def test_the_paper_where_no_reward_is_negative(self, scores: list[float]) -> None:
+    def test_the_formula_of_the_paper_for_rewards_without_negatives(self, scores: list[float]) -> None:
         mean = statistics.fmean(scores)
         expected = [(score - mean) / mean if mean else 0 for score in scores]
-        actual = advantage_of_each(maxrl, scores, ["a"] * len(scores))
+        actual = row_advantages(maxrl, scores, ["a"] * len(scores))
         assert actual == pytest.approx(expected, abs=1e-3)  # its denominator has no 1e-6
 
     @given(st.lists(st.booleans(), min_size=2, max_size=8))
-    def test_plus_and_minus_one_are_one_and_zero(self, solved: list[bool]) -> None:
+    def test_rewards_of_plus_and_minus_one_equal_one_and_zero(self, solved: list[bool]) -> None:
         uids = ["a"] * len(solved)
-        signed = advantage_of_each(maxrl, [1 if s else -1 for s in solved], uids)
-        assert signed == pytest.approx(advantage_of_each(maxrl, [int(s) for s in solved], uids), abs=1e-4)
+        signed = row_advantages(maxrl, [1 if s else -1 for s in solved], uids)
+        assert signed == pytest.approx(row_advantages(maxrl, [int(s) for s in solved], uids), abs=1e-4)
 
     @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
     def test_bounded_and_of_the_right_sign(self, scores: list[float]) -> None:
         mean, n = statistics.fmean(scores), len(scores)
-        for score, advantage in zip(scores, advantage_of_each(maxrl, scores, ["a"] * n), strict=True):
+        for score, advantage in zip(scores, row_advantages(maxrl, scores, ["a"] * n), strict=True):
             assert -1 <= advantage <= n - 1
             assert advantage * (score - mean) >= -1e-12
 
     @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
-    def test_a_better_score_never_gets_less(self, scores: list[float]) -> None:
-        actual = advantage_of_each(maxrl, sorted(scores), ["a"] * len(scores))
+    def test_advantages_increase_with_scores(self, scores: list[float]) -> None:
+        actual = row_advantages(maxrl, sorted(scores), ["a"] * len(scores))
         assert actual == sorted(actual)
 
 
@@ -186,15 +186,15 @@ ALL = [grpo, rloo, opo, gpg, maxrl, grpo_passk, reinforce_plus_plus_baseline]
 @pytest.mark.parametrize("estimator", ALL)
 @pytest.mark.parametrize("reward", [0.1, 0.7, -1.01, 1 / 3, 1e6])
 def test_equal_rewards_give_exactly_zero(estimator: Estimator, reward: float) -> None:
-    for size in range(2, 8):  # sums of 0.1 do not divide back to 0.1 for every size
+    for size in range(2, 8):  # the mean of n times 0.1 is not exactly 0.1 for every n
         lengths = [1 + row % 3 for row in range(size)]
-        advantages = advantage_of_each(estimator, [reward] * size, ["a"] * size, lengths, dtype=torch.float32)
+        advantages = row_advantages(estimator, [reward] * size, ["a"] * size, lengths, dtype=torch.float32)
         assert advantages == [0.0] * size
 
 
 @pytest.mark.parametrize("estimator", ALL)
-def test_rewards_that_differ_only_in_the_rounding_of_their_sums_are_equal(estimator: Estimator) -> None:
-    """Games of Catch won by different paths: the same rewards in another order."""
+def test_rewards_that_differ_only_by_rounding_are_equal(estimator: Estimator) -> None:
+    """Games of Catch won on different paths have the same rewards in a different order."""
     steps = torch.tensor([0.1567, -0.1767, -0.01, 0.1567, 0.82])
     orders = [torch.randperm(5, generator=torch.Generator().manual_seed(seed)) for seed in range(16)]
     rewards = torch.stack([steps[order] for order in orders])  # (16, 5)
@@ -206,12 +206,12 @@ def test_rewards_that_differ_only_in_the_rounding_of_their_sums_are_equal(estima
 @pytest.mark.parametrize("estimator", [e for e in ALL if e is not reinforce_plus_plus_baseline])
 def test_a_group_of_one(estimator: Estimator) -> None:
     expected = 0.75 if estimator in KEEPS_ITS_SCORE else 0
-    assert advantage_of_each(estimator, [0.75, 1, 3], ["alone", "pair", "pair"])[0] == expected
-    assert advantage_of_each(estimator, [-0.75, 1, 3], ["alone", "pair", "pair"])[0] == -expected
+    assert row_advantages(estimator, [0.75, 1, 3], ["alone", "pair", "pair"])[0] == expected
+    assert row_advantages(estimator, [-0.75, 1, 3], ["alone", "pair", "pair"])[0] == -expected
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo, gpg, maxrl])
-def test_a_trajectory_that_is_left_out_still_counts_for_its_group(estimator: Estimator) -> None:
+def test_a_masked_trajectory_still_counts_for_its_group(estimator: Estimator) -> None:
     rewards = torch.tensor([[0.0, 2.0], [0.0, 1.0], [0.0, 6.0]], dtype=torch.float64)
     mask = torch.ones_like(rewards)
     with_all, _ = estimator(token_level_rewards=rewards, response_mask=mask, index=["a"] * 3)
@@ -221,7 +221,7 @@ def test_a_trajectory_that_is_left_out_still_counts_for_its_group(estimator: Est
     assert not without_third[2].any()
 
 
-def test_the_whole_row_is_the_score_and_every_sampled_token_gets_the_advantage() -> None:
+def test_the_score_is_the_row_sum_and_every_sampled_token_gets_the_advantage() -> None:
     rewards = torch.tensor([[0.0, 0.5, 0.0, 1.5], [1.0, 0.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])  # a gap is an observation
     advantages, returns = grpo(
@@ -232,12 +232,12 @@ def test_the_whole_row_is_the_score_and_every_sampled_token_gets_the_advantage()
 
 
 @given(rows=scores_and_prompts)
-def test_a_group_of_several_sums_to_zero_and_normalised_has_unit_variance(rows: list[tuple[str, float]]) -> None:
+def test_advantages_of_a_group_sum_to_zero_with_unit_variance(rows: list[tuple[str, float]]) -> None:
     uids, scores = [uid for uid, _ in rows], torch.tensor([score for _, score in rows])
-    advantages = torch.tensor(advantage_of_each(grpo, scores.tolist(), uids))
+    advantages = torch.tensor(row_advantages(grpo, scores.tolist(), uids))
     for uid in set(uids):
-        of_group = torch.tensor([other == uid for other in uids])
-        if of_group.sum() > 1:
-            assert advantages[of_group].sum().item() == pytest.approx(0, abs=1e-3)
-            if scores[of_group].double().std() > 0.01:
-                assert advantages[of_group].std().item() == pytest.approx(1, rel=1e-3)
+        in_group = torch.tensor([other == uid for other in uids])
+        if in_group.sum() > 1:
+            assert advantages[in_group].sum().item() == pytest.approx(0, abs=1e-3)
+            if scores[in_group].double().std() > 0.01:
+                assert advantages[in_group].std().item() == pytest.approx(1, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Estimators that tell tokens apart, against numbers worked out by hand and loops over one row at a time."""
+"""Per-token estimators against values computed by hand and by loops over rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def row(*numbers: float) -> torch.Tensor:
 
 
 def sampled(inputs: Inputs, name: str, i: int) -> list[float]:
-    """What the sampled tokens of row i have, without the gaps."""
+    """Return the values of the sampled tokens of row i."""
     return inputs[name][i][inputs["response_mask"][i] > 0].tolist()
 
 
@@ -38,8 +38,8 @@ def whitened(rows: list[list[float]]) -> list[list[float]]:
 
 
 def assert_on_sampled_tokens(actual: torch.Tensor, expected: list[list[float]], inputs: Inputs) -> None:
-    for numbers, mask, wanted in zip(actual, inputs["response_mask"], expected, strict=True):
-        assert numbers[mask > 0].tolist() == pytest.approx(wanted, abs=1e-6)
+    for numbers, mask, row_expected in zip(actual, inputs["response_mask"], expected, strict=True):
+        assert numbers[mask > 0].tolist() == pytest.approx(row_expected, abs=1e-6)
         assert not numbers[mask == 0].any()
 
 
@@ -48,9 +48,9 @@ class TestReinforcePlusPlus:
         _, returns = reinforce_plus_plus(token_level_rewards=row(1, 2, 3), response_mask=row(1, 1, 1), gamma=0.5)
         assert returns.tolist() == [[2.75, 3.5, 3]]
         _, returns = reinforce_plus_plus(token_level_rewards=row(1, 2, 3), response_mask=row(1, 1, 0), gamma=1.0)
-        assert returns.tolist() == [[3, 2, 0]]  # the reward outside the mask is no token's
+        assert returns.tolist() == [[3, 2, 0]]  # the reward outside the mask belongs to no token
 
-    def test_a_later_turn_rewards_an_earlier_one_and_the_observation_takes_no_time(self) -> None:
+    def test_rewards_reach_earlier_turns_and_observations_are_not_discounted(self) -> None:
         rewards, mask = row(0, 0, 0, 0, -4), row(1, 1, 0, 0, 1)
         _, returns = reinforce_plus_plus(token_level_rewards=rewards, response_mask=mask, gamma=0.5)
         assert returns.tolist() == [[-1, -2, 0, 0, -4]]
@@ -75,7 +75,7 @@ class TestReinforcePlusPlus:
 
 
 class TestGae:
-    def test_golden(self) -> None:
+    def test_values_by_hand(self) -> None:
         advantages, returns = gae(
             token_level_rewards=row(0, 0, 1),
             response_mask=row(1, 1, 1),
@@ -92,7 +92,7 @@ class TestGae:
         _, returns = gae(token_level_rewards=row(1, 2, 3), response_mask=row(1, 1, 1), values=row(0.5, 1, 1.5))
         assert returns.tolist() == [[6, 5, 3]]
 
-    def test_a_masked_token_is_passed_over(self) -> None:
+    def test_masked_tokens_are_skipped(self) -> None:
         rewards, mask, values = row(1, 2, 3), row(1, 0, 1), row(0.5, 99, 1.5)
         advantages, returns = gae(token_level_rewards=rewards, response_mask=mask, values=values)
         assert returns.tolist() == [[4, 0, 3]]
@@ -100,7 +100,7 @@ class TestGae:
 
     @given(inputs)
     def test_against_a_loop(self, inputs: Inputs) -> None:
-        """A_t as the sum of the discounted δ of t and of every later token."""
+        """A_t is the sum of the discounted δ of t and of every later token."""
         gamma, lambd = inputs["gamma"], inputs["lambd"]
         raw, expected_returns = [], []
         for i in range(len(inputs["index"])):
@@ -125,7 +125,7 @@ def test_remax_by_hand() -> None:
 
 class TestOptimalTokenBaseline:
     def test_by_hand(self) -> None:
-        """Two answers of one prompt; the second has one token less."""
+        """Two answers to one prompt; the second is one token shorter."""
         half = math.log(0.5)
         advantages, returns = optimal_token_baseline(
             token_level_rewards=torch.cat([row(0, 3), row(-1, 0)]),
@@ -136,10 +136,10 @@ class TestOptimalTokenBaseline:
         )
         # W_1 is 1 - 1 + 0.5 = 0.5 and 1 - 2 + 1.25 = 0.25, so B_1 = (3 · 0.5 - 1 · 0.25) / 0.75 = 5/3
         assert advantages[:, 0].tolist() == pytest.approx([3 - 5 / 3, -1 - 5 / 3], abs=1e-6)
-        assert advantages[:, 1].tolist() == [0, 0]  # alone at its second token
+        assert advantages[:, 1].tolist() == [0, 0]  # the only row with a second token
         assert returns.tolist() == [[3, 3], [-1, 0]]
 
-    def test_an_observation_does_not_misalign_what_comes_after_it(self) -> None:
+    def test_an_observation_does_not_misalign_the_tokens_after_it(self) -> None:
         def estimate(rewards: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
             advantages, _ = optimal_token_baseline(
                 token_level_rewards=rewards,
@@ -150,11 +150,13 @@ class TestOptimalTokenBaseline:
             )
             return [advantages[i][mask[i] > 0].tolist() for i in range(2)]
 
-        apart = estimate(torch.cat([row(1, 0, 0, 2), row(0, 5, 0, 0)]), torch.cat([row(1, 0, 0, 1), row(1, 1, 0, 0)]))
-        together = estimate(torch.cat([row(1, 2), row(0, 5)]), torch.ones(2, 2))
-        assert apart == together == [[-1, -1.5], [1, 1.5]]
+        with_observations = estimate(
+            torch.cat([row(1, 0, 0, 2), row(0, 5, 0, 0)]), torch.cat([row(1, 0, 0, 1), row(1, 1, 0, 0)])
+        )
+        without_observations = estimate(torch.cat([row(1, 2), row(0, 5)]), torch.ones(2, 2))
+        assert with_observations == without_observations == [[-1, -1.5], [1, 1.5]]
 
-    def test_certain_tokens_count_alike(self) -> None:
+    def test_tokens_of_probability_one_are_weighted_equally(self) -> None:
         advantages, _ = optimal_token_baseline(
             token_level_rewards=torch.cat([row(1), row(4)]),
             response_mask=torch.ones(2, 1),
@@ -164,7 +166,7 @@ class TestOptimalTokenBaseline:
         )
         assert advantages[:, 0].tolist() == [-1.5, 1.5]
 
-    def test_a_sum_that_was_rounded_below_what_it_can_be_is_no_negative_weight(self) -> None:
+    def test_a_sum_of_squares_below_its_minimum_gives_no_negative_weight(self) -> None:
         advantages, _ = optimal_token_baseline(
             token_level_rewards=torch.cat([row(1), row(3)]),
             response_mask=torch.ones(2, 1),
@@ -202,15 +204,15 @@ class TestOptimalTokenBaseline:
         for i in range(n_rows):
             expected.append([])
             for t in range(len(returns[i])):
-                there = [j for j in range(n_rows) if inputs["index"][j] == inputs["index"][i] and len(returns[j]) > t]
-                baseline = sum(returns[j][t] * weights[j][t] for j in there) / sum(weights[j][t] for j in there)
+                peers = [j for j in range(n_rows) if inputs["index"][j] == inputs["index"][i] and len(returns[j]) > t]
+                baseline = sum(returns[j][t] * weights[j][t] for j in peers) / sum(weights[j][t] for j in peers)
                 expected[i].append(returns[i][t] - baseline)
         advantages, actual_returns = optimal_token_baseline(**inputs)
         assert_on_sampled_tokens(actual_returns, returns, inputs)
         assert_on_sampled_tokens(advantages, expected, inputs)
 
 
-def test_distillation_prefers_what_the_teacher_finds_likelier() -> None:
+def test_distillation_prefers_tokens_that_are_likelier_under_the_teacher() -> None:
     advantages, returns = on_policy_distillation(
         token_level_rewards=row(5, 5, 5),
         response_mask=row(1, 1, 0),
@@ -220,6 +222,6 @@ def test_distillation_prefers_what_the_teacher_finds_likelier() -> None:
     assert advantages.tolist() == returns.tolist() == [[0.5, -2, 0]]
 
 
-def test_token_rewards_passes_the_rewards_of_sampled_tokens_on() -> None:
+def test_token_rewards_are_the_rewards_of_the_sampled_tokens() -> None:
     advantages, returns = token_rewards(token_level_rewards=row(1, -2, 3), response_mask=row(1, 1, 0))
     assert advantages.tolist() == returns.tolist() == [[1, -2, 0]]

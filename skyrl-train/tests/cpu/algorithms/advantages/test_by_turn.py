@@ -1,4 +1,4 @@
-"""Estimators that go by turns, against numbers worked out by hand and loops over one turn at a time."""
+"""Per-turn estimators against values computed by hand and by loops over turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REWARDS = torch.tensor([[0, 1, 0, 0, 2, 0], [-1, 0, 0, 4, 0, 0], [0, 0, 5, 0, 0,
 
 
 def turns_of(inputs: Inputs, i: int) -> list[list[int]]:
-    """The positions of each turn's tokens in row i."""
+    """Return the token positions of each turn in row i."""
     is_sampled = inputs["response_mask"][i].tolist()
     runs = groupby(range(len(is_sampled)), key=lambda t: is_sampled[t])
     return [list(positions) for sampled, positions in runs if sampled]
@@ -33,11 +33,11 @@ def returns_to_go(inputs: Inputs, i: int) -> list[float]:
 
 
 def assert_on_turns(actual: torch.Tensor, expected: list[list[float]], inputs: Inputs) -> None:
-    wanted = torch.zeros_like(actual)
+    expected_tokens = torch.zeros_like(actual)
     for i, numbers in enumerate(expected):
         for turn, number in zip(turns_of(inputs, i), numbers, strict=True):
-            wanted[i, turn] = number
-    torch.testing.assert_close(actual, wanted, atol=1e-6, rtol=0)
+            expected_tokens[i, turn] = number
+    torch.testing.assert_close(actual, expected_tokens, atol=1e-6, rtol=0)
     assert not actual[inputs["response_mask"] == 0].any()
 
 
@@ -50,7 +50,7 @@ def assert_on_turns(actual: torch.Tensor, expected: list[list[float]], inputs: I
         ([0, 0, 0, 0, 0, 0], [-1, -1, -1, -1, -1, -1]),
     ],
 )
-def test_a_turn_is_a_run_of_sampled_tokens(mask: list[int], turns: list[int]) -> None:
+def test_a_turn_is_a_contiguous_run_of_sampled_tokens(mask: list[int], turns: list[int]) -> None:
     for dtype in (torch.float32, torch.long, torch.bool):
         assert turn_index(torch.tensor([mask], dtype=dtype)).tolist() == [turns]
 
@@ -69,14 +69,14 @@ def test_grpo_per_turn_by_hand() -> None:
     advantages, returns = grpo_per_turn(
         token_level_rewards=REWARDS, response_mask=MASK, index=["a"] * 3, gamma=0.5, grpo_norm_by_std=False
     )
-    # G_1 = 1 + 2/2, -1 + 4/2, 5 with mean 8/3; G_2 = 2 and 4 with mean 3; the third has one turn only
+    # G_1 = 1 + 2/2, -1 + 4/2, 5 with mean 8/3; G_2 = 2 and 4 with mean 3; the third row has one turn only
     first = [2 - 8 / 3, 1 - 8 / 3, 5 - 8 / 3]
     expected = [[first[0]] * 2 + [0] + [-1] * 2 + [0], [first[1], 0, 0, 1, 0, 0], [first[2]] * 3 + [0] * 3]
     torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
     assert returns.tolist() == [[2, 2, 0, 2, 2, 0], [1, 0, 0, 4, 0, 0], [5, 5, 5, 0, 0, 0]]
 
 
-def test_grpo_per_turn_divides_by_the_spread_of_that_turn() -> None:
+def test_grpo_per_turn_divides_by_the_std_of_the_turn() -> None:
     advantages, _ = grpo_per_turn(token_level_rewards=REWARDS, response_mask=MASK, index=["a"] * 3, gamma=0.5)
     spread = statistics.stdev([2, 1, 5])
     assert advantages[2, 0].item() == pytest.approx((5 - 8 / 3) / spread, abs=2e-6)
@@ -90,16 +90,16 @@ def test_rloo_per_turn_by_hand() -> None:
 
 
 @pytest.mark.parametrize("estimator", [grpo_per_turn, rloo_per_turn])
-def test_alone_at_a_turn_is_zero(estimator: Estimator) -> None:
+def test_the_only_row_at_a_turn_gets_zero(estimator: Estimator) -> None:
     advantages, _ = estimator(token_level_rewards=REWARDS, response_mask=MASK, index=["a", "b", "b"])
-    assert not advantages[0].any()  # alone with its prompt
+    assert not advantages[0].any()  # the only row of its prompt
     assert advantages[1, 0] != 0
-    assert advantages[1, 3] == 0  # the other has no second turn
+    assert advantages[1, 3] == 0  # the other row has no second turn
 
 
 @pytest.mark.parametrize(("per_turn", "whole"), [(grpo_per_turn, grpo), (rloo_per_turn, rloo)])
 @given(inputs=inputs)
-def test_with_one_turn_each_it_is_the_estimator_of_the_whole(
+def test_with_one_turn_per_row_it_equals_the_trajectory_estimator(
     per_turn: Estimator, whole: Estimator, inputs: Inputs
 ) -> None:
     mask = torch.ones_like(inputs["response_mask"])
@@ -138,18 +138,18 @@ def test_against_a_loop(inputs: Inputs) -> None:
     returns = [returns_to_go(inputs, i) for i in range(len(inputs["index"]))]
     normalised: list[list[float]] = []
     left_out: list[list[float]] = []
-    for i, own in enumerate(returns):
+    for i, row_returns in enumerate(returns):
         normalised.append([])
         left_out.append([])
-        for k, value in enumerate(own):
-            same = [
+        for k, value in enumerate(row_returns):
+            peers = [
                 r[k] for r, uid in zip(returns, inputs["index"], strict=True) if uid == inputs["index"][i] and r[k:]
             ]
-            others = same.copy()
+            others = peers.copy()
             others.remove(value)
             left_out[i].append(value - statistics.fmean(others) if others else 0.0)
-            spread = statistics.stdev(same) + 1e-6 if others and inputs["grpo_norm_by_std"] else 1.0
-            normalised[i].append((value - statistics.fmean(same)) / spread)
+            spread = statistics.stdev(peers) + 1e-6 if others and inputs["grpo_norm_by_std"] else 1.0
+            normalised[i].append((value - statistics.fmean(peers)) / spread)
     assert_on_turns(grpo_per_turn(**inputs)[0], normalised, inputs)
     assert_on_turns(rloo_per_turn(**inputs)[0], left_out, inputs)
     assert_on_turns(rloo_per_turn(**inputs)[1], returns, inputs)
@@ -157,7 +157,7 @@ def test_against_a_loop(inputs: Inputs) -> None:
 
 @given(inputs)
 def test_gae_per_turn_against_a_loop(inputs: Inputs) -> None:
-    """A_k as the sum of the discounted δ of turn k and of every later one."""
+    """A_k is the sum of the discounted δ of turn k and every later turn."""
     gamma, decay = inputs["gamma"], inputs["gamma"] * inputs["lambd"]
     raw, returns = [], []
     for i in range(len(inputs["index"])):

@@ -1,4 +1,4 @@
-"""GDPO against numbers worked out by hand, and its complaints."""
+"""GDPO against values computed by hand, and its errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def estimate(settings: AlgorithmConfig) -> torch.Tensor:
 
 
 def expected(answer_weight: float, format_weight: float) -> torch.Tensor:
-    """In group a the components disagree, in b the format is the same: one standard deviation of two is 0.7071."""
+    """In group a the components disagree; in b the format is constant. The std of each pair of 0 and 1 is 0.7071."""
     unit = 0.5**0.5
     answer, form = [unit, -unit, -unit, unit], [-unit, unit, 0, 0]
     total = [answer_weight * a + format_weight * f for a, f in zip(answer, form, strict=True)]
@@ -44,21 +44,21 @@ def expected(answer_weight: float, format_weight: float) -> torch.Tensor:
     ("weights", "answer_weight", "format_weight"),
     [({}, 1, 1), ({"format": 0.5}, 1, 0.5), ({"answer": -2.0, "format": 0.0}, -2, 0)],
 )
-def test_each_component_is_normalised_on_its_own_and_weighed(
+def test_components_are_normalised_separately_and_weighted(
     weights: dict[str, float], answer_weight: float, format_weight: float
 ) -> None:
     actual = estimate(config(**weights))
     torch.testing.assert_close(actual, expected(answer_weight, format_weight), atol=1e-5, rtol=0)  # std(format) + 1e-6
 
 
-def test_the_same_sum_earned_in_different_ways_is_told_apart() -> None:
+def test_equal_sums_of_different_components_get_different_advantages() -> None:
     components = {"answer": torch.tensor([1.0, 0, 0, 0]), "format": torch.tensor([0.0, 1, 1, 0])}
     advantages, _ = gdpo(response_mask=torch.ones(4, 1), index=["a"] * 4, reward_components=components, config=config())
-    assert advantages[0, 0] > advantages[1, 0] + 0.1  # the rarer component weighs more
+    assert advantages[0, 0] > advantages[1, 0] + 0.1  # the rarer component has the larger advantage
 
 
 def test_equal_components_give_exactly_zero() -> None:
-    for size in range(2, 8):  # sums of 0.1 do not divide back to 0.1 for every size
+    for size in range(2, 8):  # the mean of n times 0.1 is not exactly 0.1 for every n
         components = {
             "answer": torch.tensor([0.1] * size + [0.7] * size),
             "format": torch.tensor([-0.3] * size + [0.1] * size),
@@ -80,7 +80,7 @@ def test_one_component_is_grpo_whitened() -> None:
     torch.testing.assert_close(advantages, masked_whiten(normalised, MASK))
 
 
-def test_components_that_nearly_cancel_are_not_lost_in_single_precision() -> None:
+def test_components_that_nearly_cancel_keep_their_precision() -> None:
     answer = torch.tensor([0.1, 0.7, 0.4, 0.9])
     components = {"answer": answer, "format": 2 - 3 * answer + torch.tensor([0.0, 1e-3, 0.0, -1e-3])}
     in_single, _ = gdpo(response_mask=MASK.float(), index=["a"] * 4, reward_components=components, config=config())
@@ -94,11 +94,11 @@ def test_components_that_nearly_cancel_are_not_lost_in_single_precision() -> Non
     torch.testing.assert_close(in_single.double(), in_double, atol=1e-6, rtol=0)
 
 
-def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_available_names() -> None:
     with pytest.raises(ConfigError, match=r"gdpo\.weights names anwser,.* the components are: answer, format$"):
         estimate(config(anwser=1.0))
 
 
-def test_no_components_are_refused() -> None:
+def test_missing_components_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs the components of rewards"):
         gdpo(response_mask=MASK, index=UIDS, reward_components={}, config=config())

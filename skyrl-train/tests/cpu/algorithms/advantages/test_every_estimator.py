@@ -1,4 +1,4 @@
-"""What holds for every estimator that comes with the project, whatever it estimates."""
+"""Properties of every built-in advantage estimator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from estimator_inputs import OF_TOKENS, Inputs, inputs, make_inputs, select, with_tensors
+from estimator_inputs import TOKEN_INPUTS, Inputs, inputs, make_inputs, select, with_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +21,11 @@ OVER_THE_BATCH = {"gae", "gae_per_turn", "gdpo", "gpg", "reinforce++", "reinforc
 EVERY = sorted(BY_ROW | BY_GROUP | BY_TURN | OVER_THE_BATCH)
 
 every_estimator = pytest.mark.parametrize("name", EVERY)
-few = settings(max_examples=40)
+few_examples = settings(max_examples=40)
 
 
 def estimate(name: str, inputs: Inputs) -> torch.Tensor:
-    """Advantages and returns beside each other (2, B, R)."""
+    """Return advantages and returns, stacked (2, B, R)."""
     return torch.stack(advantage_estimator(name)(**inputs))
 
 
@@ -33,7 +33,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_these_are_all_there_are() -> None:
+def test_every_built_in_estimator_is_listed() -> None:
     ours = [
         name
         for name in ADVANTAGE_ESTIMATORS.list_available()
@@ -44,7 +44,7 @@ def test_these_are_all_there_are() -> None:
 
 @every_estimator
 @given(inputs=inputs)
-@few
+@few_examples
 def test_finite_and_exactly_zero_outside_the_mask(name: str, inputs: Inputs) -> None:
     results = estimate(name, inputs)
     assert results.isfinite().all()
@@ -53,7 +53,7 @@ def test_finite_and_exactly_zero_outside_the_mask(name: str, inputs: Inputs) -> 
 
 @every_estimator
 @given(inputs=inputs, data=st.data())
-@few
+@few_examples
 def test_the_order_of_rows_does_not_matter(name: str, inputs: Inputs, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(inputs["index"]))))
     assert_same(estimate(name, select(inputs, order)), estimate(name, inputs)[:, order])
@@ -61,9 +61,9 @@ def test_the_order_of_rows_does_not_matter(name: str, inputs: Inputs, data: st.D
 
 @every_estimator
 @given(inputs=inputs, data=st.data())
-@few
+@few_examples
 def test_masked_columns_do_not_matter(name: str, inputs: Inputs, data: st.DataObject) -> None:
-    """Padding on either side; an observation in between as well, unless it makes two turns of one."""
+    """Padding on either side, and observations in between unless they would split a turn."""
     length = inputs["response_mask"].shape[1]
     by_turn = name.endswith("_per_turn")
     at = data.draw(st.sampled_from([0, length]) if by_turn else st.integers(0, length))
@@ -82,10 +82,10 @@ def test_masked_columns_do_not_matter(name: str, inputs: Inputs, data: st.DataOb
 
 @every_estimator
 @given(inputs=inputs)
-@few
+@few_examples
 def test_a_row_without_sampled_tokens_does_not_matter_to_other_prompts(name: str, inputs: Inputs) -> None:
     def with_empty_row(tensor_name: str, x: torch.Tensor) -> torch.Tensor:
-        fill = math.nan if tensor_name in OF_TOKENS else 0.0
+        fill = math.nan if tensor_name in TOKEN_INPUTS else 0.0
         return torch.cat([x, torch.full_like(x[:1], fill)])
 
     longer = with_tensors(inputs, with_empty_row) | {"index": [*inputs["index"], "another prompt"]}
@@ -96,17 +96,17 @@ def test_a_row_without_sampled_tokens_does_not_matter_to_other_prompts(name: str
 
 @every_estimator
 @given(inputs=inputs)
-@few
+@few_examples
 def test_nan_outside_the_mask_stays_there(name: str, inputs: Inputs) -> None:
     def poisoned(tensor_name: str, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(inputs["response_mask"] > 0, x, math.nan) if tensor_name in OF_TOKENS else x
+        return torch.where(inputs["response_mask"] > 0, x, math.nan) if tensor_name in TOKEN_INPUTS else x
 
     assert torch.equal(estimate(name, with_tensors(inputs, poisoned)), estimate(name, inputs))
 
 
 @every_estimator
 @given(inputs=inputs)
-@few
+@few_examples
 def test_single_precision_is_kept_and_gives_the_same(name: str, inputs: Inputs) -> None:
     doubles = estimate(name, with_tensors(inputs, lambda _, x: x.float().double()))
     singles = estimate(name, with_tensors(inputs, lambda _, x: x.float()))
@@ -125,8 +125,8 @@ def test_the_type_of_the_mask_does_not_matter(name: str, dtype: torch.dtype) -> 
 
 @every_estimator
 @given(inputs=inputs)
-@few
-def test_inputs_are_left_as_they_are(name: str, inputs: Inputs) -> None:
+@few_examples
+def test_inputs_are_unchanged(name: str, inputs: Inputs) -> None:
     before = with_tensors(inputs, lambda _, x: x.clone())
     estimate(name, inputs)
     after, before = inputs | inputs["reward_components"], before | before["reward_components"]
@@ -135,8 +135,8 @@ def test_inputs_are_left_as_they_are(name: str, inputs: Inputs) -> None:
 
 @pytest.mark.parametrize("name", sorted(BY_ROW | BY_GROUP | BY_TURN))
 @given(inputs=inputs, data=st.data())
-@few
-def test_a_batch_may_be_split_between_prompts(name: str, inputs: Inputs, data: st.DataObject) -> None:
+@few_examples
+def test_splitting_a_batch_between_prompts_does_not_matter(name: str, inputs: Inputs, data: st.DataObject) -> None:
     first = data.draw(st.sets(st.sampled_from(inputs["index"])))
     parts = [[i for i, uid in enumerate(inputs["index"]) if (uid in first) == wanted] for wanted in (True, False)]
     whole = estimate(name, inputs)
@@ -145,7 +145,7 @@ def test_a_batch_may_be_split_between_prompts(name: str, inputs: Inputs, data: s
 
 
 @pytest.mark.parametrize("name", sorted(OVER_THE_BATCH))
-def test_what_looks_at_the_whole_batch_may_not(name: str) -> None:
+def test_estimators_over_the_batch_depend_on_the_split(name: str) -> None:
     inputs = make_inputs(seed=4, n_rows=7, length=7)
     rows = [i for i, uid in enumerate(inputs["index"]) if uid == inputs["index"][0]]
     assert 1 < len(rows) < 7

@@ -1,4 +1,4 @@
-"""Groups that stand apart, and scores that are equal but for rounding."""
+"""Statistics over interleaved groups, and scores that differ by rounding only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.algorithms.advantages import group_statistics, trajectory_score
 from skyrl_train.algorithms.advantages.groups import Cells
 
 
-def test_statistics_of_groups_that_stand_apart() -> None:
+def test_statistics_of_interleaved_groups() -> None:
     scores = torch.tensor([1.0, 5.0, 2.0, 7.0, 6.0])
     mean, std, size = group_statistics(scores, ["a", "b", "a", "alone", "a"])
     assert mean.tolist() == [3, 5, 3, 7, 3]
@@ -20,12 +20,12 @@ def test_statistics_of_groups_that_stand_apart() -> None:
 
 
 @pytest.mark.parametrize(("scores", "is_flat"), [([1, 1 + 9e-7], True), ([1, 1 + 2e-6], False), ([50, 50.00004], True)])
-def test_what_differs_by_rounding_has_no_spread(scores: list[float], is_flat: bool) -> None:
+def test_scores_that_differ_by_rounding_have_zero_std(scores: list[float], is_flat: bool) -> None:
     _, std, _ = group_statistics(torch.tensor(scores, dtype=torch.float64), ["a", "a"])
     assert (std == 0).all() == is_flat
 
 
-def test_cells_answer_every_value_about_its_own_cell() -> None:
+def test_cells_return_the_statistic_of_each_values_cell() -> None:
     cells = Cells(torch.tensor([2, 0, 2, 2]), n_cells=4)
     values = torch.tensor([1.0, 5.0, -2.0, 4.0])
     assert cells.total(values).tolist() == [3, 5, 3, 3]
@@ -34,7 +34,7 @@ def test_cells_answer_every_value_about_its_own_cell() -> None:
     assert cells.weighted_mean(values, torch.tensor([3.0, 0.0, 0.0, 1.0])).tolist() == [1.75, 0, 1.75, 1.75]
 
 
-def test_a_score_is_the_sum_of_the_row_and_nan_is_nothing_only_where_nothing_was_sampled() -> None:
+def test_a_score_is_the_sum_of_its_row_ignoring_nan_outside_the_mask() -> None:
     rewards = torch.tensor([[1.0, 2.0, math.nan], [math.nan, 0.0, 1.0], [0.5, 0.0, 0.25]])
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     scores = trajectory_scores(rewards, mask)

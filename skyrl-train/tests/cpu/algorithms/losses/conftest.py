@@ -1,4 +1,4 @@
-"""How every test here asks for a loss: by its registered name, in numbers."""
+"""The `score` fixture: call a loss by its registered name with plain lists."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Rows = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The loss of each token, the gradient of their sum over the mask in the log-probs, and the metrics; as lists."""
+class LossResult:
+    """Loss of each token, gradient of the masked sum in the log-probs, and metrics; as lists."""
 
     loss: list[list[float]]
     gradient: list[list[float]]
@@ -24,7 +24,7 @@ class Scored:
 
 
 @pytest.fixture(scope="session")
-def score() -> Callable[..., Scored]:
+def score() -> Callable[..., LossResult]:
     return _score
 
 
@@ -37,8 +37,8 @@ def _score(
     rollout: Rows | None = None,
     mask: Rows | None = None,
     config: AlgorithmConfig | None = None,
-) -> Scored:
-    """Call a loss in double precision; `old` is `log_probs` and `mask` all ones if not given."""
+) -> LossResult:
+    """Call a loss in double precision; `old` defaults to `log_probs` and `mask` to all ones."""
     policy = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
     loss_mask = torch.ones_like(policy, requires_grad=False) if mask is None else torch.tensor(mask)
     loss, metrics = policy_loss(name)(
@@ -51,4 +51,4 @@ def _score(
     )
     torch.where(loss_mask > 0, loss, 0.0).sum().backward()
     assert policy.grad is not None
-    return Scored(loss.tolist(), policy.grad.tolist(), {key: value.tolist() for key, value in metrics.items()})
+    return LossResult(loss.tolist(), policy.grad.tolist(), {key: value.tolist() for key, value in metrics.items()})

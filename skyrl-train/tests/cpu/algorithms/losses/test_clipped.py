@@ -1,4 +1,4 @@
-"""The clipped losses and their gradients, token by token, against numbers worked out by hand."""
+"""Clipped losses and their gradients, token by token, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 CONFIG = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.3, clip_ratio_c=3.0)
 
 CLIPPED = [  # ratio, advantage, loss, gradient, is_clipped. The gradient of -ρA in log π is -ρA, a clip has none
-    (0.5, 2.0, -1.0, -1.0, 0),  # a good token that became rarer is still pulled up
+    (0.5, 2.0, -1.0, -1.0, 0),  # a good token that became rarer is still pushed up
     (0.5, -2.0, 1.6, 0.0, 1),  # a bad token is pushed down only to 1 - eps_clip_low
     (1.1, 2.0, -2.2, -2.2, 0),
     (1.1, -2.0, 2.2, 2.2, 0),
-    (2.0, 2.0, -2.6, 0.0, 1),  # a good token is pulled up only to 1 + eps_clip_high
+    (2.0, 2.0, -2.6, 0.0, 1),  # a good token is pushed up only to 1 + eps_clip_high
     (2.0, -2.0, 4.0, 4.0, 0),  # a bad token that became likelier is still pushed down
     (5.0, 2.0, -2.6, 0.0, 1),
 ]
@@ -49,7 +49,7 @@ def test_both_signs_on_both_sides_of_each_clip(
     [(1.5, 1.0, -1.2, 0.0), (0.5, 1.0, -0.5, -0.5), (1.5, -1.0, 1.5, 1.5), (0.5, -1.0, 0.8, 0.0)],
 )
 @pytest.mark.parametrize("name", ["regular", "dual_clip"])
-def test_golden_numbers_of_the_defaults(
+def test_values_by_hand_with_the_defaults(
     score: Callable[..., Any], name: str, ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     scored = score(name, [[-2.0 + math.log(ratio)]], [[advantage]], old=[[-2.0]])
@@ -61,7 +61,7 @@ def test_golden_numbers_of_the_defaults(
     ("ratio", "advantage", "loss", "gradient", "is_bounded"),
     [
         (2.9, -2.0, 5.8, 5.8, 0),
-        (5.0, -2.0, 6.0, 0.0, 1),  # a bad token that became much likelier counts as clip_ratio_c
+        (5.0, -2.0, 6.0, 0.0, 1),  # a bad token that became much likelier is bounded by clip_ratio_c
         (5.0, 2.0, -2.6, 0.0, 0),  # a good one has the ordinary clip
         (0.1, -2.0, 1.6, 0.0, 0),
     ],
@@ -75,7 +75,7 @@ def test_the_dual_clip_bounds_only_bad_tokens_that_became_much_likelier(
     assert scored.metrics["dual_clip_ratio"] == [[is_bounded]]
 
 
-def test_golden_numbers_of_the_dual_clip(score: Callable[..., Any]) -> None:
+def test_values_by_hand_of_the_dual_clip(score: Callable[..., Any]) -> None:
     log_probs = [[-3 + math.log(0.5), -3.0, -3 + math.log(10)]]
     scored = score("dual_clip", log_probs, [[1.0, -1.0, -4.0]], old=[[-3.0] * 3])
     assert scored.loss[0] == pytest.approx([-0.5, 1.0, 12.0])

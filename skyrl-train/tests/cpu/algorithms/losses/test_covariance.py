@@ -1,4 +1,4 @@
-"""Which tokens the covariance points at, by hand, and what becomes of them."""
+"""Tokens selected by their covariance, by hand, and the effect on their loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.algorithms.losses.covariance import token_covariance
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.policy_loss import ClipCovConfig, KLCovConfig
 
-# Means over the mask are -2 and 0, so the covariances are 1.9, -1.9 | 1.9, -1.9 and 0 on two tokens more.
+# Means over the mask are -2 and 0, so the covariances are 1.9, -1.9 | 1.9, -1.9, and 0 on two further tokens.
 LOG_PROBS = [[-0.1, -0.1, -50.0, -2.0], [-3.9, -3.9, -2.0, 50.0]]
 ADVANTAGES = [[1.0, -1.0, -70.0, 3.0], [-1.0, 1.0, -3.0, 70.0]]
 MASK = [[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]]
@@ -29,37 +29,37 @@ def marked(rows: list[list[float]]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("share", "bounds", "candidates", "n_left_out"),
+    ("share", "bounds", "candidates", "n_masked"),
     [
         (2e-4, {}, HIGH, 1),  # a share of less than one token is one
         (0.34, {}, HIGH, 2),  # ⌊0.34 · 6⌋
         (0.45, {"clip_cov_lb": -9.0}, [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1), (1, 2)], 2),  # ⌊2.7⌋
-        (1.0, {}, HIGH, 2),  # no more than there are
+        (1.0, {}, HIGH, 2),  # no more than the candidates
         (1.0, {"clip_cov_lb": 1.95}, [], 0),
         (1.0, {"clip_cov_ub": 1.85}, [], 0),
         (1.0, {"clip_cov_lb": -2.0, "clip_cov_ub": -1.0}, [(0, 1), (1, 1)], 2),
         (0.5, {"clip_cov_lb": -9.0}, [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1), (1, 2)], 3),
     ],
 )
-def test_clip_cov_leaves_out_a_few_tokens_of_high_covariance(
+def test_clip_cov_masks_a_few_tokens_of_high_covariance(
     score: Callable[..., Any],
     share: float,
     bounds: dict[str, float],
     candidates: list[tuple[int, int]],
-    n_left_out: int,
+    n_masked: int,
 ) -> None:
     torch.manual_seed(0)
     scored = score("clip_cov", LOG_PROBS, ADVANTAGES, mask=MASK, config=clip_cov_config(share, **bounds))
-    left_out = marked(scored.metrics["masked_token_ratio"])
-    assert set(left_out) <= set(candidates)
-    assert len(left_out) == n_left_out
+    masked = marked(scored.metrics["masked_token_ratio"])
+    assert set(masked) <= set(candidates)
+    assert len(masked) == n_masked
     for i, j in marked(MASK):
-        of_ppo = 0.0 if (i, j) in left_out else -ADVANTAGES[i][j]
-        assert scored.loss[i][j] == of_ppo
-        assert scored.gradient[i][j] == of_ppo
+        expected = 0.0 if (i, j) in masked else -ADVANTAGES[i][j]
+        assert scored.loss[i][j] == expected
+        assert scored.gradient[i][j] == expected
 
 
-def test_clip_cov_draws_with_torchs_generator_and_every_candidate_has_its_turn(score: Callable[..., Any]) -> None:
+def test_clip_cov_draws_from_all_candidates_with_the_generator_of_torch(score: Callable[..., Any]) -> None:
     def draw(seed: int) -> list[tuple[int, int]]:
         torch.manual_seed(seed)
         scored = score("clip_cov", LOG_PROBS, ADVANTAGES, mask=MASK, config=clip_cov_config(2e-4))
@@ -71,22 +71,22 @@ def test_clip_cov_draws_with_torchs_generator_and_every_candidate_has_its_turn(s
 
 
 @pytest.mark.parametrize(
-    ("ratio", "loss", "gradient", "is_clipped", "is_left_out"),
+    ("ratio", "loss", "gradient", "is_clipped", "is_masked"),
     [(1.5, -1.2, 0.0, 1, 0), (0.5, 0.0, 0.0, 0, 1), (1.1, 0.0, 0.0, 0, 1)],
 )
-def test_clip_cov_leaves_out_no_token_that_ppo_clips(
-    score: Callable[..., Any], ratio: float, loss: float, gradient: float, is_clipped: float, is_left_out: float
+def test_clip_cov_does_not_mask_tokens_that_ppo_clips(
+    score: Callable[..., Any], ratio: float, loss: float, gradient: float, is_clipped: float, is_masked: float
 ) -> None:
     old = [[-0.1 - math.log(ratio), *LOG_PROBS[0][1:]], LOG_PROBS[1]]
     scored = score("clip_cov", LOG_PROBS, ADVANTAGES, old=old, mask=MASK, config=clip_cov_config(1.0))
     assert scored.loss[0][0] == pytest.approx(loss)
     assert scored.gradient[0][0] == pytest.approx(gradient)
     assert scored.metrics["ppo_clip_ratio"][0][0] == is_clipped
-    assert scored.metrics["masked_token_ratio"][0][0] == is_left_out
+    assert scored.metrics["masked_token_ratio"][0][0] == is_masked
     assert scored.metrics["masked_token_ratio"][1][0] == 1
 
 
-def test_clip_cov_clips_the_others_as_ppo_does(score: Callable[..., Any]) -> None:
+def test_clip_cov_clips_the_other_tokens_like_ppo(score: Callable[..., Any]) -> None:
     old = [[x - math.log(1.5) for x in row] for row in LOG_PROBS]
     scored = score("clip_cov", LOG_PROBS, ADVANTAGES, old=old, mask=MASK, config=clip_cov_config(1.0, clip_cov_lb=2.0))
     assert [scored.loss[i][j] for i, j in marked(MASK)] == pytest.approx([-1.2, 1.5, -3.6, 1.5, -1.2, 4.5])
@@ -106,7 +106,7 @@ KL_OLD, KL_MASK = [[-0.3, -0.9, -1.0], [-2.5, -1.9, -1.0]], [[1.0, 1.0, 0.0], [1
 
 
 @pytest.mark.parametrize(
-    ("share", "pays"),
+    ("share", "penalized"),
     [
         (0.2, [(0, 0)]),  # a share of less than one token is one
         (0.5, [(0, 0), (1, 0)]),
@@ -115,15 +115,15 @@ KL_OLD, KL_MASK = [[-0.3, -0.9, -1.0], [-2.5, -1.9, -1.0]], [[1.0, 1.0, 0.0], [1
         (1.0, [(0, 0), (0, 1), (1, 0), (1, 1)]),
     ],
 )
-def test_kl_cov_makes_the_tokens_of_highest_covariance_pay(
-    score: Callable[..., Any], share: float, pays: list[tuple[int, int]]
+def test_kl_cov_penalizes_the_tokens_of_highest_covariance(
+    score: Callable[..., Any], share: float, penalized: list[tuple[int, int]]
 ) -> None:
     config = AlgorithmConfig(kl_cov=KLCovConfig(kl_cov_frac=share, ppo_kl_coef=0.7))
     scored = score("kl_cov", KL_LOG_PROBS, KL_ADVANTAGES, old=KL_OLD, mask=KL_MASK, config=config)
-    assert marked(scored.metrics["kl_cov_ratio"]) == pays
+    assert marked(scored.metrics["kl_cov_ratio"]) == penalized
     for i, j in marked(KL_MASK):
         log_ratio, advantage = KL_LOG_PROBS[i][j] - KL_OLD[i][j], KL_ADVANTAGES[i][j]
-        penalty, slope = (0.7 * abs(log_ratio), math.copysign(0.7, log_ratio)) if (i, j) in pays else (0.0, 0.0)
+        penalty, slope = (0.7 * abs(log_ratio), math.copysign(0.7, log_ratio)) if (i, j) in penalized else (0.0, 0.0)
         assert scored.loss[i][j] == pytest.approx(-math.exp(log_ratio) * advantage + penalty)
         assert scored.gradient[i][j] == pytest.approx(-math.exp(log_ratio) * advantage + slope)
 
@@ -131,6 +131,6 @@ def test_kl_cov_makes_the_tokens_of_highest_covariance_pay(
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_a_mini_batch_without_a_trained_token(score: Callable[..., Any], name: str) -> None:
     scored = score(name, LOG_PROBS, ADVANTAGES, mask=[[0.0] * 4] * 2)
-    nothing = [[0.0] * 4] * 2
-    assert scored.gradient == nothing
-    assert all(metric == nothing for metric in scored.metrics.values())
+    zeros = [[0.0] * 4] * 2
+    assert scored.gradient == zeros
+    assert all(metric == zeros for metric in scored.metrics.values())

@@ -1,4 +1,4 @@
-"""Which tokens the trust region in probability keeps, and with what weight."""
+"""DPPO: the trust region in probabilities, and the weight of the tokens inside it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KL = AlgorithmConfig(dppo=DppoConfig(dppo_type="binary_kl", delta_low=0.1, delta
     ("config", "mu", "pi", "advantage", "is_kept"),
     [
         (TV, 0.5, 0.69, 1.0, True),
-        (TV, 0.5, 0.71, 1.0, False),  # a good token rose too far
-        (TV, 0.5, 0.71, -1.0, True),  # it is pushed back
+        (TV, 0.5, 0.71, 1.0, False),  # a good token that rose too far
+        (TV, 0.5, 0.71, -1.0, True),  # a bad token is pushed back
         (TV, 0.5, 0.41, -1.0, True),
-        (TV, 0.5, 0.39, -1.0, False),  # a bad token fell too far
-        (TV, 0.5, 0.29, 1.0, True),  # it is pulled back
-        (TV, 0.5, 0.71, 0.0, True),  # nothing pushes it
+        (TV, 0.5, 0.39, -1.0, False),  # a bad token that fell too far
+        (TV, 0.5, 0.29, 1.0, True),  # a good token is pulled back
+        (TV, 0.5, 0.71, 0.0, True),  # zero advantage
         (TV, 0.01, 0.09, 1.0, True),  # nine times as likely, and still rare
         # KL(0.5, 0.75) = 0.143841, KL(0.5, 0.8) = 0.223144, and the same of 0.25, 0.2; KL(0.5, 0.3) = 0.087177
         (KL, 0.5, 0.75, 1.0, True),
@@ -47,7 +47,7 @@ def test_both_signs_on_both_sides_of_the_trust_region(
     assert scored.metrics["masked_token_ratio"] == [[float(not is_kept)]]
 
 
-def test_without_log_probs_of_the_engine_the_old_policy_is_compared(score: Callable[..., Any]) -> None:
+def test_without_rollout_log_probs_the_old_policy_is_the_reference(score: Callable[..., Any]) -> None:
     log_probs, old = [[math.log(0.6), math.log(0.9)]], [[math.log(0.5)] * 2]
     scored = score("dppo", log_probs, [[1.0, 1.0]], old=old, config=TV)
     assert scored.gradient[0] == pytest.approx([-1.2, 0.0])

@@ -1,4 +1,4 @@
-"""What holds for every policy loss that comes with the package."""
+"""Properties of every built-in policy loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUILT_IN = [name for name in POLICY_LOSSES.list_available() if policy_loss(name)
 PROPERTY = settings(deadline=None, max_examples=30)
 EACH_LOSS = pytest.mark.parametrize("name", BUILT_IN)
 CONFIG = AlgorithmConfig(
-    clip_cov=ClipCovConfig(clip_ratio=1.0, clip_cov_lb=0.1),  # all candidates, so that nothing is left to chance
+    clip_cov=ClipCovConfig(clip_ratio=1.0, clip_cov_lb=0.1),  # all candidates, so nothing is random
     kl_cov=KLCovConfig(kl_cov_frac=0.3),
     cispo=CispoConfig(cispo_eps_clip_low=0.2, cispo_eps_clip_high=0.2),
     dppo=DppoConfig(delta_low=0.05, delta_high=0.05),
@@ -28,7 +28,7 @@ CONFIG = AlgorithmConfig(
 
 
 @dataclass(frozen=True)
-class Batch:
+class LossInputs:
     """The tensors (B, R) that a loss is called with."""
 
     log_probs: torch.Tensor
@@ -37,10 +37,10 @@ class Batch:
     mask: torch.Tensor
     rollout: torch.Tensor
 
-    def each(self, function: object) -> Batch:
-        """A batch with a function applied to every tensor."""
+    def each(self, function: object) -> LossInputs:
+        """Return a copy with the function applied to every tensor."""
         assert callable(function)
-        return Batch(*(function(tensor) for tensor in self.tensors))
+        return LossInputs(*(function(tensor) for tensor in self.tensors))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -48,16 +48,16 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Values on the mask and 0 elsewhere, the gradient everywhere, the metrics on the mask; (B, R) each."""
+class LossResult:
+    """Loss and metrics on the mask (0 elsewhere) and the gradient everywhere; (B, R) each."""
 
     loss: torch.Tensor
     gradient: torch.Tensor
     metrics: dict[str, torch.Tensor]
 
 
-def outcome_of(name: str, batch: Batch, config: AlgorithmConfig = CONFIG) -> Outcome:
-    """Call a loss; the gradient is that of a sum in which no two rows count the same."""
+def evaluate(name: str, batch: LossInputs, config: AlgorithmConfig = CONFIG) -> LossResult:
+    """Evaluate a loss; the gradient is that of a sum that weights every row differently."""
     log_probs = batch.log_probs.clone().requires_grad_()
     torch.manual_seed(0)
     loss, metrics = policy_loss(name)(log_probs, batch.old, batch.advantages, config, batch.mask, batch.rollout)
@@ -66,22 +66,22 @@ def outcome_of(name: str, batch: Batch, config: AlgorithmConfig = CONFIG) -> Out
     (inside * row_weights(batch)).sum().backward()
     assert log_probs.grad is not None
     on_mask = {key: torch.where(batch.mask > 0, value, 0.0) for key, value in metrics.items()}
-    return Outcome(inside.detach(), log_probs.grad, on_mask)
+    return LossResult(inside.detach(), log_probs.grad, on_mask)
 
 
-def row_weights(batch: Batch) -> torch.Tensor:
-    """What each row (B, 1) counts; it belongs to the row, wherever it stands and however it is padded."""
+def row_weights(batch: LossInputs) -> torch.Tensor:
+    """Return the weight (B, 1) of each row; it depends on neither the position nor the padding of the row."""
     return 1 + torch.where(batch.mask > 0, batch.old, 0.0).sum(dim=-1, keepdim=True).abs()
 
 
-def assume_no_ties(name: str, batch: Batch) -> None:
-    """`kl_cov` picks the highest covariances: which of two equal ones is any order's guess."""
+def assume_no_ties(name: str, batch: LossInputs) -> None:
+    """Discard ties: `kl_cov` picks the highest covariances, and the order decides between equal ones."""
     if name == "kl_cov":
         covariance = token_covariance(batch.log_probs, batch.advantages, batch.mask)[batch.mask > 0]
         assume((covariance.sort().values.diff() > 1e-9).all())
 
 
-def assert_same(one: Outcome, other: Outcome) -> None:
+def assert_same(one: LossResult, other: LossResult) -> None:
     torch.testing.assert_close(one.loss, other.loss, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(one.gradient, other.gradient, rtol=1e-6, atol=1e-9)
     assert one.metrics.keys() == other.metrics.keys()
@@ -90,8 +90,8 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """Made-up log-probs, some far off policy; rows of any length, also empty ones; advantages of tokens or rows."""
+def batches(draw: st.DrawFn) -> LossInputs:
+    """Random log-probs, some far off policy; rows of any length, including 0; advantages per token or per row."""
     n_rows, n_tokens = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
 
@@ -104,10 +104,10 @@ def batches(draw: st.DrawFn) -> Batch:
     advantages = normal(n_rows, n_tokens if draw(st.booleans()) else 1).expand(n_rows, n_tokens)
     mask = (torch.rand(n_rows, n_tokens, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.0]))).double()
     rollout = (old + 0.05 * normal(n_rows, n_tokens)).clamp(max=-1e-3)
-    return Batch(log_probs, old, advantages, mask, rollout)
+    return LossInputs(log_probs, old, advantages, mask, rollout)
 
 
-def test_all_are_here() -> None:
+def test_every_built_in_loss_is_listed() -> None:
     assert (
         sorted(
             [
@@ -137,12 +137,12 @@ def test_all_are_here() -> None:
 @EACH_LOSS
 @PROPERTY
 @given(batch=batches(), seed=st.integers(0, 10_000))
-def test_the_order_of_the_rows_does_not_matter(name: str, batch: Batch, seed: int) -> None:
+def test_the_order_of_the_rows_does_not_matter(name: str, batch: LossInputs, seed: int) -> None:
     assume_no_ties(name, batch)
     order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(seed))
-    before = outcome_of(name, batch)
-    after = outcome_of(name, batch.each(lambda tensor: tensor[order]))
-    moved = Outcome(
+    before = evaluate(name, batch)
+    after = evaluate(name, batch.each(lambda tensor: tensor[order]))
+    moved = LossResult(
         before.loss[order], before.gradient[order], {key: value[order] for key, value in before.metrics.items()}
     )
     assert_same(after, moved)
@@ -151,47 +151,49 @@ def test_the_order_of_the_rows_does_not_matter(name: str, batch: Batch, seed: in
 @EACH_LOSS
 @PROPERTY
 @given(batch=batches(), positions=st.lists(st.integers(0, 6), min_size=1, max_size=3))
-def test_columns_of_padding_change_nothing(name: str, batch: Batch, positions: list[int]) -> None:
+def test_columns_of_padding_change_nothing(name: str, batch: LossInputs, positions: list[int]) -> None:
     assume_no_ties(name, batch)
     n_tokens = batch.mask.shape[1]
     padding = [(min(position, n_tokens) - 0.5, False) for position in positions]
     kept = sorted(padding + [(i, True) for i in range(n_tokens)])
-    is_own = torch.tensor([own for _, own in kept])
+    is_token_column = torch.tensor([is_token for _, is_token in kept])
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
         filler = 0.0 if tensor is batch.mask else 123.0
-        return tensor.new_full((len(tensor), len(kept)), filler).masked_scatter(is_own, tensor)
+        return tensor.new_full((len(tensor), len(kept)), filler).masked_scatter(is_token_column, tensor)
 
-    padded = outcome_of(name, batch.each(pad))
-    assert (padded.gradient[:, ~is_own] == 0).all()
-    cut = {key: value[:, is_own] for key, value in padded.metrics.items()}
-    assert_same(Outcome(padded.loss[:, is_own], padded.gradient[:, is_own], cut), outcome_of(name, batch))
+    padded = evaluate(name, batch.each(pad))
+    assert (padded.gradient[:, ~is_token_column] == 0).all()
+    cut = {key: value[:, is_token_column] for key, value in padded.metrics.items()}
+    assert_same(
+        LossResult(padded.loss[:, is_token_column], padded.gradient[:, is_token_column], cut), evaluate(name, batch)
+    )
 
 
 @EACH_LOSS
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @PROPERTY
 @given(batch=batches())
-def test_what_is_outside_of_the_mask_reaches_nothing(name: str, garbage: float, batch: Batch) -> None:
-    spoilt = batch.each(lambda tensor: tensor if tensor is batch.mask else tensor.where(batch.mask > 0, garbage))
-    outcome = outcome_of(name, spoilt)
-    assert_same(outcome, outcome_of(name, batch))
-    assert (outcome.gradient[batch.mask == 0] == 0).all()
+def test_values_outside_the_mask_have_no_effect(name: str, garbage: float, batch: LossInputs) -> None:
+    poisoned = batch.each(lambda tensor: tensor if tensor is batch.mask else tensor.where(batch.mask > 0, garbage))
+    result = evaluate(name, poisoned)
+    assert_same(result, evaluate(name, batch))
+    assert (result.gradient[batch.mask == 0] == 0).all()
 
 
 @EACH_LOSS
 @PROPERTY
 @given(batch=batches(), part_size=st.integers(1, 5))
-def test_splitting_the_rows_changes_no_token(name: str, batch: Batch, part_size: int) -> None:
+def test_splitting_the_rows_changes_no_token(name: str, batch: LossInputs, part_size: int) -> None:
     if POLICY_LOSSES.traits(name).whole_batch:
-        part_size = len(batch.mask)  # these are never split
+        part_size = len(batch.mask)  # these losses are never split
     parts = [
-        outcome_of(name, Batch(*tensors))
+        evaluate(name, LossInputs(*tensors))
         for tensors in zip(*(tensor.split(part_size) for tensor in batch.tensors), strict=True)
     ]
     metrics = {key: torch.cat([part.metrics[key] for part in parts]) for key in parts[0].metrics}
     loss, gradient = torch.cat([part.loss for part in parts]), torch.cat([part.gradient for part in parts])
-    assert_same(Outcome(loss, gradient, metrics), outcome_of(name, batch))
+    assert_same(LossResult(loss, gradient, metrics), evaluate(name, batch))
 
 
 @EACH_LOSS
@@ -203,8 +205,8 @@ def test_extreme_ratios_give_finite_numbers(name: str, dtype: torch.dtype) -> No
     for sign in (1.0, -1.0, 0.0):
         advantages = torch.full_like(old, sign)
         for rollout in (old, log_probs):
-            outcome = outcome_of(name, Batch(log_probs, old, advantages, mask, rollout))
-            for tensor in (outcome.loss, outcome.gradient, *outcome.metrics.values()):
+            result = evaluate(name, LossInputs(log_probs, old, advantages, mask, rollout))
+            for tensor in (result.loss, result.gradient, *result.metrics.values()):
                 assert tensor.isfinite().all()
                 assert tensor.dtype == dtype
 
@@ -223,19 +225,19 @@ def test_only_the_log_probs_have_a_gradient(name: str) -> None:
 @EACH_LOSS
 @PROPERTY
 @given(batch=batches())
-def test_a_mask_of_booleans_is_a_mask(name: str, batch: Batch) -> None:
-    assert_same(outcome_of(name, replace(batch, mask=batch.mask > 0)), outcome_of(name, batch))
+def test_a_boolean_mask_is_accepted(name: str, batch: LossInputs) -> None:
+    assert_same(evaluate(name, replace(batch, mask=batch.mask > 0)), evaluate(name, batch))
 
 
 NOT_REINFORCE = {
-    "cross_entropy": "it imitates, whatever the advantage",
-    "luspo": "times the number of tokens of the trajectory",
-    "clip_cov": "it leaves tokens out, also on policy",
+    "cross_entropy": "ignores the advantages",
+    "luspo": "multiplied by the number of tokens of the trajectory",
+    "clip_cov": "masks tokens, even on policy",
 }
 
 
-def on_policy(batch: Batch) -> Batch:
-    """With one advantage for each trajectory, as losses of whole trajectories need it."""
+def on_policy(batch: LossInputs) -> LossInputs:
+    """Return the batch with one advantage per trajectory, as sequence-level losses require."""
     return replace(
         batch, old=batch.log_probs, rollout=batch.log_probs, advantages=batch.advantages[:, :1].expand_as(batch.mask)
     )
@@ -244,21 +246,21 @@ def on_policy(batch: Batch) -> Batch:
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in NOT_REINFORCE])
 @PROPERTY
 @given(batch=batches().map(on_policy))
-def test_on_policy_the_gradient_is_that_of_reinforce(name: str, batch: Batch) -> None:
+def test_on_policy_the_gradient_is_that_of_reinforce(name: str, batch: LossInputs) -> None:
     expected = -batch.advantages * row_weights(batch) * batch.mask
-    torch.testing.assert_close(outcome_of(name, batch).gradient, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(evaluate(name, batch).gradient, expected, rtol=1e-6, atol=1e-9)
 
 
 @PROPERTY
 @given(batch=batches().map(on_policy))
-def test_on_policy_the_others_differ_as_they_say(batch: Batch) -> None:
+def test_on_policy_the_exceptions_differ_by_a_known_factor(batch: LossInputs) -> None:
     reinforce = -batch.advantages * row_weights(batch) * batch.mask
     n_tokens = batch.mask.sum(dim=-1, keepdim=True)
-    clip_cov = outcome_of("clip_cov", batch)
+    clip_cov = evaluate("clip_cov", batch)
     kept = 1 - clip_cov.metrics["masked_token_ratio"]
     for gradient, expected in (
-        (outcome_of("luspo", batch).gradient, n_tokens * reinforce),
-        (outcome_of("cross_entropy", batch).gradient, -row_weights(batch) * batch.mask),
+        (evaluate("luspo", batch).gradient, n_tokens * reinforce),
+        (evaluate("cross_entropy", batch).gradient, -row_weights(batch) * batch.mask),
         (clip_cov.gradient, kept * reinforce),
     ):
         torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)

@@ -1,4 +1,4 @@
-"""A loss of one's own, seen through `within_mask`."""
+"""`within_mask` around a user-defined loss."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 
 
 @within_mask
-def sum_of_all(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """The products of everything, summed over each row."""
+def row_sum(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
+    """Multiply all inputs and sum over each row."""
     product = tokens.log_probs * tokens.old_log_probs * tokens.advantages
     if tokens.rollout_logprobs is not None:
         product = product * tokens.rollout_logprobs
@@ -25,15 +25,15 @@ def test_a_sum_over_a_row_is_a_sum_over_its_trained_tokens() -> None:
     log_probs = torch.tensor([[2.0, math.nan, 3.0]], requires_grad=True)
     other = torch.tensor([[5.0, math.nan, 7.0]])
     for rollout, loss, gradient in ((None, 197.0, [25.0, 0.0, 49.0]), (other, 1279.0, [125.0, 0.0, 343.0])):
-        values, _ = sum_of_all(log_probs, other, other, AlgorithmConfig(), mask, rollout)
-        (slopes,) = torch.autograd.grad(values[0, 0], log_probs)
+        values, _ = row_sum(log_probs, other, other, AlgorithmConfig(), mask, rollout)
+        (actual_gradient,) = torch.autograd.grad(values[0, 0], log_probs)
         assert values.tolist() == [[loss] * 3]
-        assert slopes.tolist() == [gradient]
+        assert actual_gradient.tolist() == [gradient]
 
 
-def test_the_wrapped_loss_keeps_its_name_and_its_words() -> None:
-    assert sum_of_all.__name__ == "sum_of_all"
-    assert sum_of_all.__doc__ == "The products of everything, summed over each row."
+def test_the_wrapped_loss_keeps_its_name_and_docstring() -> None:
+    assert row_sum.__name__ == "row_sum"
+    assert row_sum.__doc__ == "Multiply all inputs and sum over each row."
 
 
 def test_the_ratio_of_a_token_never_overflows() -> None:

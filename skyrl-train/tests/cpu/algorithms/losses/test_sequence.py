@@ -1,4 +1,4 @@
-"""Losses of whole trajectories against numbers worked out by hand, and against a loop in plain Python."""
+"""Sequence-level losses against values computed by hand and by a loop in plain Python."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skyrl_train.config.policy_loss import GmpoConfig, VespoConfig
 
 CONFIG = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.2, gmpo=GmpoConfig(log_ratio_clip=0.2))
 UP, DOWN = [0.1, 0.3], [-0.1, -0.5]  # log-ratios; their geometric means are e^0.2 = 1.221403 and e^-0.3 = 0.740818
-FAR_OFF = 9.0  # the log-ratio of a token outside of the mask
+FAR_OFF = 9.0  # the log-ratio of a token outside the mask
 MASK = [[1.0, 1.0, 0.0]]
 
 
 def log_probs_of(log_ratios: list[float]) -> tuple[list[list[float]], list[list[float]]]:
-    """One row of log-probs and old log-probs, with a third token that is not trained."""
+    """Return one row of log-probs and old log-probs, with a third token that is not trained."""
     old = [-1.0, -2.0, -10.0]
     return [[o + r for o, r in zip(old, [*log_ratios, FAR_OFF], strict=True)]], [old]
 
@@ -62,7 +62,7 @@ def test_a_runaway_trajectory_of_negative_advantage_is_bounded(score: Callable[.
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
-def test_advantages_of_tokens_keep_their_tokens(score: Callable[..., Any], name: str) -> None:
+def test_per_token_advantages_stay_on_their_tokens(score: Callable[..., Any], name: str) -> None:
     log_probs, old = log_probs_of([0.04, 0.06])
     ratio = math.exp(0.05)
     scored = score(name, log_probs, [[1.0, -2.0, 0.0]], old=old, mask=MASK)
@@ -74,13 +74,13 @@ def test_advantages_of_tokens_keep_their_tokens(score: Callable[..., Any], name:
     ("log_ratios", "advantage", "loss", "gradient", "is_clipped"),
     [
         (UP, 1.0, -1.161834, [-1.161834, 0.0], [0, 1]),  # e^((0.1 + 0.2) / 2)
-        (UP, -1.0, 1.221403, [1.221403, 1.221403], [0, 0]),  # a bad token may rise as it likes
+        (UP, -1.0, 1.221403, [1.221403, 1.221403], [0, 0]),  # a bad token that rises is not clipped
         (DOWN, 1.0, -0.740818, [-0.740818, -0.740818], [0, 0]),
         (DOWN, -1.0, 0.860708, [0.860708, 0.0], [0, 1]),  # e^((-0.1 - 0.2) / 2)
         ([0.3, 0.3], 1.0, -1.221403, [0.0, 0.0], [1, 1]),
     ],
 )
-def test_gmpo_clips_tokens_on_the_side_that_the_advantage_pushes_them_to(
+def test_gmpo_clips_tokens_in_the_direction_of_their_advantage(
     score: Callable[..., Any],
     log_ratios: list[float],
     advantage: float,
@@ -108,7 +108,7 @@ def test_gmpo_clips_tokens_on_the_side_that_the_advantage_pushes_them_to(
         ([-700.0, -100.0], -1.0, 0.0),
     ],
 )
-def test_vespo_weighs_by_the_full_ratio_of_the_trajectory(
+def test_vespo_weights_by_the_full_ratio_of_the_trajectory(
     score: Callable[..., Any], log_ratios: list[float], advantage: float, phi: float
 ) -> None:
     log_probs, old = log_probs_of(log_ratios)
@@ -126,7 +126,7 @@ def test_vespo_reads_its_settings_and_counts_zero_as_positive(score: Callable[..
 
 
 def in_plain_python(name: str, log_ratios: list[float], advantage: float) -> tuple[float, list[float]]:
-    """The loss of one trajectory, and its derivative in the log-prob of each token."""
+    """Return the loss of one trajectory, and its derivative in the log-prob of each token."""
     n, c = len(log_ratios), CONFIG.gmpo.log_ratio_clip
     if name == "gmpo":
         kept = [r < c if advantage > 0 else r > -c for r in log_ratios]
@@ -134,19 +134,19 @@ def in_plain_python(name: str, log_ratios: list[float], advantage: float) -> tup
         mean = sum(r if keep else bound for r, keep in zip(log_ratios, kept, strict=True)) / n
         return -advantage * math.exp(mean), [-advantage * math.exp(mean) / n * keep for keep in kept]
     ratio, scale = math.exp(sum(log_ratios) / n), n if name == "luspo" else 1
-    pulled_beyond = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
-    if pulled_beyond:
+    is_clipped = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+    if is_clipped:
         return -advantage * (1.2 if advantage > 0 else 0.8) * scale, [0.0] * n
     return -advantage * ratio * scale, [-advantage * ratio / n * scale] * n
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "luspo", "gmpo"])
 def test_rows_of_many_lengths_against_a_loop(score: Callable[..., Any], name: str) -> None:
-    dice = random.Random(0)
-    lengths = [dice.randint(1, 5) for _ in range(60)]
-    old = [[dice.uniform(-3, -1) for _ in range(5)] for _ in lengths]
-    log_probs = [[o + dice.gauss(0, 0.5) for o in row] for row in old]
-    advantages = [[dice.gauss(0, 1)] * 5 for _ in lengths]
+    random_source = random.Random(0)
+    lengths = [random_source.randint(1, 5) for _ in range(60)]
+    old = [[random_source.uniform(-3, -1) for _ in range(5)] for _ in lengths]
+    log_probs = [[o + random_source.gauss(0, 0.5) for o in row] for row in old]
+    advantages = [[random_source.gauss(0, 1)] * 5 for _ in lengths]
     mask = [[1.0] * n + [0.0] * (5 - n) for n in lengths]
     scored = score(name, log_probs, advantages, old=old, mask=mask, config=CONFIG)
     n_clipped = 0

@@ -12,9 +12,9 @@ from skyrl_train.algorithms.losses import value_loss
     ("value", "old", "target", "loss", "gradient", "is_clipped"),
     [
         (1.1, 1.0, 2.0, 0.405, -0.9, 0),  # ½ · 0.9²
-        (1.5, 1.0, 2.0, 0.32, 0.0, 1),  # it has risen towards 2 by more than 0.2: ½ · 0.8²
-        (0.5, 1.0, 0.0, 0.32, 0.0, 1),  # and fallen towards 0
-        (1.5, 1.0, 0.0, 1.125, 1.5, 0),  # it has moved away: the larger error counts
+        (1.5, 1.0, 2.0, 0.32, 0.0, 1),  # rose towards 2 by more than 0.2: ½ · 0.8²
+        (0.5, 1.0, 0.0, 0.32, 0.0, 1),  # fell towards 0
+        (1.5, 1.0, 0.0, 1.125, 1.5, 0),  # moved away from the target: the larger error counts
         (0.5, 1.0, 2.0, 1.125, -1.5, 0),
         (3.0, 1.0, 1.9, 0.605, 1.1, 0),  # far beyond the target: 1.1 against 0.7
     ],

@@ -1,4 +1,4 @@
-"""Weighted policy gradients and their gradients, against numbers worked out by hand."""
+"""Weighted policy gradients against values computed by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_importance_sampling_never_clips(score: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("ratio", "weight"), [(0.4, 0.0), (0.6, 0.6), (1.0, 1.0), (2.9, 2.9), (3.1, 0.0)]
 )  # the ratio to the engine is what counts; to the old policy it is e
-def test_rollout_is_leaves_out_tokens_on_both_sides(
+def test_rollout_is_masks_tokens_on_both_sides(
     score: Callable[..., Any], advantage: float, ratio: float, weight: float
 ) -> None:
     config = AlgorithmConfig(rollout_is=RolloutIsConfig(ratio_low=0.5, ratio_high=3.0))
@@ -50,12 +50,12 @@ def test_rollout_is_leaves_out_tokens_on_both_sides(
     assert scored.metrics["masked_token_ratio"] == [[float(weight == 0)]]
 
 
-def test_rollout_is_asks_for_the_log_probs_of_the_engine(score: Callable[..., Any]) -> None:
+def test_rollout_is_requires_rollout_log_probs(score: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"policy_loss_type=rollout_is needs .* try importance_sampling"):
         score("rollout_is", [[-1.0]], [[1.0]])
 
 
-def test_golden_numbers_of_cispo(score: Callable[..., Any]) -> None:
+def test_values_by_hand_of_cispo(score: Callable[..., Any]) -> None:
     config = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=0.2, cispo_eps_clip_high=0.2))
     log_probs, old = [[-1.69315, -1.0, -0.69741]], [[-1.0, -1.0, -3.0]]
     scored = score("cispo", log_probs, [[1.0, -1.0, -4.0]], old=old, config=config)
@@ -67,7 +67,7 @@ def test_golden_numbers_of_cispo(score: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize(("ratio", "weight"), [(0.3, 0.5), (0.7, 0.7), (2.5, 2.5), (4.0, 3.0)])
-def test_cispo_clips_the_weight_whatever_the_advantage(
+def test_cispo_clips_the_weight_for_either_sign_of_the_advantage(
     score: Callable[..., Any], advantage: float, ratio: float, weight: float
 ) -> None:
     config = AlgorithmConfig(cispo=CispoConfig(cispo_eps_clip_low=0.5, cispo_eps_clip_high=2.0))
@@ -98,7 +98,7 @@ def test_sapo_closes_its_gate_smoothly_on_both_sides(
     assert scored.gradient == [[pytest.approx(gradient, abs=2e-6)]]
 
 
-def test_the_gate_of_sapo_is_the_share_of_the_gradient_that_passes(score: Callable[..., Any]) -> None:
+def test_the_gate_of_sapo_scales_the_gradient(score: Callable[..., Any]) -> None:
     config = AlgorithmConfig(sapo=SapoConfig(tau_pos=2.0, tau_neg=4.0))
     advantages = [[3.0, 3.0, -3.0, -3.0]]
     log_probs = [[-3 + math.log(ratio) for ratio in (1.7, 1.0, 1.7, 0.2)]]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the core of the trainer: rows without draws of a policy, rewards or advantages."""
+"""Supervised fine-tuning with the trainer core: batches without samples, rewards or advantages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import torch
 from transformers import PreTrainedModel
-from workers.worker_batches import TEMPERATURE, Lone, config, largest_difference
+from workers.worker_batches import TEMPERATURE, SingleRankGroup, config, largest_difference
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective
 from skyrl_train.types import TrainingBatch
@@ -15,7 +15,7 @@ ROWS = [([5, 9, 2], [7, 7, 4]), ([3], [8]), ([6, 6], [9, 5, 3, 4, 2])]  # prompt
 
 
 def supervised_batch() -> TrainingBatch:
-    """The rows, answers trained, with prompts padded on the left and answers on the right."""
+    """Return the rows, prompts padded on the left, answers on the right, with the answers trained."""
     n_prompt, n_answer = (max(len(row[part]) for row in ROWS) for part in (0, 1))
     left, right = ([n - len(row[part]) for row in ROWS] for part, n in ((0, n_prompt), (1, n_answer)))
     pairs = list(zip(ROWS, left, right, strict=True))
@@ -29,7 +29,7 @@ def supervised_batch() -> TrainingBatch:
     )
 
 
-def test_the_gradient_is_that_of_the_mean_cross_entropy_of_the_answers(tiny_model: PreTrainedModel) -> None:
+def test_the_gradient_is_that_of_the_mean_cross_entropy_over_answer_tokens(tiny_model: PreTrainedModel) -> None:
     token_losses = []
     naive = copy.deepcopy(tiny_model)
     for prompt, answer in ROWS:
@@ -40,7 +40,9 @@ def test_the_gradient_is_that_of_the_mean_cross_entropy_of_the_answers(tiny_mode
     expected.backward()
 
     for split in ({}, {"micro_train_batch_size_per_gpu": 1}):
-        worker = Lone("policy", copy.deepcopy(tiny_model), None, config(**split).trainer, CrossEntropyObjective())
+        worker = SingleRankGroup(
+            "policy", copy.deepcopy(tiny_model), None, config(**split).trainer, CrossEntropyObjective()
+        )
         metrics = worker.forward_backward(supervised_batch())
         torch.testing.assert_close(torch.tensor(metrics["policy/loss"]), expected.detach())
         ours = {name: p.grad for name, p in worker.model.named_parameters() if p.grad is not None}
@@ -50,7 +52,7 @@ def test_the_gradient_is_that_of_the_mean_cross_entropy_of_the_answers(tiny_mode
 
 def test_it_learns_the_answers(tiny_model: PreTrainedModel) -> None:
     cfg = config(policy={"optimizer_config": {"lr": 1e-2}}).trainer
-    worker = Lone("policy", copy.deepcopy(tiny_model), None, cfg, CrossEntropyObjective())
+    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, CrossEntropyObjective())
     batch = supervised_batch()
     first = worker.update(batch)["policy/loss"]
     for _ in range(20):

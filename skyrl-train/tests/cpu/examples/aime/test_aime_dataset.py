@@ -10,7 +10,7 @@ from examples.aime.aime_dataset import SCHEMA, main
 
 
 def hub_row(problem: str, answer: str, index: Any = "a-b-c") -> dict[str, Any]:
-    """A row as it is in DAPO-Math-17k."""
+    """Return a row in the format of DAPO-Math-17k."""
     return {
         "data_source": "math_dapo",
         "prompt": [{"content": f"Solve it.\n\n{problem}", "role": "user"}],
@@ -30,16 +30,16 @@ def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
     splits = prepare(main, "--source", "sample")
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 240, "validation": 60}
     for row in splits["train"] + splits["validation"]:
-        right = row.env_extras["reward_model"]["ground_truth"]
+        answer = row.env_extras["reward_model"]["ground_truth"]
         assert row.data_source == "sample_math"
-        assert play(row, f"So it is clear.\nAnswer: {right}") == 1.0
-        assert play(row, f"Answer: {right}1") == -1.0
-        assert play(row, right) == -1.0
+        assert play(row, f"So it is clear.\nAnswer: {answer}") == 1.0
+        assert play(row, f"Answer: {answer}1") == -1.0
+        assert play(row, answer) == -1.0
     assert len({row.prompt[0]["content"] for rows in splits.values() for row in rows}) == 300
 
 
-def test_rows_of_the_hub(prepare: Any, play: Any, tmp_path: Path) -> None:
-    """AIME-2024 numbers its rows and has more in `extra_info`; otherwise both sets are alike."""
+def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
+    """AIME-2024 has integer indices and more columns in `extra_info`; otherwise both datasets have the same format."""
     aime = hub_row("What is 6 * 7?", "42", index=3)
     aime["extra_info"] |= {"raw_problem": "What is 6 * 7?", "split": "test"}
     splits = prepare(main, "--source", write(tmp_path, [hub_row("What is 2 * 3?", "6")], [aime]))
@@ -56,7 +56,7 @@ def test_rows_of_the_hub(prepare: Any, play: Any, tmp_path: Path) -> None:
     assert (play(train, "Answer: 6"), play(validation, "Answer: 41")) == (1.0, -1.0)
 
 
-def test_a_prompt_is_there_once_and_not_with_two_answers(
+def test_duplicates_and_prompts_with_conflicting_answers_are_dropped(
     prepare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = [hub_row("one", "1"), hub_row("two", "2"), hub_row("one", "1"), hub_row("two", "3"), hub_row("two", "2")]
@@ -64,12 +64,12 @@ def test_a_prompt_is_there_once_and_not_with_two_answers(
     splits = prepare(main, "--source", write(tmp_path, train, [hub_row("five", "5")] * 32))
     assert [row.env_extras["reward_model"]["ground_truth"] for row in splits["train"]] == ["1", "4"]
     assert len(splits["validation"]) == 1
-    said = capsys.readouterr().out
-    assert "6 rows have 3 prompts; 1 with several answers are left out" in said
-    assert "32 rows have 1 prompts; 0 with several answers are left out" in said
+    output = capsys.readouterr().out
+    assert "6 rows have 3 prompts; 1 with several answers are dropped" in output
+    assert "32 rows have 1 prompts; 0 with several answers are dropped" in output
 
 
-def test_the_columns_are_those_of_dapo_and_the_environment() -> None:
+def test_the_columns_are_those_of_dapo_and_env_class() -> None:
     assert SCHEMA.names == ["data_source", "prompt", "ability", "env_class", "reward_model", "extra_info"]
 
 
@@ -82,7 +82,7 @@ def test_the_columns_are_those_of_dapo_and_the_environment() -> None:
         ({"prompt": "What?"}, "prompt='What?' is of the type str, not list"),
     ],
 )
-def test_rows_of_another_kind(
+def test_rows_of_another_format_are_refused(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path, [hub_row("one", "1") | change], [hub_row("two", "2")])

@@ -19,7 +19,7 @@ from skyrl_train.models.tiny import tiny_qwen3
 TRAIN_FOLDER = Path(__file__).parents[4]
 
 RECORDER = """#!/usr/bin/env bash
-# Stands for Python: says whether there is a GPU, prints the recipe, and prints any other command line one word a line.
+# Replaces Python: reports a GPU or none, prints the recipe, and prints any other command line one word per line.
 case "$*" in
   -c*) exit {no_gpu} ;;
   "-m examples.catch.recipe") cat "$RECIPE" ;;
@@ -32,7 +32,7 @@ Record = Callable[..., tuple[str, list[str]]]
 
 @pytest.fixture(scope="session")
 def catch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with Catch data and a `model` that answers in its form, if not much better."""
+    """A folder with Catch data and a `model` that replies in the right format, but plays badly."""
     folder = tmp_path_factory.mktemp("catch")
     write_dataset(CatchDataset(train_size=100, test_size=4), folder)
     with pytest.MonkeyPatch.context() as constants:
@@ -45,7 +45,7 @@ def catch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def teacher(catch: Path) -> Path:
-    """Another model with the same tokenizer."""
+    """The path of a different model with the same tokenizer."""
     tokenizer = load_tokenizer(str(catch / "model"))
     tiny_qwen3(tokenizer, seed=1).save_pretrained(catch / "teacher")
     tokenizer.save_pretrained(catch / "teacher")
@@ -54,7 +54,7 @@ def teacher(catch: Path) -> Path:
 
 @pytest.fixture
 def record(catch: Path, teacher: Path, tmp_path: Path) -> Record:
-    """Runs a command as far as training: the module that it would run, and the arguments."""
+    """Run a command up to the start of training; return the module it would run, and its arguments."""
     (tmp_path / "recipe").write_text("\n".join(TINY_MODEL))
 
     def run(command: Sequence[str], *, has_gpu: bool = False, **variables: str) -> tuple[str, list[str]]:
@@ -81,7 +81,7 @@ def record(catch: Path, teacher: Path, tmp_path: Path) -> Record:
 
 @pytest.fixture
 def _own_registries() -> Iterator[None]:
-    """What a script registers is gone after the test."""
+    """Unregister everything that a script registered."""
     registries: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
     before = [registry.list_available() for registry in registries]
     yield

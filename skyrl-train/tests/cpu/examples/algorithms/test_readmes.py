@@ -1,4 +1,4 @@
-"""What the READMEs of `examples/algorithms` tell one to type is there, and is accepted."""
+"""The commands in the READMEs of `examples/algorithms` are valid."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ READMES = sorted(FOLDER.rglob("README.md"))
 
 
 def commands(readme: Path) -> Iterator[list[str]]:
-    """The words of every command in a README."""
+    """Yield the words of each command in a README."""
     for block in re.findall(r"```bash\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             yield shlex.split(line, comments=True)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_its_commands_are_accepted(readme: Path, record: Callable[..., Any]) -> None:
+def test_commands_are_accepted(readme: Path, record: Callable[..., Any]) -> None:
     for command in commands(readme):
         is_script = command[0] == "bash"
         argv = record(command)[1] if is_script else command[3:]
@@ -34,17 +34,17 @@ def test_its_commands_are_accepted(readme: Path, record: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*/run_*.sh")), ids=lambda path: path.stem)
-def test_a_script_is_in_the_readme_beside_it(script: Path) -> None:
+def test_each_script_is_in_the_readme_of_its_folder(script: Path) -> None:
     typed = [command[:2] for command in commands(script.parent / "README.md")]
     assert ["bash", f"examples/algorithms/{script.parent.name}/{script.name}"] in typed
 
 
-def test_every_folder_is_in_the_list() -> None:
+def test_every_folder_is_listed() -> None:
     listed = re.findall(r"^\| \[`([^`]+)`\]\(\1/README.md\)", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(readme.parent.name for readme in READMES if readme.parent != FOLDER)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_its_links_lead_somewhere(readme: Path) -> None:
+def test_links_have_targets(readme: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", readme.read_text(encoding="utf-8"))
     assert not [link for link in links if not (readme.parent / link).exists()]

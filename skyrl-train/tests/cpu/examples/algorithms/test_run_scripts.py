@@ -1,4 +1,4 @@
-"""Every script of `examples/algorithms`: its settings are good on both kinds of machine, and it trains."""
+"""The scripts of `examples/algorithms`: valid settings with and without a GPU, and a step of training."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ EVIDENCE = {
     "tis_correction": "policy/off_policy_weight_mean",
     "vespo": "policy/vespo_weight",
 }
-"""A metric that only this algorithm logs, where there is one."""
+"""A metric that only this algorithm logs, if any."""
 
 Train = Callable[[Path], dict[str, Any]]
 
 
 @pytest.fixture
 def train(record: Callable[..., Any], _own_registries: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Runs what a script runs, small and in this process; what its one step logged."""
+    """Run a script with small settings in this process, and return the metrics of its only step."""
 
     def run(script: Path) -> dict[str, Any]:
         module, argv = record(["bash", str(script), *SMALL, f"trainer.output_dir={tmp_path}/outputs"])
@@ -65,7 +65,9 @@ def train(record: Callable[..., Any], _own_registries: None, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
-def test_its_settings_give_no_reason_for_a_warning(script: Path, record: Callable[..., Any]) -> None:
+def test_settings_cause_no_warnings_and_only_the_model_depends_on_the_machine(
+    script: Path, record: Callable[..., Any]
+) -> None:
     algorithms = []
     for has_gpu in (False, True):
         module, argv = record(["bash", str(script)], has_gpu=has_gpu)
@@ -74,16 +76,16 @@ def test_its_settings_give_no_reason_for_a_warning(script: Path, record: Callabl
         assert cfg.trainer.run_name == script.stem.removeprefix("run_")
         assert ("Qwen3-1.7B" in cfg.trainer.policy.model.path) is has_gpu
         algorithms.append(cfg.trainer.algorithm)
-    of_model = {"kl_loss_coef": None, "eps_clip_high": None}
-    cpu, gpu = (algorithm.model_copy(update=of_model) for algorithm in algorithms)
-    assert cpu == gpu, "the machine decides model, optimizer and batch sizes, and nothing of the algorithm"
+    model_dependent = {"kl_loss_coef": None, "eps_clip_high": None}
+    cpu, gpu = (algorithm.model_copy(update=model_dependent) for algorithm in algorithms)
+    assert cpu == gpu, "model, optimizer and batch sizes depend on the machine, and the algorithm does not"
     estimators, losses = ADVANTAGE_ESTIMATORS.list_available(), POLICY_LOSSES.list_available()
     is_built_in = cpu.advantage_estimator in estimators and cpu.policy_loss_type in losses
     assert is_built_in is (module == "examples.catch.main_catch")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
-def test_it_trains(script: Path, train: Train) -> None:
+def test_each_script_trains(script: Path, train: Train) -> None:
     step = train(script)
     assert step["step"] == 1
     assert step["environment/avg_steps"] == 5
@@ -94,29 +96,35 @@ def test_it_trains(script: Path, train: Train) -> None:
 
 
 def undocumented(metrics: dict[str, Any]) -> set[str]:
-    """The metrics that docs/concepts.md does not list; those of environments and of a loss of one's own aside."""
+    """Return the metrics that docs/concepts.md does not list, except those of environments and user-defined losses."""
     page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
-    listed = {name for word in re.findall(r"`([^`\n]+)`", page) for name in spelt_out(word)}
-    own = ("environment/", "policy/ratio_distance", "step", "reward/avg_pass_at_", "reward/component/")
-    return {m for m in metrics if not {m, m.rpartition("/")[2]} & listed and not m.startswith(own)}
+    listed = {name for word in re.findall(r"`([^`\n]+)`", page) for name in expand_braces(word)}
+    undocumented_prefixes = (
+        "environment/",
+        "policy/ratio_distance",
+        "step",
+        "reward/avg_pass_at_",
+        "reward/component/",
+    )
+    return {m for m in metrics if not {m, m.rpartition("/")[2]} & listed and not m.startswith(undocumented_prefixes)}
 
 
-def spelt_out(word: str) -> list[str]:
-    """`is_ratio_{mean,std}` is two names."""
+def expand_braces(word: str) -> list[str]:
+    """Expand braces: `is_ratio_{mean,std}` gives two names."""
     before, brace, rest = word.partition("{")
     if not brace:
         return [word]
     choices, _, after = rest.partition("}")
-    return [name for choice in choices.split(",") for name in spelt_out(f"{before}{choice}{after}")]
+    return [name for choice in choices.split(",") for name in expand_braces(f"{before}{choice}{after}")]
 
 
-def test_dapo_punishes_replies_that_go_on_after_the_letter(train: Train) -> None:
+def test_dapo_punishes_replies_longer_than_a_letter(train: Train) -> None:
     step = train(SCRIPTS[NAMES.index("dapo")])
     punishment = step["loss/avg_final_rewards"] - step["reward/avg_raw_reward"]
     assert -1 <= punishment < 0
 
 
-def test_a_key_after_the_script_wins(record: Callable[..., Any]) -> None:
+def test_overrides_on_the_command_line_take_precedence(record: Callable[..., Any]) -> None:
     ppo = str(SCRIPTS[NAMES.index("ppo")])
     _, argv = record(["bash", ppo, "trainer.run_name=mine", "trainer.policy.model.path=another"])
     cfg = parse_cli(argv)
@@ -125,7 +133,7 @@ def test_a_key_after_the_script_wins(record: Callable[..., Any]) -> None:
     assert cfg.trainer.critic_mini_batch_size == 4
 
 
-def test_without_a_teacher_the_command_that_trains_one_is_named() -> None:
+def test_without_a_teacher_the_command_that_trains_one_is_printed() -> None:
     script = SCRIPTS[NAMES.index("on_policy_distillation")]
     environment = os.environ | {"TEACHER": "", "PYTHON": "false"}
     finished = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
@@ -134,7 +142,7 @@ def test_without_a_teacher_the_command_that_trains_one_is_named() -> None:
     assert command in (script.parent / "README.md").read_text(encoding="utf-8").splitlines()
 
 
-def test_the_teacher_may_be_named_from_anywhere(record: Callable[..., Any], teacher: Path) -> None:
+def test_the_teacher_may_be_a_path_relative_to_any_folder(record: Callable[..., Any], teacher: Path) -> None:
     script = SCRIPTS[NAMES.index("on_policy_distillation")]
     _, argv = record(["bash", "-c", f"cd {teacher.parent} && TEACHER=teacher bash '{script}'"])
     assert parse_cli(argv).trainer.ref.model.path == str(teacher)

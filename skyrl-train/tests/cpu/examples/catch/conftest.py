@@ -10,7 +10,7 @@ from examples.catch.env import CatchEnv
 
 @pytest.fixture
 def new_game() -> Callable[..., CatchEnv]:
-    """A game with ball 5 and paddle 2 on the default grid; keyword arguments change the row."""
+    """Create a game with ball 5 and paddle 2 on the default grid; keyword arguments change the row."""
 
     def make_game(reward: dict[str, Any] | None = None, **start: Any) -> CatchEnv:
         extras = {"reward_spec": reward or {}, "extra_info": {"ball_x": 5, "paddle_x": 2} | start}

@@ -23,7 +23,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_command_writes_both_splits_and_says_so(tmp_path: Path) -> None:
+def test_the_command_writes_both_splits_and_prints_a_summary(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.catch.catch_dataset", "--output_dir", str(tmp_path / "new" / "catch")]
     result = subprocess.run([*command, *SMALL], cwd=SKYRL_TRAIN, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -35,7 +35,7 @@ def test_the_command_writes_both_splits_and_says_so(tmp_path: Path) -> None:
     assert len(read(tmp_path / "new" / "catch" / "validation.parquet")) == 10
 
 
-def test_a_row_is_what_the_trainer_and_the_environment_read(tmp_path: Path) -> None:
+def test_the_columns_of_a_row(tmp_path: Path) -> None:
     main(["--output_dir", str(tmp_path), *SMALL])
     row = read(tmp_path / "validation.parquet")[0]
     start = row["extra_info"]
@@ -46,7 +46,7 @@ def test_a_row_is_what_the_trainer_and_the_environment_read(tmp_path: Path) -> N
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
 
 
-def test_what_is_read_back_is_what_was_made(tmp_path: Path) -> None:
+def test_written_rows_are_read_back(tmp_path: Path) -> None:
     main(["--output_dir", str(tmp_path), *SMALL])
     dataset = CatchDataset(train_size=30, test_size=10)
     assert read(tmp_path / "train.parquet") == dataset.train_rows()
@@ -61,14 +61,14 @@ def test_every_prompt_shows_the_game_that_is_played(tmp_path: Path) -> None:
         assert env.max_turns == 8
 
 
-def test_every_reward_flag_reaches_the_environment(tmp_path: Path) -> None:
+def test_reward_flags_are_passed_to_the_environment(tmp_path: Path) -> None:
     flags = ["--reward_mode", "episodic", "--step_penalty", "-0.5", "--terminal_catch", "2", "--terminal_miss", "-3"]
     main(["--output_dir", str(tmp_path), *SMALL, *flags])
     row = read(tmp_path / "train.parquet")[0]
     assert CatchEnv({}, row).reward == CatchReward("episodic", -0.5, 2.0, -3.0)
 
 
-def test_the_defaults_are_the_documented_ones() -> None:
+def test_the_defaults_of_the_flags() -> None:
     args = catch_dataset.build_parser().parse_args([])
     assert vars(args) == {
         "output_dir": Path("~/data/catch"),
@@ -86,13 +86,13 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert CatchDataset().n_turns == 5
 
 
-def test_a_seed_decides_the_games() -> None:
+def test_games_depend_on_the_seed() -> None:
     same = CatchDataset(train_size=30, seed=7)
     assert CatchDataset(train_size=30, seed=7).train_rows() == same.train_rows()
     assert CatchDataset(train_size=30, seed=8).train_rows() != same.train_rows()
 
 
-def test_the_splits_are_drawn_with_neighbouring_seeds() -> None:
+def test_the_splits_use_consecutive_seeds() -> None:
     def starts(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
         return [(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows]
 
@@ -105,7 +105,7 @@ def test_every_start_occurs() -> None:
     assert len({(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows}) == 9
 
 
-def test_a_taller_grid_gets_the_turns_it_needs() -> None:
+def test_a_taller_grid_has_more_turns() -> None:
     assert CatchDataset(grid_h=10).n_turns == 9
 
 
@@ -122,7 +122,7 @@ def test_a_taller_grid_gets_the_turns_it_needs() -> None:
         (["--reward_mode", "sparse"], "invalid choice: 'sparse'"),
     ],
 )
-def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(
+def test_invalid_flags_are_refused_before_files_are_written(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

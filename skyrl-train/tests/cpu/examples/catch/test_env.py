@@ -22,21 +22,21 @@ def rewards_of(env: CatchEnv, replies: list[str]) -> list[float]:
 
 
 class TestReward:
-    def test_shaped_pays_for_coming_closer_and_for_the_catch(self, new_game: NewGame) -> None:
+    def test_the_shaped_reward_pays_for_approaching_and_for_the_catch(self, new_game: NewGame) -> None:
         rewards = rewards_of(new_game(), CAUGHT)
         assert rewards == pytest.approx([1 / 6 - 0.01] * 3 + [-0.01, 0.99])
         assert [round(reward, 4) for reward in rewards] == [0.1567, 0.1567, 0.1567, -0.01, 0.99]
         assert sum(rewards) == pytest.approx(1.45)
 
-    def test_shaped_charges_for_moving_away_and_for_the_miss(self, new_game: NewGame) -> None:
+    def test_the_shaped_reward_charges_for_moving_away_and_for_the_miss(self, new_game: NewGame) -> None:
         rewards = rewards_of(new_game(), ["L", "S", "S", "S", "S"])
         assert rewards == pytest.approx([-1 / 6 - 0.01, -0.01, -0.01, -0.01, -1.01])
 
-    def test_episodic_pays_the_ending_only(self, new_game: NewGame) -> None:
+    def test_the_episodic_reward_pays_only_at_the_end(self, new_game: NewGame) -> None:
         assert rewards_of(new_game({"mode": "episodic"}), CAUGHT) == [0, 0, 0, 0, 1.0]
         assert rewards_of(new_game({"mode": "episodic"}), MISSED) == [0, 0, 0, 0, -1.0]
 
-    def test_every_amount_is_the_rows(self, new_game: NewGame) -> None:
+    def test_amounts_are_read_from_the_row(self, new_game: NewGame) -> None:
         reward = {"mode": "shaped", "step_penalty": -0.5, "terminal_catch": 3, "terminal_miss": -7}
         assert rewards_of(new_game(reward), CAUGHT) == pytest.approx([1 / 6 - 0.5] * 3 + [-0.5, 2.5])
         assert rewards_of(new_game(reward), MISSED)[-1] == pytest.approx(-7.5)
@@ -121,7 +121,7 @@ class TestStep:
         assert step["observations"] == [{"role": "user", "content": text}]
         assert step["done"] is False
 
-    def test_the_last_turn_shows_nothing_and_says_whether_it_was_caught(self, new_game: NewGame) -> None:
+    def test_the_last_turn_has_no_observation_and_reports_the_catch(self, new_game: NewGame) -> None:
         for replies, caught in ((CAUGHT, True), (MISSED, False)):
             env = new_game()
             last = [env.step(reply) for reply in replies][-1]
@@ -144,25 +144,25 @@ class TestStep:
         right.step("R")
         assert (left.state.paddle_x, right.state.paddle_x) == (0, 6)
 
-    def test_running_into_the_wall_gains_and_costs_nothing_but_the_turn(self, new_game: NewGame) -> None:
+    def test_running_into_the_wall_costs_only_the_step_penalty(self, new_game: NewGame) -> None:
         assert new_game(paddle_x=0).step("L")["reward"] == pytest.approx(-0.01)
 
     def test_the_paddle_moves_before_the_ball_lands(self, new_game: NewGame) -> None:
         step = new_game(ball_x=3, ball_y=4, paddle_x=2, max_turns=1).step("R")
         assert step["metadata"]["caught"] is True
 
-    def test_the_game_ends_when_the_turns_are_used_though_the_ball_is_in_the_air(self, new_game: NewGame) -> None:
+    def test_the_game_ends_after_the_last_turn_even_if_the_ball_is_in_the_air(self, new_game: NewGame) -> None:
         env = new_game(max_turns=2, ball_x=2)
         steps = [env.step("S"), env.step("S")]
         assert [step["done"] for step in steps] == [False, True]
         assert steps[-1]["metadata"]["caught"] is False
         assert steps[-1]["reward"] == pytest.approx(-1.01)
 
-    def test_the_game_ends_when_the_ball_lands_though_turns_are_left(self, new_game: NewGame) -> None:
+    def test_the_game_ends_when_the_ball_lands_even_if_turns_are_left(self, new_game: NewGame) -> None:
         env = new_game(max_turns=50, ball_y=4)
         assert env.step("S")["done"] is True
 
-    def test_no_turn_follows_the_last(self, new_game: NewGame) -> None:
+    def test_a_step_after_the_end_raises(self, new_game: NewGame) -> None:
         env = new_game(max_turns=1)
         env.step("S")
         with pytest.raises(RuntimeError, match="this game ended after turn 1"):
@@ -174,14 +174,14 @@ class TestStart:
         state = new_game().state
         assert (state.grid_w, state.grid_h, state.ball_y, state.turns_left) == (7, 6, 0, 5)
 
-    def test_a_game_lasts_as_long_as_its_ball_falls(self, new_game: NewGame) -> None:
+    def test_max_turns_defaults_to_the_time_the_ball_falls(self, new_game: NewGame) -> None:
         assert new_game(grid_h=9).max_turns == 8
 
     def test_missing_values_of_a_parquet_row_are_none(self, new_game: NewGame) -> None:
         env = new_game({"mode": None}, grid_w=None, max_turns=None, seed=None)
         assert (env.state.grid_w, env.max_turns, env.reward.mode) == (7, 5, "shaped")
 
-    def test_the_trainers_own_max_turns_and_other_keys_change_nothing(self) -> None:
+    def test_max_turns_of_the_trainer_and_other_keys_are_ignored(self) -> None:
         start = {"ball_x": 5, "paddle_x": 2, "max_turns": 5, "split": "train", "seed": 7}
         env = CatchEnv({}, {"max_turns": 1, "data_source": "synthetic_catch", "extra_info": start})
         assert env.max_turns == 5
@@ -205,7 +205,7 @@ class TestStart:
             ({"grid_w": 0}, "grid_w=0, grid_h=6: a ball needs at least 1 column and 2 rows"),
         ],
     )
-    def test_a_row_that_describes_no_game_is_refused(
+    def test_a_row_with_an_invalid_start_is_refused(
         self, new_game: NewGame, start: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(ValueError, match=message):
@@ -217,26 +217,26 @@ class TestStart:
 
 
 class TestMetrics:
-    def test_a_game_reports_its_turns_and_its_catch(self, new_game: NewGame) -> None:
+    def test_metrics_of_a_game(self, new_game: NewGame) -> None:
         caught, missed = new_game(), new_game()
         rewards_of(caught, CAUGHT)
         rewards_of(missed, MISSED)
         assert caught.get_metrics() == {"steps": 5, "caught": 1}
         assert missed.get_metrics() == {"steps": 5, "caught": 0}
 
-    def test_a_game_that_was_cut_short_is_not_caught(self, new_game: NewGame) -> None:
+    def test_an_unfinished_game_is_not_caught(self, new_game: NewGame) -> None:
         env = new_game(ball_x=2)
         env.step("S")
         assert env.get_metrics() == {"steps": 1, "caught": 0}
 
-    def test_a_batch_is_its_catch_rate_and_mean_length(self) -> None:
+    def test_metrics_of_a_batch_are_catch_rate_and_mean_length(self) -> None:
         games = [{"steps": 5, "caught": 1}, {"steps": 3, "caught": 0}]
         assert CatchEnv.aggregate_metrics(games) == {"avg_steps": 4.0, "catch_rate": 0.5}
         assert CatchEnv.aggregate_metrics([]) == {}
         assert default_aggregate_metrics(games) == {"steps": 4.0, "caught": 0.5}
 
 
-def test_the_registry_makes_it_by_name() -> None:
+def test_the_registry_creates_the_environment() -> None:
     spec = EnvSpec(id="catch", entry_point="examples.catch.env:CatchEnv")
     with skyrl_gym.make(spec, env_config={}, extras={"extra_info": {"ball_x": 1, "paddle_x": 1}}) as env:
         assert isinstance(env, CatchEnv)

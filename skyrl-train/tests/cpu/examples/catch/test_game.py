@@ -20,13 +20,13 @@ def test_the_walls_stop_the_paddle(column: int, action: str, reached: int) -> No
     assert move_paddle(column, action, grid_w=7) == reached
 
 
-def test_the_game_is_over_when_the_ball_lands_or_the_turns_are_used() -> None:
+def test_the_game_is_over_when_the_ball_lands_or_no_turns_are_left() -> None:
     assert not START.is_over
     assert replace(START, ball_y=5).is_over
     assert replace(START, turns_left=0).is_over
 
 
-def test_the_ball_is_caught_on_the_bottom_row_in_the_paddles_column() -> None:
+def test_the_ball_is_caught_on_the_bottom_row_in_the_column_of_the_paddle() -> None:
     assert replace(START, ball_y=5, paddle_x=5).is_caught
     assert not replace(START, ball_y=5, paddle_x=4).is_caught
     assert not replace(START, ball_y=4, paddle_x=5, turns_left=0).is_caught

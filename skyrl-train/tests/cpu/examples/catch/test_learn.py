@@ -1,4 +1,4 @@
-"""`make catch` from end to end, with a budget too small to learn anything: it must say so."""
+"""`make catch` end to end, with a budget too small to learn anything."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     skyrl_gym.envs.deregister("catch")
 
 
-def test_a_model_that_has_not_learned_is_a_failure(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_has_not_learned_gives_exit_status_1(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
         learn.main(["--steps", "1", "--output_dir", str(output_dir), "--seed", "3"])
     assert status.value.code == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         r"random play +13\.9%",
         "before training",
@@ -32,12 +32,12 @@ def test_a_model_that_has_not_learned_is_a_failure(output_dir: Path, capsys: pyt
         r"optimal player +95\.8%",
         "NOT learned",
     ):
-        assert re.search(words, said)
+        assert re.search(words, output)
     for name in ("learning_curve.png", "report.html", "metrics.jsonl"):
         assert (output_dir / "catch/shaped-seed3" / name).stat().st_size > 0
 
 
-def test_a_finished_run_is_moved_aside_and_not_lost(output_dir: Path) -> None:
+def test_a_finished_run_is_moved_aside(output_dir: Path) -> None:
     run = ["--steps", "1", "--output_dir", str(output_dir)]
     for _ in range(2):
         with pytest.raises(SystemExit):

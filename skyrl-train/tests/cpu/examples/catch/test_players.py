@@ -21,7 +21,7 @@ def row_of(ball_x: int, paddle_x: int, grid_w: int = 7, grid_h: int = 6, turns: 
 
 
 def scripted_player(actions: Iterable[str]) -> Player:
-    """Answers `actions` in order, whatever it sees."""
+    """Return a player that plays `actions` in order."""
     replies = iter(actions)
     return lambda messages: next(replies)
 
@@ -37,14 +37,14 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(rows())
-def test_the_optimal_player_catches_exactly_what_is_within_reach(row: dict[str, Any]) -> None:
+def test_the_optimal_player_catches_every_ball_within_reach(row: dict[str, Any]) -> None:
     start = row["extra_info"]
     within_reach = abs(start["ball_x"] - start["paddle_x"]) <= start["max_turns"]
     assert play(row, optimal_player) == {"steps": start["grid_h"] - 1, "caught": int(within_reach)}
 
 
 @given(rows(), st.integers(0, 2**32))
-def test_no_player_catches_what_the_optimal_player_misses(row: dict[str, Any], seed: int) -> None:
+def test_the_random_player_catches_no_ball_that_the_optimal_player_misses(row: dict[str, Any], seed: int) -> None:
     assert play(row, random_player(seed))["caught"] <= play(row, optimal_player)["caught"]
 
 
@@ -75,7 +75,7 @@ def test_a_sampled_random_rate_is_near_the_exact_one() -> None:
     assert sampled == pytest.approx(expected_random_catch_rate(ALL_STARTS), abs=0.03)
 
 
-def test_a_random_player_repeats_itself_for_the_same_seed() -> None:
+def test_a_random_player_is_deterministic_for_a_seed() -> None:
     def replies(seed: int) -> list[str]:
         player = random_player(seed)
         return [player([]) for _ in range(50)]
@@ -85,12 +85,12 @@ def test_a_random_player_repeats_itself_for_the_same_seed() -> None:
     assert set(replies(1)) == {"L", "R", "S"}
 
 
-def test_a_dataset_is_worth_playing() -> None:
+def test_random_play_is_poor_and_optimal_play_good_on_the_dataset() -> None:
     generated = CatchDataset(test_size=200).validation_rows()
     assert expected_random_catch_rate(generated) < 0.2
     assert catch_rate(generated, optimal_player) > 0.9
 
 
-def test_a_rate_needs_rows() -> None:
+def test_a_catch_rate_without_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one row, got none"):
         catch_rate([], optimal_player)

@@ -28,7 +28,7 @@ def test_the_state_is_two_lines() -> None:
 
 
 @given(states())
-def test_the_text_tells_the_whole_state(state: CatchState) -> None:
+def test_the_state_can_be_parsed_from_the_text(state: CatchState) -> None:
     assert parse_state(format_state(state)) == state
 
 
@@ -37,7 +37,7 @@ def test_a_text_without_a_state_is_refused() -> None:
         parse_state("Action (L/R/S):")
 
 
-def test_the_opening_is_the_rules_then_the_state() -> None:
+def test_the_opening_consists_of_rules_and_state() -> None:
     assert opening(START) == [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": format_state(START)},

@@ -1,4 +1,4 @@
-"""`run_catch.sh` with the overrides of the Catch guide, on a machine without a GPU."""
+"""`run_catch.sh` with the overrides of the Catch guide, without a GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GUIDE = [
 
 
 def run_catch(data_dir: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    here = {"DATA_DIR": str(data_dir), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"DATA_DIR": str(data_dir), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         ["bash", "examples/catch/run_catch.sh", *overrides],
         cwd=TRAIN_FOLDER,
-        env=os.environ | here | variables,
+        env=os.environ | environment | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -51,25 +51,27 @@ def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) 
     assert list((folder / "tensorboard").iterdir())
 
 
-def commands(data_dir: Path, *overrides: str, **variables: str) -> list[str]:
-    """What Python would be asked to do on a machine with a GPU."""
+def gpu_commands(data_dir: Path, *overrides: str, **variables: str) -> list[str]:
+    """Return the Python commands that the script runs on a machine with a GPU."""
     return run_catch(data_dir, *overrides, PYTHON="echo", **variables).stdout.splitlines()
 
 
-def test_missing_data_is_made(tmp_path: Path) -> None:
-    first, *_, last = commands(tmp_path, REWARD_MODE="episodic")
+def test_missing_data_is_prepared(tmp_path: Path) -> None:
+    first, *_, last = gpu_commands(tmp_path, REWARD_MODE="episodic")
     assert first == f"-m examples.catch.catch_dataset --output_dir {tmp_path} --reward_mode episodic"
     assert last.startswith("-m examples.catch.main_catch ")
     assert f"data.train_data=['{tmp_path}/train.parquet']" in last
 
 
-def test_data_that_is_there_or_named_is_taken(tmp_path: Path) -> None:
-    assert not [line for line in commands(tmp_path, "data.train_data=mine.parquet") if "catch_dataset" in line]
+def test_existing_or_named_data_is_used(tmp_path: Path) -> None:
+    assert not [line for line in gpu_commands(tmp_path, "data.train_data=mine.parquet") if "catch_dataset" in line]
     (tmp_path / "train.parquet").touch()
-    assert not [line for line in commands(tmp_path) if "catch_dataset" in line]
+    assert not [line for line in gpu_commands(tmp_path) if "catch_dataset" in line]
 
 
-def test_each_kind_of_reward_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_each_reward_mode_has_its_own_folder(tmp_path: Path) -> None:
     at_home = {"HOME": str(tmp_path), "DATA_DIR": ""}
-    assert f"{tmp_path}/data/catch/train.parquet" in commands(tmp_path, **at_home)[-1]
-    assert f"{tmp_path}/data/catch-episodic/train.parquet" in commands(tmp_path, REWARD_MODE="episodic", **at_home)[-1]
+    assert f"{tmp_path}/data/catch/train.parquet" in gpu_commands(tmp_path, **at_home)[-1]
+    assert (
+        f"{tmp_path}/data/catch-episodic/train.parquet" in gpu_commands(tmp_path, REWARD_MODE="episodic", **at_home)[-1]
+    )

@@ -1,4 +1,4 @@
-"""The tiny model is made from random play alone, completely or not at all."""
+"""The warm start trains the tiny model on random play, and writes it completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data/train.parquet"
 
 
-def test_it_learns_the_language_of_the_game(train_file: Path, tmp_path: Path) -> None:
+def test_the_model_learns_the_format_of_the_game(train_file: Path, tmp_path: Path) -> None:
     assert make_model(train_file, tmp_path / "model", seed=0) < 3.0  # ln(vocabulary) is about 6
     assert not (tmp_path / "model.partial").exists()
     tokenizer = load_tokenizer(str(tmp_path / "model"))
@@ -28,13 +28,13 @@ def test_it_learns_the_language_of_the_game(train_file: Path, tmp_path: Path) ->
         assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 1, text
 
 
-def test_an_existing_folder_is_left_alone(train_file: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_refused(train_file: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="exists already"):
         make_model(train_file, tmp_path / "model", seed=0)
 
 
-def test_random_play_is_random_and_repeatable() -> None:
+def test_random_play_is_uniform_and_reproducible() -> None:
     rows = list(CatchDataset(train_size=20).train_rows())
     games = play_at_random(rows, n_games=200, seed=1)
     assert games == play_at_random(rows, n_games=200, seed=1)

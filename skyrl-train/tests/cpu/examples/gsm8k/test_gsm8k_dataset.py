@@ -40,7 +40,7 @@ def test_no_question_of_the_sample_is_in_both_files(prepare: Any) -> None:
     assert len(set(questions)) == 2000
 
 
-def test_a_row_of_the_hub(prepare: Any, hub_rows: str) -> None:
+def test_rows_of_the_hub_are_converted(prepare: Any, hub_rows: str) -> None:
     splits = prepare(main, "--source", hub_rows)
     row = splits["train"][0]
     assert row.prompt == [
@@ -60,32 +60,32 @@ def test_a_row_of_the_hub(prepare: Any, hub_rows: str) -> None:
     assert splits["validation"][0].env_extras["extra_info"]["split"] == "validation"
 
 
-def test_the_answers_of_the_hub_are_right_as_they_are(prepare: Any, play: Any, hub_rows: str) -> None:
+def test_reference_answers_of_the_hub_are_graded_as_correct(prepare: Any, play: Any, hub_rows: str) -> None:
     for row in prepare(main, "--source", hub_rows)["train"]:
         assert play(row, row.env_extras["extra_info"]["answer"]) == 1.0
 
 
-def test_the_same_rows_with_several_turns(prepare: Any, play: Any) -> None:
+def test_rows_for_several_turns(prepare: Any, play: Any) -> None:
     row = prepare(main, "--source", "sample", "--max_rows", "1", "--env_class", "gsm8k_multi_turn")["train"][0]
-    right = row.env_extras["extra_info"]["answer"]
+    answer = row.env_extras["extra_info"]["answer"]
     assert row.env_class == "gsm8k_multi_turn"
-    assert play(row, "Hm.", right, max_turns=3) == 1.0
+    assert play(row, "Hm.", answer, max_turns=3) == 1.0
     assert play(row, "Hm.", "#### 0.5", max_turns=2) == pytest.approx(0.1)
 
 
-def test_the_same_rows_with_tools(prepare: Any, play: Any) -> None:
+def test_rows_for_tools(prepare: Any, play: Any) -> None:
     row = prepare(main, "--source", "sample", "--max_rows", "1", "--env_class", "searchcode")["train"][0]
-    right = row.env_extras["reward_spec"]["ground_truth"]
-    program = f"<tool><python>print({right})</python></tool>"
+    answer = row.env_extras["reward_spec"]["ground_truth"]
+    program = f"<tool><python>print({answer})</python></tool>"
     assert "<tool><python>" in row.prompt[0]["content"]
-    assert play(row, program, f"<solution>#### {right}</solution>") == 1.0
-    assert play(row, program, f"<solution>#### {right}1</solution>") == 0.0
+    assert play(row, program, f"<solution>#### {answer}</solution>") == 1.0
+    assert play(row, program, f"<solution>#### {answer}1</solution>") == 0.0
 
 
-def test_an_answer_without_a_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_without_a_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "raw.jsonl"
     file.write_text(json.dumps({"question": "Why?", "answer": "Because."}))
     with pytest.raises(SystemExit):
         main(["--output_dir", str(tmp_path), "--source", str(file)])
-    assert "row 0 of the train split" in (said := capsys.readouterr().err)
-    assert "the answer 'Because.' does not end in '#### ' and a number" in said
+    assert "row 0 of the train split" in (error := capsys.readouterr().err)
+    assert "the answer 'Because.' does not end in '#### ' and a number" in error

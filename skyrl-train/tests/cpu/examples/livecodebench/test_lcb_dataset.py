@@ -19,13 +19,13 @@ PRIVATE = [{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
-def packed(value: Any) -> str:
-    """Hidden tests in the way that LiveCodeBench packs them."""
+def pack(value: Any) -> str:
+    """Pack hidden tests in the format of LiveCodeBench."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
 def lcb_row(**change: Any) -> dict[str, Any]:
-    """A row of LiveCodeBench's own files."""
+    """Return a row in the format of LiveCodeBench."""
     return {
         "question_title": "Sum",
         "question_content": "Add two numbers.",
@@ -36,13 +36,13 @@ def lcb_row(**change: Any) -> dict[str, Any]:
         "starter_code": "",
         "difficulty": "easy",
         "public_test_cases": json.dumps(PUBLIC),
-        "private_test_cases": packed(json.dumps(PRIVATE)),
+        "private_test_cases": pack(json.dumps(PRIVATE)),
         "metadata": "{}",
     } | change
 
 
 def deepcoder_row(**change: Any) -> dict[str, Any]:
-    """A row of DeepCoder's part of LiveCodeBench, with a function to write."""
+    """Return a row in the format of DeepCoder's part of LiveCodeBench, with a function to write."""
     tests = [{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional", "metadata": {"func_name": "add"}}]
     starter_code = "class Solution:\n    def add(self, numbers: List[int], n: int) -> List[int]:\n        "
     return {"problem": "Add n to each.", "starter_code": starter_code, "tests": json.dumps(tests)} | change
@@ -67,15 +67,15 @@ def test_every_task_of_the_sample_can_be_solved(prepare: Any, play: Any) -> None
         assert code not in row.prompt[0]["content"]
 
 
-def test_every_test_of_the_sample_counts(prepare: Any) -> None:
-    """No task can be solved by a program that prints or returns the same each time."""
+def test_tests_of_the_sample_have_different_outputs(prepare: Any) -> None:
+    """A program with constant output solves no task."""
     for task in TASKS:
         outputs = {json.dumps(expected) for _, expected in task.tests}
         assert len(outputs) > 1, task.title
         assert len(json.loads(task.tests_as_json())) == len(task.tests) >= 3
 
 
-def test_programs_and_functions_are_asked_for_in_other_words(prepare: Any) -> None:
+def test_prompts_differ_for_programs_and_functions(prepare: Any) -> None:
     splits = prepare(main, "--source", "sample")
     rows = {row.env_extras["extra_info"]["title"]: row for rows in splits.values() for row in rows}
     program, function = (rows[title].prompt[0]["content"] for title in ("sum of two", "primes"))
@@ -85,7 +85,7 @@ def test_programs_and_functions_are_asked_for_in_other_words(prepare: Any) -> No
     assert [rows[title].env_class for title in ("sum of two", "primes")] == ["lcb", "lcb"]
 
 
-def test_a_row_of_livecodebench(prepare: Any, play: Any, tmp_path: Path) -> None:
+def test_rows_of_livecodebench_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
     row = prepare(main, "--source", source(tmp_path, lcb_row()))["train"][0]
     spec = row.env_extras.pop("reward_spec")
     assert row.prompt[0]["content"].endswith("between ```python and ```.\n\nAdd two numbers.")
@@ -99,9 +99,7 @@ def test_a_row_of_livecodebench(prepare: Any, play: Any, tmp_path: Path) -> None
     assert (play(row, SUM), play(row, "```python\nprint(3)\n```")) == (1.0, 0.0)
 
 
-def test_the_function_of_a_row_of_livecodebench_is_named_beside_its_tests(
-    prepare: Any, play: Any, tmp_path: Path
-) -> None:
+def test_the_function_name_is_read_from_the_metadata_of_livecodebench(prepare: Any, play: Any, tmp_path: Path) -> None:
     tests = json.dumps([{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}])
     metadata = json.dumps({"func_name": "add"})
     raw = lcb_row(public_test_cases=tests, private_test_cases=tests, metadata=metadata, starter_code="def add(a, n):")
@@ -110,7 +108,7 @@ def test_the_function_of_a_row_of_livecodebench_is_named_beside_its_tests(
     assert play(row, "```python\ndef add(a, n): return a\n```") == 0.0
 
 
-def test_a_row_of_deepcoder(prepare: Any, play: Any, tmp_path: Path) -> None:
+def test_rows_of_deepcoder_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
     row = prepare(main, "--source", source(tmp_path, deepcoder_row()))["train"][0]
     assert "must have the name and the parameters of the code below" in row.prompt[0]["content"]
     assert row.prompt[0]["content"].endswith("-> List[int]:\n```")
@@ -119,8 +117,8 @@ def test_a_row_of_deepcoder(prepare: Any, play: Any, tmp_path: Path) -> None:
     assert play(row, "```python\nclass Solution: pass\n```") == 0.0
 
 
-class Evil:
-    """Runs a command when it is unpickled."""
+class MaliciousPickle:
+    """An object whose pickle runs a command when it is loaded."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -129,15 +127,15 @@ class Evil:
         return os.mkdir, (str(self.file),)
 
 
-def test_hidden_tests_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evil = tmp_path / "evil"
-    raw = source(tmp_path, lcb_row(private_test_cases=packed(Evil(evil))))
+def test_unpacking_hidden_tests_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    created_folder = tmp_path / "evil"
+    raw = source(tmp_path, lcb_row(private_test_cases=pack(MaliciousPickle(created_folder))))
     with pytest.raises(SystemExit):
         main(["--output_dir", str(tmp_path / "data"), "--source", raw])
-    assert "mkdir is no text" in capsys.readouterr().err
-    assert not evil.exists()
-    pickle.loads(pickle.dumps(Evil(evil)))
-    assert evil.exists()
+    assert "mkdir is not text" in capsys.readouterr().err
+    assert not created_folder.exists()
+    pickle.loads(pickle.dumps(MaliciousPickle(created_folder)))
+    assert created_folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -146,27 +144,27 @@ def test_hidden_tests_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[
         (deepcoder_row(problem=None), "it has no 'problem'"),
         (deepcoder_row(tests=None), "it has no 'public_test_cases'"),
         (deepcoder_row(tests="["), "tests='[' is not JSON"),
-        (deepcoder_row(tests='{"inputs": []}'), "is no list of tests"),
+        (deepcoder_row(tests='{"inputs": []}'), "is not a list of tests"),
         (deepcoder_row(tests="[]"), "the task has no tests"),
         (deepcoder_row(tests='[{"input": "1", "output": "1", "testtype": "functional"}]'), "func_name"),
         (lcb_row(private_test_cases="!"), "private_test_cases='!' cannot be unpacked"),
         (lcb_row(private_test_cases="AAAA"), "private_test_cases='AAAA' cannot be unpacked"),
-        (lcb_row(private_test_cases=packed(3)), "private_test_cases='3' is no list of tests"),
-        (lcb_row(private_test_cases=packed("[")), "private_test_cases='[' is not JSON"),
+        (lcb_row(private_test_cases=pack(3)), "private_test_cases='3' is not a list of tests"),
+        (lcb_row(private_test_cases=pack("[")), "private_test_cases='[' is not JSON"),
         (lcb_row(private_test_cases=base64.b64encode(zlib.compress(b"X")).decode()), "cannot be unpacked"),
     ],
 )
-def test_tests_that_cannot_be_run(
+def test_invalid_tests_are_refused(
     raw: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--output_dir", str(tmp_path / "data"), "--source", source(tmp_path, raw)])
-    said = capsys.readouterr().err
-    assert "row 0 of the train split" in said
-    assert message in said
+    error = capsys.readouterr().err
+    assert "row 0 of the train split" in error
+    assert message in error
 
 
-def test_tests_stay_in_a_type_that_holds_gigabytes(prepare: Any, tmp_path: Path) -> None:
+def test_tests_are_stored_as_large_strings(prepare: Any, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     prepare(main, "--source", "sample")

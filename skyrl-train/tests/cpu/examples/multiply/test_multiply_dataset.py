@@ -11,9 +11,9 @@ from examples.multiply.multiply_dataset import main
 
 
 def factors(row: Any) -> tuple[int, int]:
-    found = re.fullmatch(r"What is (\d+) \* (\d+)\?", row.prompt[-1]["content"])
-    assert found is not None
-    return int(found[1]), int(found[2])
+    match = re.fullmatch(r"What is (\d+) \* (\d+)\?", row.prompt[-1]["content"])
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
 def test_every_row_can_be_played(prepare: Any, play: Any) -> None:
@@ -27,7 +27,7 @@ def test_every_row_can_be_played(prepare: Any, play: Any) -> None:
         assert play(row, "Hm.", f"\\boxed{{{a * b}}}", max_turns=3) == 1.0
 
 
-def test_a_row(prepare: Any) -> None:
+def test_the_columns_of_a_row(prepare: Any) -> None:
     row = prepare(main, "--max_rows", "1")["validation"][0]
     a, b = factors(row)
     assert [message["role"] for message in row.prompt] == ["system", "user"]
@@ -41,7 +41,7 @@ def test_a_row(prepare: Any) -> None:
 
 
 @pytest.mark.parametrize("num_digits", [1, 2, 3, 30])
-def test_factors_have_so_many_digits_and_no_pair_is_there_twice(prepare: Any, num_digits: int) -> None:
+def test_factors_have_num_digits_digits_and_pairs_are_unique(prepare: Any, num_digits: int) -> None:
     splits = prepare(main, "--num_digits", str(num_digits))
     pairs = [tuple(sorted(factors(row))) for rows in splits.values() for row in rows]
     assert len(set(pairs)) == len(pairs) == (45 if num_digits == 1 else 2000)
@@ -49,22 +49,24 @@ def test_factors_have_so_many_digits_and_no_pair_is_there_twice(prepare: Any, nu
     assert {row.env_extras["extra_info"]["num_digits"] for rows in splits.values() for row in rows} == {num_digits}
 
 
-def test_a_seed_decides_the_factors(prepare: Any) -> None:
+def test_factors_depend_on_the_seed(prepare: Any) -> None:
     first, same, other = (list(map(factors, prepare(main, "--seed", seed)["train"])) for seed in ("1", "1", "2"))
     assert first == same
     assert first != other
 
 
-def test_factors_of_your_own(prepare: Any, tmp_path: Path) -> None:
+def test_custom_factors_are_read_from_a_file(prepare: Any, tmp_path: Path) -> None:
     file = tmp_path / "factors.jsonl"
     file.write_text("\n".join(json.dumps({"a": n, "b": n + 1}) for n in range(10, 15)))
     splits = prepare(main, "--source", str(file))
-    found = sorted(row.env_extras["reward_spec"]["ground_truth"] for rows in splits.values() for row in rows)
-    assert found == ["110", "132", "156", "182", "210"]
+    match = sorted(row.env_extras["reward_spec"]["ground_truth"] for rows in splits.values() for row in rows)
+    assert match == ["110", "132", "156", "182", "210"]
 
 
 @pytest.mark.parametrize("num_digits", ["0", "-1", "1001"])
-def test_impossible_numbers_of_digits(num_digits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_of_digits_are_refused(
+    num_digits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["--output_dir", str(tmp_path / "data"), "--num_digits", num_digits])
     assert f"--num_digits={num_digits} must be from 1 to 1000" in capsys.readouterr().err

@@ -19,7 +19,7 @@ def _no_game_types(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_can_be_played(prepare: Any, play: Any) -> None:
-    """In the mode `legal` a right answer is any legal move."""
+    """In the mode `legal` any legal move is correct."""
     splits = prepare(main, *SMALL, "--reward_mode", "legal")
     rows = splits["train"] + splits["validation"]
     assert len(rows) == 60
@@ -29,7 +29,7 @@ def test_every_row_can_be_played(prepare: Any, play: Any) -> None:
         assert play(row, "I play \\boxed{no such move}") == 0.0
 
 
-def test_what_a_move_leads_to_is_scored_by_default(prepare: Any, play: Any) -> None:
+def test_moves_are_scored_by_their_outcome_by_default(prepare: Any, play: Any) -> None:
     rows = prepare(main, *SMALL)["train"]
     rewards = set()
     for row in rows:
@@ -39,7 +39,7 @@ def test_what_a_move_leads_to_is_scored_by_default(prepare: Any, play: Any) -> N
     assert 0.0 <= min(rewards) < max(rewards) <= 1.0
 
 
-def test_whole_games_are_played_to_their_end(prepare: Any) -> None:
+def test_whole_games_can_be_played_to_the_end(prepare: Any) -> None:
     splits = prepare(main, *SMALL, "--whole_games")
     for row in splits["train"] + splits["validation"]:
         assert row.env_class == "openspiel_game"
@@ -54,7 +54,7 @@ def test_whole_games_are_played_to_their_end(prepare: Any) -> None:
 
 
 def test_no_position_is_in_both_files(prepare: Any) -> None:
-    """With few positions, many tasks are the same one."""
+    """With few positions, many tasks are equal."""
     flags = ("--cases", "tic_tac_toe", "--num_tasks_per_case", "100", "--max_random_steps", "2")
     for kind in ([], ["--whole_games"]):
         splits = prepare(main, *flags, *kind)
@@ -68,7 +68,7 @@ def test_no_position_is_in_both_files(prepare: Any) -> None:
         assert len(splits["train"]) + len(splits["validation"]) == 100 > len(train) + len(validation)
 
 
-def test_a_seed_decides_the_positions(prepare: Any) -> None:
+def test_positions_depend_on_the_seed(prepare: Any) -> None:
     def prompts(seed: str) -> list[str]:
         return [row.prompt[0]["content"] for row in prepare(main, *SMALL, "--seed", seed)["train"]]
 
@@ -76,7 +76,7 @@ def test_a_seed_decides_the_positions(prepare: Any) -> None:
     assert prompts("1") != prompts("2")
 
 
-def test_the_columns(prepare: Any, tmp_path: Path) -> None:
+def test_the_columns_of_a_row(prepare: Any, tmp_path: Path) -> None:
     row = prepare(main, *SMALL)["validation"][0]
     assert row.env_class == "openspiel"
     assert row.data_source.startswith("openspiel_")
@@ -94,7 +94,7 @@ def test_the_columns(prepare: Any, tmp_path: Path) -> None:
         (["--reward_mode", "glory"], "invalid choice: 'glory'"),
     ],
 )
-def test_flags_that_cannot_work(
+def test_invalid_flags_are_refused(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -103,7 +103,7 @@ def test_flags_that_cannot_work(
     assert not (tmp_path / "data").exists()
 
 
-def test_rows_that_are_no_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_without_a_position_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "raw.jsonl").write_text(json.dumps({"prompt": [], "extra_info": {"case": "chess"}}))
     with pytest.raises(SystemExit):
         main(["--output_dir", str(tmp_path / "data"), "--source", str(tmp_path / "raw.jsonl")])

@@ -1,4 +1,4 @@
-"""Games against a frozen copy: small runs of the example, with the real engine, endpoint and environment."""
+"""Self-play against a frozen copy: small runs of the example, with the real engine, endpoint and environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from examples import learning, tiny_model
 from examples.learning import LearningRun
 from examples.openspiel import self_play
-from examples.openspiel.main_self_play import SelfPlayEval, SelfPlayExp, against
+from examples.openspiel.main_self_play import SelfPlayEval, SelfPlayExp, opponent_config
 from examples.openspiel.self_play import GAME, RECIPE, Score, attempt, main
 from examples.tiny_model import encode, train_language_model
 from skyrl_train.config import parse_cli
@@ -37,7 +37,7 @@ AFTER_ITS_MOVE = re.compile(
 
 
 class Zeros(random.Random):
-    """Draws 0."""
+    """A random generator that always draws 0."""
 
     def randrange(self, *_: Any) -> int:
         return 0
@@ -45,7 +45,7 @@ class Zeros(random.Random):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data and the tiny model of the example, and `first_mover`, which plays number 0 each time."""
+    """A folder with the data and tiny model of the example, and `first_mover`, which always plays number 0."""
     folder = tmp_path_factory.mktemp("self-play")
     with pytest.MonkeyPatch.context() as constants:
         constants.setattr(learning, "N_CONVERSATIONS", 64)
@@ -63,20 +63,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearningRun:
-    """A run of two steps, whose data and model are there."""
+    """A run of two steps with prepared data and model."""
     monkeypatch.setattr(self_play, "RECIPE", SMALL_RECIPE)
     shutil.copytree(models / "self_play", tmp_path / "self_play")
     return LearningRun(SMALL_RECIPE, tmp_path, SEED, n_steps=2)
 
 
 def games(run: LearningRun) -> list[Row]:
-    """Every game that was dumped."""
+    """Return all dumped games."""
     files = [file for kind in ("trajectories", "evals") for file in run.folder.path.glob(f"{kind}/**/*.jsonl")]
     return [row for file in files if file.stem != "aggregated_results" for row in read_rows(str(file))]
 
 
 def opponents_moves(game: Row) -> list[tuple[str, int]]:
-    """The board after each move of the opponent that the policy saw, and the cell that it took."""
+    """Return the board after each opponent's move that the policy saw, and the cell of the move."""
     text = game["input_prompt"] + game["output_response"]
     return [
         (board.replace("\n", ""), 3 * int(row) + int(column)) for row, column, board in AFTER_ITS_MOVE.findall(text)
@@ -85,12 +85,12 @@ def opponents_moves(game: Row) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("experiment", [SelfPlayExp, SelfPlayEval])
 def test_games_are_played_against_the_reference(experiment: type[SelfPlayExp], run: LearningRun, models: Path) -> None:
-    """The reference takes the first free cell each time. A random player, or the policy, does not."""
+    """The reference always takes the first free cell; neither a random player nor the policy does."""
     overrides = (
         *SMALL,
         f"trainer.ref.model.path='{models}/first_mover'",
         f"{GAME}.policy.sampling_params.temperature=0",
-        f"{GAME}.illegal=random",  # a model that knows nothing plays on
+        f"{GAME}.illegal=random",  # an untrained model continues after illegal moves
     )
     dataclasses.replace(run, overrides=overrides, experiment=experiment).train()
     played = games(run)
@@ -102,7 +102,7 @@ def test_games_are_played_against_the_reference(experiment: type[SelfPlayExp], r
     assert {game["env_metrics"]["opponent_illegal"] for game in played} == {0}
 
 
-def test_without_another_reference_the_opponent_is_the_policy_before_training(run: LearningRun, models: Path) -> None:
+def test_the_default_opponent_is_the_policy_before_training(run: LearningRun, models: Path) -> None:
     overrides = (
         *SMALL,
         f"trainer.policy.model.path='{models}/first_mover'",
@@ -114,23 +114,23 @@ def test_without_another_reference_the_opponent_is_the_policy_before_training(ru
     assert all("." not in board[:cell] for board, cell in moves)
 
 
-def test_the_example_from_end_to_end(run: LearningRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a budget that is too small to learn anything: it must say so. Given again, it starts anew."""
+def test_the_example_end_to_end(run: LearningRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """The budget is too small to learn anything, which must be reported; a second run starts from scratch."""
     folder = run.output_dir / "self_play"
     command = ["--output_dir", str(run.output_dir), "--seed", str(SEED), "--steps", "1", "--legal_steps", "1", *SMALL]
     for _ in range(2):
         with pytest.raises(SystemExit) as status:
             main(command)
         assert status.value.code == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     score = r" +won +\d+%, drawn +\d+%, lost +\d+%\n"
     before_and_after = rf" +after +0 steps{score} +after +1 steps{score}"
     assert re.search(
         rf"generation 1\n{before_and_after} +generation 2\n{before_and_after}"
         rf" +generation 2, against the first copy\n +after +1 steps{score}",
-        said,
+        output,
     )
-    assert "It has NOT learned: 0.55 points a game required" in said
+    assert "It has NOT learned: 0.55 points per game required" in output
     assert (folder / f"seed{SEED}-generations.png").stat().st_size > 0
     assert len(list(folder.glob(f"seed{SEED}-generation?-before-*"))) == 2
     log = (folder / f"seed{SEED}-generation2/train.log").read_text()
@@ -138,10 +138,10 @@ def test_the_example_from_end_to_end(run: LearningRun, capsys: pytest.CaptureFix
     assert "The endpoint of model 'opponent' listens" in log
 
 
-def test_nobody_to_play_against(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_generations_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--generations", "0"])
-    assert "--generations=0 leaves nobody to play against; use 1 or more" in capsys.readouterr().err
+    assert "--generations=0 must be at least 1" in capsys.readouterr().err
 
 
 def test_a_score_is_three_shares_of_the_games() -> None:
@@ -150,9 +150,9 @@ def test_a_score_is_three_shares_of_the_games() -> None:
     assert str(score) == "won  50%, drawn  25%, lost  25%"
 
 
-def test_the_opponent_samples_as_the_policy_does_unless_told_otherwise() -> None:
+def test_the_opponent_uses_the_sampling_parameters_of_the_policy_by_default() -> None:
     sampling = ["generator.sampling_params.max_generate_length=9", "generator.sampling_params.temperature=0.7"]
-    gym = against(parse_cli(sampling), "http://127.0.0.1:1/v1")
+    gym = opponent_config(parse_cli(sampling), "http://127.0.0.1:1/v1")
     assert gym.env_config("openspiel_game") == {
         "opponent": "policy",
         "policy": {
@@ -161,12 +161,12 @@ def test_the_opponent_samples_as_the_policy_does_unless_told_otherwise() -> None
             "sampling_params": {"temperature": 0.7, "max_tokens": 9},
         },
     }
-    told = [
+    overrides = [
         f"{GAME}.policy.sampling_params.temperature=0",
         f"{GAME}.illegal=lose",
         "environment.skyrl_gym.search.topk=1",
     ]
-    gym = against(parse_cli([*sampling, *told]), "http://127.0.0.1:1/v1")
+    gym = opponent_config(parse_cli([*sampling, *overrides]), "http://127.0.0.1:1/v1")
     assert gym.env_config("openspiel_game")["policy"]["sampling_params"] == {"temperature": 0, "max_tokens": 9}
     assert gym.env_config("openspiel_game")["illegal"] == "lose"
     assert gym.env_config("search") == {"topk": 1}
@@ -174,4 +174,4 @@ def test_the_opponent_samples_as_the_policy_does_unless_told_otherwise() -> None
 
 def test_environments_that_block_their_opponent_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_env_workers=0 calls environments in the thread that serves their"):
-        against(parse_cli(["environment.skyrl_gym.max_env_workers=0"]), "http://127.0.0.1:1/v1")
+        opponent_config(parse_cli(["environment.skyrl_gym.max_env_workers=0"]), "http://127.0.0.1:1/v1")

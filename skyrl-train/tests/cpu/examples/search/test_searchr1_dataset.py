@@ -23,7 +23,7 @@ DOCUMENTS = {document["id"]: document["contents"] for document in read_corpus(CO
 
 @pytest.fixture(scope="module")
 def search_url() -> Iterator[str]:
-    """A retrieval server over the sample's documents, started with the command that the script prints."""
+    """The URL of a retrieval server for the sample documents, started with the command that the script prints."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     command = [sys.executable, "-m", "skyrl_gym.retrieval", "--corpus", str(CORPUS), "--port", str(port)]
@@ -48,24 +48,24 @@ def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any, search_u
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 90, "validation": 22}
     for row in splits["train"] + splits["validation"]:
         question = row.env_extras["extra_info"]["question"]
-        asked = f"<think>I do not know.</think><search> {question} </search>"
-        for right in row.env_extras["reward_spec"]["ground_truth"]["target"]:
-            assert play(row, asked, f"<think>Ah.</think><answer> {right} </answer>", search_url=search_url) == 1.0
-        assert play(row, asked, "<answer>Atlantis</answer>", search_url=search_url) == 0.0
+        search = f"<think>I do not know.</think><search> {question} </search>"
+        for answer in row.env_extras["reward_spec"]["ground_truth"]["target"]:
+            assert play(row, search, f"<think>Ah.</think><answer> {answer} </answer>", search_url=search_url) == 1.0
+        assert play(row, search, "<answer>Atlantis</answer>", search_url=search_url) == 0.0
         assert play(row, "I do not know.", max_turns=1) == 0.0
 
 
-def test_every_answer_is_in_the_documents_and_can_be_found() -> None:
-    """One of the right answers stands in the last document that a question is on; a search for it finds the first."""
+def test_every_answer_can_be_found_in_the_documents() -> None:
+    """An accepted answer occurs in the question's last document, and a search for the question finds its first."""
     index = WordIndex([{"id": title, "contents": text} for title, text in DOCUMENTS.items()])
     for row in read_rows(str(QUESTIONS)):
         text = f" {normalize_answer(DOCUMENTS[row['documents'][-1]])} "
         assert any(f" {normalize_answer(answer)} " in text for answer in row["golden_answers"]), row
-        (found,) = index.search([row["question"]], topk=3)
-        assert row["documents"][0] in [document["id"] for document, _ in found], row
+        (results,) = index.search([row["question"]], topk=3)
+        assert row["documents"][0] in [document["id"] for document, _ in results], row
 
 
-def test_no_document_and_no_question_is_there_twice() -> None:
+def test_documents_and_questions_are_unique() -> None:
     questions = [row["question"] for row in read_rows(str(QUESTIONS))]
     assert len(set(questions)) == len(questions)
     assert len(DOCUMENTS) == len(read_corpus(CORPUS))
@@ -73,7 +73,7 @@ def test_no_document_and_no_question_is_there_twice() -> None:
 
 
 def hub_row(question: str, answers: list[str]) -> dict[str, Any]:
-    """A row as it is in nq_hotpotqa_train."""
+    """Return a row in the format of nq_hotpotqa_train."""
     return {
         "id": "train_0",
         "question": question,
@@ -86,7 +86,7 @@ def hub_row(question: str, answers: list[str]) -> dict[str, Any]:
     }
 
 
-def test_a_row_of_the_hub(prepare: Any, play: Any, tmp_path: Path) -> None:
+def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, tmp_path: Path) -> None:
     raw = [hub_row("where is mount fuji", ["Japan", "Honshu"]), hub_row("who wrote it?", ["Mary"])]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, raw)))
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "what is it?", "golden_answers": ["a name"]}))
@@ -116,7 +116,7 @@ def test_a_row_of_the_hub(prepare: Any, play: Any, tmp_path: Path) -> None:
         ({"reward_model": "rule"}, "it has no right answers: reward_model=rule"),
     ],
 )
-def test_rows_of_another_kind(
+def test_rows_of_another_format_are_refused(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "raw.jsonl").write_text(json.dumps(hub_row("who?", ["Ann"]) | change))
@@ -125,6 +125,6 @@ def test_rows_of_another_kind(
     assert message in capsys.readouterr().err
 
 
-def test_the_command_that_serves_the_documents_is_said(prepare: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_serves_the_documents_is_printed(prepare: Any, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(main, "--source", "sample")
     assert f"python -m skyrl_gym.retrieval --corpus {CORPUS}\n" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from skyrl_train.dataset.files import read_rows
 
 @pytest.fixture
 def db_path(tmp_path: Path) -> Path:
-    """The folder of all databases, with a small one of Spider and one of BIRD."""
+    """A folder of databases with a small one of Spider and one of BIRD."""
     for file in ("spider/database/shop/shop.sqlite", "bird/train/train_databases/shop/shop.sqlite"):
         (tmp_path / "dbs" / file).parent.mkdir(parents=True)
         with closing(sqlite3.connect(tmp_path / "dbs" / file)) as connection, connection:
@@ -42,40 +42,40 @@ def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any, tmp_path
         assert play(row, f"<solution>{gold}</solution>", db_path=str(tmp_path / "dbs")) == -1.0
 
 
-def test_databases_are_beside_the_data_unless_said(prepare: Any, play: Any, tmp_path: Path, capsys: Any) -> None:
+def test_databases_are_written_beside_the_data_by_default(prepare: Any, play: Any, tmp_path: Path, capsys: Any) -> None:
     row = prepare(main, "--source", "sample")["train"][0]
     db_path = tmp_path / "data" / "databases"
     assert f"Train with environment.skyrl_gym.text2sql.db_path={db_path}\n" in capsys.readouterr().out
     assert play(row, solution(row.env_extras["reward_spec"]["ground_truth"]), db_path=str(db_path)) == 1.0
 
 
-def test_no_right_answer_depends_on_what_sql_leaves_open(tmp_path: Path) -> None:
-    """Neither when SQLite goes through the rows backwards, nor when chance orders those that are equal."""
+def test_no_answer_depends_on_unspecified_row_order(tmp_path: Path) -> None:
+    """Answers are equal if SQLite scans rows in reverse, and if ties are ordered randomly."""
     files = {file.stem: file for file in make_databases(tmp_path)}
-    asked = read_rows(str(QUESTIONS))
-    assert sum(has_order(row["query"]) for row in asked) == 11
-    for row in asked:
+    questions = read_rows(str(QUESTIONS))
+    assert sum(has_order(row["query"]) for row in questions) == 11
+    for row in questions:
         with closing(sqlite3.connect(files[row["db_id"]])) as connection:
             rows = connection.execute(row["query"]).fetchall()
             connection.execute("PRAGMA reverse_unordered_selects = ON")
             reverse = connection.execute(row["query"]).fetchall()
-            by_chance = re.sub(r"(ORDER BY [^()]+?)( LIMIT \d+)?$", r"\1, random()\2", row["query"])
-            ordered = [connection.execute(by_chance).fetchall() for _ in range(20)]
+            with_random_ties = re.sub(r"(ORDER BY [^()]+?)( LIMIT \d+)?$", r"\1, random()\2", row["query"])
+            ordered = [connection.execute(with_random_ties).fetchall() for _ in range(20)]
         assert rows
         if has_order(row["query"]):
-            assert ", random()" in by_chance
+            assert ", random()" in with_random_ties
             assert [rows] * 21 == [reverse, *ordered], row
         assert Counter(rows) == Counter(reverse), row
 
 
-def test_no_answer_of_the_sample_is_guessed_without_looking(tmp_path: Path) -> None:
+def test_no_answer_of_the_sample_can_be_guessed(tmp_path: Path) -> None:
     files = {file.stem: file for file in make_databases(tmp_path)}
     for row in read_rows(str(QUESTIONS)):
         with closing(sqlite3.connect(files[row["db_id"]])) as connection:
             assert connection.execute(row["query"]).fetchall() not in ([(0,)], [(1,)], [(None,)]), row
 
 
-def test_databases_hold_the_same_rows_each_time(tmp_path: Path) -> None:
+def test_databases_are_reproducible(tmp_path: Path) -> None:
     first, again = make_databases(tmp_path / "a"), make_databases(tmp_path / "b") and make_databases(tmp_path / "b")
     assert [file.stem for file in first] == list(DATABASES)
     for file, other in zip(first, again, strict=True):
@@ -89,8 +89,8 @@ def test_databases_hold_the_same_rows_each_time(tmp_path: Path) -> None:
 SPIDER = {"db_id": "shop", "question": "How many goods are there?", "query": "SELECT count(*) FROM goods"}
 
 
-def test_a_row_of_spider(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
-    """As it is on the Hub, with what nobody needs."""
+def test_rows_of_spider_are_converted(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
+    """The rows have the columns of the Hub, including unused ones."""
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "train.jsonl").write_text(json.dumps(SPIDER | {"query_toks": ["SELECT"], "question_toks": ["How"]}))
@@ -113,7 +113,7 @@ def test_a_row_of_spider(prepare: Any, play: Any, tmp_path: Path, db_path: Path)
     assert play(row, solution("SELECT 2"), db_path=str(db_path)) == 1.0
 
 
-def test_a_row_of_bird(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
+def test_rows_of_bird_are_converted(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
     raw = {"db_id": "shop", "question": "How many?", "evidence": "ink is dear", "SQL": "SELECT count(*) FROM goods"}
     (tmp_path / "train.json").write_text(json.dumps([raw]))
     (tmp_path / "dev.json").write_text(json.dumps([raw]))
@@ -124,7 +124,7 @@ def test_a_row_of_bird(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -
 
 
 def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, tmp_path: Path) -> None:
-    """Nothing is asked of a database; it need not be there."""
+    """The database is not read and may be missing."""
     row = {
         "data_source": "synsql",
         "prompt": [{"role": "system", "content": "Write SQL."}, {"role": "user", "content": "How many?"}],
@@ -154,7 +154,7 @@ def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, tmp_path:
         ({"db_id": "torn"}, "cannot read the database {}/spider/database/torn/torn.sqlite: file is not a database"),
     ],
 )
-def test_rows_that_cannot_be_asked(
+def test_invalid_rows_are_refused(
     change: dict[str, Any], message: str, tmp_path: Path, db_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torn = db_path / "spider/database/torn/torn.sqlite"

@@ -1,4 +1,4 @@
-"""The endpoint over real HTTP: one in the test's own event loop, and one that runs beside blocking clients."""
+"""The endpoint over real HTTP, in the event loop of the test or in a separate thread for blocking clients."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def new_engine(
 
 
 def new_client(base_url: str) -> AsyncOpenAI:
-    http = DefaultAsyncHttpxClient(verify=False)  # certificates take 30 ms to load
+    http = DefaultAsyncHttpxClient(verify=False)  # loading certificates takes 30 ms
     return AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0, http_client=http)
 
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask another server, when it is imported
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing litellm sends a request
     import litellm
 
     monkeypatch.setattr(litellm, "suppress_debug_info", True)
@@ -44,8 +44,8 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @dataclass
-class Stage:
-    """An endpoint that listens, and what is behind it."""
+class EndpointStage:
+    """A listening endpoint with its engine and clients."""
 
     endpoint: Endpoint
     engine: RecordedEngine
@@ -60,24 +60,24 @@ class Stage:
         return self.clients[-1]
 
     async def until_idle(self) -> None:
-        """Return when the engine has nothing to do."""
+        """Wait until the engine is idle."""
         async with asyncio.timeout(60):
             while self.engine._unfinished():
                 await asyncio.sleep(0.001)
 
-    async def until_asked(self, n: int = 1) -> None:
-        """Return when the engine has n requests to answer."""
+    async def until_n_requests(self, n: int = 1) -> None:
+        """Wait until the engine has at least n unfinished requests."""
         async with asyncio.timeout(60):
             while len(self.engine._unfinished()) < n:
                 await asyncio.sleep(0.001)
 
 
 @pytest.fixture
-async def stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[Stage]:
+async def stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EndpointStage]:
     engine = new_engine(talker, tiny_tokenizer)
     endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
     await endpoint.start()
-    stage = Stage(endpoint, engine, ChatEncoder(tiny_tokenizer))
+    stage = EndpointStage(endpoint, engine, ChatEncoder(tiny_tokenizer))
     yield stage
     for client in stage.clients:
         await client.close()
@@ -87,7 +87,7 @@ async def stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 
 @dataclass
 class LiveEndpoint:
-    """An endpoint in a thread of its own."""
+    """An endpoint that runs in a separate thread."""
 
     url: str
     engine: RecordedEngine
@@ -98,14 +98,14 @@ class LiveEndpoint:
 
 @pytest.fixture(scope="module")
 def live(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> Iterator[LiveEndpoint]:
-    started, found = threading.Event(), []
+    started, state = threading.Event(), []
 
     async def serve() -> None:
         engine = new_engine(talker, tiny_tokenizer)
         endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
         await endpoint.start()
         stop = asyncio.Event()
-        found.extend([endpoint.url(), engine, asyncio.get_running_loop(), stop])
+        state.extend([endpoint.url(), engine, asyncio.get_running_loop(), stop])
         started.set()
         await stop.wait()
         await endpoint.close()
@@ -114,7 +114,7 @@ def live(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> It
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert started.wait(timeout=30)
-    url, engine, loop, stop = found
+    url, engine, loop, stop = state
     with OpenAI(base_url=url, api_key="x", max_retries=0) as client, httpx.Client() as http:
         yield LiveEndpoint(url, engine, ChatEncoder(tiny_tokenizer), client, http)
     loop.call_soon_threadsafe(stop.set)

@@ -1,4 +1,4 @@
-"""Agents that know nothing but OpenAI's interface play; what comes out is what any generator's trajectories are."""
+"""Agents that use only OpenAI's interface produce the same trajectories as any other generator."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
     return rollout_requests([DrawnPrompt(i, row) for i, row in enumerate(rows)], n_samples, "catch")
 
 
-class Theatre:
-    """Generators with one engine each, closed at the end."""
+class AgentStage:
+    """Generators that share an engine, closed at the end."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -50,9 +50,9 @@ class Theatre:
         self.generators: list[AgentGenerator] = []
 
     def generator(self, agent: Any, **options: Any) -> AgentGenerator:
-        of_constructor = {name: options.pop(name) for name in ("max_concurrent_agents",) if name in options}
+        constructor_options = {name: options.pop(name) for name in ("max_concurrent_agents",) if name in options}
         cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0} | options})
-        self.generators.append(AgentGenerator(agent, cfg.generator, self.engine, self.tokenizer, **of_constructor))
+        self.generators.append(AgentGenerator(agent, cfg.generator, self.engine, self.tokenizer, **constructor_options))
         return self.generators[-1]
 
     async def play(
@@ -68,10 +68,10 @@ class Theatre:
 
 
 @pytest.fixture
-async def theatre(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[Theatre]:
-    theatre = Theatre(talker, tiny_tokenizer)
-    yield theatre
-    await theatre.close()
+async def agent_stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[AgentStage]:
+    agent_stage = AgentStage(talker, tiny_tokenizer)
+    yield agent_stage
+    await agent_stage.close()
 
 
 async def asks_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
@@ -86,23 +86,23 @@ def asks_once_in_a_thread(**options: Any) -> float:
     return 1.0
 
 
-def check_against_engine(t: Trajectory, engine: RecordedEngine) -> None:
-    """The trajectory is the last prompt that the engine read, and what it sampled."""
+def assert_matches_engine(t: Trajectory, engine: RecordedEngine) -> None:
+    """Assert that the trajectory is the last prompt of its session followed by the sampled reply."""
     exchanges = [
         (request, result)
         for request, result in engine.exchanges
         if request.prompt_ids[: len(t.prompt_ids)] == t.prompt_ids
     ]
-    mine = [
+    own_exchanges = [
         pair for pair in exchanges if (t.prompt_ids + t.response_ids)[: len(pair[0].prompt_ids)] == pair[0].prompt_ids
     ]
-    request, result = max(mine, key=lambda pair: len(pair[0].prompt_ids))
+    request, result = max(own_exchanges, key=lambda pair: len(pair[0].prompt_ids))
     assert t.prompt_ids + t.response_ids == request.prompt_ids + result.token_ids
 
 
-async def test_openais_client_plays_catch(theatre: Theatre) -> None:
-    trajectories = await theatre.play(play_catch, catch_requests(4, 2))
-    assert len(theatre.engine.exchanges) == 8 * 5
+async def test_the_openai_client_plays_catch(agent_stage: AgentStage) -> None:
+    trajectories = await agent_stage.play(play_catch, catch_requests(4, 2))
+    assert len(agent_stage.engine.exchanges) == 8 * 5
     for t, request in zip(trajectories, catch_requests(4, 2), strict=True):
         assert (t.id, t.is_valid, len(t.segments), len(t.turns)) == (request.id, True, 1, 5)
         assert t.env_metrics["steps"] == 5
@@ -110,17 +110,17 @@ async def test_openais_client_plays_catch(theatre: Theatre) -> None:
         assert len({turn.reward for turn in t.turns}) > 1
         assert [t.rewards[turn.end - 1] for turn in t.turns] == [turn.reward for turn in t.turns]
         assert t.timing["generate"] > 0
-        check_against_engine(t, theatre.engine)
+        assert_matches_engine(t, agent_stage.engine)
 
 
-async def test_the_same_trajectories_as_those_of_the_agent_loop(theatre: Theatre, catch: None) -> None:
-    """Greedily, so that randomness, which belongs to the request here and to the rollout there, is out of the way."""
+async def test_trajectories_equal_those_of_the_agent_loop(agent_stage: AgentStage, catch: None) -> None:
+    """Sampling is greedy because seeds depend on the request here and on the rollout there."""
     greedy = replace(SAMPLING, temperature=0.0)
     cfg = load_config({"generator": {"max_turns": 5}})
-    loop = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, theatre.engine, theatre.tokenizer)
+    loop = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, agent_stage.engine, agent_stage.tokenizer)
     expected = await loop.rollout(catch_requests(6), greedy, BatchMetadata(1, "train"))
     await loop.close()
-    for t, other in zip(await theatre.play(play_catch, catch_requests(6), greedy), expected, strict=True):
+    for t, other in zip(await agent_stage.play(play_catch, catch_requests(6), greedy), expected, strict=True):
         assert (t.prompt_ids, t.response_ids, t.loss_mask) == (other.prompt_ids, other.response_ids, other.loss_mask)
         assert (t.rewards, t.stop_reason, t.env_metrics) == (other.rewards, other.stop_reason, other.env_metrics)
         assert t.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -129,7 +129,7 @@ async def test_the_same_trajectories_as_those_of_the_agent_loop(theatre: Theatre
         ]
 
 
-async def test_litellm_plays_catch(theatre: Theatre, litellm: Any) -> None:
+async def test_litellm_plays_catch(agent_stage: AgentStage, litellm: Any) -> None:
     async def player(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
         game = CatchEnv(env_config={}, extras=row.env_extras)
         messages, rewards = list(row.prompt), []
@@ -143,74 +143,74 @@ async def test_litellm_plays_catch(theatre: Theatre, litellm: Any) -> None:
             messages += [message.model_dump(), *turn["observations"]]
         return AgentResult(rewards, metrics=game.get_metrics())
 
-    for t in await theatre.play(player, catch_requests(3)):
+    for t in await agent_stage.play(player, catch_requests(3)):
         assert (t.is_valid, len(t.segments), len(t.turns), t.env_metrics["steps"]) == (True, 1, 5, 5)
-        check_against_engine(t, theatre.engine)
+        assert_matches_engine(t, agent_stage.engine)
 
 
-async def test_litellm_knows_the_errors(theatre: Theatre, litellm: Any) -> None:
-    seen: list[Exception] = []
+async def test_litellm_maps_errors_to_its_exceptions(agent_stage: AgentStage, litellm: Any) -> None:
+    errors: list[Exception] = []
 
     async def careless(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         for name, content in ((f"openai/{model}", "1" * 600), ("openai/other", "1")):
             try:
                 messages = [{"role": "user", "content": content}]
                 await litellm.acompletion(model=name, messages=messages, api_base=base_url, api_key=api_key)
-            except Exception as error:  # noqa: BLE001, to look at it
-                seen.append(error)
+            except Exception as error:  # noqa: BLE001, the test inspects it
+                errors.append(error)
         return 0.0
 
-    await theatre.play(careless, catch_requests(1))
-    assert [type(error) for error in seen] == [litellm.ContextWindowExceededError, litellm.NotFoundError]
+    await agent_stage.play(careless, catch_requests(1))
+    assert [type(error) for error in errors] == [litellm.ContextWindowExceededError, litellm.NotFoundError]
 
 
-async def test_a_blocking_agent_runs_in_a_thread(theatre: Theatre) -> None:
+async def test_a_blocking_agent_runs_in_a_thread(agent_stage: AgentStage) -> None:
     names: set[str] = set()
 
     def blocking(**options: Any) -> float:
         names.add(threading.current_thread().name)
         return asks_once_in_a_thread(**options)
 
-    trajectories = await theatre.play(blocking, catch_requests(6))
+    trajectories = await agent_stage.play(blocking, catch_requests(6))
     assert all(t.is_valid and t.total_reward == 1.0 for t in trajectories)
     assert all(name.startswith("skyrl-agent") for name in names)
 
 
-async def test_one_reward_stands_on_the_last_token(theatre: Theatre) -> None:
-    async def tells(**options: Any) -> AgentResult:
+async def test_a_single_reward_is_put_on_the_last_token(agent_stage: AgentStage) -> None:
+    async def graded_agent(**options: Any) -> AgentResult:
         await play_catch(**options)
         return AgentResult(1, components={"form": 0.25, 2: 0.75}, metrics={"solved": True})
 
-    (t,) = await theatre.play(tells, catch_requests(1))
+    (t,) = await agent_stage.play(graded_agent, catch_requests(1))
     assert t.rewards[-1] == t.total_reward == 1.0
     assert t.stop_reason == t.turns[-1].stop_reason
     assert (t.reward_components, t.env_metrics) == ({"form": 0.25, "2": 0.75}, {"solved": True})
 
 
-async def test_a_function_may_return_what_is_to_be_awaited(theatre: Theatre) -> None:
-    (t,) = await theatre.play(lambda **options: asks_once(**options), catch_requests(1))
+async def test_a_function_may_return_an_awaitable(agent_stage: AgentStage) -> None:
+    (t,) = await agent_stage.play(lambda **options: asks_once(**options), catch_requests(1))
     assert (t.is_valid, t.total_reward) == (True, 1.0)
 
 
-async def test_weights_and_reward_functions_of_the_configuration_apply(theatre: Theatre) -> None:
+async def test_configured_reward_functions_and_weights_apply(agent_stage: AgentStage) -> None:
     @register_reward_function("in pairs")
     def in_pairs(samples: Any) -> list[float]:
         return [float(len(samples))] * len(samples)
 
-    async def tells(**options: Any) -> AgentResult:
+    async def graded_agent(**options: Any) -> AgentResult:
         await asks_once(**options)
         return AgentResult([9.0], components={"form": 0.25, "answer": 0.75})
 
     weights = {"reward_functions": ["in pairs"], "reward_weights": {"form": 2.0, "in pairs": 10.0}}
     try:
-        first, second = await theatre.play(tells, catch_requests(1, 2), **weights)
+        first, second = await agent_stage.play(graded_agent, catch_requests(1, 2), **weights)
     finally:
         del REWARD_FUNCTIONS["in pairs"]
     assert first.total_reward == second.total_reward == 2 * 0.25 + 0.75 + 10 * 2
     assert first.reward_components == {"form": 0.25, "answer": 0.75, "in pairs": 2.0}
 
 
-async def test_an_agent_that_edits_its_history_has_several_rows(theatre: Theatre) -> None:
+async def test_an_agent_that_edits_its_history_produces_several_rows(agent_stage: AgentStage) -> None:
     async def forgetful(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         async with new_client(base_url) as client:
             for text in ("Summarise", "State"):
@@ -218,21 +218,21 @@ async def test_an_agent_that_edits_its_history_has_several_rows(theatre: Theatre
                 await client.chat.completions.create(model=model, messages=messages)
         return 1.0
 
-    (t,) = await theatre.play(forgetful, catch_requests(1))
+    (t,) = await agent_stage.play(forgetful, catch_requests(1))
     assert [len(segment.turns) for segment in t.segments] == [1, 1]
     assert (t.total_reward, [sum(segment.rewards) for segment in t.segments]) == (1.0, [0.0, 1.0])
-    for segment, (request, result) in zip(t.segments, theatre.engine.exchanges, strict=True):
+    for segment, (request, result) in zip(t.segments, agent_stage.engine.exchanges, strict=True):
         assert segment.token_ids == request.prompt_ids + result.token_ids
-    batch = build_training_batch([t], theatre.tokenizer.pad_token_id)
+    batch = build_training_batch([t], agent_stage.tokenizer.pad_token_id)
     assert batch.is_last_row.tolist() == [False, True]
 
 
-# -- what goes wrong
+# -- failures
 
 
 async def failing(**options: Any) -> float:
     await asks_once(**options)
-    raise KeyError("what")
+    raise KeyError("missing")
 
 
 async def silent(**_: Any) -> float:
@@ -241,7 +241,7 @@ async def silent(**_: Any) -> float:
 
 async def cancelled(**options: Any) -> float:
     await asks_once(**options)
-    raise asyncio.CancelledError("a task of its own")
+    raise asyncio.CancelledError("its own task")
 
 
 async def endless(**options: Any) -> float:
@@ -270,8 +270,8 @@ def returns(value: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("agent", "stop_reason", "error"),
     [
-        (failing, "agent_error", "the agent raised KeyError: 'what'"),
-        (cancelled, "agent_error", "the agent raised CancelledError: a task of its own"),
+        (failing, "agent_error", "the agent raised KeyError: 'missing'"),
+        (cancelled, "agent_error", "the agent raised CancelledError: its own task"),
         (silent, "agent_silent", "the agent returned without a reply of the model"),
         (endless, "agent_timeout", "the agent was not done after 2 s"),
         (endless_in_a_thread, "agent_timeout", "the agent was not done after 2 s"),
@@ -290,38 +290,44 @@ def returns(value: Any) -> Callable[..., Any]:
     ],
 )
 async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
-    theatre: Theatre, agent: Any, stop_reason: str, error: str
+    agent_stage: AgentStage, agent: Any, stop_reason: str, error: str
 ) -> None:
     good, bad = catch_requests(2)
 
-    async def both(**options: Any) -> Any:
+    async def async_agent(**options: Any) -> Any:
         return await (agent if options["row"].uid == bad.row.uid else asks_once)(**options)
 
-    def both_in_threads(**options: Any) -> Any:
+    def blocking_agent(**options: Any) -> Any:
         return (agent if options["row"].uid == bad.row.uid else asks_once_in_a_thread)(**options)
 
     RELEASED.clear()
     is_blocking = agent is endless_in_a_thread
-    played = await theatre.play(both_in_threads if is_blocking else both, [good, bad], trajectory_timeout_seconds=2)
+    trajectories = await agent_stage.play(
+        blocking_agent if is_blocking else async_agent, [good, bad], trajectory_timeout_seconds=2
+    )
     RELEASED.set()
-    assert (played[0].is_valid, played[0].total_reward) == (True, 1.0)
-    assert (played[1].is_valid, played[1].stop_reason, played[1].rewards) == (False, stop_reason, None)
-    assert error in played[1].error
-    assert len(played[1].turns) == (0 if agent is silent else 1), "for people to look at"
+    assert (trajectories[0].is_valid, trajectories[0].total_reward) == (True, 1.0)
+    assert (trajectories[1].is_valid, trajectories[1].stop_reason, trajectories[1].rewards) == (
+        False,
+        stop_reason,
+        None,
+    )
+    assert error in trajectories[1].error
+    assert len(trajectories[1].turns) == (0 if agent is silent else 1), "turns are kept for inspection"
 
 
-async def test_a_client_that_runs_into_a_wall_is_an_agents_error(theatre: Theatre) -> None:
+async def test_a_client_error_is_an_agent_error(agent_stage: AgentStage) -> None:
     async def too_long(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         async with new_client(base_url) as client:
             await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1" * 600}])
         return 1.0
 
-    (t,) = await theatre.play(too_long, catch_requests(1))
+    (t,) = await agent_stage.play(too_long, catch_requests(1))
     assert t.stop_reason == "agent_error"
     assert "maximum context length is 511 tokens" in t.error
 
 
-async def test_failures_are_played_again_a_bounded_number_of_times(theatre: Theatre) -> None:
+async def test_failures_are_retried_a_bounded_number_of_times(agent_stage: AgentStage) -> None:
     attempts: list[str] = []
 
     async def second_time_lucky(**options: Any) -> float:
@@ -331,34 +337,34 @@ async def test_failures_are_played_again_a_bounded_number_of_times(theatre: Thea
             raise RuntimeError("bad luck")
         return 1.0
 
-    (t,) = await theatre.play(second_time_lucky, catch_requests(1), n_rollout_retries=3)
+    (t,) = await agent_stage.play(second_time_lucky, catch_requests(1), n_rollout_retries=3)
     assert (t.is_valid, t.n_attempts, len(attempts), len(set(attempts))) == (True, 2, 2, 2)
-    assert len(t.turns) == 1, "what the first attempt asked is not part of it"
-    (t,) = await theatre.play(failing, catch_requests(1), n_rollout_retries=2)
+    assert len(t.turns) == 1, "turns of the first attempt are dropped"
+    (t,) = await agent_stage.play(failing, catch_requests(1), n_rollout_retries=2)
     assert (t.is_valid, t.n_attempts) == (False, 3)
-    (t,) = await theatre.play(returns(None), catch_requests(1), n_rollout_retries=2)
+    (t,) = await agent_stage.play(returns(None), catch_requests(1), n_rollout_retries=2)
     assert t.n_attempts == 1
 
 
-async def test_an_engine_that_fails_is_not_the_agents_fault(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(theatre.engine, "_forward", lambda step: 1 / 0)
-    (t,) = await theatre.play(asks_once, catch_requests(1))
+async def test_a_failing_engine_is_an_engine_error(agent_stage: AgentStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_stage.engine, "_forward", lambda step: 1 / 0)
+    (t,) = await agent_stage.play(asks_once, catch_requests(1))
     assert (t.is_valid, t.stop_reason) == (False, "engine_error")
 
 
-async def test_an_aborted_reply_makes_the_rollout_invalid(theatre: Theatre) -> None:
-    generator = theatre.generator(asks_once)
-    await theatre.engine.pause()
-    rolling = asyncio.create_task(generator.rollout(catch_requests(1), SAMPLING, BatchMetadata(1, "train")))
-    while not theatre.engine._unfinished():
+async def test_an_aborted_reply_makes_the_rollout_invalid(agent_stage: AgentStage) -> None:
+    generator = agent_stage.generator(asks_once)
+    await agent_stage.engine.pause()
+    rollout = asyncio.create_task(generator.rollout(catch_requests(1), SAMPLING, BatchMetadata(1, "train")))
+    while not agent_stage.engine._unfinished():
         await asyncio.sleep(0.001)
-    await theatre.engine.abort()
-    await theatre.engine.resume()
-    (t,) = await rolling
+    await agent_stage.engine.abort()
+    await agent_stage.engine.resume()
+    (t,) = await rollout
     assert (t.is_valid, t.stop_reason) == (False, "abort")
 
 
-async def test_what_an_agent_is_given_is_its_own(theatre: Theatre) -> None:
+async def test_agents_receive_copies_of_their_inputs(agent_stage: AgentStage) -> None:
     requests = catch_requests(1, 2)
     n_messages = len(requests[0].row.prompt)
 
@@ -367,56 +373,56 @@ async def test_what_an_agent_is_given_is_its_own(theatre: Theatre) -> None:
         options["row"].prompt.append({"role": "user", "content": "More"})
         return await asks_once(**options)
 
-    assert all(t.is_valid for t in await theatre.play(careless, requests, max_concurrent_agents=1))
+    assert all(t.is_valid for t in await agent_stage.play(careless, requests, max_concurrent_agents=1))
 
 
-async def test_no_more_agents_at_once_than_allowed(theatre: Theatre) -> None:
-    running, most = 0, 0
+async def test_max_concurrent_agents_is_respected(agent_stage: AgentStage) -> None:
+    n_running, max_running = 0, 0
 
-    async def counted(**options: Any) -> float:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+    async def counting_agent(**options: Any) -> float:
+        nonlocal n_running, max_running
+        n_running += 1
+        max_running = max(max_running, n_running)
         reward = await asks_once(**options)
-        running -= 1
+        n_running -= 1
         return reward
 
-    await theatre.play(counted, catch_requests(9), max_concurrent_agents=4)
-    assert most == 4
+    await agent_stage.play(counting_agent, catch_requests(9), max_concurrent_agents=4)
+    assert max_running == 4
 
 
-async def test_what_an_agent_leaves_behind_cannot_disturb_training(theatre: Theatre) -> None:
-    left: list[asyncio.Task[float]] = []
+async def test_a_leftover_request_of_an_agent_is_refused_after_its_rollout(agent_stage: AgentStage) -> None:
+    leftover: list[asyncio.Task[float]] = []
 
     async def leaves_a_request(**options: Any) -> float:
         reward = await asks_once(**options)
-        await theatre.engine.pause()
-        left.append(asyncio.create_task(asks_once(**options)))
-        while not theatre.engine._unfinished():
+        await agent_stage.engine.pause()
+        leftover.append(asyncio.create_task(asks_once(**options)))
+        while not agent_stage.engine._unfinished():
             await asyncio.sleep(0.001)
         return reward
 
-    (t,) = await theatre.play(leaves_a_request, catch_requests(1))
+    (t,) = await agent_stage.play(leaves_a_request, catch_requests(1))
     assert (t.is_valid, len(t.turns)) == (True, 1)
-    await theatre.engine.resume()
-    await sync_weights(theatre.engine, theatre.model.named_parameters, 1)
+    await agent_stage.engine.resume()
+    await sync_weights(agent_stage.engine, agent_stage.model.named_parameters, 1)
     with pytest.raises(openai.NotFoundError):
-        await left[0]
+        await leftover[0]
 
 
-async def test_the_parallel_list_interface_gives_the_same(theatre: Theatre) -> None:
+async def test_the_parallel_list_interface_gives_the_same_trajectories(agent_stage: AgentStage) -> None:
     requests = catch_requests(2)
-    generator = theatre.generator(play_catch)
+    generator = agent_stage.generator(play_catch)
     expected = await generator.rollout(requests, SAMPLING, BatchMetadata(1, "train"))
     output = await generator.generate(to_generator_input(requests, SAMPLING, BatchMetadata(1, "train")))
-    assert output["response_ids"] == [t.response_ids for t in expected], "the same seed, the same game"
+    assert output["response_ids"] == [t.response_ids for t in expected], "equal seeds give equal games"
     assert output["rewards"] == [t.rewards for t in expected]
 
 
-async def test_filters_of_the_configuration_apply(theatre: Theatre) -> None:
+async def test_configured_filters_apply(agent_stage: AgentStage) -> None:
     options = {"zero_reward_on_non_stop": True, "apply_overlong_filtering": True}
     some_end = SamplingParams(max_new_tokens=6)
-    trajectories = await theatre.play(asks_once, catch_requests(16), some_end, **options)
+    trajectories = await agent_stage.play(asks_once, catch_requests(16), some_end, **options)
     assert {(t.stop_reason, t.total_reward, 1 in t.loss_mask) for t in trajectories} == {
         ("stop", 1.0, True),
         ("length", 0.0, False),
@@ -432,20 +438,20 @@ async def test_filters_of_the_configuration_apply(theatre: Theatre) -> None:
         {"max_response_length": 5},
     ],
 )
-def test_settings_of_the_agent_loop_are_refused(theatre: Theatre, setting: dict[str, Any]) -> None:
+def test_settings_of_the_agent_loop_are_refused(agent_stage: AgentStage, setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"generator.{next(iter(setting))}"):
-        theatre.generator(asks_once, **setting)
+        agent_stage.generator(asks_once, **setting)
 
 
-async def test_nothing_is_left_when_it_is_closed(
+async def test_close_releases_threads_files_and_tasks(
     talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     process = psutil.Process(os.getpid())
     threads, n_files, n_tasks = set(threading.enumerate()), process.num_fds(), len(asyncio.all_tasks())
-    theatre = Theatre(talker, tiny_tokenizer)
-    await theatre.play(asks_once, catch_requests(3))
-    await theatre.play(asks_once_in_a_thread, catch_requests(3))
-    await theatre.close()
+    agent_stage = AgentStage(talker, tiny_tokenizer)
+    await agent_stage.play(asks_once, catch_requests(3))
+    await agent_stage.play(asks_once_in_a_thread, catch_requests(3))
+    await agent_stage.close()
     await asyncio.get_running_loop().shutdown_default_executor()
     assert set(threading.enumerate()) <= threads
     assert process.num_fds() <= n_files

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as OpenAI's own client sees it."""
+"""POST /v1/chat/completions through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXTRAS = (
 )
 
 
-def test_the_reply_is_what_the_engine_sampled(live: LiveEndpoint) -> None:
+def test_the_reply_contains_the_sampled_tokens(live: LiveEndpoint) -> None:
     completion = ask(live, return_token_ids=True)
     request, result = live.engine.exchanges[-1]
     choice = completion.choices[0]
@@ -45,7 +45,7 @@ def test_the_reply_is_what_the_engine_sampled(live: LiveEndpoint) -> None:
     assert choice.logprobs is None
 
 
-def test_usage_counts_tokens_and_what_was_cached(live: LiveEndpoint) -> None:
+def test_usage_counts_prompt_sampled_and_cached_tokens(live: LiveEndpoint) -> None:
     ask(live, session_id="usage")
     completion = ask(live, session_id="usage", n=3)
     results = [result for _, result in live.engine.exchanges[-3:]]
@@ -59,7 +59,7 @@ def test_usage_counts_tokens_and_what_was_cached(live: LiveEndpoint) -> None:
     assert usage.prompt_tokens_details.cached_tokens == results[0].n_reused > 0
 
 
-def test_a_seed_gives_the_same_reply_again_and_choices_differ(live: LiveEndpoint) -> None:
+def test_a_seed_reproduces_the_reply_and_choices_differ(live: LiveEndpoint) -> None:
     def texts(**options: Any) -> list[str]:
         return [choice.message.content for choice in ask(live, max_tokens=20, ignore_eos=True, **options).choices]
 
@@ -71,7 +71,7 @@ def test_a_seed_gives_the_same_reply_again_and_choices_differ(live: LiveEndpoint
     assert texts(seed=None) != texts(seed=None)
 
 
-def test_the_limit_of_tokens_by_both_of_its_names(live: LiveEndpoint) -> None:
+def test_the_token_limit_is_read_under_both_of_its_names(live: LiveEndpoint) -> None:
     for options in ({"max_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 5}):
         completion = ask(live, ignore_eos=True, **options)
         assert completion.usage.completion_tokens == 3
@@ -84,7 +84,7 @@ def test_without_a_limit_a_reply_may_fill_the_context(live: LiveEndpoint) -> Non
     assert completion.choices[0].finish_reason == "length"
 
 
-def test_a_stop_string_ends_the_reply_and_is_not_in_it(live: LiveEndpoint) -> None:
+def test_a_stop_string_ends_the_reply_and_is_removed(live: LiveEndpoint) -> None:
     whole = ask(live, max_tokens=40, ignore_eos=True).choices[0].message.content
     stop = whole[len(whole) // 2 : len(whole) // 2 + 2]
     cut = ask(live, max_tokens=40, ignore_eos=True, stop=["never said", stop])
@@ -116,7 +116,7 @@ def test_sampling_parameters_reach_the_engine(live: LiveEndpoint) -> None:
     assert sampling.stop == ("x",)
 
 
-def test_defaults_are_openais(live: LiveEndpoint) -> None:
+def test_defaults_of_sampling_parameters_are_those_of_openai(live: LiveEndpoint) -> None:
     ask(live, max_tokens=None)
     sampling = live.engine.exchanges[-1][0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.penalizes) == (1.0, 1.0, -1, False)
@@ -128,7 +128,7 @@ def test_a_temperature_too_small_to_divide_by_is_zero(live: LiveEndpoint) -> Non
     assert ask(live, top_p=0, ignore_eos=True).choices[0].message.content == greedy
 
 
-def test_logprobs_are_the_engines(live: LiveEndpoint) -> None:
+def test_logprobs_are_those_of_the_engine(live: LiveEndpoint) -> None:
     choice = ask(live, logprobs=True, top_logprobs=3, temperature=0.7, ignore_eos=True).choices[0]
     _, result = live.engine.exchanges[-1]
     content = choice.logprobs.content
@@ -142,7 +142,7 @@ def test_logprobs_are_the_engines(live: LiveEndpoint) -> None:
     assert [token.top_logprobs for token in plain] == [[]] * len(plain)
 
 
-def test_content_may_come_in_parts(live: LiveEndpoint) -> None:
+def test_content_may_be_a_list_of_parts(live: LiveEndpoint) -> None:
     parts = [{"type": "text", "text": "State: "}, {"type": "text", "text": "ball=(3,0)"}]
     assert (
         ask(live, [HELLO[0], {"role": "user", "content": parts}]).choices[0].message
@@ -150,7 +150,7 @@ def test_content_may_come_in_parts(live: LiveEndpoint) -> None:
     )
 
 
-def test_fields_that_clients_of_openai_send_change_nothing(live: LiveEndpoint) -> None:
+def test_harmless_and_unknown_fields_are_ignored(live: LiveEndpoint) -> None:
     harmless = {
         "user": "me",
         "store": False,
@@ -167,7 +167,9 @@ def test_fields_that_clients_of_openai_send_change_nothing(live: LiveEndpoint) -
     assert answer["choices"][0]["message"]["content"] == ask(live).choices[0].message.content
 
 
-def test_tools_and_variables_reach_the_chat_template(live: LiveEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_and_template_kwargs_are_passed_to_the_chat_template(
+    live: LiveEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rendered = []
     tokenizer = live.chat._tokenizer
     original = type(tokenizer).apply_chat_template
@@ -185,11 +187,13 @@ def test_tools_and_variables_reach_the_chat_template(live: LiveEndpoint, monkeyp
         {"role": "tool", "tool_call_id": "1", "content": "It falls."},
     ]
     ask(live, messages, tools=tools, chat_template_kwargs={"enable_thinking": False})
-    seen, options = rendered[-1]
-    assert (json.dumps(options["tools"]), options["enable_thinking"]) == (json.dumps(tools), False), "in their order"
-    assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"at": "ball"}
-    assert seen[1]["content"] == ""
-    assert seen[2] == messages[2]
+    rendered_messages, options = rendered[-1]
+    assert (json.dumps(options["tools"]), options["enable_thinking"]) == (json.dumps(tools), False), (
+        "in the given order"
+    )
+    assert rendered_messages[1]["tool_calls"][0]["function"]["arguments"] == {"at": "ball"}
+    assert rendered_messages[1]["content"] == ""
+    assert rendered_messages[2] == messages[2]
 
 
 def test_models_and_health(live: LiveEndpoint) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/completions, as OpenAI's own client sees it."""
+"""POST /v1/completions through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def complete(live: LiveEndpoint, prompt: Any, **options: Any) -> Completion:
     return live.client.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **{"seed": 1} | options)
 
 
-def test_text_and_its_tokens_are_the_same_prompt(live: LiveEndpoint) -> None:
+def test_a_text_prompt_and_its_tokens_are_equivalent(live: LiveEndpoint) -> None:
     text = complete(live, TEXTS[0], return_token_ids=True)
     tokens = complete(live, live.chat.encode(TEXTS[0]), return_token_ids=True)
     assert text.choices[0].prompt_token_ids == tokens.choices[0].prompt_token_ids == live.chat.encode(TEXTS[0])
@@ -25,22 +25,22 @@ def test_text_and_its_tokens_are_the_same_prompt(live: LiveEndpoint) -> None:
     assert (text.object, text.choices[0].finish_reason in ("stop", "length")) == ("text_completion", True)
 
 
-def test_sixteen_tokens_where_nothing_is_said(live: LiveEndpoint) -> None:
+def test_the_default_limit_is_sixteen_tokens(live: LiveEndpoint) -> None:
     assert complete(live, TEXTS[0], ignore_eos=True).usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_prompts_are_answered_in_order(live: LiveEndpoint, as_tokens: bool) -> None:
     prompts = [live.chat.encode(text) for text in TEXTS] if as_tokens else TEXTS
-    together = complete(live, prompts, n=2, return_token_ids=True)
-    assert [choice.index for choice in together.choices] == list(range(6))
+    batched = complete(live, prompts, n=2, return_token_ids=True)
+    assert [choice.index for choice in batched.choices] == list(range(6))
     for k, prompt in enumerate(prompts):
-        alone = complete(live, prompt, n=2, return_token_ids=True)
-        assert [c.token_ids for c in together.choices[2 * k : 2 * k + 2]] == [c.token_ids for c in alone.choices]
-    assert together.usage.prompt_tokens == sum(len(live.chat.encode(text)) for text in TEXTS)
+        single = complete(live, prompt, n=2, return_token_ids=True)
+        assert [c.token_ids for c in batched.choices[2 * k : 2 * k + 2]] == [c.token_ids for c in single.choices]
+    assert batched.usage.prompt_tokens == sum(len(live.chat.encode(text)) for text in TEXTS)
 
 
-def test_logprobs_are_the_engines(live: LiveEndpoint) -> None:
+def test_logprobs_are_those_of_the_engine(live: LiveEndpoint) -> None:
     choice = complete(live, TEXTS[0], logprobs=2, ignore_eos=True).choices[0]
     _, result = live.engine.exchanges[-1]
     logprobs = choice.logprobs

@@ -1,4 +1,4 @@
-"""What docs/endpoint.md shows works, and what it names is there."""
+"""The examples in docs/endpoint.md work, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAGE = (Path(__file__).parents[5] / "docs/endpoint.md").read_text(encoding="utf-
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def names_of(code: str) -> dict[str, Any]:
+def run_code(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "page"}
     exec(code, names)
     return names
 
 
-async def test_its_agent_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    names = names_of(CODE[0])
+async def test_the_agent_of_the_page_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    names = run_code(CODE[0])
     cfg = load_config({"generator": {"n_rollout_retries": 0}})
     engine = new_engine(talker, tiny_tokenizer)
     experiment = object.__new__(names["Experiment"])
@@ -42,26 +42,26 @@ async def test_its_agent_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrain
     await engine.close()
 
 
-async def test_its_server_records(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_the_server_of_the_page_records(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     engine = new_engine(talker, tiny_tokenizer)
 
     async def use(base_url: str) -> None:
         async with new_client(base_url) as client:
             await client.chat.completions.create(model="policy", messages=HELLO)
 
-    recording = await names_of(CODE[1])["serve"](engine, tiny_tokenizer, SamplingParams(max_new_tokens=4), use)
+    recording = await run_code(CODE[1])["serve"](engine, tiny_tokenizer, SamplingParams(max_new_tokens=4), use)
     assert len(recording.turns) == 1
     await engine.close()
 
 
-def test_every_key_it_names_exists() -> None:
+def test_configuration_keys_of_the_page_exist() -> None:
     keys = set(re.findall(r"`(generator\.\w+)", PAGE))
     assert keys
     assert {key for key in keys if key not in FIELDS} == set()
 
 
-def test_what_it_says_is_refused_is() -> None:
+def test_fields_listed_as_refused_are_refused() -> None:
     (listed,) = re.findall(r"would change the answer get status 400:(.*?)\n\n", PAGE, re.DOTALL)
-    names = re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", listed, flags=re.DOTALL))  # without the values they may have
+    names = re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", listed, flags=re.DOTALL))  # without values in parentheses
     assert len(names) > 10
     assert set(names) - NOT_OFFERED.keys() == set()

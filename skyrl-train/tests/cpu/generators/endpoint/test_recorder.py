@@ -1,4 +1,4 @@
-"""Requests that repeat what was said go on with the tokens that were sampled."""
+"""Recordings of sessions: requests that repeat the history continue with the sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
     return ChatEncoder(tiny_tokenizer)
 
 
-class Talk:
-    """A recording, and a model that says what it is told to, a character a token: no tokenizer would say it so."""
+class ScriptedConversation:
+    """A recording with scripted replies, sampled one character per token, unlike any tokenizer would encode them."""
 
     def __init__(self, chat: ChatEncoder) -> None:
         self.chat = chat
@@ -47,41 +47,44 @@ class Talk:
 
 
 @pytest.fixture
-def talk(chat: ChatEncoder) -> Talk:
-    return Talk(chat)
+def conversation(chat: ChatEncoder) -> ScriptedConversation:
+    return ScriptedConversation(chat)
 
 
 OPENING = [Message(role="system", content="Go on."), user("State")]
 
 
-def test_a_chat_goes_on_with_the_sampled_tokens(talk: Talk) -> None:
-    first = talk.ask(OPENING)
-    assert (first.token_ids, first.origin) == (talk.chat.prompt_ids(OPENING), None)
-    talk.answer(first, "Action")
-    second = talk.ask([*OPENING, assistant("Action"), user("State")])
-    between = talk.chat.observation_ids([user("State")], talk.chat.eos_token_id)
-    assert second.token_ids == first.token_ids + talk.sampled("Action") + between
-    assert talk.chat.encode("Action") not in [talk.sampled("Action", ends=False)], "the test would see no difference"
-    talk.answer(second, "L")
-    talk.recording.finish()
-    (row,) = talk.recording.rows
-    assert row.token_ids == second.token_ids + talk.sampled("L")
-    assert row.loss_mask == [1] * len(talk.sampled("Action")) + [0] * len(between) + [1, 1]
+def test_a_chat_continues_with_the_sampled_tokens(conversation: ScriptedConversation) -> None:
+    first = conversation.ask(OPENING)
+    assert (first.token_ids, first.origin) == (conversation.chat.prompt_ids(OPENING), None)
+    conversation.answer(first, "Action")
+    second = conversation.ask([*OPENING, assistant("Action"), user("State")])
+    between = conversation.chat.observation_ids([user("State")], conversation.chat.eos_token_id)
+    assert second.token_ids == first.token_ids + conversation.sampled("Action") + between
+    assert conversation.chat.encode("Action") != conversation.sampled("Action", ends=False), "the test is void"
+    conversation.answer(second, "L")
+    conversation.recording.finish()
+    (row,) = conversation.recording.rows
+    assert row.token_ids == second.token_ids + conversation.sampled("L")
+    assert row.loss_mask == [1] * len(conversation.sampled("Action")) + [0] * len(between) + [1, 1]
     assert row.logprobs[-2:] == [-0.5, -1.5]
-    assert [record.prompt_length for record in talk.recording.turns] == [len(first.token_ids), len(second.token_ids)]
+    assert [record.prompt_length for record in conversation.recording.turns] == [
+        len(first.token_ids),
+        len(second.token_ids),
+    ]
 
 
-def test_a_turn_that_was_cut_gets_an_end(talk: Talk) -> None:
-    first = talk.ask(OPENING)
-    talk.answer(first, "Act", "length")
-    second = talk.ask([*OPENING, assistant("Act"), user("State")])
-    text = talk.chat.decode_all(second.token_ids[len(first.token_ids) :])
+def test_a_truncated_turn_gets_an_eos_token(conversation: ScriptedConversation) -> None:
+    first = conversation.ask(OPENING)
+    conversation.answer(first, "Act", "length")
+    second = conversation.ask([*OPENING, assistant("Act"), user("State")])
+    text = conversation.chat.decode_all(second.token_ids[len(first.token_ids) :])
     assert text == "Act<|im_end|>\n<|im_start|>user\nState<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_white_space_around_a_reply_does_not_count(talk: Talk) -> None:
-    talk.answer(talk.ask(OPENING), " Act\n")
-    assert talk.ask([*OPENING, assistant("Act"), user("State")]).origin is not None
+def test_white_space_around_a_reply_is_ignored(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.ask(OPENING), " Act\n")
+    assert conversation.ask([*OPENING, assistant("Act"), user("State")]).origin is not None
 
 
 @pytest.mark.parametrize(
@@ -94,131 +97,137 @@ def test_white_space_around_a_reply_does_not_count(talk: Talk) -> None:
     ],
     ids=["reply", "question", "no system prompt", "summary"],
 )
-def test_an_edited_history_begins_a_new_row(talk: Talk, edited: list[Message]) -> None:
-    talk.answer(talk.ask(OPENING), "Act")
-    prompt = talk.ask(edited)
-    assert (prompt.origin, prompt.token_ids) == (None, talk.chat.prompt_ids(edited))
-    assert talk.answer(prompt, "L") == 1
-    talk.recording.finish()
-    assert [row.n_prompt for row in talk.recording.rows] == [len(talk.chat.prompt_ids(m)) for m in (OPENING, edited)]
+def test_an_edited_history_starts_a_new_row(conversation: ScriptedConversation, edited: list[Message]) -> None:
+    conversation.answer(conversation.ask(OPENING), "Act")
+    prompt = conversation.ask(edited)
+    assert (prompt.origin, prompt.token_ids) == (None, conversation.chat.prompt_ids(edited))
+    assert conversation.answer(prompt, "L") == 1
+    conversation.recording.finish()
+    assert [row.n_prompt for row in conversation.recording.rows] == [
+        len(conversation.chat.prompt_ids(m)) for m in (OPENING, edited)
+    ]
 
 
-def test_other_tools_are_another_history(talk: Talk) -> None:
-    talk.answer(talk.recording.chat_prompt(OPENING, talk.chat, "tools"), "Act")
+def test_other_tools_start_a_new_history(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.recording.chat_prompt(OPENING, conversation.chat, "tools"), "Act")
     history = [*OPENING, assistant("Act"), user("State")]
-    assert talk.recording.chat_prompt(history, talk.chat, "others").origin is None
-    assert talk.recording.chat_prompt(history, talk.chat, "tools").origin is not None
+    assert conversation.recording.chat_prompt(history, conversation.chat, "others").origin is None
+    assert conversation.recording.chat_prompt(history, conversation.chat, "tools").origin is not None
 
 
-def test_a_second_reply_to_the_same_question_has_a_row_of_its_own(talk: Talk) -> None:
-    talk.answer(talk.ask(OPENING), "Act")
+def test_a_second_reply_to_the_same_prompt_has_its_own_row(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.ask(OPENING), "Act")
     history = [*OPENING, assistant("Act"), user("State")]
-    both = [talk.ask(history), talk.ask(history)]
-    assert [talk.answer(prompt, text) for prompt, text in zip(both, ("L", "R"), strict=True)] == [0, 1]
-    main, branch = talk.recording.rows
-    assert branch.n_prompt == len(both[1].token_ids), "what came before was learned in the other row"
+    both = [conversation.ask(history), conversation.ask(history)]
+    assert [conversation.answer(prompt, text) for prompt, text in zip(both, ("L", "R"), strict=True)] == [0, 1]
+    main, branch = conversation.recording.rows
+    assert branch.n_prompt == len(both[1].token_ids), "the history is trained in the other row"
     assert branch.loss_mask == [1, 1]
     assert main.token_ids[: branch.n_prompt] == branch.token_ids[: branch.n_prompt]
-    longer = talk.ask([*history, assistant("R"), user("Action")])
+    longer = conversation.ask([*history, assistant("R"), user("Action")])
     assert longer.token_ids[: len(branch.token_ids)] == branch.token_ids
-    assert talk.answer(longer, "S") == 1
+    assert conversation.answer(longer, "S") == 1
 
 
-def test_going_back_begins_a_row_with_the_sampled_tokens(talk: Talk) -> None:
+def test_a_request_from_an_earlier_point_starts_a_row_with_the_sampled_tokens(
+    conversation: ScriptedConversation,
+) -> None:
     history = OPENING
     for text in ("Act", "ion"):
-        talk.answer(talk.ask(history), text)
+        conversation.answer(conversation.ask(history), text)
         history = [*history, assistant(text), user("State")]
-    back = talk.ask([*OPENING, assistant("Act"), user("Other")])
-    assert talk.answer(back, "L") == 1
-    first = talk.recording.rows[0]
-    n_shared = first.n_prompt + len(talk.sampled("Act"))
-    assert back.token_ids[:n_shared] == first.token_ids[:n_shared]
+    branch_prompt = conversation.ask([*OPENING, assistant("Act"), user("Other")])
+    assert conversation.answer(branch_prompt, "L") == 1
+    first = conversation.recording.rows[0]
+    n_shared = first.n_prompt + len(conversation.sampled("Act"))
+    assert branch_prompt.token_ids[:n_shared] == first.token_ids[:n_shared]
 
 
-def test_the_row_of_the_last_turn_comes_last(talk: Talk) -> None:
-    talk.answer(talk.ask(OPENING), "Act")
-    talk.answer(talk.ask([user("Summary")]), "L")
-    talk.answer(talk.ask([*OPENING, assistant("Act"), user("State")]), "R")
-    talk.recording.finish()
-    assert [row.n_prompt for row in talk.recording.rows] == [
-        len(talk.chat.prompt_ids(messages)) for messages in ([user("Summary")], OPENING)
+def test_the_row_of_the_last_turn_comes_last(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.ask(OPENING), "Act")
+    conversation.answer(conversation.ask([user("Summary")]), "L")
+    conversation.answer(conversation.ask([*OPENING, assistant("Act"), user("State")]), "R")
+    conversation.recording.finish()
+    assert [row.n_prompt for row in conversation.recording.rows] == [
+        len(conversation.chat.prompt_ids(messages)) for messages in ([user("Summary")], OPENING)
     ]
-    assert [turn.row for turn in talk.recording.turns] == [1, 0, 1]
+    assert [turn.row for turn in conversation.recording.turns] == [1, 0, 1]
 
 
-def test_a_question_without_an_answer_leaves_no_trace(talk: Talk) -> None:
-    talk.answer(talk.ask(OPENING), "Act")
-    talk.ask([*OPENING, assistant("Act"), user("Never answered")])
-    other = talk.ask([*OPENING, assistant("Act"), user("State")])
-    assert talk.answer(other, "L") == 0
-    assert len(talk.recording.rows) == 1
+def test_a_request_without_a_reply_is_not_recorded(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.ask(OPENING), "Act")
+    conversation.ask([*OPENING, assistant("Act"), user("Never answered")])
+    other = conversation.ask([*OPENING, assistant("Act"), user("State")])
+    assert conversation.answer(other, "L") == 0
+    assert len(conversation.recording.rows) == 1
 
 
-def test_token_ids_that_begin_with_the_recorded_ones_go_on(talk: Talk) -> None:
-    first = talk.recording.token_prompt([5, 6, 7])
-    talk.answer(first, "Act")
-    so_far = [5, 6, 7, *talk.sampled("Act")]
-    assert talk.answer(talk.recording.token_prompt([*so_far, 9, 9]), "L") == 0
-    assert talk.answer(talk.recording.token_prompt([5, 6, 8]), "L") == 1
-    assert talk.answer(talk.recording.token_prompt([*so_far, 9, 8]), "L") == 2
-    rows = talk.recording.rows
+def test_token_prompts_that_start_with_the_recorded_tokens_continue_their_row(
+    conversation: ScriptedConversation,
+) -> None:
+    first = conversation.recording.token_prompt([5, 6, 7])
+    conversation.answer(first, "Act")
+    so_far = [5, 6, 7, *conversation.sampled("Act")]
+    assert conversation.answer(conversation.recording.token_prompt([*so_far, 9, 9]), "L") == 0
+    assert conversation.answer(conversation.recording.token_prompt([5, 6, 8]), "L") == 1
+    assert conversation.answer(conversation.recording.token_prompt([*so_far, 9, 8]), "L") == 2
+    rows = conversation.recording.rows
     assert [row.n_prompt for row in rows] == [3, 3, len(so_far) + 2]
-    assert rows[0].loss_mask == [1] * len(talk.sampled("Act")) + [0, 0, 1, 1]
+    assert rows[0].loss_mask == [1] * len(conversation.sampled("Act")) + [0, 0, 1, 1]
 
 
-def test_a_reply_that_was_cut_can_be_gone_on_with(talk: Talk) -> None:
-    talk.answer(talk.recording.token_prompt([5, 6]), "Act", "length")
-    again = talk.recording.token_prompt([5, 6, *talk.sampled("Act", ends=False)])
-    assert talk.answer(again, "ion") == 0
-    assert 0 not in talk.recording.rows[0].loss_mask
+def test_a_truncated_reply_can_be_continued(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.recording.token_prompt([5, 6]), "Act", "length")
+    again = conversation.recording.token_prompt([5, 6, *conversation.sampled("Act", ends=False)])
+    assert conversation.answer(again, "ion") == 0
+    assert 0 not in conversation.recording.rows[0].loss_mask
 
 
-def test_text_goes_on_with_the_sampled_tokens(talk: Talk) -> None:
-    talk.answer(talk.recording.text_prompt("State"), "Act", "length")
-    second = talk.recording.text_prompt("StateAct: ball")
-    first_ids = [*talk.chat.encode("State"), *talk.sampled("Act", ends=False)]
-    assert second.token_ids == first_ids + talk.chat.encode(": ball")
-    assert talk.answer(second, "L") == 0
-    assert talk.recording.text_prompt("Other").origin is None
+def test_text_prompts_continue_with_the_sampled_tokens(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.recording.text_prompt("State"), "Act", "length")
+    second = conversation.recording.text_prompt("StateAct: ball")
+    first_ids = [*conversation.chat.encode("State"), *conversation.sampled("Act", ends=False)]
+    assert second.token_ids == first_ids + conversation.chat.encode(": ball")
+    assert conversation.answer(second, "L") == 0
+    assert conversation.recording.text_prompt("Other").origin is None
 
 
-def test_an_end_of_turn_that_text_does_not_show_is_not_gone_on_with(talk: Talk) -> None:
-    talk.answer(talk.recording.text_prompt("State"), "Act")
-    second = talk.recording.text_prompt("StateAct: ball")
+def test_a_text_prompt_without_the_sampled_eos_token_starts_a_new_row(conversation: ScriptedConversation) -> None:
+    conversation.answer(conversation.recording.text_prompt("State"), "Act")
+    second = conversation.recording.text_prompt("StateAct: ball")
     assert second.token_ids == [
-        *talk.chat.encode("State"),
-        *talk.sampled("Act", ends=False),
-        *talk.chat.encode(": ball"),
+        *conversation.chat.encode("State"),
+        *conversation.sampled("Act", ends=False),
+        *conversation.chat.encode(": ball"),
     ]
-    assert talk.answer(second, "L") == 1
+    assert conversation.answer(second, "L") == 1
 
 
-def test_a_reply_without_tokens_hides_nothing(talk: Talk) -> None:
-    first = talk.recording.text_prompt("State")
-    talk.recording.record(first, EngineResult([], [], "abort", ()), "")
-    assert talk.recording.text_prompt("State").token_ids == first.token_ids
+def test_a_reply_without_tokens_does_not_change_later_prompts(conversation: ScriptedConversation) -> None:
+    first = conversation.recording.text_prompt("State")
+    conversation.recording.record(first, EngineResult([], [], "abort", ()), "")
+    assert conversation.recording.text_prompt("State").token_ids == first.token_ids
 
 
 @given(data=st.data())
-def test_nothing_sampled_is_lost_or_learned_twice(chat: ChatEncoder, data: st.DataObject) -> None:
-    """Whatever is asked, in whatever order it is answered: each reply stands once in the rows with mask 1."""
-    talk = Talk(chat)
+def test_every_sampled_token_is_trained_exactly_once(chat: ChatEncoder, data: st.DataObject) -> None:
+    """For any requests and order of replies, each reply occurs once in the rows with mask 1."""
+    conversation = ScriptedConversation(chat)
     histories: list[list[Message]] = [OPENING]
-    waiting: list[tuple[list[Message], Prompt]] = []
+    pending: list[tuple[list[Message], Prompt]] = []
     replies: list[tuple[Prompt, str]] = []
     for _ in range(data.draw(st.integers(1, 12))):
-        if waiting and data.draw(st.booleans()):
-            history, prompt = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+        if pending and data.draw(st.booleans()):
+            history, prompt = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
             text = data.draw(st.sampled_from(["", "L", "Act", "State"]))
-            talk.answer(prompt, text, data.draw(st.sampled_from(["stop", "length"])) if text else "stop")
+            conversation.answer(prompt, text, data.draw(st.sampled_from(["stop", "length"])) if text else "stop")
             replies.append((prompt, text))
             histories.append([*history, assistant(text), user(data.draw(st.sampled_from("ab")))])
         else:
             history = data.draw(st.sampled_from(histories))
-            waiting.append((history, talk.ask(history)))
-    talk.recording.finish()
-    rows, turns = talk.recording.rows, talk.recording.turns
+            pending.append((history, conversation.ask(history)))
+    conversation.recording.finish()
+    rows, turns = conversation.recording.rows, conversation.recording.turns
     assert len(turns) == len(replies)
     for turn, (prompt, _) in zip(turns, replies, strict=True):
         row = rows[turn.row]

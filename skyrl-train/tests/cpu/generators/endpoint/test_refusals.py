@@ -1,4 +1,4 @@
-"""What clients do wrong is told to them, in OpenAI's shape, and is never the server's failure."""
+"""Client errors are reported in OpenAI's format with status 4xx and never as server errors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_wrong_text_request(live: LiveEndpoint, change: dict[str, Any], messag
     assert message in error["message"]
 
 
-def test_openais_client_raises_what_it_should(live: LiveEndpoint) -> None:
+def test_the_openai_client_raises_its_specific_errors(live: LiveEndpoint) -> None:
     create = live.client.chat.completions.create
     with pytest.raises(openai.BadRequestError, match="there is no model 'other' here") as unknown:
         create(model="other", messages=HELLO)
@@ -119,19 +119,29 @@ def test_a_wrong_method_is_refused(live: LiveEndpoint) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
-NASTY = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 100_000, b'{"a":' * 50_000, b"NaN"]
+INVALID_BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"model": "\\ud800"}',
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
+    b"NaN",
+]
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain", "multipart/form-data", ""])
-def test_bodies_that_are_no_request(live: LiveEndpoint, path: str, content_type: str) -> None:
-    for body in NASTY:
+def test_invalid_bodies_are_refused(live: LiveEndpoint, path: str, content_type: str) -> None:
+    for body in INVALID_BODIES:
         answer = live.http.post(f"{live.url}{path}", content=body, headers={"content-type": content_type})
         assert answer.status_code == 400
-        assert answer.json()["error"]["param"] in (None, "model"), "a field, or none"
+        assert answer.json()["error"]["param"] in (None, "model"), "only the body with a model has a field to name"
 
 
-def test_a_value_too_deep_to_show_is_refused() -> None:
+def test_a_deeply_nested_value_is_refused() -> None:
     deep: Any = 100
     for _ in range(5000):
         deep = {"5": deep}
@@ -164,23 +174,27 @@ FIELDS = [
 CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4)
 
 
-FEW = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 
-@FEW
+@FUZZ
 @given(messages=st.one_of(MESSAGES, JSON, st.just(HELLO)), change=CHANGES)
-def test_no_chat_request_makes_the_server_fail(live: LiveEndpoint, messages: Any, change: dict[str, Any]) -> None:
-    check_answer(post(live, "/chat/completions", CHAT | LIMITS | {"messages": messages} | change))
+def test_arbitrary_chat_requests_never_cause_a_server_error(
+    live: LiveEndpoint, messages: Any, change: dict[str, Any]
+) -> None:
+    assert_valid_response(post(live, "/chat/completions", CHAT | LIMITS | {"messages": messages} | change))
 
 
-@FEW
+@FUZZ
 @given(prompt=st.one_of(JSON, TEXTS, st.lists(st.integers(0, 600), max_size=3)), change=CHANGES)
-def test_no_text_request_makes_the_server_fail(live: LiveEndpoint, prompt: Any, change: dict[str, Any]) -> None:
-    check_answer(post(live, "/completions", TEXT | LIMITS | {"prompt": prompt} | change))
+def test_arbitrary_text_requests_never_cause_a_server_error(
+    live: LiveEndpoint, prompt: Any, change: dict[str, Any]
+) -> None:
+    assert_valid_response(post(live, "/completions", TEXT | LIMITS | {"prompt": prompt} | change))
 
 
-def check_answer(answer: httpx.Response) -> None:
-    """An answer, whole or in chunks, or a mistake of the client's."""
+def assert_valid_response(answer: httpx.Response) -> None:
+    """Assert that the response is a completion, whole or streamed, or a client error."""
     assert answer.status_code in (200, 400)
     if answer.status_code == 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

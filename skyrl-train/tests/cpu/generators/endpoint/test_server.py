@@ -1,4 +1,4 @@
-"""Sessions, the end of things, and what is left over: nothing."""
+"""Sessions over HTTP: recording, cancellation, shutdown, and no leaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from generators.endpoint.conftest import HELLO, MODEL, Stage, new_client, new_engine
+from generators.endpoint.conftest import HELLO, MODEL, EndpointStage, new_client, new_engine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError
@@ -26,7 +26,7 @@ async def chat(client: openai.AsyncOpenAI, messages: Any = HELLO, **options: Any
     return await client.chat.completions.create(model=MODEL, messages=messages, **options)
 
 
-async def test_what_a_session_asks_is_recorded(stage: Stage) -> None:
+async def test_requests_of_a_session_are_recorded(stage: EndpointStage) -> None:
     session = stage.session()
     client = stage.client(session)
     history: list[Any] = list(HELLO)
@@ -41,7 +41,7 @@ async def test_what_a_session_asks_is_recorded(stage: Stage) -> None:
     assert result.n_reused > 0
 
 
-async def test_a_session_is_named_by_url_header_or_body(stage: Stage) -> None:
+async def test_a_session_is_named_by_url_header_or_body(stage: EndpointStage) -> None:
     session, client = stage.session(), stage.client()
     await chat(stage.client(session))
     await chat(client, extra_headers={"X-Session-Id": session.id})
@@ -54,7 +54,7 @@ async def test_a_session_is_named_by_url_header_or_body(stage: Stage) -> None:
     assert [r.session_id for r, _ in stage.engine.exchanges[-3:]] == [None, "client/not opened here", "client/7"]
 
 
-async def test_prompts_of_one_request_can_belong_to_different_sessions(stage: Stage) -> None:
+async def test_prompts_of_one_request_can_belong_to_different_sessions(stage: EndpointStage) -> None:
     first, second = stage.session(max_new_tokens=2), stage.session(max_new_tokens=3)
     sessions = [first.id, second.id]
     prompts = ["State", "Action"]
@@ -67,17 +67,17 @@ async def test_prompts_of_one_request_can_belong_to_different_sessions(stage: St
         assert len(choice.token_ids) <= session.sampling.max_new_tokens
 
 
-async def test_a_request_that_is_refused_changes_no_randomness(stage: Stage) -> None:
-    careless, careful = (stage.client(stage.session(seed=1)) for _ in range(2))
+async def test_a_refused_request_does_not_change_later_seeds(stage: EndpointStage) -> None:
+    refused_client, other_client = (stage.client(stage.session(seed=1)) for _ in range(2))
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        await careless.completions.create(model=MODEL, prompt=["State", "1" * 600])
-    for client in (careless, careful):
+        await refused_client.completions.create(model=MODEL, prompt=["State", "1" * 600])
+    for client in (refused_client, other_client):
         await client.completions.create(model=MODEL, prompt="State")
     (first, _), (second, _) = stage.engine.exchanges
     assert first.seed == second.seed
 
 
-async def test_parallel_requests_have_rows_of_their_own(stage: Stage) -> None:
+async def test_parallel_requests_have_separate_rows(stage: EndpointStage) -> None:
     session = stage.session(max_new_tokens=8)
     client = stage.client(session)
     answers = [*await asyncio.gather(*(chat(client) for _ in range(3))), await chat(client, n=2)]
@@ -89,7 +89,7 @@ async def test_parallel_requests_have_rows_of_their_own(stage: Stage) -> None:
     assert len({request.seed for request, _ in stage.engine.exchanges}) == 5
 
 
-async def test_any_choice_can_be_gone_on_with(stage: Stage) -> None:
+async def test_any_choice_can_be_continued(stage: EndpointStage) -> None:
     session = stage.session(max_new_tokens=8)
     client = stage.client(session)
     choices = (await chat(client, n=3)).choices
@@ -104,7 +104,7 @@ async def test_any_choice_can_be_gone_on_with(stage: Stage) -> None:
     assert len(session.recording.rows) == 3
 
 
-async def test_a_stream_is_recorded_when_it_is_complete(stage: Stage) -> None:
+async def test_a_stream_is_recorded_when_it_is_complete(stage: EndpointStage) -> None:
     session = stage.session(max_new_tokens=8)
     client = stage.client(session)
     text = ""
@@ -116,19 +116,19 @@ async def test_a_stream_is_recorded_when_it_is_complete(stage: Stage) -> None:
     assert len(session.recording.turns) == 2
 
 
-async def test_a_client_that_leaves_ends_the_generation(stage: Stage) -> None:
+async def test_a_disconnected_client_cancels_the_generation(stage: EndpointStage) -> None:
     session = stage.session(max_new_tokens=400)
     await stage.engine.pause()
-    asking = asyncio.create_task(chat(stage.client(session), **LONG))
-    await stage.until_asked()
-    asking.cancel()
+    request_task = asyncio.create_task(chat(stage.client(session), **LONG))
+    await stage.until_n_requests()
+    request_task.cancel()
     await stage.until_idle()
     await stage.engine.resume()
     assert (await chat(stage.client(session))).choices
     assert len(session.recording.turns) == len(stage.engine.exchanges) == 1
 
 
-async def test_leaving_in_the_middle_of_a_stream_ends_the_generation(stage: Stage) -> None:
+async def test_closing_a_stream_cancels_the_generation(stage: EndpointStage) -> None:
     session = stage.session(max_new_tokens=400, ignore_eos=True)
     stream = await chat(stage.client(session), stream=True)
     for _ in range(5):
@@ -138,51 +138,49 @@ async def test_leaving_in_the_middle_of_a_stream_ends_the_generation(stage: Stag
     assert (stage.engine.exchanges, session.recording.turns) == ([], [])
 
 
-async def test_a_session_that_ends_ends_its_requests(stage: Stage) -> None:
+async def test_ending_a_session_cancels_its_requests(stage: EndpointStage) -> None:
     session, other = stage.session(max_new_tokens=400), stage.session()
     client = stage.client(session)
     await chat(client, max_tokens=1)
     await stage.engine.pause()
-    asking = asyncio.create_task(chat(client, [HELLO[1]]))
-    staying = asyncio.create_task(chat(stage.client(other)))
-    await stage.until_asked(2)
+    request_task = asyncio.create_task(chat(client, [HELLO[1]]))
+    other_task = asyncio.create_task(chat(stage.client(other)))
+    await stage.until_n_requests(2)
     await stage.endpoint.end_session(session)
     with pytest.raises(openai.NotFoundError, match=f"there is no open session '{session.id}'"):
-        await asking
+        await request_task
     with pytest.raises(openai.NotFoundError):
         await chat(client)
     await stage.engine.resume()
-    assert (await staying).choices
+    assert (await other_task).choices
     assert set(stage.engine.ended) == session.caches
     assert len(session.recording.turns) == 1
 
 
-async def test_requests_without_a_session_wait_while_the_model_is_trained(
-    stage: Stage, talker: PreTrainedModel
-) -> None:
+async def test_requests_without_a_session_wait_during_training(stage: EndpointStage, talker: PreTrainedModel) -> None:
     session = stage.session()
     await stage.engine.pause()
-    asking = asyncio.create_task(chat(stage.client(), **LONG))
+    request_task = asyncio.create_task(chat(stage.client(), **LONG))
     streaming = await chat(stage.client(), stream=True, **LONG)
-    await stage.until_asked(2)
+    await stage.until_n_requests(2)
     await stage.endpoint.hold_others()
     await stage.engine.resume()
     with pytest.raises(openai.InternalServerError, match="the model is being trained; ask again") as refused:
-        await asking
+        await request_task
     assert refused.value.status_code == 503
     with pytest.raises(openai.APIError, match="the model is being trained; ask again"):
         async for _ in streaming:
             pass
     await sync_weights(stage.engine, talker.named_parameters, 1)
-    waiting = asyncio.create_task(chat(stage.client()))
-    assert (await chat(stage.client(session))).choices, "a session is part of a rollout: it does not wait"
+    waiting_task = asyncio.create_task(chat(stage.client()))
+    assert (await chat(stage.client(session))).choices, "requests of a session belong to a rollout and do not wait"
     await asyncio.sleep(0.2)
-    assert (waiting.done(), stage.engine._unfinished()) == (False, [])
+    assert (waiting_task.done(), stage.engine._unfinished()) == (False, [])
     stage.endpoint.serve_others()
-    assert (await waiting).system_fingerprint == "weights-1"
+    assert (await waiting_task).system_fingerprint == "weights-1"
 
 
-async def test_closing_tells_who_waits_and_leaves_nothing(
+async def test_close_fails_waiting_requests_and_releases_everything(
     talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     process = psutil.Process()
@@ -194,11 +192,11 @@ async def test_closing_tells_who_waits_and_leaves_nothing(
     async with new_client(endpoint.url(session)) as client, new_client(endpoint.url()) as other:
         await chat(client)
         await engine.pause()
-        asking = [asyncio.create_task(chat(c, **LONG)) for c in (client, other)]
+        request_task = [asyncio.create_task(chat(c, **LONG)) for c in (client, other)]
         while len(engine._unfinished()) < 2:
             await asyncio.sleep(0.001)
         await endpoint.close()
-        for answer in asking:
+        for answer in request_task:
             with pytest.raises(openai.InternalServerError, match="the endpoint is shutting down") as refused:
                 await answer
             assert refused.value.status_code == 503
@@ -206,20 +204,20 @@ async def test_closing_tells_who_waits_and_leaves_nothing(
             await chat(other)
     await engine.resume()
     await engine.close()
-    await asyncio.get_running_loop().shutdown_default_executor()  # in which the clients looked for their server
+    await asyncio.get_running_loop().shutdown_default_executor()  # the clients resolved the host name in it
     assert set(threading.enumerate()) <= threads
     assert process.num_fds() <= n_files
     assert len(asyncio.all_tasks()) <= n_tasks
     assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
 
 
-async def test_a_port_that_is_taken_is_said_so(stage: Stage) -> None:
+async def test_an_occupied_port_is_reported(stage: EndpointStage) -> None:
     port = int(stage.endpoint.url().split(":")[2].split("/")[0])
     with pytest.raises(ConfigError, match=f"the endpoint cannot listen on 127.0.0.1:{port}"):
         await Endpoint(stage.endpoint._service).start(port=port)
 
 
-async def test_agents_elsewhere_get_the_public_url(stage: Stage) -> None:
+async def test_sessions_use_the_public_url_if_set(stage: EndpointStage) -> None:
     endpoint = Endpoint(stage.endpoint._service)
     await endpoint.start(public_url="http://trainer.example:8000/")
     session = endpoint.open_session(SamplingParams(max_new_tokens=4), 0, "17/3 é")
@@ -228,15 +226,15 @@ async def test_agents_elsewhere_get_the_public_url(stage: Stage) -> None:
     await endpoint.close()
 
 
-@pytest.mark.parametrize("asked", [{}, {"max_tokens": 10_000}])
-async def test_a_reply_ends_where_the_engines_memory_does(
-    asked: dict[str, int], talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 10_000}])
+async def test_a_reply_ends_with_the_memory_of_the_engine(
+    options: dict[str, int], talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engine = new_engine(talker, tiny_tokenizer, max_cache_bytes=192 * cache_bytes_per_token(talker))
     endpoint = Endpoint(ModelService(engine, tiny_tokenizer, model_name=MODEL))
     await endpoint.start()
     async with new_client(endpoint.url()) as client:
-        answer = await chat(client, **asked, extra_body={"ignore_eos": True})
+        answer = await chat(client, **options, extra_body={"ignore_eos": True})
         assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (192, "length")
         with pytest.raises(openai.BadRequestError, match="maximum context length is 191 tokens"):
             await chat(client, [{"role": "user", "content": "State: ball=(3,0)" * 40}])
@@ -244,7 +242,7 @@ async def test_a_reply_ends_where_the_engines_memory_does(
     await engine.close()
 
 
-async def test_an_engine_that_fails_is_a_failure_of_the_server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_engine_is_a_server_error(stage: EndpointStage, monkeypatch: pytest.MonkeyPatch) -> None:
     session: Session = stage.session()
 
     def broken(*_: Any) -> Any:
@@ -261,7 +259,7 @@ async def test_an_engine_that_fails_is_a_failure_of_the_server(stage: Stage, mon
     assert session.recording.turns == []
 
 
-async def test_many_connections_at_once(stage: Stage) -> None:
+async def test_many_simultaneous_connections(stage: EndpointStage) -> None:
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
         url = f"{stage.endpoint.url()}/chat/completions"

@@ -1,4 +1,4 @@
-"""In a session, the trainer says how replies are sampled."""
+"""Sessions: the trainer determines sampling parameters and seeds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def session(tiny_tokenizer: PreTrainedTokenizerBase) -> Session:
     return Session("a", SAMPLING, 5, Recording(ChatEncoder(tiny_tokenizer)))
 
 
-def asked(**fields: object) -> ChatRequest:
+def chat_request(**fields: object) -> ChatRequest:
     return ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "?"}], **fields})
 
 
-def test_a_request_changes_nothing_about_the_distribution(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_cannot_change_the_sampled_distribution(session: Session, caplog: pytest.LogCaptureFixture) -> None:
     others = {
         "temperature": 0.0,
         "top_p": 0.5,
@@ -41,35 +41,37 @@ def test_a_request_changes_nothing_about_the_distribution(session: Session, capl
     }
     warned: set[str] = set()
     for _ in range(2):
-        assert session.sampling_for(asked(**others), warned) == SAMPLING
+        assert session.sampling_for(chat_request(**others), warned) == SAMPLING
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(messages) == len(others), "one warning for each field, however often it is sent"
+    assert len(messages) == len(others), "one warning per field, however often it is sent"
     assert "Requests ask for temperature=0.0. While they are recorded for training, temperature is 0.7" in messages[0]
 
 
-def test_values_that_are_the_sessions_own_are_no_reason_to_warn(
+def test_values_equal_to_those_of_the_session_cause_no_warning(
     session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    same = asked(temperature=0.7, top_p=0.9, top_k=0, presence_penalty=0, min_tokens=0, ignore_eos=False)
+    same = chat_request(temperature=0.7, top_p=0.9, top_k=0, presence_penalty=0, min_tokens=0, ignore_eos=False)
     assert session.sampling_for(same, set()) == SAMPLING
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(("n_asked", "n_most"), [(None, 10), (4, 4), (40, 10)])
-def test_a_reply_may_be_shorter_and_not_longer(session: Session, n_asked: int | None, n_most: int) -> None:
-    assert session.sampling_for(asked(max_tokens=n_asked), set()) == replace(SAMPLING, max_new_tokens=n_most)
+@pytest.mark.parametrize(("n_requested", "n_max"), [(None, 10), (4, 4), (40, 10)])
+def test_a_reply_may_be_shorter_and_not_longer(session: Session, n_requested: int | None, n_max: int) -> None:
+    assert session.sampling_for(chat_request(max_tokens=n_requested), set()) == replace(SAMPLING, max_new_tokens=n_max)
 
 
-def test_stops_add_up(session: Session) -> None:
-    sampling = session.sampling_for(asked(stop=["y", "x"], stop_token_ids=[4, 3]), set())
+def test_stop_strings_and_tokens_are_added_to_those_of_the_session(session: Session) -> None:
+    sampling = session.sampling_for(chat_request(stop=["y", "x"], stop_token_ids=[4, 3]), set())
     assert (sampling.stop, sampling.stop_token_ids) == (("x", "y"), (3, 4))
 
 
-def test_logprobs_can_be_asked_for(session: Session) -> None:
-    assert session.sampling_for(asked(logprobs=True, top_logprobs=2), set()) == replace(SAMPLING, n_top_logprobs=2)
+def test_logprobs_can_be_requested(session: Session) -> None:
+    assert session.sampling_for(chat_request(logprobs=True, top_logprobs=2), set()) == replace(
+        SAMPLING, n_top_logprobs=2
+    )
 
 
-def test_randomness_belongs_to_the_session_and_the_prompt(session: Session) -> None:
+def test_seeds_depend_on_session_and_prompt(session: Session) -> None:
     prompt, other = Prompt([1, 2]), Prompt([1, 3])
     seeds = [session.engine_request(p, SAMPLING).seed for p in (prompt, other, prompt)]
     assert len(set(seeds)) == 3
@@ -78,15 +80,15 @@ def test_randomness_belongs_to_the_session_and_the_prompt(session: Session) -> N
     assert Session("c", SAMPLING, 6, session.recording).engine_request(prompt, SAMPLING).seed not in seeds
 
 
-def test_a_request_that_got_no_answer_is_asked_again_the_same_way(session: Session) -> None:
-    given_up, waiting = (session.engine_request(Prompt([1, 2]), SAMPLING) for _ in range(2))
-    session.give_up(given_up)
+def test_the_seed_of_an_abandoned_request_is_reused(session: Session) -> None:
+    abandoned, waiting = (session.engine_request(Prompt([1, 2]), SAMPLING) for _ in range(2))
+    session.give_up(abandoned)
     again, another = (session.engine_request(Prompt([1, 2]), SAMPLING) for _ in range(2))
-    assert again.seed == given_up.seed
-    assert len({given_up.seed, waiting.seed, another.seed}) == 3
+    assert again.seed == abandoned.seed
+    assert len({abandoned.seed, waiting.seed, another.seed}) == 3
 
 
-def test_rows_have_caches_of_their_own(session: Session) -> None:
+def test_each_row_has_its_own_cache(session: Session) -> None:
     def ask(token_ids: list[int]) -> str | None:
         prompt = session.recording.token_prompt(token_ids)
         request = session.engine_request(prompt, SAMPLING)

@@ -1,4 +1,4 @@
-"""Training through the endpoint: whole runs, with agents that only know OpenAI's interface."""
+"""Training runs through the endpoint, with agents that use only OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_litellm_trains(arguments: list[str], tmp_path: Path, litellm: Any) -> N
     check_games(train(LiteLLMExp, arguments, tmp_path))
 
 
-def test_a_model_learns_what_its_agent_rewards(arguments: list[str], tmp_path: Path) -> None:
-    async def likes_even_tokens(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
+def test_the_policy_learns_from_rewards_of_its_agent(arguments: list[str], tmp_path: Path) -> None:
+    async def rewards_even_tokens(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         async with new_client(base_url) as client:
             extra = {"return_token_ids": True}
             answer = await client.chat.completions.create(model=model, messages=row.prompt, extra_body=extra)
@@ -73,9 +73,9 @@ def test_a_model_learns_what_its_agent_rewards(arguments: list[str], tmp_path: P
         def get_generator(
             self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
         ) -> GeneratorInterface:
-            return AgentGenerator(likes_even_tokens, cfg.generator, inference_engine_client, tokenizer)
+            return AgentGenerator(rewards_even_tokens, cfg.generator, inference_engine_client, tokenizer)
 
-    fast = [
+    overrides = [
         "trainer.max_training_steps=12",
         "trainer.epochs=6",
         "trainer.eval_interval=-1",
@@ -84,6 +84,6 @@ def test_a_model_learns_what_its_agent_rewards(arguments: list[str], tmp_path: P
         "trainer.algorithm.use_kl_loss=false",
         "generator.n_samples_per_prompt=8",
     ]
-    rewards = [row["reward/avg_raw_reward"] for row in train(EvenExp, [*arguments, *fast], tmp_path)[1:]]
+    rewards = [row["reward/avg_raw_reward"] for row in train(EvenExp, [*arguments, *overrides], tmp_path)[1:]]
     assert rewards[0] < 0.7
     assert sum(rewards[-3:]) / 3 > 0.75, rewards

@@ -15,13 +15,13 @@ from skyrl_train.inference_engines.hf import HFEngine
 async def new_engine(
     tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, forward_passes: list[int]
 ) -> AsyncIterator[Callable[..., HFEngine]]:
-    """Makes engines, of the tiny model unless told otherwise, and closes them after the test."""
+    """Create engines, by default of the tiny model, and close them after the test."""
     engines = []
 
     def make(model: PreTrainedModel = tiny_model, **options: Any) -> HFEngine:
         defaults = {"max_num_seqs": 32, "max_num_batched_tokens": 4096, "max_cache_bytes": 1 << 28}
         engines.append(HFEngine(model, tiny_tokenizer, **defaults | options))
-        forward_passes.clear()  # those that checked the model
+        forward_passes.clear()  # passes that checked the model
         return engines[-1]
 
     yield make
@@ -31,20 +31,20 @@ async def new_engine(
 
 @pytest.fixture
 def forward_passes(tiny_model: PreTrainedModel) -> Iterator[list[int]]:
-    """Tokens that every forward pass of the tiny model read."""
+    """Number of tokens of each forward pass of the tiny model."""
     n_tokens: list[int] = []
 
-    def note(_: torch.nn.Module, __: tuple[()], inputs: dict[str, Any]) -> None:
+    def record(_: torch.nn.Module, __: tuple[()], inputs: dict[str, Any]) -> None:
         n_tokens.append(inputs["input_ids"].numel())
 
-    hook = tiny_model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    hook = tiny_model.base_model.register_forward_pre_hook(record, with_kwargs=True)
     yield n_tokens
     hook.remove()
 
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Lets the event loop run until a condition holds, for a minute at most."""
+    """Wait until a condition holds, for at most a minute."""
 
     async def wait(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""Packed passes, where what is asked of them is more than that their numbers are right: see `test_contract.py`."""
+"""Packed forward passes: properties beyond correct numbers, which `test_contract.py` covers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 CAPACITY = 3 * UNIT
 
 
-def sequence_of(length: int, place: int, n_cached: int = 0) -> CachedSequence:
-    """In a region beside those of the places before."""
+def sequence_of(length: int, index: int, n_cached: int = 0) -> CachedSequence:
+    """Return a sequence in the region after those of lower indices."""
     generator = torch.Generator().manual_seed(length)
     token_ids = torch.randint(3, 61, (length,), generator=generator).tolist()
     request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
     sequence = CachedSequence(request, CAPACITY)
-    sequence.region = Region(place * CAPACITY, CAPACITY, sequence.token_ids, session_id=None, n_cached=n_cached)
+    sequence.region = Region(index * CAPACITY, CAPACITY, sequence.token_ids, session_id=None, n_cached=n_cached)
     return sequence
 
 
 @torch.inference_mode()
 def last_states(model: PreTrainedModel, lengths: list[int], *, is_isolated: bool) -> dict[int, torch.Tensor]:
-    """The states after sequences, by their place, whose last tokens are read in one pass, and the others before it."""
+    """Return the last state of each sequence by index; the last tokens share one pass, earlier tokens are cached."""
     memory = KVMemory(len(lengths) * CAPACITY)
     rows = []
-    for place, length in enumerate(lengths):
-        sequence = sequence_of(length, place)
+    for index, length in enumerate(lengths):
+        sequence = sequence_of(length, index)
         hidden_states(model, memory, [Row(sequence, length - 1)])
         sequence.region.n_cached = length - 1
         rows.append(Row(sequence, 1))
@@ -42,19 +42,19 @@ def last_states(model: PreTrainedModel, lengths: list[int], *, is_isolated: bool
 
 
 @pytest.mark.parametrize("max_copied", [UNIT, 512])
-def test_lengths_of_others_change_no_bit_of_a_sequence_that_is_isolated(
+def test_is_isolated_makes_states_bitwise_independent_of_other_lengths(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, max_copied: int
 ) -> None:
     monkeypatch.setattr(attention, "MAX_COPIED", max_copied)
     for length in (5, 40, 61, 100, 150):
-        apart = last_states(tiny_model, [length, 7, 7, 7], is_isolated=True)
-        for beside in ([length, 90, length, 59], [length] * 4, [7, length, 130, 150]):
-            states = last_states(tiny_model, beside, is_isolated=True)
-            expected = last_states(tiny_model, beside, is_isolated=False)
-            for place, other in enumerate(beside):
-                torch.testing.assert_close(states[place], expected[place])
+        single = last_states(tiny_model, [length, 7, 7, 7], is_isolated=True)
+        for batch_lengths in ([length, 90, length, 59], [length] * 4, [7, length, 130, 150]):
+            states = last_states(tiny_model, batch_lengths, is_isolated=True)
+            expected = last_states(tiny_model, batch_lengths, is_isolated=False)
+            for index, other in enumerate(batch_lengths):
+                torch.testing.assert_close(states[index], expected[index])
                 if other == length:
-                    torch.testing.assert_close(states[place], apart[0], rtol=0, atol=0)
+                    torch.testing.assert_close(states[index], single[0], rtol=0, atol=0)
 
 
 @torch.inference_mode()
@@ -64,9 +64,9 @@ def test_a_first_chunk_beside_a_later_one_of_the_same_size(tiny_model: PreTraine
     for pool in (memory, separate):
         hidden_states(tiny_model, pool, [Row(later, 12)])
     rows = [Row(sequence_of(8, 0), 8), Row(sequence_of(20, 1, n_cached=12), 8)]
-    together = hidden_states(tiny_model, memory, rows)
+    batched = hidden_states(tiny_model, memory, rows)
     expected = torch.cat([hidden_states(tiny_model, separate, [row]) for row in rows])
-    torch.testing.assert_close(together, expected)
+    torch.testing.assert_close(batched, expected)
 
 
 @torch.inference_mode()
@@ -77,8 +77,8 @@ def test_a_smaller_region_beside_a_larger_one_at_the_end_of_memory(tiny_model: P
     expected = [hidden_states(tiny_model, memory, [Row(one, len(one.token_ids))])[-1] for one in (large, small)]
     for sequence in (large, small):
         sequence.region.n_cached = len(sequence.token_ids) - 1
-    together = hidden_states(tiny_model, memory, [Row(large, 1), Row(small, 1)])
-    torch.testing.assert_close(together, torch.stack(expected))
+    batched = hidden_states(tiny_model, memory, [Row(large, 1), Row(small, 1)])
+    torch.testing.assert_close(batched, torch.stack(expected))
 
 
 def test_padded_lengths() -> None:

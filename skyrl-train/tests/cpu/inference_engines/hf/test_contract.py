@@ -1,4 +1,4 @@
-"""The embedded engine keeps the contract of engines."""
+"""The embedded engine meets the engine contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contract.engine_kit import EngineKit  # noqa: E402
 
 @pytest.fixture
 async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EngineKit]:
-    """The engine that generates with the policy's own tensors."""
+    """An engine that generates with the tensors of the policy itself."""
     model, engines = copy.deepcopy(tiny_model), []
 
     def new(max_num_seqs: int = 32, max_num_batched_tokens: int = 1024) -> HFEngine:
@@ -26,15 +26,15 @@ async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedToke
         engines.append(HFEngine(model, tiny_tokenizer, max_cache_bytes=1 << 28, **limits))
         return engines[-1]
 
-    yield EngineKit(new, model, tiny_tokenizer, tolerance=1e-5, reused_at_once=1)
+    yield EngineKit(new, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1)
     for engine in engines:
         await engine.close()
 
 
-class TestContract(EngineContract):
-    """The contract, and what the engine leaves in this process."""
+class TestHFContract(EngineContract):
+    """The engine contract, and threads of the embedded engine."""
 
-    async def test_closing_in_the_middle_of_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
+    async def test_close_during_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
         threads = set(threading.enumerate())
-        await self.test_closing_fails_everyone_who_waits(engine_kit)
+        await self.test_close_fails_all_waiting_calls(engine_kit)
         assert set(threading.enumerate()) <= threads

@@ -1,4 +1,4 @@
-"""What the embedded engine reads, and that neither its batches nor its cache show in what it generates."""
+"""Tokens that the embedded engine reads, and independence of its results from batches and cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Passes = list[int]
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 61) -> list[int]:
-    """Random tokens, none of them special."""
+    """Return random tokens without special ones."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
 
@@ -36,7 +36,7 @@ def request(
 
 
 def ragged_requests(n: int = 6) -> list[EngineRequest]:
-    """Different prompts, lengths, temperatures and seeds; two of them share their prompt."""
+    """Return requests with different prompts, lengths, temperatures and seeds; two of them share a prompt."""
     requests = [
         request(prompt(3 + 7 * i, seed=i), n_new=4 + 3 * i, seed=i, temperature=0.5 + 0.25 * i) for i in range(n)
     ]
@@ -44,7 +44,7 @@ def ragged_requests(n: int = 6) -> list[EngineRequest]:
 
 
 def greedy(model: PreTrainedModel, prompt_ids: list[int], n_new: int) -> list[int]:
-    """What transformers generates."""
+    """Generate greedily with transformers."""
     output = model.generate(
         torch.tensor([prompt_ids]),
         attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
@@ -58,7 +58,7 @@ def greedy(model: PreTrainedModel, prompt_ids: list[int], n_new: int) -> list[in
 
 @torch.no_grad()
 def trainer_logprobs(model: PreTrainedModel, request: EngineRequest, result: EngineResult) -> list[float]:
-    """What the trainer computes for the sampled tokens."""
+    """Return the log-probs of the sampled tokens as computed by the trainer."""
     sequences = torch.tensor([request.prompt_ids + result.token_ids])
     mask = torch.ones(1, len(result.token_ids))
     temperature = request.sampling.temperature or 1.0
@@ -71,8 +71,8 @@ def assert_same(actual: EngineResult, expected: EngineResult) -> None:
     assert actual.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-async def alone(new_engine: NewEngine, requests: list[EngineRequest]) -> list[EngineResult]:
-    """Each request served with nothing else in the engine, without a session."""
+async def serve_separately(new_engine: NewEngine, requests: list[EngineRequest]) -> list[EngineResult]:
+    """Serve each request in a new engine, without a session."""
     return [(await new_engine().generate([replace(r, session_id=None)]))[0] for r in requests]
 
 
@@ -101,18 +101,16 @@ async def test_other_architectures_agree_with_transformers(
 # -- independence
 
 
-async def test_results_do_not_depend_on_what_else_is_in_the_batch(
-    new_engine: NewEngine, forward_passes: Passes
-) -> None:
+async def test_results_do_not_depend_on_the_batch(new_engine: NewEngine, forward_passes: Passes) -> None:
     requests = ragged_requests()
-    expected = await alone(new_engine, requests)
-    together = await new_engine().generate(requests)
+    expected = await serve_separately(new_engine, requests)
+    batched = await new_engine().generate(requests)
     backwards = await new_engine().generate(requests[::-1])
     one_at_a_time = await new_engine(max_num_seqs=1).generate(requests)
     forward_passes.clear()
     two_at_a_time = await new_engine(max_num_seqs=2).generate(requests)
     assert 2 in forward_passes
-    for results in (together, backwards[::-1], one_at_a_time, two_at_a_time):
+    for results in (batched, backwards[::-1], one_at_a_time, two_at_a_time):
         for actual, result in zip(results, expected, strict=True):
             assert_same(actual, result)
     assert len({tuple(result.token_ids) for result in expected}) == len(requests)
@@ -122,7 +120,7 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
     new_engine: NewEngine, forward_passes: Passes, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
 ) -> None:
     requests = ragged_requests()
-    expected = await alone(new_engine, requests)
+    expected = await serve_separately(new_engine, requests)
     forward_passes.clear()
     engine = new_engine()
     calls = []
@@ -131,14 +129,14 @@ async def test_results_do_not_depend_on_the_time_of_arrival(
         calls.append(asyncio.create_task(engine.generate([r])))
     for call, result in zip(calls, expected, strict=True):
         assert_same((await call)[0], result)
-    assert {2, 3} <= set(forward_passes)  # they did share passes
+    assert {2, 3} <= set(forward_passes)  # the requests did share passes
 
 
 # -- weights
 
 
 @pytest.mark.parametrize("transport", ["shared", "broadcast"])
-async def test_an_engine_with_its_own_copy_of_the_model_takes_over_new_weights(
+async def test_an_engine_with_its_own_copy_of_the_model_receives_new_weights(
     new_engine: NewEngine, tiny_model: PreTrainedModel, transport: Transport
 ) -> None:
     policy = copy.deepcopy(tiny_model)
@@ -155,7 +153,7 @@ async def test_an_engine_with_its_own_copy_of_the_model_takes_over_new_weights(
         assert result.logprobs == pytest.approx(trainer_logprobs(model, turn, result), abs=1e-5)
 
 
-async def test_a_sync_that_breaks_off_leaves_no_cache_of_the_old_weights(
+async def test_a_failed_sync_clears_the_cache_and_keeps_the_old_weights(
     new_engine: NewEngine, tiny_model: PreTrainedModel
 ) -> None:
     engine, turn = new_engine(copy.deepcopy(tiny_model)), request(prompt(80), session="game")
@@ -172,19 +170,19 @@ async def test_a_sync_that_breaks_off_leaves_no_cache_of_the_old_weights(
         assert (result.n_reused, {span.version for span in result.weight_spans}) == (0, {0})
 
 
-# -- what is read
+# -- tokens read
 
 
-async def test_a_sessions_next_turn_reads_only_what_is_new(
+async def test_the_next_turn_of_a_session_reads_only_new_tokens(
     new_engine: NewEngine, tiny_model: PreTrainedModel, forward_passes: Passes
 ) -> None:
     engine = new_engine()
     turn = request(prompt(30), n_new=5, session="game", temperature=0.9)
     for _ in range(4):  # grows past the first 64 tokens
-        (without,) = await alone(new_engine, [turn])
+        (without,) = await serve_separately(new_engine, [turn])
         forward_passes.clear()
         (result,) = await engine.generate([turn])
-        n_new = 30 if len(turn.prompt_ids) == 30 else 12  # the last sampled token and 11 observed ones
+        n_new = 30 if len(turn.prompt_ids) == 30 else 12  # the last sampled token and 11 observed tokens
         assert forward_passes == [n_new, 1, 1, 1, 1]
         assert result.n_reused == len(turn.prompt_ids) - n_new
         assert_same(result, without)
@@ -222,7 +220,7 @@ async def test_a_late_sample_of_a_group_does_not_read_its_prompt(
     new_engine: NewEngine, forward_passes: Passes, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
 ) -> None:
     engine, late = new_engine(), request(prompt(100), seed=77)
-    (expected,) = await alone(new_engine, [late])
+    (expected,) = await serve_separately(new_engine, [late])
     forward_passes.clear()
     first = asyncio.create_task(engine.generate([request(prompt(100), n_new=40)]))
     await eventually(lambda: len(forward_passes) > 3)
@@ -232,20 +230,20 @@ async def test_a_late_sample_of_a_group_does_not_read_its_prompt(
     assert max(forward_passes[1:]) == 2
 
 
-async def test_a_short_prompt_without_a_session_is_found_again(new_engine: NewEngine) -> None:
+async def test_a_short_prompt_without_a_session_is_reused(new_engine: NewEngine) -> None:
     engine = new_engine()
     await engine.generate([request(prompt(20), n_new=9)])
     (again,) = await engine.generate([request(prompt(20), n_new=9, seed=5)])
     assert again.n_reused == 19
 
 
-async def test_a_longer_prompt_without_a_session_reads_what_is_new(
+async def test_a_longer_prompt_without_a_session_reads_only_new_tokens(
     new_engine: NewEngine, forward_passes: Passes
 ) -> None:
     engine = new_engine()
     (first,) = await engine.generate([request(prompt(100), n_new=30)])
     longer = request(prompt(100) + first.token_ids + prompt(20))
-    (expected,) = await alone(new_engine, [longer])
+    (expected,) = await serve_separately(new_engine, [longer])
     forward_passes.clear()
     (second,) = await engine.generate([longer])
     assert forward_passes[0] == 21  # the last token of the first response was never read
@@ -253,11 +251,11 @@ async def test_a_longer_prompt_without_a_session_reads_what_is_new(
     assert_same(second, expected)
 
 
-async def test_long_prompts_are_read_in_chunks_while_others_go_on(
+async def test_long_prompts_are_read_in_chunks_while_others_decode(
     new_engine: NewEngine, forward_passes: Passes
 ) -> None:
     requests = [request(prompt(5), n_new=20), request(prompt(300, seed=1), n_new=4), request(prompt(90, seed=2))]
-    expected = await alone(new_engine, requests)
+    expected = await serve_separately(new_engine, requests)
     forward_passes.clear()
     for actual, result in zip(await new_engine(max_num_batched_tokens=70).generate(requests), expected, strict=True):
         assert_same(actual, result)
@@ -267,7 +265,7 @@ async def test_long_prompts_are_read_in_chunks_while_others_go_on(
 async def test_bfloat16_autocast_runs_on_float32_weights(
     tiny_model: PreTrainedModel, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: keys leave the rotary embedding in float32 and values in bfloat16."""
+    """The dtypes are those of a GPU: keys leave the rotary embedding in float32 and values in bfloat16."""
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     monkeypatch.setattr("skyrl_train.inference_engines.hf.engine.autocast", lambda device, bf16: autocast)
     engine = new_engine(tiny_model, bf16=True)
@@ -280,7 +278,7 @@ async def test_bfloat16_autocast_runs_on_float32_weights(
     assert {pool.dtype for pool in pools} == {torch.bfloat16}
 
 
-async def test_an_ended_session_is_read_anew(new_engine: NewEngine) -> None:
+async def test_an_ended_session_is_read_again(new_engine: NewEngine) -> None:
     engine = new_engine()
     await engine.generate([request(prompt(30), session="game")])
     await engine.end_session("game")

@@ -1,4 +1,4 @@
-"""Memory, failures, cancellation and the end: what one caller does or suffers leaves the others alone."""
+"""Limits of the engine: memory, failures, cancellation and close affect only the callers concerned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Passes = list[int]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 TOKEN_BYTES = 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, head_dim, float32
-REGION_BYTES = 64 * TOKEN_BYTES  # of a sequence of up to 64 tokens
+REGION_BYTES = 64 * TOKEN_BYTES  # region of a sequence of up to 64 tokens
 
 
 def request(n_prompt: int, n_new: int, session: str | None = None, token: int = 5) -> EngineRequest:
@@ -38,23 +38,23 @@ def request(n_prompt: int, n_new: int, session: str | None = None, token: int = 
 
 
 @pytest.fixture
-def largest_cache(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of key-value cache each time that it may have grown."""
+def cache_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the key-value cache after each access to a layer."""
     sizes: list[int] = []
     layer = KVMemory.layer
 
-    def measured(self: KVMemory, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def measuring_layer(self: KVMemory, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         memory = layer(self, *args)
         sizes.append(sum(tensor.nbytes for pair in self._layers.values() for tensor in pair))
         return memory
 
-    monkeypatch.setattr(KVMemory, "layer", measured)
+    monkeypatch.setattr(KVMemory, "layer", measuring_layer)
     return sizes
 
 
 @pytest.fixture
 def gate(tiny_model: PreTrainedModel) -> Iterator[threading.Event]:
-    """Forward passes wait while it is not set, which it is at first."""
+    """An event, initially set, that forward passes wait for."""
     opened = threading.Event()
     opened.set()
     hook = tiny_model.base_model.register_forward_pre_hook(lambda *_: opened.wait(60) and None)
@@ -74,11 +74,11 @@ async def test_idle_sessions_make_room_for_others(new_engine: NewEngine, forward
     await engine.generate([request(20, 4, session="d", token=ord("d"))])
     await engine.generate([request(20, 4, session="c", token=ord("c"))])
     assert set(forward_passes) == {1}
-    await engine.generate([request(20, 4, session="a", token=ord("a"))])  # idle for longest when d came
+    await engine.generate([request(20, 4, session="a", token=ord("a"))])  # least recently used when d arrived
     assert [n_tokens for n_tokens in forward_passes if n_tokens > 1] == [20]
 
 
-async def test_requests_of_one_session_at_once_give_their_room_back(new_engine: NewEngine) -> None:
+async def test_simultaneous_requests_of_a_session_free_their_memory(new_engine: NewEngine) -> None:
     engine = new_engine(max_cache_bytes=3 * REGION_BYTES)
     requests = [request(12, 4, session="game", token=token) for token in (7, 8, 9)]
     (expected,) = await new_engine().generate(requests[2:])
@@ -88,20 +88,20 @@ async def test_requests_of_one_session_at_once_give_their_room_back(new_engine: 
         assert results[2].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-async def test_the_cache_takes_the_bytes_it_may_and_no_more(
-    new_engine: NewEngine, other_model: PreTrainedModel, largest_cache: list[int]
+async def test_the_cache_uses_at_most_max_cache_bytes(
+    new_engine: NewEngine, other_model: PreTrainedModel, cache_sizes: list[int]
 ) -> None:
     await new_engine(other_model, max_cache_bytes=1_000_000).generate([request(10, 4)])
-    assert 900_000 < max(largest_cache) <= 1_000_000
+    assert 900_000 < max(cache_sizes) <= 1_000_000
     config = other_model.config
     n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    n_least = 64 * 2 * 2 * n_heads * 8 * 4  # tokens, keys and values, layers, heads, head_dim, float32
-    await new_engine(other_model, max_cache_bytes=n_least).generate([request(10, 4)])
-    with pytest.raises(EngineError, match=f"{n_least - 1:,} are allowed"):
-        await new_engine(other_model, max_cache_bytes=n_least - 1).generate([request(10, 4)])
+    n_min_bytes = 64 * 2 * 2 * n_heads * 8 * 4  # tokens, keys and values, layers, heads, head_dim, float32
+    await new_engine(other_model, max_cache_bytes=n_min_bytes).generate([request(10, 4)])
+    with pytest.raises(EngineError, match=f"{n_min_bytes - 1:,} are allowed"):
+        await new_engine(other_model, max_cache_bytes=n_min_bytes - 1).generate([request(10, 4)])
 
 
-async def test_more_requests_than_memory_wait_for_each_other(new_engine: NewEngine, forward_passes: Passes) -> None:
+async def test_requests_wait_for_memory(new_engine: NewEngine, forward_passes: Passes) -> None:
     requests = [request(10 + i, 5, token=10 + i) for i in range(9)]
     expected = await new_engine().generate(requests)
     forward_passes.clear()
@@ -110,20 +110,18 @@ async def test_more_requests_than_memory_wait_for_each_other(new_engine: NewEngi
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
-async def test_a_growing_sequence_takes_the_memory_of_the_one_that_came_last(
-    new_engine: NewEngine, forward_passes: Passes
-) -> None:
+async def test_a_growing_sequence_preempts_the_last_arrival(new_engine: NewEngine, forward_passes: Passes) -> None:
     requests = [request(40, 100), request(45, 100, token=9)]
     expected = [await new_engine().generate([r]) for r in requests]
     forward_passes.clear()
     results = await new_engine(max_cache_bytes=4 * REGION_BYTES).generate(requests)
-    assert sum(forward_passes) > 40 + 45 + 2 * 99  # something was read twice
-    for result, (alone,) in zip(results, expected, strict=True):
-        assert result.token_ids == alone.token_ids
-        assert result.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    assert sum(forward_passes) > 40 + 45 + 2 * 99  # a preempted sequence was read twice
+    for result, (single,) in zip(results, expected, strict=True):
+        assert result.token_ids == single.token_ids
+        assert result.logprobs == pytest.approx(single.logprobs, abs=1e-5)
 
 
-async def test_a_long_sequence_waits_until_it_fits_beside_nothing(
+async def test_a_long_sequence_waits_until_it_fits(
     new_engine: NewEngine, forward_passes: Passes, eventually: Eventually
 ) -> None:
     long, short = request(100, 10), request(12, 30, token=9)
@@ -136,16 +134,16 @@ async def test_a_long_sequence_waits_until_it_fits_beside_nothing(
     assert [r.token_ids for r in results] == [expected[i].token_ids for i in (2, 0, 1)]
 
 
-async def test_sequences_of_growing_length(new_engine: NewEngine) -> None:
-    engine, roomy = new_engine(max_cache_bytes=6 * REGION_BYTES), new_engine()
+async def test_a_session_of_varying_prompt_lengths(new_engine: NewEngine) -> None:
+    engine, unlimited = new_engine(max_cache_bytes=6 * REGION_BYTES), new_engine()
     for n_prompt in (10, 60, 61, 120, 200, 300, 40):
         r = request(n_prompt, 5, session="grows")
-        (result,), (expected,) = await engine.generate([r]), await roomy.generate([r])
+        (result,), (expected,) = await engine.generate([r]), await unlimited.generate([r])
         assert result.token_ids == expected.token_ids
         assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-async def test_a_sequence_that_can_never_fit_is_refused_alone(new_engine: NewEngine) -> None:
+async def test_only_the_call_of_a_sequence_that_can_never_fit_is_refused(new_engine: NewEngine) -> None:
     engine = new_engine(max_cache_bytes=2 * REGION_BYTES)
     served = asyncio.create_task(engine.generate([request(20, 20)]))
     message = rf"a sequence of 129 tokens needs {129 * TOKEN_BYTES:,} bytes .* {2 * REGION_BYTES:,} are allowed"
@@ -177,27 +175,27 @@ async def test_a_failing_pass_fails_every_caller_and_the_engine_recovers(
     hook.remove()
     assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
     assert {str(outcome) for outcome in outcomes} == {"generation failed: ValueError('out of luck')"}
-    assert "ValueError: out of luck" in caplog.text  # with its traceback
+    assert "ValueError: out of luck" in caplog.text  # with traceback
     for r, (result,) in zip(requests, expected, strict=True):
         assert (await engine.generate([r]))[0].token_ids == result.token_ids
 
 
-# -- cancellation, synchronising, closing
+# -- cancellation, weight sync, close
 
 
-async def in_a_step(
-    engine: HFEngine, gate: threading.Event, asked: EngineRequest | None = None
+async def start_step(
+    engine: HFEngine, gate: threading.Event, step_request: EngineRequest | None = None
 ) -> asyncio.Task[list[EngineResult]]:
     """Start a call whose first step does not end before `gate` is set."""
     gate.clear()
-    call = asyncio.create_task(engine.generate([asked or request(10, 400)]))
+    call = asyncio.create_task(engine.generate([step_request or request(10, 400)]))
     async with asyncio.timeout(60):
         while engine._between_steps.is_set():
             await asyncio.sleep(0.001)
     return call
 
 
-async def test_requests_that_are_over_when_a_step_fails_return_their_tokens(
+async def test_requests_that_finished_before_a_step_fails_return_their_tokens(
     new_engine: NewEngine, tiny_model: PreTrainedModel, gate: threading.Event
 ) -> None:
     engine = new_engine()
@@ -206,7 +204,7 @@ async def test_requests_that_are_over_when_a_step_fails_return_their_tokens(
         raise ValueError("out of luck")
 
     hook = tiny_model.base_model.register_forward_pre_hook(fail)
-    call = await in_a_step(engine, gate)
+    call = await start_step(engine, gate)
     late = asyncio.create_task(engine.generate([request(11, 8)]))
     await engine.abort()
     await asyncio.sleep(0.01)
@@ -219,17 +217,17 @@ async def test_requests_that_are_over_when_a_step_fails_return_their_tokens(
         await late
 
 
-async def cancelled(task: asyncio.Task[Any]) -> None:
+async def cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
 
 
-async def test_synchronising_waits_for_the_last_step_of_a_cancelled_call_and_later_ones_wait_for_it(
+async def test_a_weight_sync_waits_for_the_step_of_a_cancelled_call_and_later_calls_wait_for_the_sync(
     new_engine: NewEngine, tiny_model: PreTrainedModel, gate: threading.Event, eventually: Eventually
 ) -> None:
     engine = new_engine()
-    await cancelled(await in_a_step(engine, gate))
+    await cancel(await start_step(engine, gate))
     sync = asyncio.create_task(sync_weights(engine, tiny_model.named_parameters, 1))
     await eventually(lambda: engine._n_holds == 1)
     late = asyncio.create_task(engine.generate([request(12, 4)]))
@@ -241,23 +239,23 @@ async def test_synchronising_waits_for_the_last_step_of_a_cancelled_call_and_lat
     assert result.weight_spans == ((1, 4),)
 
 
-async def test_a_pause_that_is_cancelled_has_done_nothing(new_engine: NewEngine, gate: threading.Event) -> None:
+async def test_a_cancelled_pause_has_no_effect(new_engine: NewEngine, gate: threading.Event) -> None:
     engine = new_engine()
-    call = await in_a_step(engine, gate, request(10, 4))
+    call = await start_step(engine, gate, request(10, 4))
     pause = asyncio.create_task(engine.pause())
     await asyncio.sleep(0.01)
-    await cancelled(pause)
+    await cancel(pause)
     gate.set()
     assert len((await call)[0].token_ids) == 4
     with pytest.raises(EngineError, match="not paused"):
         await engine.resume()
 
 
-async def test_a_pause_ends_with_the_step_although_the_engine_was_resumed(
+async def test_a_pause_returns_after_the_step_even_if_the_engine_was_resumed(
     new_engine: NewEngine, gate: threading.Event
 ) -> None:
     engine = new_engine()
-    call = await in_a_step(engine, gate)
+    call = await start_step(engine, gate)
     pause = asyncio.create_task(engine.pause())
     await asyncio.sleep(0.01)
     await engine.resume()
@@ -268,13 +266,13 @@ async def test_a_pause_ends_with_the_step_although_the_engine_was_resumed(
     await call
 
 
-async def test_a_close_that_is_cancelled_goes_on(new_engine: NewEngine, gate: threading.Event) -> None:
+async def test_a_cancelled_close_continues(new_engine: NewEngine, gate: threading.Event) -> None:
     threads = set(threading.enumerate())
     engine = new_engine()
-    call = await in_a_step(engine, gate)
+    call = await start_step(engine, gate)
     close = asyncio.create_task(engine.close())
     await asyncio.sleep(0.01)
-    await cancelled(close)
+    await cancel(close)
     with pytest.raises(EngineError, match="closed while requests were waiting"):
         await call
     gate.set()
@@ -285,16 +283,18 @@ async def test_a_close_that_is_cancelled_goes_on(new_engine: NewEngine, gate: th
         await engine.pause()
 
 
-async def test_a_session_that_ends_while_it_runs_keeps_nothing(new_engine: NewEngine, gate: threading.Event) -> None:
+async def test_a_session_ended_during_a_step_keeps_no_cache(new_engine: NewEngine, gate: threading.Event) -> None:
     engine = new_engine()
-    await cancelled(await in_a_step(engine, gate, request(80, 400, session="game")))
+    await cancel(await start_step(engine, gate, request(80, 400, session="game")))
     await engine.end_session("game")
     gate.set()
     (result,) = await engine.generate([request(80, 1, session="other")])
     assert result.n_reused == 0
 
 
-async def test_an_engine_that_cannot_start_over_says_so(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_recover_reports_its_error(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = new_engine()
 
     def broken(*_: Any) -> None:
@@ -317,7 +317,7 @@ async def test_an_engine_that_cannot_start_over_says_so(new_engine: NewEngine, m
     ],
     ids=["recurrent layers", "capped scores", "convolutions"],
 )
-def test_a_model_that_mixes_what_is_packed_is_refused(new_engine: NewEngine, config: PreTrainedConfig) -> None:
+def test_a_model_that_mixes_packed_sequences_is_refused(new_engine: NewEngine, config: PreTrainedConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)

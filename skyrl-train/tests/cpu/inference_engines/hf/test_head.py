@@ -1,4 +1,4 @@
-"""The language-model head with memory of its own."""
+"""The language-model head with preallocated memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_train.inference_engines.hf import engine
 from skyrl_train.inference_engines.hf.engine import Head
 
 
-def test_logits_are_the_models_and_go_into_the_same_memory(tiny_model: PreTrainedModel) -> None:
+def test_logits_equal_those_of_the_model_and_reuse_memory(tiny_model: PreTrainedModel) -> None:
     head = Head(tiny_model)
     hidden = torch.randn(5, tiny_model.config.hidden_size)
     with torch.no_grad():
@@ -23,7 +23,7 @@ def test_logits_are_the_models_and_go_into_the_same_memory(tiny_model: PreTraine
         assert head._memory is None
 
 
-def test_other_heads_are_asked_as_they_are(tiny_model: PreTrainedModel) -> None:
+def test_other_heads_are_called_directly(tiny_model: PreTrainedModel) -> None:
     model = copy.deepcopy(tiny_model)
     model.lm_head.bias = torch.nn.Parameter(torch.arange(float(model.config.vocab_size)))
     hidden = torch.randn(5, model.config.hidden_size)
@@ -31,7 +31,7 @@ def test_other_heads_are_asked_as_they_are(tiny_model: PreTrainedModel) -> None:
         torch.testing.assert_close(Head(model).logits(hidden), model.lm_head(hidden))
 
 
-def test_rows_are_asked_for_in_parts_that_fit(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_rows_depends_on_the_chunk_size(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     n_tokens = tiny_model.config.vocab_size
     monkeypatch.setattr(engine, "CHUNK_LOGITS", 3 * n_tokens + 1)
     assert Head(tiny_model).max_rows == 3

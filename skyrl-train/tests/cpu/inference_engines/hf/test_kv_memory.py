@@ -1,4 +1,4 @@
-"""The pool of keys and values."""
+"""The memory of keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skyrl_train.inference_engines.hf.kv_memory import Copy, KVMemory
 
 
 def filled_memory(n_layers: int = 2) -> tuple[KVMemory, torch.Tensor]:
-    """Eight tokens, whose keys are 0 to 7 and whose values are 100 to 107, in layers that begin at the second."""
+    """Return a memory of eight tokens with keys 0 to 7 and values 100 to 107, in `n_layers` layers from index 1."""
     memory, numbers = KVMemory(8), torch.arange(8.0)[:, None, None].expand(8, 1, 2)
     for index in range(1, 1 + n_layers):
         keys, values = memory.layer(index, numbers, numbers)
@@ -17,20 +17,20 @@ def filled_memory(n_layers: int = 2) -> tuple[KVMemory, torch.Tensor]:
     return memory, numbers
 
 
-def test_copies_are_carried_out_as_if_all_at_once() -> None:
+def test_copies_are_simultaneous() -> None:
     memory, numbers = filled_memory()
-    memory.copy([Copy(0, 2, 2), Copy(2, 0, 2), Copy(4, 5, 3)])  # two change places, one overlaps itself
+    memory.copy([Copy(0, 2, 2), Copy(2, 0, 2), Copy(4, 5, 3)])  # two copies swap regions, one overlaps itself
     for index in (1, 2):
         keys, values = memory.layer(index, numbers, numbers)
         assert keys[:, 0, 0].tolist() == [2, 3, 0, 1, 4, 4, 5, 6]
         assert values[:, 0, 1].tolist() == [102, 103, 100, 101, 104, 104, 105, 106]
 
 
-def test_nothing_is_copied_before_anything_was_written() -> None:
+def test_copying_in_empty_memory_does_nothing() -> None:
     KVMemory(8).copy([Copy(0, 2, 2)])
 
 
-def test_what_was_released_is_zero_again() -> None:
+def test_released_memory_is_zero_again() -> None:
     memory, numbers = filled_memory()
     memory.release()
     assert all(pool.eq(0).all() for pool in memory.layer(1, numbers, numbers))

@@ -1,4 +1,4 @@
-"""Regions: whatever comes and goes, what a sequence finds stored is its own."""
+"""Regions: under any sequence of operations, each sequence finds only its own tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SIZE = 12 * UNIT
 
 
 def place(
-    table: RegionTable, token_ids: list[int], n_reserved: int, n_most: int, session: str | None
+    table: RegionTable, token_ids: list[int], n_reserved: int, max_tokens: int, session: str | None
 ) -> Region | Refusal:
-    return table.place(token_ids, lambda: prefix_keys(token_ids), n_reserved, n_most, session)
+    return table.place(token_ids, lambda: prefix_keys(token_ids), n_reserved, max_tokens, session)
 
 
 class Regions(RuleBasedStateMachine):
-    """Sequences that come, read, grow and go, over a memory that holds their token ids."""
+    """Sequences that arrive, read, grow and finish, over a memory that holds their token ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Regions(RuleBasedStateMachine):
         moved = [self.memory[c.source : c.source + c.n_tokens].copy() for c in copies]
         for copy, tokens in zip(copies, moved, strict=True):
             self.memory[copy.target : copy.target + copy.n_tokens] = tokens
-        for region in self.busy:  # every sequence reads all it has
+        for region in self.busy:  # every sequence reads all its tokens
             end = len(region.token_ids)
             assert end <= region.capacity
             self.memory[region.start + region.n_cached : region.start + end] = region.token_ids[region.n_cached :]
@@ -57,24 +57,24 @@ class Regions(RuleBasedStateMachine):
         n_at_once=st.integers(1, 3),
     )
     def arrive(self, start: int, n_tokens: int, tail: int, session: str | None, n_at_once: int) -> None:
-        """Prompts that begin alike, with other last tokens."""
+        """Add sequences whose prompts share a prefix."""
         token_ids = [start] * n_tokens + [9] * tail
         for _ in range(n_at_once):
-            placed = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
-            if placed is Refusal.FULL and not self.busy:
-                self.table.clear()  # as the scheduler does: what idles is in the way
-                placed = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
-            if isinstance(placed, Region):
-                assert placed.n_cached < len(token_ids)
-                self.busy.append(placed)
+            region = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
+            if region is Refusal.FULL and not self.busy:
+                self.table.clear()  # evict idle regions as the scheduler does
+                region = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
+            if isinstance(region, Region):
+                assert region.n_cached < len(token_ids)
+                self.busy.append(region)
             else:
-                assert placed is Refusal.SOON or self.busy
+                assert region is Refusal.SOON or self.busy
         self.run_step()
 
     @precondition(lambda self: self.busy)
     @rule(index=st.integers(0, 99), n_tokens=st.integers(1, 90))
     def grow(self, index: int, n_tokens: int) -> None:
-        """A sequence goes on, or is dropped for want of memory."""
+        """Extend a sequence, or drop it if there is no memory."""
         region = self.busy[index % len(self.busy)]
         region.token_ids += [7] * n_tokens
         if not self.table.grow(region, len(region.token_ids), 1000):
@@ -85,23 +85,23 @@ class Regions(RuleBasedStateMachine):
     @precondition(lambda self: self.busy)
     @rule(index=st.integers(0, 99))
     def finish(self, index: int) -> None:
-        """A sequence is over."""
+        """Finish a sequence."""
         self.table.give_back(self.busy.pop(index % len(self.busy)))
 
     @rule(session=st.sampled_from(["a", "b", "c"]))
     def end_session(self, session: str) -> None:
-        """Nobody comes back to a session."""
+        """End a session."""
         self.table.end_session(session)
 
     @precondition(lambda self: not self.busy)
     @rule()
     def clear(self) -> None:
-        """New weights."""
+        """Clear the table as for new weights."""
         self.table.clear()
 
     @invariant()
     def regions_do_not_overlap(self) -> None:
-        """Regions, idle ones too, and free extents fill the memory exactly."""
+        """Busy regions, idle regions and free extents fill the memory exactly."""
         extents = self.table._extents
         parts = [(r.start, r.capacity) for r in (*self.busy, *self.table._idle)]
         parts += list(zip(extents._starts, extents._sizes, strict=True))
@@ -110,21 +110,21 @@ class Regions(RuleBasedStateMachine):
         assert all(start + size == following for (start, size), (following, _) in pairwise(parts))
 
     @invariant()
-    def what_is_stored_is_their_own(self) -> None:
-        """Also of idle regions, which others may copy from."""
+    def regions_store_their_own_tokens(self) -> None:
+        """This includes idle regions, from which others may be copied."""
         for region in (*self.busy, *self.table._idle):
             stored = self.memory[region.start : region.start + region.n_cached]
             assert stored.tolist() == region.token_ids[: region.n_cached]
 
     @invariant()
-    def indexes_name_living_regions(self) -> None:
-        """Nothing that was freed is ever found."""
-        living = {*self.busy, *self.table._idle}
+    def indexes_contain_only_live_regions(self) -> None:
+        """Freed regions are never found."""
+        live = {*self.busy, *self.table._idle}
         indexed = {(key, region) for key, regions in self.table._by_prefix.items() for region in regions}
-        assert {region for _, region in indexed} <= living
-        assert indexed == {(key, region) for region in living for key in region.prefix_keys}
-        of_sessions = {(name, region) for name, regions in self.table._busy.items() for region in regions}
-        assert of_sessions == {(r.session_id, r) for r in self.busy if r.session_id is not None}
+        assert {region for _, region in indexed} <= live
+        assert indexed == {(key, region) for region in live for key in region.prefix_keys}
+        by_session = {(name, region) for name, regions in self.table._busy.items() for region in regions}
+        assert by_session == {(r.session_id, r) for r in self.busy if r.session_id is not None}
         assert not any(region.is_ended for region in self.table._idle)
         assert set(self.table._sessions.values()) <= set(self.table._idle)
 
@@ -132,7 +132,7 @@ class Regions(RuleBasedStateMachine):
 TestRegions = Regions.TestCase
 
 
-def placed(table: RegionTable, token_ids: list[int], session: str | None = None) -> Region:
+def place_region(table: RegionTable, token_ids: list[int], session: str | None = None) -> Region:
     region = place(table, token_ids, len(token_ids), len(token_ids) + 100, session)
     assert isinstance(region, Region)
     return region
@@ -143,85 +143,85 @@ def read(table: RegionTable, region: Region) -> None:
     region.n_cached = len(region.token_ids)
 
 
-def test_a_prompt_that_is_being_read_is_waited_for_and_then_copied() -> None:
+def test_a_prompt_being_read_is_awaited_and_then_copied() -> None:
     table = RegionTable(SIZE)
-    leader = placed(table, [1] * 100)
+    leader = place_region(table, [1] * 100)
     assert place(table, [1] * 100, 100, 200, None) is Refusal.SOON
     assert place(table, [1] * 80 + [2] * 20, 100, 200, None) is Refusal.SOON
     read(table, leader)
-    same, similar = placed(table, [1] * 100), placed(table, [1] * 80 + [2] * 20)
+    same, similar = place_region(table, [1] * 100), place_region(table, [1] * 80 + [2] * 20)
     assert (same.n_cached, similar.n_cached) == (99, 80)
     assert {(copy.source, copy.n_tokens) for copy in table.take_copies()} == {(leader.start, 99), (leader.start, 80)}
 
 
-def test_an_idle_sequence_that_goes_on_keeps_its_place() -> None:
+def test_a_continued_idle_sequence_keeps_its_region() -> None:
     table = RegionTable(SIZE)
-    first = placed(table, [1] * 70)
+    first = place_region(table, [1] * 70)
     read(table, first)
     table.give_back(first)
-    longer = placed(table, [1] * 70 + [2] * 10)
+    longer = place_region(table, [1] * 70 + [2] * 10)
     assert longer is first
     assert longer.n_cached == 70
     assert not table.take_copies()
 
 
-def test_an_idle_sequence_that_holds_more_is_copied_and_stays_available() -> None:
+def test_an_idle_sequence_that_diverges_is_copied_and_kept() -> None:
     table = RegionTable(SIZE)
-    long = placed(table, [1] * 70 + [2] * 30)
+    long = place_region(table, [1] * 70 + [2] * 30)
     read(table, long)
     table.give_back(long)
-    branch = placed(table, [1] * 70 + [3] * 10)
+    branch = place_region(table, [1] * 70 + [3] * 10)
     assert (branch is long, branch.n_cached) == (False, 70)
     read(table, branch)
-    assert placed(table, [1] * 70 + [2] * 30 + [4]).n_cached == 100
+    assert place_region(table, [1] * 70 + [2] * 30 + [4]).n_cached == 100
 
 
-def test_a_prompt_is_copied_from_a_region_that_is_not_being_moved() -> None:
-    """A longer match that is itself being copied would have to be waited for."""
+def test_a_prompt_is_copied_from_a_region_that_is_not_itself_being_copied() -> None:
+    """A longer match that is itself being copied would cause a wait."""
     table = RegionTable(SIZE)
-    long = placed(table, [1] * 64 + [2] * 64)
+    long = place_region(table, [1] * 64 + [2] * 64)
     read(table, long)
-    short = placed(table, [1] * 64 + [3] * 10)
+    short = place_region(table, [1] * 64 + [3] * 10)
     read(table, short)
     assert table.grow(long, 129, 256)
-    branch = placed(table, [1] * 64 + [4] * 5)
+    branch = place_region(table, [1] * 64 + [4] * 5)
     assert {(copy.source, copy.n_tokens) for copy in table.take_copies()} == {(0, 128), (short.start, 64)}
     assert branch.n_cached == 64
 
 
 def test_nothing_is_copied_into_a_freed_region() -> None:
     table = RegionTable(SIZE)
-    leader = placed(table, [1] * 100)
+    leader = place_region(table, [1] * 100)
     read(table, leader)
-    table.free(placed(table, [1] * 100))
+    table.free(place_region(table, [1] * 100))
     assert table.take_copies() == []
 
 
 def test_an_ended_session_keeps_none_of_its_simultaneous_sequences() -> None:
     table = RegionTable(SIZE)
     prompts = [[name] * 70 for name in (1, 2)]
-    regions = [placed(table, prompt, session="game") for prompt in prompts]
+    regions = [place_region(table, prompt, session="game") for prompt in prompts]
     for region in regions:
         read(table, region)
     for region in regions:
         table.give_back(region)
     table.end_session("game")
-    assert [placed(table, prompt).n_cached for prompt in prompts] == [0, 0]
+    assert [place_region(table, prompt).n_cached for prompt in prompts] == [0, 0]
 
 
-def test_short_prefixes_are_not_looked_for() -> None:
+def test_short_prefixes_are_not_matched() -> None:
     table = RegionTable(SIZE)
-    first = placed(table, [1] * 30)
+    first = place_region(table, [1] * 30)
     read(table, first)
-    assert placed(table, [1] * 20 + [2]).n_cached == 0
+    assert place_region(table, [1] * 20 + [2]).n_cached == 0
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "n_most", "n_units"),
+    ("n_tokens", "max_tokens", "n_units"),
     [(1, 1, 1), (64, 64, 1), (65, 999, 2), (129, 999, 4), (129, 190, 3), (300, 310, 5)],
 )
-def test_capacities_double_up_to_the_longest_that_a_sequence_can_get(n_tokens: int, n_most: int, n_units: int) -> None:
-    assert capacity_for(n_tokens, n_most) == n_units * UNIT
+def test_capacities_double_up_to_max_tokens(n_tokens: int, max_tokens: int, n_units: int) -> None:
+    assert capacity_for(n_tokens, max_tokens) == n_units * UNIT
 
 
 def test_extents_are_taken_first_fit_and_merge_with_their_neighbours() -> None:
@@ -234,7 +234,7 @@ def test_extents_are_taken_first_fit_and_merge_with_their_neighbours() -> None:
     assert extents.allocate(60) == 0
 
 
-def test_an_extent_goes_on_where_what_follows_is_free() -> None:
+def test_an_extent_grows_into_free_space_after_it() -> None:
     extents = Extents(100)
     assert [extents.allocate(size) for size in (30, 30, 20)] == [0, 30, 60]
     assert not extents.extend(0, 30, 40)
@@ -264,7 +264,7 @@ def test_a_long_conversation_is_copied_about_once(n_neighbours: int) -> None:
     assert n_copied <= 1.5 * (1 + n_neighbours) * n_tokens
 
 
-def test_prefix_keys_name_the_whole_and_every_block() -> None:
+def test_prefix_keys_cover_the_whole_prompt_and_every_block() -> None:
     token_ids = list(range(150))
     keys = prefix_keys(token_ids)
     assert len(keys) == 3
@@ -272,7 +272,7 @@ def test_prefix_keys_name_the_whole_and_every_block() -> None:
     assert prefix_keys([*token_ids[:149], 0])[2] != keys[2]
 
 
-def test_the_last_token_of_a_prompt_is_never_taken_from_a_cache() -> None:
+def test_the_last_token_of_a_prompt_is_never_reused() -> None:
     assert common_prefix([1, 2, 3], [1, 2, 3], 3) == 2
     assert common_prefix([1, 2, 3], [1, 2, 3, 4], 3) == 3
     assert common_prefix([1, 2, 3], [1, 5, 3, 4], 3) == 1

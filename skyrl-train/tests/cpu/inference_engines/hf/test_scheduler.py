@@ -1,4 +1,4 @@
-"""The scheduler: first come, first served, over a memory that holds token ids in place of keys and values."""
+"""The scheduler: first come, first served, over a memory that holds token ids instead of keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NewSequence = Callable[..., CachedSequence]
 
 
 class Engine:
-    """A scheduler, and forward passes that store token ids and sample a function of all tokens so far."""
+    """A scheduler with fake forward passes that store token ids and sample a function of all tokens so far."""
 
     def __init__(self, n_units: int, max_sequences: int = 8, max_tokens: int = 1024) -> None:
         self.scheduler = Scheduler(RegionTable(n_units * UNIT), max_sequences, max_tokens)
@@ -56,7 +56,7 @@ class Engine:
         return step
 
     def step_until(self, condition: Callable[[], bool]) -> None:
-        """Run steps until a condition holds, at most 1000."""
+        """Run steps until a condition holds; fail after 1000."""
         for _ in range(1000):
             if condition():
                 return
@@ -65,23 +65,23 @@ class Engine:
         pytest.fail("the condition never held")
 
     def n_new(self, sequences: Sequence[CachedSequence]) -> list[int]:
-        """Run one step and return how many tokens of each sequence it reads."""
+        """Run one step and return the number of tokens it reads for each sequence."""
         rows = {row.sequence: row.n_new for row in self.step().rows}
         return [rows.get(sequence, 0) for sequence in sequences]
 
 
 @pytest.fixture
 def new_sequence() -> Iterator[NewSequence]:
-    """Makes sequences of calls that wait. Without `prompt`, no two prompts share a token."""
+    """Create sequences with waiting calls; without `prompt`, no two prompts share a token."""
     loop = asyncio.new_event_loop()
-    n_made = 0
+    n_created = 0
 
     def make(
         n_prompt: int = 1, max_tokens: int = UNIT, *, prompt: list[int] | None = None, session: str | None = None
     ) -> CachedSequence:
-        nonlocal n_made
-        n_made += 1
-        token_ids = prompt or [1000 + n_made] * n_prompt
+        nonlocal n_created
+        n_created += 1
+        token_ids = prompt or [1000 + n_created] * n_prompt
         request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0, session_id=session)
         return CachedSequence(request, max_tokens, loop.create_future())
 
@@ -112,7 +112,7 @@ def test_no_sequence_overtakes_one_that_waits_for_memory(new_sequence: NewSequen
     assert (engine.running, engine.waiting) == ([running], [large, small])
 
 
-def test_sequences_that_wait_for_a_shared_prompt_are_overtaken_and_keep_their_order(new_sequence: NewSequence) -> None:
+def test_sequences_waiting_for_a_shared_prompt_can_be_overtaken_and_keep_their_order(new_sequence: NewSequence) -> None:
     engine = Engine(n_units=16)
     leader, first, second = (new_sequence(prompt=[7] * 100, max_tokens=2 * UNIT) for _ in range(3))
     other = new_sequence()
@@ -123,8 +123,8 @@ def test_sequences_that_wait_for_a_shared_prompt_are_overtaken_and_keep_their_or
     assert (engine.running, engine.waiting) == ([leader, other, first, second], [])
 
 
-def test_idle_regions_make_room_for_a_sequence_that_runs_alone(new_sequence: NewSequence) -> None:
-    """Even its own session's, where that cannot grow and holds too much to be copied."""
+def test_idle_regions_are_evicted_for_a_sequence_that_runs_alone(new_sequence: NewSequence) -> None:
+    """Even the region of its own session is evicted if it can neither grow nor be copied."""
     engine = Engine(n_units=4)
     other, first = new_sequence(), new_sequence(150, 3 * UNIT, session="game")
     engine.submit(other, first)
@@ -185,7 +185,7 @@ def test_a_preempted_sequence_resumes_with_the_same_tokens(new_sequence: NewSequ
 
 
 def test_reused_tokens_are_counted_at_the_first_admission(new_sequence: NewSequence) -> None:
-    """A restart finds nothing stored, but the sequence did reuse its prompt when it was first admitted."""
+    """After a restart nothing is cached, but the sequence reused its prompt when it was first admitted."""
     engine = Engine(n_units=16)
     leader, follower = (new_sequence(prompt=[7] * 80 + [tail], max_tokens=2 * UNIT) for tail in (8, 9))
     engine.submit(leader, follower)
@@ -198,7 +198,7 @@ def test_reused_tokens_are_counted_at_the_first_admission(new_sequence: NewSeque
     assert follower.n_reused == 80
 
 
-def test_a_restart_reads_every_sequence_again_in_the_order_of_arrival(new_sequence: NewSequence) -> None:
+def test_a_restart_reads_all_sequences_again_in_order_of_arrival(new_sequence: NewSequence) -> None:
     engine = Engine(n_units=16, max_sequences=2)
     first, second, third = new_sequence(10), new_sequence(20), new_sequence(30)
     engine.submit(first, second, third)
@@ -211,7 +211,7 @@ def test_a_restart_reads_every_sequence_again_in_the_order_of_arrival(new_sequen
 # -- the token budget
 
 
-def test_prompts_share_what_decoding_leaves_of_the_token_budget(new_sequence: NewSequence) -> None:
+def test_prompts_share_the_token_budget_that_decoding_leaves(new_sequence: NewSequence) -> None:
     engine = Engine(n_units=32, max_tokens=100)
     decoding, long, short = new_sequence(), new_sequence(150, 4 * UNIT), new_sequence(70, 4 * UNIT)
     engine.submit(decoding, long)
@@ -231,10 +231,10 @@ def test_prompts_get_one_unit_even_when_decoding_takes_the_whole_budget(new_sequ
 
 def test_rows_are_in_the_order_of_their_regions(new_sequence: NewSequence) -> None:
     engine = Engine(n_units=8)
-    gone, stays, late = new_sequence(10), new_sequence(1), new_sequence(10)
-    engine.submit(gone, stays)
+    finished, stays, late = new_sequence(10), new_sequence(1), new_sequence(10)
+    engine.submit(finished, stays)
     engine.step()
-    gone.stop_reason = "stop"
+    finished.stop_reason = "stop"
     engine.scheduler.take_finished()
     engine.scheduler.restart_all()
     engine.submit(late)
@@ -246,7 +246,7 @@ def test_rows_are_in_the_order_of_their_regions(new_sequence: NewSequence) -> No
 # -- the end of a sequence
 
 
-def test_a_finished_sequence_leaves_its_tokens_to_its_session(new_sequence: NewSequence) -> None:
+def test_a_session_reuses_the_tokens_of_its_finished_sequence(new_sequence: NewSequence) -> None:
     engine = Engine(n_units=8)
     first = new_sequence(20, 30, session="game")
     engine.submit(first)
@@ -254,11 +254,11 @@ def test_a_finished_sequence_leaves_its_tokens_to_its_session(new_sequence: NewS
     assert engine.scheduler.take_finished() == [first]
     following = new_sequence(prompt=[*first.token_ids, 5], session="game")
     engine.submit(following)
-    assert engine.n_new([following]) == [2]  # the last sampled token was not read yet
+    assert engine.n_new([following]) == [2]  # the last sampled token has not been read yet
     assert following.n_reused == 29
 
 
-def test_cancelled_sequences_leave_whether_they_run_or_wait(new_sequence: NewSequence) -> None:
+def test_cancelled_sequences_are_removed_from_running_and_waiting(new_sequence: NewSequence) -> None:
     engine = Engine(n_units=8, max_sequences=1)
     running, cancelled, waiting = new_sequence(), new_sequence(), new_sequence()
     engine.submit(running, cancelled, waiting)
