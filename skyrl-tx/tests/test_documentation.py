@@ -14,7 +14,7 @@ from tx.tinker.config import TxConfig
 from tx.tinker.losses import LOSSES
 from tx.tinker.metrics import Metrics
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "tinker.md").read_text("utf-8")
 
 
 def as_written(default: object) -> str:
@@ -61,7 +61,7 @@ def test_the_ten_lines_train(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with process(tmp_path / "state", "--base-model", str(tmp_path / "model")) as server:
         code = code.replace("http://127.0.0.1:8000", server.url).replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
         written: dict[str, Any] = {}
-        exec(compile(code, "docs/tinker.md", "exec"), written)
+        exec(compile(code, "docs/guides/tinker.md", "exec"), written)
         written["service"].close(status="success").result()
     *steps, sampled = capsys.readouterr().out.splitlines()
     losses = [float(line.split()[1]) for line in steps]

@@ -19,8 +19,8 @@ ConversationType = list[MessageType]
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType], total=False):
     """`EnvStepOutput` over chat messages: `observations` are appended to the conversation after the model's reply.
 
-    postprocessed_action: the reply as the environment understood it, where that is not the reply itself. A beginning of
-        it is learned from as it was sampled; anything else is read by the model, and not learned from.
+    `postprocessed_action` is the reply as the environment understood it, if that differs from the reply. A beginning of
+    the reply is trained as it was sampled; the model reads the rest, which is not trained.
     """
 
     postprocessed_action: str | None

@@ -18,13 +18,13 @@ ANSWER = "A reply without a call is your answer."
 class ToolEnv(BaseTextEnv):
     """The model may call the tools of its groups, side by side if it likes, and answers with a reply that calls none.
 
-    class Exam(ToolEnv):
-        def __init__(self, env_config, extras):
-            super().__init__([Library()], max_turns=8)
-            self.truth = extras["reward_spec"]["ground_truth"]
+        class Exam(ToolEnv):
+            def __init__(self, env_config, extras):
+                super().__init__([Library()], max_turns=8)
+                self.truth = extras["reward_spec"]["ground_truth"]
 
-        def score(self, answer):
-            return float(answer.strip() == self.truth)
+            def score(self, answer):
+                return float(answer.strip() == self.truth)
 
     The tools are told in the system message, in the format that Qwen and Hermes models were trained on; calls may also
     be written as `<function=name><parameter=…>`. They are carried out in order. One that is wrong or whose tool raises

@@ -52,7 +52,8 @@ def learn(run: CatchRun) -> bool:
     ):
         print(f"  {label:<16} {rate:6.1%}   {'█' * round(40 * rate)}")
     verdict = "It has learned" if has_learned else "It has NOT learned"
-    print(f"\n{verdict}: {after / baselines.optimal:.1%} of the optimal player's rate ({required:.1%} required).")
+    optimal = f"the optimal player catches {baselines.optimal:.1%}"
+    print(f"\n{verdict}: {after:.1%} caught; {optimal}; the check requires {required:.1%}.")
     print(f"Learning curve: {run.folder.learning_curve}\nReport:         {run.folder.report}")
     return has_learned
 

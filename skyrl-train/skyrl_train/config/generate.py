@@ -20,7 +20,7 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
 
 YAML_PATH = Path(__file__).parent / "ppo_base_config.yaml"
-PAGE_PATH = Path(__file__).parents[3] / "docs" / "configuration.md"
+PAGE_PATH = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
 
 WIDTH = 120
 
@@ -52,13 +52,13 @@ PAGE_HEAD = """\
 Every key is set on the command line as `key=value`:
 
 ```bash
-python -m skyrl_train.entrypoints.main_base trainer.train_batch_size=64 "data.train_data=['a.parquet','b.parquet']"
+skyrl train trainer.train_batch_size=64 "data.train_data=['a.parquet','b.parquet']"
 ```
 
 Unknown keys, values of the wrong type and conflicting values are errors before the run starts. The message names the
 key, the value, the allowed values and a fix. The resolved configuration is written to `config.yaml` in the run folder.
 
-Add keys of your own below `trainer.algorithm.custom` (`trainer.algorithm.custom.tau=0.3`),
+Put keys of your own below `trainer.algorithm.custom` (`trainer.algorithm.custom.tau=0.3`),
 `trainer.algorithm.gdpo.weights` and `environment.skyrl_gym.<env_class>`.
 """
 

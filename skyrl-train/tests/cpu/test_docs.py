@@ -26,9 +26,9 @@ from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS
 
 ROOT = Path(__file__).parents[3]
-EXTENDING = ROOT / "docs/extending.md"
-ALGORITHMS = ROOT / "docs/algorithms.md"
-ENVIRONMENTS = ROOT / "docs/environments.md"
+EXTENDING = ROOT / "docs/guides/extending.md"
+ALGORITHMS = ROOT / "docs/reference/algorithms.md"
+ENVIRONMENTS = ROOT / "docs/guides/environments.md"
 REGISTRIES: tuple[Registry, ...] = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)
 BUILT_IN = {name: registry.get(name) for registry in REGISTRIES for name in registry.list_available()}
 KEY = re.compile(r"\b(?:data|trainer|generator|environment)\.\w+(?:\.\w+)*")
@@ -135,16 +135,16 @@ def test_the_tools_of_the_page_are_called() -> None:
     assert env.step("3")["reward"] == 1.0
 
 
-def test_the_curriculum_of_the_page_prefers_unsolved_tasks() -> None:
-    weights = environments_page("towards_the_hard")(3, {"easy": 0.5, "hard": 0.5}, {"reward/easy/avg_raw_reward": 0.9})
+def test_the_curriculum_of_the_page_prefers_what_is_not_solved() -> None:
+    weights = environments_page("prefer_unsolved")(3, {"easy": 0.5, "hard": 0.5}, {"reward/easy/avg_raw_reward": 0.9})
     assert weights["hard"] > 3 * weights["easy"] > 0
 
 
 def test_the_page_lists_all_environments() -> None:
     page = ENVIRONMENTS.read_text(encoding="utf-8")
-    own = set(keys_of_tables(page.partition("### Programs")[0])) - {"env_class"}
-    external = set(re.findall(r"environment\.env_class=(\w+)", page))
-    assert set(BUILT_IN_ENVIRONMENTS) == own | external
+    ours = set(keys_of_tables(page.partition("### Programs")[0])) - {"env_class"}
+    of_others = set(re.findall(r"environment\.env_class=(\w+)", page.partition("## Environments of other")[2]))
+    assert set(BUILT_IN_ENVIRONMENTS) == ours | of_others
 
 
 def keys_of_tables(section: str) -> list[str]:
@@ -159,7 +159,7 @@ def test_each_algorithm_has_a_row_with_its_source_and_tests(name: str) -> None:
     function = inspect.unwrap(BUILT_IN[name])
     source = Path(inspect.getfile(function)).relative_to(ROOT)
     (section,) = [text for text in sections if f"Source `{source}`" in text] or [""]
-    assert section, f"docs/algorithms.md has no row for `{name}` under its source {source}"
+    assert section, f"docs/reference/algorithms.md has no row for `{name}` under its source {source}"
     row = next(line for line in section.splitlines() if line.startswith(f"| `{name}` |"))
     assert row.split("|")[2].strip() == f"`{function.__name__}`"
     (tests,) = re.findall(r"tests\s`([^`]+)`", section)
@@ -183,7 +183,7 @@ def test_names_and_paths_on_the_page_of_algorithms_exist() -> None:
         ALGORITHMS,
         ENVIRONMENTS,
         EXTENDING,
-        ROOT / "docs/rollouts.md",
+        ROOT / "docs/guides/rollouts.md",
         *(ROOT / "skyrl-train/examples/algorithms").rglob("*.md"),
     ],
 )

@@ -96,17 +96,11 @@ def test_each_script_trains(script: Path, train: Train) -> None:
 
 
 def undocumented(metrics: dict[str, Any]) -> set[str]:
-    """Return the metrics that docs/concepts.md does not list, except those of environments and user-defined losses."""
-    page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
-    listed = {name for word in re.findall(r"`([^`\n]+)`", page) for name in expand_braces(word)}
-    undocumented_prefixes = (
-        "environment/",
-        "policy/ratio_distance",
-        "step",
-        "reward/avg_pass_at_",
-        "reward/component/",
-    )
-    return {m for m in metrics if not {m, m.rpartition("/")[2]} & listed and not m.startswith(undocumented_prefixes)}
+    """The metrics that the reference does not list; those of environments and of a loss of one's own aside."""
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    listed = {name for word in re.findall(r"`([^`\n]+)`", page) for name in spelt_out(word)}
+    own = ("environment/", "policy/ratio_distance", "step", "reward/avg_pass_at_", "reward/component/")
+    return {m for m in metrics if not {m, m.rpartition("/")[2]} & listed and not m.startswith(own)}
 
 
 def expand_braces(word: str) -> list[str]:

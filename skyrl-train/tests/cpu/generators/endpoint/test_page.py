@@ -1,4 +1,4 @@
-"""The examples in docs/endpoint.md work, and the names in it exist."""
+"""What docs/guides/endpoint.md shows works, and what it names is there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_train.generators.endpoint.wire import NOT_OFFERED
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, PromptRow
 
-PAGE = (Path(__file__).parents[5] / "docs/endpoint.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[5] / "docs/guides/endpoint.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

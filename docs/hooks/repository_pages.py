@@ -1,0 +1,73 @@
+"""A mkdocs hook: the example READMEs, learnings, benchmark results and package READMEs are pages of the site, too.
+
+Their links, and links to them, are written for a reader of the repository; here they become links within the site. A
+link to a file that is no page, such as a source file, becomes its path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+
+def site_pages() -> dict[str, str]:
+    """Return the site's path of each file outside `docs/` that is part of it, by the file's path in the repository."""
+    pages = {
+        "CONTRIBUTING.md": "internals/contributing.md",
+        "skyrl-gym/README.md": "packages/skyrl-gym.md",
+        "skyrl-tx/README.md": "packages/skyrl-tx.md",
+        "skyrl-train/examples/algorithms/README.md": "examples/algorithms/index.md",
+    }
+    examples = ROOT / "skyrl-train/examples"
+    for readme in [*examples.glob("*/README.md"), *examples.glob("*/*/README.md")]:
+        folder = readme.parent.relative_to(examples).as_posix().replace("+", "plus")
+        pages.setdefault(readme.relative_to(ROOT).as_posix(), f"examples/{folder}.md")
+    for path in [*ROOT.glob("learnings/*.md"), *ROOT.glob("benchmarks/*/*.md"), *ROOT.glob("benchmarks/*/*.png")]:
+        name = path.relative_to(ROOT).as_posix()
+        pages[name] = name
+    return pages
+
+
+PAGES = site_pages()
+SOURCES = {page: source for source, page in PAGES.items()}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite the links of a page, outside of its code blocks."""
+    here = page.file.src_uri
+    source = SOURCES.get(here, f"docs/{here}")
+
+    def rewrite(match: re.Match[str]) -> str:
+        mark, text, target = match.groups()
+        path, _, anchor = target.partition("#")
+        if not path or "://" in path or path.startswith("mailto:"):
+            return match[0]
+        in_repository = os.path.normpath(PurePosixPath(source).parent / path)
+        if in_repository.startswith("docs/"):
+            on_site = in_repository.removeprefix("docs/")
+        elif in_repository in PAGES:
+            on_site = PAGES[in_repository]
+        elif (ROOT / in_repository).exists():
+            return f"`{in_repository}`" if text.strip("`") in in_repository else f"{text} (`{in_repository}`)"
+        else:
+            return match[0]
+        relative = os.path.relpath(on_site, PurePosixPath(here).parent)
+        return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
+
+    return "".join(part if part.startswith("```") else LINK.sub(rewrite, part) for part in FENCE.split(markdown))
