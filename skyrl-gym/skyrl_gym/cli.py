@@ -1,8 +1,8 @@
 """`skyrl env …`: environments without a trainer.
 
-check   drive one through everything that training will do to it
-play    take the place of the model in a terminal
-list    the environments that come with skyrl-gym
+check   test an environment for everything that training does to it
+play    play an environment by hand, in place of the model
+list    list the environments that come with skyrl-gym
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_gym.checkup import RULES, TIMEOUT_SECONDS, Checkup, Finding
-from skyrl_gym.entry_point import load_attribute
+from skyrl_gym.checkup.play import play
+from skyrl_gym.checkup.resources import child_processes, exit_soon
+from skyrl_gym.checkup.rows import read_row
+from skyrl_gym.checkup.rules import RULES, TIMEOUT_SECONDS, Checkup, Finding
+from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.envs.registration import EnvSpec, registry, spec
 from skyrl_gym.error import Error
-from skyrl_gym.leftovers import child_processes, end_soon
-from skyrl_gym.play import play
-from skyrl_gym.rows import read_row
 
-SIGNS = {"kept": "✓", "broken": "✗", "advice": "!"}
+SIGNS = {"passed": "✓", "failed": "✗", "advice": "!"}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
-    """The command line. The exit status is 1 where a rule is broken, and 2 where the command is wrong."""
+    """Run the command line. Return exit status 1 if a rule is broken, and 2 if the command is wrong."""
     options = _parser(prog).parse_args(argv)
     try:
         return COMMANDS[options.command](options)
-    except (Error, AssertionError, ImportError, OSError, ValueError) as error:  # a row's lack is an AssertionError
+    except (
+        Error,
+        AssertionError,
+        ImportError,
+        OSError,
+        ValueError,
+    ) as error:  # a field missing in the row is an AssertionError
         sys.stderr.write(f"{error}\n")
         return 2
 
@@ -40,39 +46,40 @@ def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="drive an environment through training's demands")
+    check = commands.add_parser("check", help="test an environment for everything that training does to it")
     check.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=_seconds,
         default=TIMEOUT_SECONDS,
-        help=f"a call that takes longer hangs, and ends the check (default: {TIMEOUT_SECONDS:g})",
+        help=f"time limit of a call; one that exceeds it ends the check (default: {TIMEOUT_SECONDS:g})",
     )
-    for command in (check, commands.add_parser("play", help="play it by hand")):
-        command.add_argument("env", help="module:Class, or the name of one that is registered")
-        command.add_argument("--data", type=Path, help="a .parquet, .json or .jsonl dataset; its first row is played")
-        command.add_argument("--row", type=int, default=0, help="which row of it")
+    for command in (check, commands.add_parser("play", help="play an environment by hand")):
+        command.add_argument("env", help="module:Class, or the id of a registered environment")
+        command.add_argument("--data", type=Path, help="a .parquet, .json or .jsonl dataset")
+        command.add_argument("--row", type=int, default=0, help="index of the dataset row to play (default: 0)")
         command.add_argument(
-            "--set", metavar="KEY=VALUE", action="append", default=[], help="of env_config, e.g. topk=5"
+            "--set", metavar="KEY=VALUE", action="append", default=[], help="a key of env_config, e.g. topk=5"
         )
     commands.add_parser("list", help="list the environments that come with skyrl-gym")
     return parser
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Where a call hangs, this process is ended soon after."""
+    """Print a finding per rule. If a call hangs, exit this process soon after."""
     processes = child_processes()
     checkup = Checkup(_spec(options.env), _row(options), _settings(options), options.timeout)
     findings: list[Finding] = []
     for finding in checkup.run():
-        sys.stdout.write(_line(finding, is_told=any(finding.told == earlier.told for earlier in findings)))
+        is_repeated = any(finding.detail == earlier.detail for earlier in findings)
+        sys.stdout.write(_format_finding(finding, is_repeated))
         sys.stdout.flush()
         findings.append(finding)
-    sys.stdout.write(f"\n{options.env}: {_counts(findings)}\n")
+    sys.stdout.write(f"\n{options.env}: {_format_counts(findings)}\n")
     sys.stdout.flush()
-    status = int(any(finding.verdict == "broken" for finding in findings))
+    status = int(any(finding.verdict == "failed" for finding in findings))
     if checkup.is_stuck:
-        end_soon(status, child_processes() - processes)
+        exit_soon(status, child_processes() - processes)
     return status
 
 
@@ -88,31 +95,29 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def run() -> None:
-    """The script `skyrl-gym`."""
+    """Run the script `skyrl-gym`."""
     sys.exit(main())
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"check": _check, "play": _play, "list": _list}
 
 
-def _line(finding: Finding, is_told: bool) -> str:
-    told = "as above" if finding.told and is_told else finding.told
-    indented = textwrap.indent(told, "    ") + "\n" if told else ""
-    printable = indented.encode("utf-8", "backslashreplace").decode()  # it may quote half a character
+def _format_finding(finding: Finding, is_repeated: bool) -> str:
+    detail = "as above" if finding.detail and is_repeated else finding.detail
+    indented = textwrap.indent(detail, "    ") + "\n" if detail else ""
+    printable = indented.encode("utf-8", "backslashreplace").decode()  # it may quote a lone surrogate
     return f"{SIGNS[finding.verdict]} {finding.rule}\n{printable}"
 
 
-def _counts(findings: Sequence[Finding]) -> str:
+def _format_counts(findings: Sequence[Finding]) -> str:
     verdicts = [finding.verdict for finding in findings]
-    counted = (
-        f"{verdicts.count('kept')} kept, {verdicts.count('broken')} broken, {verdicts.count('advice')} to consider"
-    )
+    counts = f"{verdicts.count('passed')} passed, {verdicts.count('failed')} failed, {verdicts.count('advice')} advice"
     n_unchecked = len(RULES) - len(findings)
-    return f"{counted}, {n_unchecked} not checked" if n_unchecked else counted
+    return f"{counts}, {n_unchecked} not checked" if n_unchecked else counts
 
 
 def _spec(name: str) -> EnvSpec:
-    """How to make the environment; a module is looked for in the current folder too."""
+    """Return the spec of an environment. Modules in the current folder can be imported too."""
     if ":" not in name:
         return spec(name)
     sys.path.insert(0, "")
@@ -123,24 +128,24 @@ def _row(options: argparse.Namespace) -> Mapping[str, Any]:
     return {} if options.data is None else read_row(options.data, options.row)
 
 
-def _seconds(told: str) -> float:
-    """A time that one can wait for."""
+def _seconds(text: str) -> float:
+    """Parse a time limit."""
     try:
-        seconds = float(told)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{told} is no time to wait; write a number of seconds, such as 60")
+        raise argparse.ArgumentTypeError(f"{text} is not a time limit; use a number of seconds, such as 60")
     return seconds
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """`key=value`, where values are JSON if they can be, else text."""
+    """Parse the `key=value` pairs of `--set`. A value that is not JSON is text."""
     settings: dict[str, Any] = {}
-    for told in options.set:
-        key, found, value = told.partition("=")
+    for pair in options.set:
+        key, found, value = pair.partition("=")
         if not found:
-            raise ValueError(f"--set {told}: write key=value")
+            raise ValueError(f"--set {pair} has no value; use key=value")
         try:
             settings[key] = json.loads(value)
         except ValueError:

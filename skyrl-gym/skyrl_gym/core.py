@@ -13,15 +13,15 @@ ActType = TypeVar("ActType")
 
 
 class EnvStepOutput(TypedDict, Generic[ObsType]):
-    """What one `Env.step` returns; a plain dict at run time.
+    """The return value of `Env.step`; a plain dict at run time.
 
-    observations: what the policy reads next, e.g. ``[{"role": "user", "content": "Try again."}]``.
-    reward: the reward of this step alone, not the running total; None where it cannot be told, which ends the episode
-        as one that no baseline and no metric counts.
-    done: whether the episode ended with this step.
+    observations: the policy's next input, e.g. ``[{"role": "user", "content": "Try again."}]``.
+    reward: the reward of this step alone, not the running total. None if it is unknown, which ends the episode; no
+        baseline and no metric counts it.
+    done: True if the episode ended with this step.
     metadata: facts for logs and analysis. Training reads two of them: `reward_components`, the named parts of the
-        reward of this step, e.g. ``{"correct": 1.0, "format": 0.2}``; and `modified_chat_history`, messages that take
-        the place of the conversation so far.
+        reward of this step, e.g. ``{"correct": 1.0, "format": 0.2}``; and `modified_chat_history`, messages that
+        replace the conversation so far.
     """
 
     observations: ObsType
@@ -33,22 +33,22 @@ class EnvStepOutput(TypedDict, Generic[ObsType]):
 class Env(Generic[ObsType, ActType]):
     """One episode of one task: `init` once, `step` until done, `close`. An episode is never reset; make a new one.
 
-    Used as a context manager, an environment closes itself however the block ends.
+    As a context manager, an environment closes itself at the end of the block, also after an error.
     """
 
     spec: EnvSpec | None = None
-    """How `make` built this environment; None when the class was called directly."""
+    """The spec from which `make` built this environment; None if the class was called directly."""
 
     def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, Any]]:
-        """Begin the episode: the first observations, and facts about the start."""
+        """Start the episode; return the first observations and a dict of facts."""
         raise NotImplementedError(f"{type(self).__name__} must implement init()")
 
     def step(self, action: ActType) -> EnvStepOutput[ObsType]:
-        """Answer one action of the policy."""
+        """Process one action of the policy."""
         raise NotImplementedError(f"{type(self).__name__} must implement step()")
 
     def close(self) -> None:
-        """Release what the episode holds (processes, connections, files). Calling it again does nothing."""
+        """Release the resources of the episode (processes, connections, files). Calling it again does nothing."""
 
     def __str__(self) -> str:
         return f"Env({type(self).__name__})"

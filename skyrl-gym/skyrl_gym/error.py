@@ -1,18 +1,18 @@
-"""One tree of errors. Each class takes only its message, so that every error survives pickling between processes.
+"""The errors of this package. Each class takes only its message, so that every error can be pickled.
 
 Error
-├── RegistrationError       a registration that cannot be accepted
-│   └── InvalidSpec         a spec that cannot be built, written as JSON or read back (also a ValueError)
-├── UnregisteredEnv         an id that this process's registry does not hold (also a ValueError)
-├── InvalidAnswer           what an environment returned is not what it may return
-└── ToolFailure             a tool's server does not answer: not the model's doing, so that the rollout is invalid
+├── RegistrationError       a registration is refused
+│   └── InvalidSpec         a spec cannot be built, written as JSON or read back (also a ValueError)
+├── UnregisteredEnv         this process's registry does not hold the id (also a ValueError)
+├── InvalidAnswer           an environment returned an invalid value
+└── ToolFailure             a tool fails through no fault of the model, which makes the rollout invalid
 """
 
 from __future__ import annotations
 
 
 class Error(Exception):
-    """The root of everything that skyrl_gym raises about environments and their registry."""
+    """Base class of the errors that skyrl_gym raises."""
 
 
 class RegistrationError(Error):
@@ -28,8 +28,8 @@ class UnregisteredEnv(Error, ValueError):
 
 
 class InvalidAnswer(Error):
-    """An environment returned what it may not."""
+    """An environment returned an invalid value."""
 
 
 class ToolFailure(Error):
-    """What a tool depends on has failed; the model that called it has not."""
+    """A service that a tool depends on has failed, through no fault of the model that called the tool."""

@@ -1,4 +1,4 @@
-"""From the metrics of single episodes to the numbers on a training curve."""
+"""Aggregation of the metrics of single episodes into the logged numbers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from skyrl_gym.envs.registration import EnvSpec, registry, spec
 logger = logging.getLogger(__name__)
 
 EpisodeMetrics = Mapping[str, Any]
-"""What one episode's `get_metrics` returned."""
+"""The `get_metrics` of one episode."""
 
 Aggregate = Callable[[Sequence[EpisodeMetrics]], dict[str, Any]]
 
-_averaged: set[str] = set()
-"""Environments whose own rule has failed, and that the log has named."""
+_warned: set[str] = set()
+"""Environments whose `aggregate_metrics` failed and for which the log has a warning."""
 
 
 def default_aggregate_metrics(metrics: Sequence[EpisodeMetrics]) -> dict[str, float]:
-    """The mean of each key over the episodes that have it. Booleans count as 0 and 1; what is no number is dropped."""
+    """Return the mean of each key over the episodes that have it. Booleans are numbers; other types are dropped."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for episode in metrics:
         for key, value in episode.items():
             if (number := _as_number(value)) is not None:
                 values[key].append(number)
-    return {key: sum(of_key) / len(of_key) for key, of_key in values.items()}
+    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
 
 def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) -> dict[str, Any]:
-    """Aggregate episodes of one registered environment with the rule that its class chose.
+    """Aggregate episodes of one registered environment with the `aggregate_metrics` of its class.
 
-    Episodes without metrics (an environment that reports none, a rollout that failed before its first step) are left
-    out first, so an `aggregate_metrics` may rely on its own keys. Where the rule fails, or cannot be imported because
-    the environment runs in another interpreter, the default one takes its place, and the log says so once.
+    Episodes without metrics (the environment reports none, or the rollout failed before its first step) are dropped
+    first, so `aggregate_metrics` may rely on its own keys. If it fails, or cannot be imported because the environment
+    runs in another interpreter, the default rule replaces it, with one warning in the log.
 
     Raises:
         UnregisteredEnv: (a ValueError) `env_name` is not registered in this process.
@@ -47,21 +47,21 @@ def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) 
         return {}
     try:
         return dict(_aggregate_rule(env_spec)(reported))
-    except Exception as problem:  # noqa: BLE001, the boundary of an environment's own rule
-        if env_name not in _averaged:
-            _averaged.add(env_name)
-            logger.warning("Metrics of %s are averaged: its aggregate_metrics failed: %r", env_name, problem)
+    except Exception as problem:  # noqa: BLE001, the boundary of user code
+        if env_name not in _warned:
+            _warned.add(env_name)
+            logger.warning("The metrics of %s are averaged because its aggregate_metrics failed: %r", env_name, problem)
         return default_aggregate_metrics(reported)
 
 
 def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[EpisodeMetrics]) -> dict[str, Any]:
-    """Aggregate a batch of episodes [B], whose environments may differ, into what is logged.
+    """Aggregate a batch of episodes [B], possibly of several environments, into the logged metrics.
 
     Every number is logged as ``environment/{env_class}/{key}``, so environments that share a key do not overwrite each
-    other. When the whole batch is of one environment, ``environment/{key}`` is logged as well: two episodes of catch,
+    other. If the whole batch is of one environment, ``environment/{key}`` is logged as well: two episodes of catch,
     one of them won, give ``{"environment/catch/catch_rate": 0.5, "environment/catch_rate": 0.5}``.
 
-    An environment that is not registered in this process, one of another program say, is averaged by the default rule.
+    Environments that are not registered in this process, e.g. those of another program, use the default rule.
 
     Raises:
         ValueError: the two lists differ in length.
@@ -86,7 +86,7 @@ def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[Episo
 
 
 def _aggregate_rule(env_spec: EnvSpec) -> Aggregate:
-    """The `aggregate_metrics` of the registered class; the default where the entry point is a function."""
+    """Return the `aggregate_metrics` of the registered class, or the default rule if the entry point is a function."""
     rule: Aggregate = getattr(env_spec.load(), "aggregate_metrics", default_aggregate_metrics)
     return rule
 

@@ -1,16 +1,16 @@
-"""Packages that only some environments and tools need: the extras of skyrl-gym."""
+"""Optional dependencies: the extras of skyrl-gym."""
 
 from __future__ import annotations
 
 import importlib.util
 
 
-def how_to_install(extra: str) -> str:
-    """The command that installs an extra, for messages."""
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra, for error messages."""
     return f"pip install './skyrl-gym[{extra}]' (in your clone of the repository)"
 
 
-def require(package: str, extra: str, who: str) -> None:
-    """Raises ModuleNotFoundError, with the command that helps, where `who` needs a package that is not installed."""
+def require(package: str, extra: str, feature: str) -> None:
+    """Raise ModuleNotFoundError, with the install command, if the package that `feature` needs is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ModuleNotFoundError(f"{who} need the package {package}: {how_to_install(extra)}")
+        raise ModuleNotFoundError(f"{feature} need the package {package}: {install_command(extra)}")

@@ -14,14 +14,14 @@ from skyrl_gym.worker_pool import Worker
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for all tests stays, and is not looked at by each `gc.collect` again, which took a second."""
+    """Exclude the imported modules from garbage collection; each `gc.collect` took a second with them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def clean_registry() -> Iterator[None]:
-    """Every test starts from an empty registry and leaves behind the one it found."""
+    """Give every test an empty registry, and restore the previous one afterwards."""
     before = dict(registry)
     registry.clear()
     yield
@@ -31,8 +31,8 @@ def clean_registry() -> Iterator[None]:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
-    """A shop's."""
-    file = tmp_path / "sho?p" / "sho?p.sqlite"  # a name with a meaning in addresses
+    """Return a database of a shop."""
+    file = tmp_path / "sho?p" / "sho?p.sqlite"  # "?" is special in URIs
     file.parent.mkdir()
     with sqlite3.connect(file) as connection:
         connection.execute("CREATE TABLE goods (id INTEGER, name TEXT, price REAL)")
@@ -45,8 +45,8 @@ def database(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def questions(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """A semaphore that is released for each question to a worker that has started."""
+def question_semaphore(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Return a semaphore that is released for each question to a running worker."""
     asked = threading.Semaphore(0)
     ask = Worker.ask
 

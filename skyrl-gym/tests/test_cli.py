@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 ROW = {"prompt": [{"role": "user", "content": "6 * 7?"}], "reward_spec": {"ground_truth": "42"}}
-MINE = """
+MY_MODULE = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 class MyEnv(BaseTextEnv):
@@ -24,7 +24,7 @@ class MyEnv(BaseTextEnv):
 """
 
 
-HANGING = """
+HANGING_MODULE = """
 import pathlib, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
 from skyrl_gym.envs.base_text_env import BaseTextEnv
@@ -57,8 +57,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.json").write_text(json.dumps([ROW]))
     (tmp_path / "wrong.json").write_text("{}")
     (tmp_path / "number.jsonl").write_text("1\n")
-    (tmp_path / "my_module.py").write_text(MINE)
-    (tmp_path / "hanging.py").write_text(HANGING)
+    (tmp_path / "my_module.py").write_text(MY_MODULE)
+    (tmp_path / "hanging.py").write_text(HANGING_MODULE)
     pq.write_table(pa.Table.from_pylist([ROW | {"max_turns": None}]), tmp_path / "rows.parquet")
     return tmp_path
 
@@ -71,17 +71,17 @@ def run(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedP
     )
 
 
-def test_a_check_names_what_is_broken(folder: Path) -> None:
+def test_check_reports_violations(folder: Path) -> None:
     result = run(folder, "check", "my_module:MyEnv", "--data", "rows.jsonl")
     assert result.returncode == 1
     assert (
-        "✗ takes any reply\n    step() raised IndexError: list index out of range (my_module.py, line 10)"
+        "✗ accepts any reply\n    step() raised IndexError: list index out of range (my_module.py, line 10)"
         in result.stdout
     )
-    assert result.stdout.endswith("to consider\n")
+    assert result.stdout.endswith("advice\n")
 
 
-def test_what_was_told_is_not_told_again(folder: Path) -> None:
+def test_repeated_detail_is_abbreviated(folder: Path) -> None:
     result = run(folder, "check", "my_module:MyEnv", "--data", "rows.jsonl")
     assert "✗ ends by its last turn\n    as above\n" in result.stdout
 
@@ -94,13 +94,13 @@ def test_what_was_told_is_not_told_again(folder: Path) -> None:
         ("BusyEnv", "in step: "),
     ],
 )
-def test_a_check_of_what_hangs_ends_with_what_it_started(folder: Path, name: str, line: str) -> None:
+def test_check_of_a_hanging_environment_ends_with_its_processes(folder: Path, name: str, line: str) -> None:
     result = run(folder, "check", f"hanging:{name}", "--timeout", "0.5")
     assert result.returncode == 1
-    told = "step() did not come back within 0.5 s, for the reply: nothing. It is in"
-    assert f"✗ takes any reply\n    {told}\n      hanging.py, line " in result.stdout
+    message = "step() did not return within 0.5 s, for the reply: empty text. It is in"
+    assert f"✗ accepts any reply\n    {message}\n      hanging.py, line " in result.stdout
     assert line in result.stdout
-    assert result.stdout.endswith(f"hanging:{name}: 1 kept, 1 broken, 0 to consider, 9 not checked\n")
+    assert result.stdout.endswith(f"hanging:{name}: 1 passed, 1 failed, 0 advice, 9 not checked\n")
     assert "Traceback" not in result.stderr
     if (folder / "pid").exists():
         with pytest.raises(ProcessLookupError):
@@ -108,43 +108,43 @@ def test_a_check_of_what_hangs_ends_with_what_it_started(folder: Path, name: str
 
 
 @pytest.mark.parametrize("file", ["rows.json", "rows.parquet"])
-def test_a_check_of_ours(folder: Path, file: str) -> None:
+def test_built_in_environment_passes(folder: Path, file: str) -> None:
     result = run(folder, "check", "gsm8k", "--data", file, "--set", "grader=flexible", "--timeout", "30")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.endswith("gsm8k: 11 kept, 0 broken, 0 to consider\n")
+    assert result.stdout.endswith("gsm8k: 11 passed, 0 failed, 0 advice\n")
 
 
-def test_playing(folder: Path) -> None:
+def test_play(folder: Path) -> None:
     result = run(folder, "play", "my_module:MyEnv", "--data", "rows.jsonl", stdin="42\n.\n")
     assert result.returncode == 0
-    assert "The episode is over: 1.0 in 1 turns" in result.stdout
+    assert "Episode finished: reward 1.0 in 1 turns" in result.stdout
 
 
-def test_the_list(folder: Path) -> None:
+def test_list(folder: Path) -> None:
     assert "gsm8k              skyrl_gym.envs.gsm8k.env:GSM8kEnv\n" in run(folder, "list").stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("check", "gsm9k"), "Did you mean 'gsm8k'"),
         (("check", "my_module:MyEnw"), "Did you mean 'MyEnv'"),
         (("check", "nowhere:Env"), "No module named 'nowhere'"),
         (("check", "gsm8k", "--data", "nothing.jsonl"), "nothing.jsonl"),
-        (("check", "gsm8k", "--data", "my_module.py"), "a file of .parquet, .json or .jsonl is read here"),
-        (("check", "gsm8k", "--timeout", "0"), "0 is no time to wait; write a number of seconds, such as 60"),
-        (("check", "gsm8k", "--timeout", "nan"), "nan is no time to wait"),
-        (("check", "gsm8k", "--timeout", "soon"), "--timeout: soon is no time to wait"),
+        (("check", "gsm8k", "--data", "my_module.py"), "is not supported; use a .parquet, .json or .jsonl file"),
+        (("check", "gsm8k", "--timeout", "0"), "0 is not a time limit; use a number of seconds, such as 60"),
+        (("check", "gsm8k", "--timeout", "nan"), "nan is not a time limit"),
+        (("check", "gsm8k", "--timeout", "soon"), "--timeout: soon is not a time limit"),
         (("check", "gsm8k", "--data", "rows.jsonl", "--row", "3"), "--row 3: rows.jsonl has rows 0 to 0"),
-        (("check", "gsm8k", "--data", "wrong.json"), "a .json file holds a list of rows"),
-        (("check", "gsm8k", "--data", "number.jsonl"), "row 0 of number.jsonl is '1'; a row is an object"),
+        (("check", "gsm8k", "--data", "wrong.json"), "a .json file must hold a list of rows"),
+        (("check", "gsm8k", "--data", "number.jsonl"), "row 0 of number.jsonl is '1'; a row must be an object"),
         (("play", "gsm8k"), "reward_spec field is required"),
-        (("check", "gsm8k", "--set", "grader"), "--set grader: write key=value"),
+        (("check", "gsm8k", "--set", "grader"), "--set grader has no value; use key=value"),
         ((), "usage: skyrl-gym"),
     ],
 )
-def test_a_wrong_command_is_explained(folder: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_wrong_command_is_explained(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     result = run(folder, *arguments)
     assert result.returncode == 2
-    assert told in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -8,7 +8,7 @@ from skyrl_gym.core import Env, EnvStepOutput
 
 
 class Countdown(Env[int, int]):
-    """Subtract each action from a number until nothing is left."""
+    """Subtracts each action from a number until it reaches 0."""
 
     def __init__(self, start: int = 3) -> None:
         self.left = start
@@ -40,12 +40,12 @@ def test_str_names_the_class() -> None:
     assert str(Countdown()) == "Env(Countdown)"
 
 
-def test_an_environment_made_by_hand_has_no_spec() -> None:
+def test_environment_made_without_the_registry_has_no_spec() -> None:
     assert Countdown().spec is None
 
 
 @pytest.mark.parametrize("method", ["init", "step"])
-def test_what_a_subclass_forgot_is_named_with_its_class(method: str) -> None:
+def test_missing_method_is_named_with_its_class(method: str) -> None:
     class Unfinished(Env[str, str]):
         pass
 
@@ -53,19 +53,19 @@ def test_what_a_subclass_forgot_is_named_with_its_class(method: str) -> None:
         getattr(Unfinished(), method)("anything")
 
 
-def test_close_may_be_called_again_and_again() -> None:
+def test_close_may_be_called_repeatedly() -> None:
     env: Env[str, str] = Env()
     env.close()
     env.close()
 
 
-def test_the_context_manager_closes_once_and_gives_the_environment() -> None:
+def test_context_manager_returns_the_environment_and_closes_it() -> None:
     with Countdown() as env:
         assert env.times_closed == 0
     assert env.times_closed == 1
 
 
-def test_the_context_manager_closes_after_an_error_and_lets_it_through() -> None:
+def test_context_manager_closes_after_an_error_and_propagates_it() -> None:
     env = Countdown()
     with pytest.raises(ZeroDivisionError), env:
         raise ZeroDivisionError

@@ -17,18 +17,18 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error_class", ERRORS)
-def test_every_error_is_in_the_tree(error_class: type[error.Error]) -> None:
+def test_every_error_is_an_error_of_the_package(error_class: type[error.Error]) -> None:
     assert issubclass(error_class, error.Error)
 
 
 @pytest.mark.parametrize("error_class", ERRORS)
-def test_every_error_survives_the_way_between_processes(error_class: type[error.Error]) -> None:
+def test_every_error_can_be_pickled(error_class: type[error.Error]) -> None:
     copied = pickle.loads(pickle.dumps(error_class("what failed, with which value, what to do")))
     assert type(copied) is error_class
     assert str(copied) == "what failed, with which value, what to do"
 
 
-def test_a_wrong_id_or_spec_is_also_a_wrong_value() -> None:
+def test_unregistered_env_and_invalid_spec_are_value_errors() -> None:
     assert issubclass(error.UnregisteredEnv, ValueError)
     assert issubclass(error.InvalidSpec, ValueError)
     assert issubclass(error.InvalidSpec, error.RegistrationError)

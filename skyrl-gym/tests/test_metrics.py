@@ -20,7 +20,7 @@ class ScoreEnv(BaseTextEnv):
 
 
 class BestEnv(BaseTextEnv):
-    """Chooses its own rule, and trusts that its key is there."""
+    """Defines its own rule, which relies on its key."""
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_a_key_is_averaged_over_the_episodes_that_have_it() -> None:
     assert default_aggregate_metrics([{"score": 1.0}, {}, {"score": 0.0, "late": 7}]) == {"score": 0.5, "late": 7.0}
 
 
-def test_what_is_no_number_is_dropped() -> None:
+def test_other_types_are_dropped() -> None:
     assert default_aggregate_metrics([{"name": "catch", "path": [1, 2], "nothing": None, "z": 1j}]) == {}
 
 
@@ -57,13 +57,13 @@ def test_numbers_from_numpy_count() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))
-def test_the_mean_lies_between_the_smallest_and_the_largest(scores: list[float]) -> None:
+def test_mean_lies_between_minimum_and_maximum(scores: list[float]) -> None:
     mean = default_aggregate_metrics([{"score": score} for score in scores])["score"]
     assert math.isfinite(mean)
     assert min(scores) - 1e-6 <= mean <= max(scores) + 1e-6
 
 
-def test_an_environment_chooses_its_own_rule() -> None:
+def test_environment_may_define_its_own_rule() -> None:
     episodes = [{"score": 1}, {"score": 3}]
     assert aggregate_for_environment("best", episodes) == {"best_score": 3}
     assert aggregate_for_environment("score", episodes) == {"score": 2.0}
@@ -79,16 +79,16 @@ def test_a_function_as_entry_point_means_the_default_rule() -> None:
     assert aggregate_for_environment("factory", [{"score": 1}, {"score": 3}]) == {"score": 2.0}
 
 
-def test_an_episode_without_metrics_never_reaches_the_environments_rule() -> None:
+def test_episodes_without_metrics_are_dropped_before_aggregation() -> None:
     assert aggregate_for_environment("best", [{}, {"score": 2}]) == {"best_score": 2}
     assert aggregate_for_environment("best", [{}, {}]) == {}
 
 
 @pytest.mark.parametrize("entry_point", [BestEnv, "only_in_the_environments_own_python:BestEnv"])
-def test_a_rule_that_fails_is_replaced_by_the_default_and_said_once(
+def test_failing_rule_is_replaced_by_the_default_with_one_warning(
     caplog: pytest.LogCaptureFixture, entry_point: Any
 ) -> None:
-    """The environment may live in another interpreter, and its rule may miss a key."""
+    """The rule may miss a key, or the environment may run in another interpreter."""
     name = f"failing {entry_point}"
     register(name, entry_point)
     with caplog.at_level(logging.WARNING):
@@ -99,7 +99,7 @@ def test_a_rule_that_fails_is_replaced_by_the_default_and_said_once(
     assert "KeyError" in record.message or "ModuleNotFoundError" in record.message
 
 
-def test_a_rule_that_returns_no_metrics_has_failed_too() -> None:
+def test_rule_that_returns_none_is_replaced_by_the_default() -> None:
     class SilentEnv(BaseTextEnv):
         @staticmethod
         def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

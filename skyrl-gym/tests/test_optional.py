@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import skyrl_gym
-from skyrl_gym.optional import how_to_install, require
+from skyrl_gym.optional import install_command, require
 
 PACKAGE = Path(skyrl_gym.__file__).parent
 
 
-def test_a_package_that_is_not_there() -> None:
+def test_missing_package() -> None:
     require("json", "mine", "environments of mine")
     message = (
         r"environments of mine need the package no_such_package: pip install '\./skyrl-gym\[mine\]' \(in your clone"
@@ -21,11 +21,11 @@ def test_a_package_that_is_not_there() -> None:
         require("no_such_package", "mine", "environments of mine")
 
 
-def test_the_package_names_extras_that_there_are_and_in_one_way() -> None:
+def test_named_extras_exist() -> None:
     extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    named = re.findall(r"""(?:how_to_install\(|require\("\w+", )['"](\w+)['"]""", source)
+    named = re.findall(r"""(?:install_command\(|require\("\w+", )['"](\w+)['"]""", source)
     assert len(named) >= 7
     assert set(named) <= extras.keys()
     assert "pip install 'skyrl-gym" not in source
-    assert how_to_install("mcp") == "pip install './skyrl-gym[mcp]' (in your clone of the repository)"
+    assert install_command("mcp") == "pip install './skyrl-gym[mcp]' (in your clone of the repository)"

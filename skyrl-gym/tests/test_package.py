@@ -25,11 +25,11 @@ def test_every_exported_name_exists() -> None:
     assert all(hasattr(skyrl_gym.envs, name) for name in skyrl_gym.envs.__all__)
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_package_is_marked_as_typed() -> None:
     assert (files("skyrl_gym") / "py.typed").is_file()
 
 
-def test_the_readme_runs_and_prints_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_example_prints_its_documented_output(capsys: pytest.CaptureFixture[str]) -> None:
     text = README.read_text(encoding="utf-8")
     program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
     exec(compile(program, str(README), "exec"), {"__name__": "readme"})

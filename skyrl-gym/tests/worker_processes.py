@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 
 SECONDS = 60.0
-"""For what takes less than one on a machine that does nothing else."""
+"""Time limit for operations that take less than a second on an idle machine."""
 
 
 def workers(module: str) -> set[int]:

@@ -11,7 +11,7 @@ from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_train.entrypoints.command import compute_thread
+from skyrl_train.entrypoints.runtime import compute_thread
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
 
 N_STEPS = 150

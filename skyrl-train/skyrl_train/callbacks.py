@@ -5,8 +5,10 @@ The trainer calls them in order: an evaluation before the logging of its metrics
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +22,12 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.report import plot_learning_curve, write_report
 from skyrl_train.timer import StepTimer
-from skyrl_train.tracking import Progress, RunFolder, Tracking, read_metrics
+from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
 from skyrl_train.types import Trajectory
 
-CURVES = ("eval/all/avg_score", "reward/avg_raw_reward")  # the learning curve shows the first that was measured
+logger = logging.getLogger(__name__)
+
 PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/")  # on the progress line, beside the reward
 
 
@@ -121,11 +123,13 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """Sends metrics to the trackers and updates the progress line."""
+    """Sends metrics to the trackers, updates the progress line, and warns once of steps without a learning signal."""
 
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking
         self._progress: Progress | None = None
+        self._newest: deque[dict[str, float]] = deque(maxlen=3)
+        self._has_warned = False
 
     async def on_train_start(self, run: Run) -> None:
         self._tracking.truncate_after(run.global_step or -1)  # a new run logs step 0, too
@@ -147,6 +151,10 @@ class Logging(Callback):
                 },
                 tokens_per_second=report.metrics.get("trainer/tokens_per_second"),
             )
+        self._newest.append(report.metrics)
+        if not self._has_warned and (warning := find_missing_signal(list(self._newest))):
+            logger.warning(warning)
+            self._has_warned = True
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         if self._progress is not None:
@@ -226,14 +234,9 @@ class Reporting(Callback):
         self._run_folder = run_folder
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        rows = read_metrics(self._run_folder.metrics)
-        if not rows:
-            return
-        measured = [name for name in CURVES if any(name in row for row in rows)]
-        if measured:
-            title = f"{run.cfg.trainer.project_name}: {run.cfg.trainer.run_name}"
-            plot_learning_curve(rows, self._run_folder.learning_curve, metric=measured[0], title=title)
-        write_report(self._run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
+        from skyrl_train.report import report_run  # matplotlib, which a run needs only now
+
+        report_run(self._run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
 
 
 class Export(Callback):

@@ -70,6 +70,7 @@ def catch_run(catch: None, catch_data: Path, tiny_model_path: Path, tmp_path: Pa
         f"data.val_data=['{catch_data}/validation.parquet']",
         f"trainer.policy.model.path='{tiny_model_path}'",
         f"trainer.output_dir='{tmp_path}'",
+        "trainer.run_name=test_run",
         "trainer.train_batch_size=4",
         "trainer.policy_mini_batch_size=4",
         "trainer.logger=jsonl",

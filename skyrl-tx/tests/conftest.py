@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")  # before JAX is there
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")  # before JAX is imported
 
 import pytest
 from tx_postgresql import ABSENT, TEST_URL, postgresql, programs
@@ -14,7 +14,7 @@ from tx_tiny_models import FAMILIES, new_model
 
 @pytest.fixture(scope="session", autouse=True)
 def _programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled programs are kept for as long as the tests run, and for the processes that they start."""
+    """Cache compiled programs for the duration of the tests, in this process and its children."""
     folder = str(tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
         for environment in (os.environ, CHILD_ENVIRONMENT):
@@ -24,14 +24,14 @@ def _programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
-    """Each kind of model."""
+    """Each model family."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a folder for each kind of model."""
+    """A folder with one model per family."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         new_model(family).save_pretrained(folder / family)
@@ -40,15 +40,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def folder(models: Path, family: str) -> Path:
-    """The folder of a model of each kind."""
+    """The folder of a model, for each family."""
     return models / family
 
 
 @pytest.fixture(scope="session")
 def postgresql_url() -> Iterator[str]:
-    """Of a PostgreSQL server: the one that TX_TEST_DATABASE_URL names, or one of the tests' own."""
-    if told := os.environ.get(TEST_URL):
-        yield told
+    """The URL of a PostgreSQL server: the one in TX_TEST_DATABASE_URL, or a temporary one."""
+    if url := os.environ.get(TEST_URL):
+        yield url
         return
     folder = programs()
     if folder is None:

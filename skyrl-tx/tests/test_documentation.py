@@ -12,7 +12,7 @@ from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.torch.config import TorchConfig
 from tx.tinker.config import TxConfig
 from tx.tinker.losses import LOSSES
-from tx.tinker.metrics import Metrics
+from tx.tinker.server.metrics import Metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "tinker.md").read_text("utf-8")
 
@@ -21,7 +21,7 @@ def as_written(default: object) -> str:
     return str(default).lower().removesuffix(".0").replace(str(Path.home()), "~")
 
 
-def test_every_setting_of_a_backend_is_there_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend_setting_is_documented_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for config in (JaxConfig, TorchConfig):
         for name, field in config.model_fields.items():
@@ -30,30 +30,30 @@ def test_every_setting_of_a_backend_is_there_with_its_default(monkeypatch: pytes
                 assert row.split("|")[2].strip(" `") == as_written(default)
 
 
-def test_every_flag_that_is_named_is_there() -> None:
+def test_every_documented_flag_exists() -> None:
     flags = {f"--{name.replace('_', '-')}" for name in TxConfig.model_fields}
     rows = [line for line in PAGE.splitlines() if line.startswith("| `--")]
     assert {flag for row in rows for flag in re.findall(r"`(--[\w-]+)`", row)} <= flags
 
 
-def test_every_metric_is_there() -> None:
+def test_every_metric_is_documented() -> None:
     text = Metrics().to_text({}, 0, 0, {}, is_engine_up=True).decode()
-    told = set(re.findall(r"^# TYPE (\w+) (?:counter|gauge|histogram)$", text, re.MULTILINE))
-    assert {name for name in told if not name.endswith(("_created", "_info"))} <= set(re.findall(r"`(tx_\w+)`", PAGE))
+    names = set(re.findall(r"^# TYPE (\w+) (?:counter|gauge|histogram)$", text, re.MULTILINE))
+    assert {name for name in names if not name.endswith(("_created", "_info"))} <= set(re.findall(r"`(tx_\w+)`", PAGE))
 
 
-def test_every_loss_is_there_with_its_defaults() -> None:
+def test_every_loss_is_documented_with_its_defaults() -> None:
     for name, loss in LOSSES.items():
         (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
         assert re.findall(r"`(\w+)`", row)[1:] == [*loss.needs[1:], *loss.settings]
         assert [float(one) for one in re.findall(r"` ([\d.]+)", row)] == list(loss.settings.values())
 
 
-def test_the_table_of_clients_is_the_one_that_was_measured() -> None:
+def test_the_compatibility_table_is_the_measured_one() -> None:
     assert (Path(__file__).parent / "sdk" / "compatibility.md").read_text("utf-8") in PAGE
 
 
-def test_the_ten_lines_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = new_tokenizer()
     new_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

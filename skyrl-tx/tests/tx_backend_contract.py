@@ -1,6 +1,7 @@
-"""What every backend keeps to.
+"""The contract of all backends.
 
-A test module makes `backend` and `load` fixtures, and inherits from `TrainingContract` for every kind of model, and
+A test module provides the fixtures `backend` and `load`, and inherits from `TrainingContract` for every model family
+and
 from `SamplingContract` for one.
 """
 
@@ -50,7 +51,7 @@ from tx.tinker.types import (
 class _Models:
     @pytest.fixture
     def model(self, backend: Backend) -> str:
-        """A model that has learned a little."""
+        """A model after a few steps."""
         backend.create_model("m", LORA)
         for seed in range(2):
             learn(backend, "m", some_data(seed))
@@ -58,7 +59,7 @@ class _Models:
 
 
 class TrainingContract(_Models):
-    """Tests of training, of folders, and of what is told of prompts and samples."""
+    """Tests of training, saved folders, and reported log-probs."""
 
     def test_a_new_model_is_the_base_model(self, backend: Backend) -> None:
         backend.create_model("m", LORA)
@@ -76,8 +77,8 @@ class TrainingContract(_Models):
         assert backend.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
         assert_same(losses(backend, "m", some_data()), before)
 
-    def test_passes_add_up(self, backend: Backend) -> None:
-        """However many data there are in one, and so in a micro-batch."""
+    def test_gradients_accumulate_over_passes(self, backend: Backend) -> None:
+        """Splitting data into passes, and so into micro-batches, does not change the sum."""
         data = sorted(some_data(), key=lambda one: len(one.tokens))
         n_short = len(data) - len(MIDDLE) - 1
         for model_id in ("whole", "parts"):
@@ -90,7 +91,7 @@ class TrainingContract(_Models):
         for one, other in zip(losses(backend, "whole", data), losses(backend, "parts", data), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
 
-    def test_models_learn_the_same_beside_others(self, backend: Backend) -> None:
+    def test_training_is_independent_of_other_models(self, backend: Backend) -> None:
         names = {f"m{i}": LoraConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
         for name, lora in names.items():
             backend.create_model(name, lora)
@@ -103,7 +104,7 @@ class TrainingContract(_Models):
         for name in names:
             assert_same(losses(backend, name, some_data()), losses(backend, f"{name} alone", some_data()))
 
-    def test_all_of_a_model_is_trained(self, backend: Backend, tmp_path: Path) -> None:
+    def test_full_fine_tuning(self, backend: Backend, tmp_path: Path) -> None:
         data = some_data(lengths=MIDDLE)
         for name, lora in (("adapter", LORA), ("m", WHOLE)):
             backend.create_model(name, lora)
@@ -112,32 +113,32 @@ class TrainingContract(_Models):
         np.testing.assert_allclose(first, base, rtol=1e-6)
         assert last < 0.95 * first
         backend.create_model("another", LORA)
-        assert learn(backend, "another", data) == base  # which all share
+        assert learn(backend, "another", data) == base  # which all models share
         backend.save_model("m", tmp_path)
         backend.load_model("resumed", tmp_path, with_optimizer=True)
         ask = request(datum(30).tokens.tolist(), temperature=0.0)
         frozen = [backend.weights_of("m"), backend.load_weights(tmp_path)]
         before = sample(backend, *((ask, weights) for weights in frozen))
-        for _ in range(3):  # the weights, a step, and the moments
+        for _ in range(3):  # compares weights, a step, and the moments
             assert learn(backend, "m", data) == learn(backend, "resumed", data)
         for found in (*before, *sample(backend, *((ask, weights) for weights in frozen))):
             assert found.samples == before[0].samples
         (now,) = sample(backend, (ask, backend.weights_of("m")))
         assert now.samples[0].logprobs != before[0].samples[0].logprobs
 
-    def test_a_model_that_is_not_there(self, backend: Backend) -> None:
+    def test_a_missing_model(self, backend: Backend) -> None:
         with pytest.raises(UserError, match="there is no model x"):
             run(backend, Pass("x", [datum(5)], "cross_entropy"))
 
-    def test_settings_of_a_step_are_its_own(self, backend: Backend, model: str) -> None:
+    def test_each_step_has_its_own_settings(self, backend: Backend, model: str) -> None:
         before = losses(backend, model, some_data())
         run(backend, Pass(model, some_data(), "cross_entropy"))
         metrics = backend.optim_step(model, AdamParams(learning_rate=0.0))
         assert metrics["skyrl.ai/grad_norm"] > 0
         assert_same(losses(backend, model, some_data()), before)
 
-    def test_several_targets_of_a_position(self, backend: Backend) -> None:
-        """They are as good as the same sequence several times, with a target each."""
+    def test_several_targets_per_position(self, backend: Backend) -> None:
+        """Several targets per position equal several sequences with one target each."""
         one = datum(64)
         targets = [(one.inputs["target_tokens"] + shift) % VOCABULARY for shift in (0, 1)]
         weights = [np.linspace(0, top, 64, dtype=np.float32) for top in (0.5, 0.25)]
@@ -153,7 +154,7 @@ class TrainingContract(_Models):
             backend.optim_step(model_id, STEP)
         np.testing.assert_allclose(*(losses(backend, name, [one])[0] for name in ("together", "apart")), atol=2e-5)
 
-    def test_what_counts_nothing_may_be_anything(self, backend: Backend) -> None:
+    def test_masked_values_may_be_anything(self, backend: Backend) -> None:
         backend.create_model("m", LORA)
         one, norms = datum(64), []
         for nothing in (0, (-100, 10**6)):
@@ -182,9 +183,9 @@ class TrainingContract(_Models):
         signs = [one.inputs["advantages"] for one in data]
         assert sum((g * s).sum() for g, s in zip(gain, signs, strict=True)) > 0
 
-    def test_models_come_and_go(self, backend: Backend) -> None:
+    def test_models_are_created_and_deleted(self, backend: Backend) -> None:
         backend.create_model("m", LORA)
-        with pytest.raises(UserError, match="there is a model m already"):
+        with pytest.raises(UserError, match="model m already exists"):
             backend.create_model("m", LORA)
         assert backend.models() == {"m": LORA}
         backend.delete_model("m")
@@ -194,7 +195,7 @@ class TrainingContract(_Models):
 
     # -- folders
 
-    def test_a_checkpoint_goes_on_where_it_was(self, backend: Backend, model: str, tmp_path: Path) -> None:
+    def test_a_checkpoint_resumes_exactly(self, backend: Backend, model: str, tmp_path: Path) -> None:
         backend.save_model(model, tmp_path)
         backend.load_model("resumed", tmp_path, with_optimizer=True)
         backend.load_model("fresh", tmp_path, with_optimizer=False)
@@ -211,12 +212,12 @@ class TrainingContract(_Models):
     def test_weights_alone_have_no_optimizer(self, backend: Backend, model: str, tmp_path: Path) -> None:
         backend.save_weights(model, tmp_path)
         backend.load_model("n", tmp_path, with_optimizer=False)
-        with pytest.raises(UserError, match="no state of an optimizer"):
+        with pytest.raises(UserError, match="no optimizer state"):
             backend.load_model("o", tmp_path, with_optimizer=True)
 
-    # -- what is told
+    # -- log-probs
 
-    def test_logprobs_of_samples_are_those_of_prompts(self, backend: Backend, model: str) -> None:
+    def test_sample_logprobs_match_prompt_logprobs(self, backend: Backend, model: str) -> None:
         weights = backend.weights_of(model)
         (found,) = sample(backend, (request(n=2, max_tokens=20), weights))
         for one in found.samples:
@@ -232,9 +233,9 @@ class TrainingContract(_Models):
 
 
 class SamplingContract(_Models):
-    """Tests of how samples come about."""
+    """Tests of sampling."""
 
-    def test_samplers_are_frozen(self, backend: Backend, model: str, tmp_path: Path) -> None:
+    def test_frozen_weights_do_not_change(self, backend: Backend, model: str, tmp_path: Path) -> None:
         ask = SampleRequest(datum(30).tokens.tolist(), SamplingParams(max_tokens=5, seed=2), wants_prompt_logprobs=True)
         backend.save_weights(model, tmp_path)
         frozen = [backend.weights_of(model), backend.base_weights(), backend.load_weights(tmp_path)]
@@ -250,11 +251,11 @@ class SamplingContract(_Models):
             with pytest.raises(AssertionError):
                 np.testing.assert_array_equal(now.prompt_logprobs, other.prompt_logprobs)
 
-    def test_samples_are_the_same_beside_others(self, backend: Backend, model: str) -> None:
+    def test_samples_are_independent_of_each_other(self, backend: Backend, model: str) -> None:
         backend.create_model("n", LoraConfig(rank=3, seed=9))
         learn(backend, "n", some_data(5))
         weights = [backend.weights_of(model), backend.weights_of("n"), backend.base_weights()]
-        asked = [
+        requests = [
             (
                 request(
                     datum(length).tokens.tolist(),
@@ -269,12 +270,12 @@ class SamplingContract(_Models):
             )
             for i, length in enumerate((1, 2, 3, 17, 63, 64, 65, 66, 129, 40, 7, 300))
         ]
-        # Of like length and with the same weights: they lie side by side in the cache, and could be computed as one.
-        asked += [
+        # Requests of similar length with the same weights: adjacent in the cache, and candidates for one batch.
+        requests += [
             (request(datum(70 + 5 * i).tokens.tolist(), n=2, max_tokens=12, seed=i), weights[2]) for i in range(8)
         ]
-        together = sample(backend, *asked)
-        for one, result in zip(asked, together, strict=True):
+        together = sample(backend, *requests)
+        for one, result in zip(requests, together, strict=True):
             (alone,) = sample(backend, one)
             assert alone.samples == result.samples
 
@@ -292,7 +293,7 @@ class SamplingContract(_Models):
         assert len({tuple(one.tokens) for one in (*first.samples, *other.samples, *unseeded.samples)}) == 12
 
     @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])
-    def test_ways_to_be_greedy(self, backend: Backend, params: dict[str, float]) -> None:
+    def test_greedy_settings(self, backend: Backend, params: dict[str, float]) -> None:
         base = backend.base_weights()
         one, other = sample(backend, *((request(max_tokens=12, seed=seed, **params), base) for seed in (1, 2)))
         (greedy,) = sample(backend, (request(max_tokens=12, temperature=0.0), base))
@@ -318,11 +319,11 @@ class SamplingContract(_Models):
         tokenizer.save(str(folder / "tokenizer.json"))
         (free,) = sample(other, (request(max_tokens=12), base))
         tokens = list(free.samples[0].tokens)
-        ending = f"{tokens[4]}><{tokens[5]}"  # of two tokens
+        ending = f"{tokens[4]}><{tokens[5]}"  # spans two tokens
         (stopped,) = sample(other, (request(max_tokens=12, stop_strings=("nothing", ending)), base))
         assert (list(stopped.samples[0].tokens), stopped.samples[0].is_stopped) == (tokens[:6], True)
 
-    def test_what_may_be_chosen(self, backend: Backend) -> None:
+    def test_the_most_likely_tokens_are_reported(self, backend: Backend) -> None:
         ask = SampleRequest(
             [5, 6, 7], SamplingParams(max_tokens=1, seed=0), n_samples=1, n_top_sampled=8, n_top_prompt=3
         )
@@ -337,28 +338,30 @@ class SamplingContract(_Models):
         (limited,) = sample(backend, (many, backend.base_weights()))
         assert {one.tokens[0] for one in limited.samples} == set(top.tokens[0, :3].tolist())
 
-    def test_top_p_is_a_part_of_what_top_k_leaves(self, backend: Backend) -> None:
+    def test_top_p_applies_to_what_top_k_leaves(self, backend: Backend) -> None:
         base = backend.base_weights()
         ask = SampleRequest([5, 6, 7], SamplingParams(max_tokens=1, seed=0), n_top_sampled=2)
         (found,) = sample(backend, (ask, base))
         assert found.samples[0].top is not None
         first, second = np.exp(found.samples[0].top.logprobs[0])
-        top_p = (first + first / (first + second)) / 2  # the first is less than that of all, and more of the two
+        top_p = (
+            first + first / (first + second)
+        ) / 2  # less than the first's share of the two, but more than its share of all
         (limited,) = sample(backend, (request(n=60, max_tokens=1, top_k=2, top_p=float(top_p)), base))
         assert {one.tokens[0] for one in limited.samples} == {int(found.samples[0].top.tokens[0, 0])}
 
-    def test_samples_are_distributed_as_they_say(self, backend: Backend) -> None:
+    def test_samples_follow_their_logprobs(self, backend: Backend) -> None:
         n = 500
         ask = SampleRequest([5, 6, 7], SamplingParams(max_tokens=1, seed=0, temperature=0.5), n_samples=n)
         (found,) = sample(backend, (ask, backend.base_weights()))
         for token in {one.tokens[0] for one in found.samples}:
-            said = {one.logprobs[0] for one in found.samples if one.tokens[0] == token}
+            logprobs = {one.logprobs[0] for one in found.samples if one.tokens[0] == token}
             share = sum(one.tokens[0] == token for one in found.samples) / n
-            odds = float(np.exp(said.pop()))
-            assert said == set()
+            odds = float(np.exp(logprobs.pop()))
+            assert logprobs == set()
             assert abs(share - odds) < 5 * np.sqrt(odds * (1 - odds) / n) + 1e-3
 
-    def test_what_is_cancelled_makes_room(self, backend: Backend) -> None:
+    def test_cancelled_samples_make_room(self, backend: Backend) -> None:
         results: list[SampleResult | Exception] = []
         cancel = backend.sample(request(n=4, max_tokens=200), backend.base_weights(), results.append)
         backend.step()

@@ -1,4 +1,4 @@
-"""What tests ask of a backend: passes and samples of small data, and their results."""
+"""Run passes and samples on a backend, with small data."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ LORA = LoraConfig(rank=8, seed=3)
 WHOLE = LoraConfig(rank=0)
 STEP = AdamParams(learning_rate=1e-2)
 LENGTHS = (5, 40, 31, 64, 32, 33, 7, 20, 12, 48, 28, 3, 17)
-"""On JAX, these are micro-batches of 16 rows with 9 data, of 4 with 3, and of 1. The tests keep to these shapes, since
-each takes seconds to compile."""
+"""On JAX, they form micro-batches of 16 rows with 9 data, 4 rows with 3, and 1 row. Tests keep to these shapes,
+since each takes seconds to compile.
+"""
 MIDDLE = (40, 33, 48)
-"""Those of 4 rows."""
+"""The lengths in the micro-batch of 4 rows."""
 Load = Callable[[Path], Backend]
-"""A backend with the model of a folder."""
+"""Loads a backend with the model in a folder."""
 
 
 def datum(length: int, seed: int = 0, weight: float = 1.0) -> Datum:
-    """A random sequence with random targets."""
+    """Return a random sequence with random targets."""
     rng = np.random.default_rng(seed * 1000 + length)
     tokens, targets = rng.integers(0, VOCABULARY, (2, length)).astype(np.int32)
     return Datum(tokens, {"target_tokens": targets, "weights": np.full(length, weight, np.float32)})
 
 
 def some_data(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Datum]:
-    """Of lengths that take several shapes."""
+    """Return data whose lengths need several shapes."""
     return [datum(length, seed) for length in lengths]
 
 
 def next_tokens(tokens: np.ndarray) -> Datum:
-    """Each token predicts the next."""
+    """Return a datum in which each token predicts the next."""
     return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
 
 
-def run(backend: Backend, *asked: Pass) -> list[PassResult]:
-    """The results of passes that take turns."""
+def run(backend: Backend, *passes: Pass) -> list[PassResult]:
+    """Run interleaved passes; return their results."""
     results: dict[int, PassResult] = {}
-    waiting = deque((number, backend.compute(one)) for number, one in enumerate(asked))
+    waiting = deque((number, backend.compute(one)) for number, one in enumerate(passes))
     while waiting:
         number, parts = waiting.popleft()
         result = next(parts)
@@ -62,35 +63,35 @@ def run(backend: Backend, *asked: Pass) -> list[PassResult]:
             waiting.append((number, parts))
         else:
             results[number] = result
-    return [results[number] for number in range(len(asked))]
+    return [results[number] for number in range(len(passes))]
 
 
 def learn(backend: Backend, model_id: str, data: Sequence[Datum], params: AdamParams = STEP) -> float:
-    """One step; the loss before it."""
+    """Run a training step; return the loss before it."""
     (result,) = run(backend, Pass(model_id, data, "cross_entropy"))
     backend.optim_step(model_id, params)
     return result.loss
 
 
 def losses(backend: Backend, model_id: str, data: Sequence[Datum]) -> list[np.ndarray]:
-    """Log-probs of the targets now."""
+    """Return the current log-probs of the targets."""
     (result,) = run(backend, Pass(model_id, data, "cross_entropy", is_forward_only=True))
     return list(result.logprobs)
 
 
-def sample(backend: Backend, *asked: tuple[SampleRequest, Weights]) -> list[SampleResult]:
-    """The results of requests that run at the same time."""
+def sample(backend: Backend, *requests: tuple[SampleRequest, Weights]) -> list[SampleResult]:
+    """Run concurrent requests; return their results."""
     found: dict[int, SampleResult | Exception] = {}
 
     def note(number: int) -> Callable[[SampleResult | Exception], None]:
         return lambda result: found.__setitem__(number, result)
 
-    for number, (request, weights) in enumerate(asked):
+    for number, (request, weights) in enumerate(requests):
         backend.sample(request, weights, note(number))
     while backend.step():
         pass
     results = []
-    for number in range(len(asked)):
+    for number in range(len(requests)):
         result = found[number]
         if isinstance(result, Exception):
             raise result
@@ -99,12 +100,12 @@ def sample(backend: Backend, *asked: tuple[SampleRequest, Weights]) -> list[Samp
 
 
 def request(prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, max_tokens: int = 8, **params: object) -> SampleRequest:
-    """A request with a seed."""
+    """Return a request with a seed."""
     return SampleRequest(prompt, SamplingParams(max_tokens=max_tokens, **({"seed": 1} | params)), n)  # type: ignore[arg-type]
 
 
 def prompt_logprobs(backend: Backend, prompt: np.ndarray, weights: Weights) -> np.ndarray:
-    """Of all tokens but the first."""
+    """Return the log-probs of all tokens but the first."""
     ask = SampleRequest(prompt.tolist(), SamplingParams(max_tokens=1, seed=0), wants_prompt_logprobs=True)
     (found,) = sample(backend, (ask, weights))
     assert found.prompt_logprobs is not None
@@ -113,13 +114,13 @@ def prompt_logprobs(backend: Backend, prompt: np.ndarray, weights: Weights) -> n
 
 
 def running_and_waiting(backend: Backend) -> tuple[int, int]:
-    """How many samples run, and how many requests wait."""
+    """Return the numbers of running samples and of waiting requests."""
     counts = backend.counts()
     return counts["samples running"], counts["sample requests waiting"]
 
 
 def tensors_of(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:
-    """Weights and moments, from a new folder."""
+    """Save weights and moments to a new folder, and load them."""
     folder.mkdir()
     backend.save_model(model_id, folder)
     return {
@@ -128,13 +129,13 @@ def tensors_of(backend: Backend, model_id: str, folder: Path) -> dict[str, np.nd
 
 
 def assert_close_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
-    """Each to a small part of its largest value."""
+    """Compare with a tolerance relative to each tensor's maximum."""
     assert one.keys() == other.keys()
     for name, expected in other.items():
         np.testing.assert_allclose(one[name], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=name)
 
 
 def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
-    """To the last bit."""
+    """Compare bitwise."""
     for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -1,4 +1,4 @@
-"""What a user of the client writes in short."""
+"""Shorthands for the real client."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def datum(n_tokens: int = 3, **inputs: Any) -> types.Datum:
     )
 
 
-def weighted() -> types.Datum:
+def weighted_datum() -> types.Datum:
     return datum(weights=np.array([0, 1, -2.5], np.float32))

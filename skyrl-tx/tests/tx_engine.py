@@ -1,4 +1,4 @@
-"""A real engine in a thread of the test, with a model that is as small as can be."""
+"""A real engine in a thread of the test, with a minimal model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tokenizers.models import WordLevel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from tx_server import BASE_MODEL, Running, config_for, serving
 
-from tx.tinker import submission
-from tx.tinker.admission import Admission
-from tx.tinker.auth import ANYONE
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.database import open_database, writing
 from tx.tinker.db_models import EngineState, Request, RequestStatus
 from tx.tinker.db_models import Session as ClientSession
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine.loop import Engine
-from tx.tinker.sample_submission import accept_sample, sample_request
-from tx.tinker.store import still_pending
-from tx.tinker.submission import Submission
+from tx.tinker.server.auth import LOCAL_USER
+from tx.tinker.store.database import open_database, writing
+from tx.tinker.store.queries import pending_ids
+from tx.tinker.submission import training as submission
+from tx.tinker.submission.admission import Admission
+from tx.tinker.submission.sampling import accept_sample, sample_request
+from tx.tinker.submission.training import Submission
 from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire import tinker_pb2 as pb
@@ -40,7 +40,7 @@ SETTINGS = {"sample_lanes": 8, "sample_groups": 3, "cache_gib": 0.0006}
 
 
 def write_model(folder: Path) -> None:
-    """One layer, 64 tokens, 128 positions."""
+    """Save a model with one layer, 64 tokens and 128 positions."""
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
@@ -54,13 +54,13 @@ def write_model(folder: Path) -> None:
 
 
 def new_backend(model: Path, *, kind: type[JaxBackend] = JaxBackend, **settings: Any) -> JaxBackend:
-    """One of its own; programs are compiled once for all."""
+    """Create a backend; all share their compiled programs."""
     return kind(model, BASE_MODEL, JaxConfig(**{**SETTINGS, **settings}))
 
 
 @contextmanager
 def engine_for(running: Running, backend: Backend) -> Iterator[Engine]:
-    """An engine that works until the end of the block, and has not died by then."""
+    """Run an engine within the block, and check that it does not die."""
     end = threading.Event()
     died: list[BaseException] = []
     engine = Engine(running.config, running.service.database, backend, Doorbell())
@@ -92,13 +92,13 @@ def _wait_until_up(running: Running, thread: threading.Thread) -> None:
 
 @contextmanager
 def serving_with_engine(folder: Path, model: Path, **settings: Any) -> Iterator[Running]:
-    """A server and its engine."""
+    """Run a server with an engine."""
     with serving(folder, engine=False, **settings) as running, engine_for(running, new_backend(model)):
         yield running
 
 
 class Desk:
-    """Requests written down as the server does, and an engine that does them in the test's own thread."""
+    """Queues requests like the server, and runs an engine in the test's own thread."""
 
     def __init__(self, folder: Path, backend: Backend, **settings: Any) -> None:
         self.config = config_for(folder, **settings)
@@ -107,84 +107,84 @@ class Desk:
         self.start(backend)
 
     def start(self, backend: Backend) -> None:
-        """Another engine: the one before is dead."""
+        """Start another engine; the previous one counts as dead."""
         self.backend = backend
         self.engine = Engine(self.config, self.database, backend, Doorbell())
 
     def change(self, change: Callable[[Session], T]) -> T:
-        """Of the database."""
+        """Run a transaction."""
         with writing(self.database) as db:
             return change(db)
 
     def submit(self, accept: Callable[[Submission], int]) -> int:
-        """A request; its number."""
-        return self.change(lambda db: accept(Submission(db, ANYONE, self.config, self.admission)))
+        """Queue a request; return its number."""
+        return self.change(lambda db: accept(Submission(db, LOCAL_USER, self.config, self.admission)))
 
     def session(self, name: str = "s") -> str:
-        """A client's session."""
+        """Create a session."""
         self.change(lambda db: db.add(ClientSession(session_id=name)))
         return name
 
     def model(self, session_id: str, number: int = 0, **lora: Any) -> str:
-        """A model, which is made when the engine works."""
-        asked = wire.CreateModelRequest(
+        """Queue the creation of a model."""
+        body = wire.CreateModelRequest(
             session_id=session_id,
             model_seq_id=number,
             base_model=BASE_MODEL,
-            lora_config=wire.Lora(**{"rank": 2, "seed": 1, **lora}),
+            lora_config=wire.LoraSettings(**{"rank": 2, "seed": 1, **lora}),
         )
-        self.submit(lambda to: submission.create_model(to, asked))
+        self.submit(lambda to: submission.create_model(to, body))
         return f"{session_id}:train:{number}"
 
     def train(
         self, model_id: str, tokens: Sequence[int] = (1, 2, 3), *, n_data: int = 1, is_forward_only: bool = False
     ) -> int:
-        """A pass over a few tokens, each of which predicts the next; over the same again and again."""
+        """Queue a pass over a few tokens, each of which predicts the next; by default over the same ones."""
         targets = {"data": list(tokens[1:]), "dtype": "int64"}
         datum = {
             "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
             "loss_fn_inputs": {"target_tokens": targets},
         }
-        told = {"data": [datum] * n_data, "loss_fn": "cross_entropy"}
-        message = codec.message_from_json(model_id, None, told, is_forward_only=is_forward_only)
-        asked, payload = codec.pass_of(message), message.SerializeToString()
-        return self.submit(lambda to: submission.forward_backward(to, asked, None, payload))
+        fields = {"data": [datum] * n_data, "loss_fn": "cross_entropy"}
+        message = codec.message_from_json(model_id, None, fields, is_forward_only=is_forward_only)
+        pass_, payload = codec.pass_of(message), message.SerializeToString()
+        return self.submit(lambda to: submission.forward_backward(to, pass_, None, payload))
 
     def step(self, model_id: str, learning_rate: float = 0.1) -> int:
-        """An optimizer's step."""
-        asked = wire.OptimStepRequest(model_id=model_id, adam_params=wire.Adam(learning_rate=learning_rate))
-        return self.submit(lambda to: submission.optim_step(to, asked))
+        """Queue an optimizer step."""
+        body = wire.OptimStepRequest(model_id=model_id, adam_params=wire.AdamSettings(learning_rate=learning_rate))
+        return self.submit(lambda to: submission.optim_step(to, body))
 
-    def sample(self, prompt: Sequence[int] = (5, 6, 7), *, max_tokens: int | None = 4, **told: Any) -> int:
-        """A sample, of the base model unless told otherwise."""
-        weights = {} if "model_path" in told or "sampling_session_id" in told else {"base_model": BASE_MODEL}
-        asked = wire.SampleRequest(
+    def sample(self, prompt: Sequence[int] = (5, 6, 7), *, max_tokens: int | None = 4, **fields: Any) -> int:
+        """Queue a sample, by default of the base model."""
+        weights = {} if "model_path" in fields or "sampling_session_id" in fields else {"base_model": BASE_MODEL}
+        body = wire.AsampleRequest(
             prompt=wire.ModelInput(chunks=[wire.Chunk(tokens=list(prompt))]),
-            sampling_params=wire.Sampling(max_tokens=max_tokens, seed=1),
+            sampling_params=wire.SamplingSettings(max_tokens=max_tokens, seed=1),
             **weights,
-            **told,
+            **fields,
         )
-        return self.submit(lambda to: accept_sample(to, sample_request(to, asked)))
+        return self.submit(lambda to: accept_sample(to, sample_request(to, body)))
 
     def work(self) -> None:
-        """Until nothing waits."""
-        self.engine.serve(lambda: not self.change(still_pending))
+        """Run the engine until nothing is pending."""
+        self.engine.serve(lambda: not self.change(pending_ids))
 
     def row(self, request_id: int) -> Request:
-        """What is known of a request."""
+        """Return a request's row."""
         return self.change(lambda db: db.get_one(Request, request_id))
 
     def result(self, request_id: int) -> bytes:
-        """Of a request that is done."""
+        """Return the result of a finished request."""
         row = self.row(request_id)
         assert row.status is RequestStatus.DONE, row
         assert row.result is not None
         return row.result
 
     def loss(self, request_id: int) -> float:
-        """Of a pass that is done."""
+        """Return the loss of a finished pass."""
         return float(pb.ForwardBackwardOutput.FromString(self.result(request_id)).metrics["loss:sum"])
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         self.database.dispose()

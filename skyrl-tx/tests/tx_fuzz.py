@@ -1,6 +1,6 @@
-"""Requests that nobody would write: anything that a schema allows, valid ones with a mistake, and bytes.
+"""Generate unusual requests: anything that a schema permits, mutated valid requests, and random bytes.
 
-The plain tests send a few hundred. TX_FUZZ_EXAMPLES=10000 sends as many, and others in every run.
+Regular tests send a few hundred. TX_FUZZ_EXAMPLES=10000 sends that many, different in every run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
 def n_requests(n_examples: int) -> int:
-    """So many unless told otherwise."""
+    """Return the number of requests: TX_FUZZ_EXAMPLES, or the default."""
     return EXAMPLES or n_examples
 
 
 def fuzzed(n_examples: int) -> Callable[[Any], Any]:
-    """The settings of a test that sends so many requests; unless more are asked for, the same ones every time."""
+    """Configure a test for a number of requests; without TX_FUZZ_EXAMPLES, they are deterministic."""
     return settings(
         max_examples=n_examples,
         deadline=None,
@@ -42,7 +42,7 @@ def fuzzed(n_examples: int) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Post:
-    """A request as it goes over the wire."""
+    """A request on the wire."""
 
     method: str
     path: str
@@ -54,7 +54,7 @@ class Post:
 
 HUGE = [2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**12, 10**400]
 FLOATS = [float("nan"), float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 1e-50, -0.0]
-DEEP = "\x00deep\x00"  # what stands for deep JSON until it is written
+DEEP = "\x00deep\x00"  # placeholder for deeply nested JSON
 WORDS = ["", "\0", "a\0b", "\ud800", "\U0010ffff", "‮", "../../etc/passwd", "%2e%2e%2f", "x" * 5000, "null", DEEP]
 PATHS = [
     "tinker://a:train:0/weights/x",
@@ -83,7 +83,7 @@ VALUES = st.recursive(
 
 
 def shaped_like(schema: dict[str, Any], known: dict[str, Any], names: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
-    """Roughly what a schema says, and sometimes anything else; `names` are of things that there are."""
+    """Generate values that roughly fit a schema, and sometimes other values; `names` are ids of existing objects."""
     if "$ref" in schema:
         return shaped_like(known[schema["$ref"].rsplit("/", 1)[-1]], known, names)
     if "anyOf" in schema:
@@ -115,7 +115,7 @@ def _plain(schema: dict[str, Any], known: dict[str, Any], names: st.SearchStrate
 
 
 def rarely(draw: st.DrawFn, n: int) -> bool:
-    """Once in so many cases, and not in the simplest one."""
+    """Return True once in `n` cases, but not in the simplest one."""
     return draw(st.integers(0, n - 1)) == n // 2
 
 
@@ -123,13 +123,13 @@ def rarely(draw: st.DrawFn, n: int) -> bool:
 
 
 def written(value: Any, depth: int) -> bytes:
-    """As JSON, with what JSON does not have: NaN, half characters, and lists within lists within lists."""
+    """Serialize to JSON, extended by NaN, unpaired surrogates and deep nesting."""
     return json.dumps(value).replace(json.dumps(DEEP), "[" * depth + "]" * depth).encode()
 
 
 @st.composite
 def mutated(draw: st.DrawFn, value: Any, names: Sequence[str]) -> Any:
-    """A valid value with something else somewhere, which mostly is of the same kind."""
+    """Replace a part of a valid value, mostly by one of the same type."""
     if isinstance(value, dict) and value and not rarely(draw, 30):
         key = draw(st.sampled_from(sorted(value)))
         if rarely(draw, 10):
@@ -144,7 +144,7 @@ def mutated(draw: st.DrawFn, value: Any, names: Sequence[str]) -> Any:
 
 
 def _of_kind(value: Any, names: Sequence[str]) -> st.SearchStrategy[Any]:
-    """Another value of the same kind."""
+    """Generate a value of the same type."""
     if isinstance(value, bool):
         return st.booleans()
     if isinstance(value, int):
@@ -160,7 +160,7 @@ def _of_kind(value: Any, names: Sequence[str]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def broken(draw: st.DrawFn, body: bytes) -> bytes:
-    """Bytes of which some are others, or which break off."""
+    """Change some bytes, or truncate."""
     if not body or draw(st.booleans()):
         return body[: draw(st.integers(0, len(body)))]
     place = draw(st.integers(0, len(body) - 1))
@@ -174,7 +174,7 @@ def broken(draw: st.DrawFn, body: bytes) -> bytes:
 
 
 def valid_pass(model_id: str) -> pb.ForwardBackwardRequest:
-    """What a client sends to train on."""
+    """Return a client's valid pass."""
     message = pb.ForwardBackwardRequest(model_id=model_id, loss_fn="cross_entropy")
     for n_tokens in (3, 5):
         tokens = np.arange(n_tokens)
@@ -190,7 +190,7 @@ def valid_pass(model_id: str) -> pb.ForwardBackwardRequest:
 
 @st.composite
 def wrong_tensor(draw: st.DrawFn, tensor: pb.Tensor) -> None:
-    """Change a tensor."""
+    """Corrupt a tensor."""
     what = draw(st.sampled_from(["dense", "sparse", "dtype", "shape", "nothing"]))
     numbers = draw(st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**62, -(2**63)]), max_size=4))
     if what == "dense":
@@ -211,7 +211,7 @@ def wrong_tensor(draw: st.DrawFn, tensor: pb.Tensor) -> None:
 
 @st.composite
 def passes(draw: st.DrawFn, model_ids: Sequence[str]) -> bytes:
-    """Messages near valid ones."""
+    """Generate almost valid messages."""
     message = valid_pass(draw(st.sampled_from(model_ids)))
     message.seq_id = draw(st.sampled_from([0, 1, 2, -1, 2**31 - 1]))
     message.forward_only = draw(st.booleans())
@@ -235,12 +235,14 @@ def passes(draw: st.DrawFn, model_ids: Sequence[str]) -> bytes:
 # -- encodings
 
 BOMB = zstandard.ZstdCompressor(level=1).compress(bytes(64 << 20))
-ENDLESS = b"\x28\xb5\x2f\xfd\x00\xf8" + b"\x02\xff\xff\xff" * 100  # claims a window of terabytes, and runs of zeros
+ENDLESS = (
+    b"\x28\xb5\x2f\xfd\x00\xf8" + b"\x02\xff\xff\xff" * 100
+)  # claims a window of terabytes, and long runs of zeros
 
 
 @st.composite
 def encoded(draw: st.DrawFn, body: bytes) -> tuple[bytes, dict[str, str]]:
-    """Compressed, more or less, or said to be."""
+    """Compress a body, correctly or not, or mislabel it."""
     packed = zstandard.ZstdCompressor(level=1).compress(body)
     what = draw(st.sampled_from([packed, packed[:-3], packed + packed, packed + b"x", BOMB, ENDLESS, body]))
     name = draw(st.sampled_from(["zstd", "zstd", "zstd", "ZSTD", "gzip", "identity", "zstd, zstd", ""]))
@@ -278,30 +280,30 @@ QUERIES = [
 
 @st.composite
 def addressed(draw: st.DrawFn, path: str, names: Sequence[str]) -> str:
-    """A path with something in the place of its parameters."""
+    """Fill in the parameters of a path."""
 
     def segment(_: object) -> str:
-        told = draw(st.sampled_from([*SEGMENTS, *names]))
-        return told if draw(st.booleans()) else urllib.parse.quote(told, safe="%")
+        text = draw(st.sampled_from([*SEGMENTS, *names]))
+        return text if draw(st.booleans()) else urllib.parse.quote(text, safe="%")
 
     return re.sub(r"\{[^}]*\}", segment, path) + draw(st.sampled_from(QUERIES))
 
 
 @dataclass(frozen=True)
 class Surface:
-    """All that a server can be asked, by its own description."""
+    """All endpoints of a server, from its own description."""
 
     schemas: dict[str, Any]
-    bodies: dict[tuple[str, str], dict[str, Any]]  # by method and path
+    bodies: dict[tuple[str, str], dict[str, Any]]  # schemas by method and path
     paths: list[tuple[str, str]]
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Surface:
-        """From `openapi.json`."""
-        known = dict(told["components"]["schemas"])
+    def of(cls, description: dict[str, Any]) -> Surface:
+        """Parse `openapi.json`."""
+        known = dict(description["components"]["schemas"])
         bodies = {}
         paths = []
-        for path, methods in told["paths"].items():
+        for path, methods in description["paths"].items():
             for method, one in methods.items():
                 paths.append((method, path))
                 schema = one.get("requestBody", {}).get("content", {}).get(JSON, {}).get("schema")
@@ -315,7 +317,9 @@ class Surface:
 def posts(
     draw: st.DrawFn, surface: Surface, valid: dict[str, Any], names: Sequence[str], expendable: Sequence[str]
 ) -> Post:
-    """Any request: `valid` has a good body for some paths, `names` are of what there is; the others may be ended."""
+    """Generate a request. `valid` has valid bodies for some paths, `names` are ids of existing objects, and
+    `expendable` are the ids that may be ended.
+    """
     kind = draw(st.sampled_from(["schema", *["mutated"] * 6, "pass", "pass", "address", "broken"]))
     headers = {"Content-Type": JSON}
     if kind == "address":

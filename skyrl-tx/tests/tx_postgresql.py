@@ -1,7 +1,7 @@
-"""Databases to test with: files of SQLite, and a PostgreSQL server of the tests' own, where the machine has one.
+"""Test databases: SQLite files, and a temporary PostgreSQL server if PostgreSQL is installed.
 
-TX_TEST_DATABASE_URL names a PostgreSQL server to use instead, whose user may create databases; then all servers of the
-tests keep their state there.
+TX_TEST_DATABASE_URL names a PostgreSQL server to use instead, whose user may create databases; then all test servers
+keep their state there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECONDS_TO_START = 30
 
 
 def programs() -> Path | None:
-    """The folder of PostgreSQL's programs."""
+    """Return the folder of PostgreSQL's executables."""
     found = shutil.which("initdb")
     if found is not None:
         return Path(found).resolve().parent
@@ -37,8 +37,8 @@ def programs() -> Path | None:
 
 @contextmanager
 def postgresql(bin_folder: Path) -> Iterator[str]:
-    """The URL of a server that lives as long as this, and listens at a socket in its folder and nowhere else."""
-    user = "postgres" if os.getuid() == 0 else getpass.getuser()  # it refuses to run as root
+    """Run a server that listens only on a socket in its folder; yield its URL."""
+    user = "postgres" if os.getuid() == 0 else getpass.getuser()  # PostgreSQL refuses to run as root
     folder = Path(tempfile.mkdtemp(prefix="tx-postgresql-"))
     shutil.chown(folder, user)
     try:
@@ -50,7 +50,7 @@ def postgresql(bin_folder: Path) -> Iterator[str]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C.UTF-8", "TZ": "America/St_Johns"}  # a zone that no mistake can hide in
+    return {**os.environ, "LC_ALL": "C.UTF-8", "TZ": "America/St_Johns"}  # a zone in which no error goes unnoticed
 
 
 def _initialise(bin_folder: Path, folder: Path, user: str) -> None:
@@ -59,7 +59,7 @@ def _initialise(bin_folder: Path, folder: Path, user: str) -> None:
 
 
 def _user(name: str) -> int | None:
-    """To switch to; none to stay oneself."""
+    """Return the id of the user to switch to, if any."""
     return pwd.getpwnam(name).pw_uid if os.getuid() == 0 else None
 
 
@@ -68,20 +68,20 @@ def _running(bin_folder: Path, folder: Path, user: str) -> Iterator[None]:
     settings = {"listen_addresses": "", "unix_socket_directories": str(folder), "fsync": "off", "max_connections": 200}
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
     log = folder / "log"
-    with log.open("wb") as told:
+    with log.open("wb") as output:
         server = subprocess.Popen(
             [bin_folder / "postgres", "-D", folder / "data", *options],
             user=_user(user),
             env=_environment(),
             cwd="/",
-            stdout=told,
-            stderr=told,
+            stdout=output,
+            stderr=output,
         )
         try:
             _wait(server, folder / ".s.PGSQL.5432", log)
             yield
         finally:
-            server.send_signal(signal.SIGINT)  # end without waiting for clients
+            server.send_signal(signal.SIGINT)  # stop without waiting for clients
             server.wait(SECONDS_TO_START)
 
 
@@ -94,7 +94,7 @@ def _wait(server: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
 
 
 def database_url(server_url: str, name: str) -> str:
-    """Of a database of that server, made when it is first asked for."""
+    """Return the URL of a database on the server; create it on first use."""
     server = make_url(server_url)
     engine = create_engine(server, isolation_level="AUTOCOMMIT")
     try:
@@ -112,7 +112,7 @@ def _create_if_missing(engine: Engine, name: str) -> None:
 
 
 def url_for(folder: Path) -> str:
-    """Of the database that belongs to a folder, in the server that TX_TEST_DATABASE_URL names; empty without one."""
+    """Return the URL of a folder's database on the server of TX_TEST_DATABASE_URL; empty without one."""
     server = os.environ.get(TEST_URL)
     name = f"tx_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     return database_url(server, name) if server else ""

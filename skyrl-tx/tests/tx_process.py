@@ -1,4 +1,4 @@
-"""The server as users start it, in a process that can be killed and started again."""
+"""The server as users run it: a process that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from tx_postgresql import url_for
 from tx_server import BASE_MODEL, CHILD_ENVIRONMENT
 
 SECONDS = 120
-"""For what takes a few on a machine that does nothing else."""
+"""Timeout for operations that take a few seconds on an idle machine."""
 
 
 class ServerProcess:
-    """A server with its state in a folder, always at the same port."""
+    """A server with its state in a folder, always on the same port."""
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self.folder = folder
-        self.port = 0  # any, when it starts for the first time
-        told = () if "--base-model" in arguments else ("--base-model", BASE_MODEL)
+        self.port = 0  # chosen on the first start
+        model_flag = () if "--base-model" in arguments else ("--base-model", BASE_MODEL)
         self._command = (sys.executable, "-m", "tx.run.main", "serve", "--checkpoints-base", str(folder))
-        self._arguments = (*told, *arguments)
+        self._arguments = (*model_flag, *arguments)
         self._environment = {**CHILD_ENVIRONMENT, "TX_DATABASE_URL": url_for(folder), **environment}
         self._log = folder.with_suffix(".log")
         self.start()
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
-        """What it has said."""
+        """The output of the server."""
         return self._log.read_text()
 
     def start(self) -> None:
-        """Again."""
+        """Start or restart the server."""
         with self._log.open("a") as log:
             n_said = len(self.log)
             command = (*self._command, f"--port={self.port}", *self._arguments)
             self.child = subprocess.Popen(command, env=self._environment, stderr=log, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + SECONDS
-        while not (told := re.search(r"serving \S+ at http://127\.0\.0\.1:(\d+),", self.log[n_said:])):
+        while not (match := re.search(r"serving \S+ at http://127\.0\.0\.1:(\d+),", self.log[n_said:])):
             if time.monotonic() > deadline or self.child.poll() is not None:
                 raise AssertionError(f"the server did not start: {self.log[-3000:]}")
             time.sleep(0.05)
-        self.port = int(told[1])
+        self.port = int(match[1])
 
     def wait_for_engine(self) -> None:
-        """Until the server knows of its model what the engine alone can tell."""
+        """Wait until the server knows what only the engine can report."""
         deadline = time.monotonic() + SECONDS
         while "max_context_length" not in httpx.get(f"{self.url}/api/v1/get_server_capabilities").text:
             assert time.monotonic() < deadline, self.log[-3000:]
@@ -66,31 +66,31 @@ class ServerProcess:
 
     @property
     def engine(self) -> psutil.Process:
-        """Its engine, once that is up."""
+        """Return the engine's process once it is up."""
         (child,) = psutil.Process(self.child.pid).children()
         return child
 
     def client(self, **headers: str) -> httpx.Client:
-        """Of HTTP, for what the SDK never sends."""
+        """Return an HTTP client, for requests that the SDK never sends."""
         return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30)
 
     def n_pending(self) -> int:
-        """Requests that wait."""
+        """Return the number of pending requests."""
         text = httpx.get(f"{self.url}/metrics").text
         return sum(
             int(float(number)) for number in re.findall(r"^tx_requests_pending\{.*\} (\S+)$", text, re.MULTILINE)
         )
 
     def sdk(self) -> tinker.ServiceClient:
-        """The real client."""
+        """Return a real client."""
         return tinker.ServiceClient(base_url=self.url, api_key="tml-test")  # pragma: allowlist secret
 
     def kill(self) -> None:
-        """As a machine's memory keeper does it; its engine ends by itself."""
+        """Kill the server, as an out-of-memory killer would; the engine exits by itself."""
         self._end(signal.SIGKILL)
 
     def end(self) -> None:
-        """As its user does it; its engine ends with it."""
+        """Stop the server, as its user would; the engine stops with it."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
@@ -103,7 +103,7 @@ class ServerProcess:
 
 @contextmanager
 def process(folder: Path, *arguments: str, **environment: str) -> Iterator[ServerProcess]:
-    """A server, which ends in the end."""
+    """Run a server, and stop it after the test."""
     server = ServerProcess(folder, arguments, environment)
     try:
         yield server

@@ -1,4 +1,4 @@
-"""A real server on a free port, and a thread that plays the engine's part in the real database."""
+"""A real server on a free port, and a thread that plays the engine on the real database."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from sqlmodel import Session, col, select
 from tx_postgresql import url_for
 
 from tx.tinker.api import create_app
-from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder
 from tx.tinker.config import TxConfig
-from tx.tinker.database import reading, writing
 from tx.tinker.db_models import (
     Checkpoint,
     CheckpointKind,
@@ -36,22 +34,24 @@ from tx.tinker.db_models import (
     SamplingSession,
     now,
 )
-from tx.tinker.service import Service
-from tx.tinker.store import expiry
-from tx.tinker.supervisor import Supervisor
+from tx.tinker.server.service import Service
+from tx.tinker.server.supervisor import Supervisor
+from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder
+from tx.tinker.store.database import reading, writing
+from tx.tinker.store.queries import expiry
 from tx.tinker.types import Datum, PassResult, Sample, SampleResult
 from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
-from tx.tinker.wire import responses as answers
+from tx.tinker.wire import responses as responses
 from tx.tinker.wire.sample_job import SampleJob
 
 T = TypeVar("T")
 BASE_MODEL = "org/tiny"
 CHILD_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-"""Of processes that import what the test imports."""
+"""The environment of child processes, which import what the test imports."""
 
 SECONDS = 60
-"""For what takes less than one on a machine that does nothing else."""
+"""Timeout for operations that take less than a second on an idle machine."""
 VOCABULARY = 100
 CONTEXT = 64
 STATE = {
@@ -71,75 +71,75 @@ KINDS = {
 
 @dataclass
 class Running:
-    """A server that serves, and the requests that have come to its engine."""
+    """A running server, and the requests that its engine has received."""
 
     service: Service
     port: int
     is_engine_paused: bool = False
-    fails_with: tuple[str, str] | None = None  # what the next requests come to: error and category
+    fails_with: tuple[str, str] | None = None  # error and category of the next requests, if they are to fail
     done: list[Request] = field(default_factory=list)
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def config(self) -> TxConfig:
-        """Its settings."""
+        """The server's settings."""
         return self.service.config
 
     def client(self, **headers: str) -> httpx.Client:
-        """Of HTTP, for what the SDK never sends."""
+        """Return an HTTP client, for requests that the SDK never sends."""
         return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30)
 
     def sdk(self, **options: Any) -> tinker.ServiceClient:
-        """The real one."""
+        """Return a real client."""
         return tinker.ServiceClient(base_url=self.url, api_key="tml-test", **options)  # pragma: allowlist secret
 
     def change(self, change: Callable[[Session], T]) -> T:
-        """Of the database."""
+        """Run a transaction."""
         with writing(self.service.database) as db:
             return change(db)
 
     def model(self, **headers: str) -> str:
-        """A session and its model, which is made."""
+        """Create a session and a model."""
         with self.client(**headers) as http:
             session_id = new_session(http)
             return str(result_of(http, new_model(http, session_id))["model_id"])
 
     def rows(self, kind: Kind) -> list[Request]:
-        """All requests of a kind, in their order."""
+        """Return all requests of a kind, in order."""
         with reading(self.service.database) as db:
             return list(db.exec(select(Request).where(Request.kind == kind).order_by(col(Request.request_id))))
 
 
 def new_session(http: httpx.Client) -> str:
-    """A session, over HTTP."""
+    """Create a session over HTTP."""
     return str(http.post("create_session", json={"tags": [], "display_name": "<my run>"}).json()["session_id"])
 
 
 def new_model(http: httpx.Client, session_id: str, number: int = 0, rank: int = 4) -> httpx.Response:
-    """What is said to one who asks for a model of a session."""
-    told = {"session_id": session_id, "model_seq_id": number, "base_model": BASE_MODEL, "lora_config": {"rank": rank}}
-    return http.post("create_model", json=told)
+    """Request a model; return the response."""
+    fields = {"session_id": session_id, "model_seq_id": number, "base_model": BASE_MODEL, "lora_config": {"rank": rank}}
+    return http.post("create_model", json=fields)
 
 
 def new_sampler(http: httpx.Client, session_id: str, number: int = 0) -> str:
-    """A sampling session of the base model."""
-    told = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": BASE_MODEL}
-    return str(http.post("create_sampling_session", json=told).json()["sampling_session_id"])
+    """Create a sampling session of the base model."""
+    fields = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": BASE_MODEL}
+    return str(http.post("create_sampling_session", json=fields).json()["sampling_session_id"])
 
 
 def result_of(http: httpx.Client, accepted: httpx.Response, **headers: str) -> dict[str, Any]:
-    """What came, in one poll, of a request that was accepted."""
+    """Poll once for the result of an accepted request."""
     assert accepted.status_code == 200, accepted.text
-    asked = {"request_id": accepted.json()["request_id"], "allow_metadata_only": True}
-    return dict(http.post("retrieve_future", json=asked, headers=headers).json())
+    body = {"request_id": accepted.json()["request_id"], "allow_metadata_only": True}
+    return dict(http.post("retrieve_future", json=body, headers=headers).json())
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what comes by itself."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + SECONDS
     while not is_so():
         assert time.monotonic() < deadline
@@ -147,16 +147,16 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def config_for(folder: Path, **settings: Any) -> TxConfig:
-    """Of a server with its state in a folder, and in the database that the tests are run with."""
-    told = {"base_model": BASE_MODEL, "database_url": url_for(folder), "start_engine": False, "port": 0, **settings}
-    return TxConfig(checkpoints_base=folder, **told)
+    """Return settings with the state in a folder, and the database under test."""
+    fields = {"base_model": BASE_MODEL, "database_url": url_for(folder), "start_engine": False, "port": 0, **settings}
+    return TxConfig(checkpoints_base=folder, **fields)
 
 
 @contextmanager
 def serving(
     folder: Path, *, engine: bool = True, supervisor: Supervisor | None = None, **settings: Any
 ) -> Iterator[Running]:
-    """A server with its state in a folder."""
+    """Run a server with its state in a folder."""
     config = config_for(folder, **settings)
     service = Service(config, supervisor)
     server = uvicorn.Server(
@@ -191,7 +191,7 @@ def _play(running: Running, end: threading.Event) -> None:
 
 
 def answer_pending(db: Session, running: Running) -> None:
-    """Do what an engine does, but for computing."""
+    """Answer pending requests like an engine, without computing."""
     waiting = select(Request).where(Request.status == RequestStatus.PENDING).order_by(col(Request.request_id))
     for request in db.exec(waiting).all():
         request.completed_at = now()
@@ -206,59 +206,59 @@ def answer_pending(db: Session, running: Running) -> None:
 
 def _result(db: Session, request: Request, config: TxConfig) -> tuple[bytes, bool]:
     if request.kind is Kind.FORWARD_BACKWARD:
-        asked = codec.pass_of(codec.message_from_bytes(request.payload))
-        return codec.forward_backward_bytes(pass_result(asked.data)), True
+        pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
+        return codec.forward_backward_bytes(pass_result(pass_.data)), True
     if request.kind is Kind.SAMPLE:
         return codec.sample_bytes(sample_result(SampleJob.model_validate_json(request.payload))), True
     return _answer(db, request, config).to_bytes(), False
 
 
 def pass_result(data: list[Datum] | Any) -> PassResult:
-    """Log-probs of -1, -2, …, whose sum is the loss."""
+    """Return log-probs of -1, -2, …, whose sum is the loss."""
     logprobs = [-np.arange(1, datum.inputs["target_tokens"].size + 1, dtype=np.float32) for datum in data]
     shaped = [row.reshape(datum.inputs["target_tokens"].shape) for row, datum in zip(logprobs, data, strict=True)]
     return PassResult(-float(sum(row.sum() for row in logprobs)), shaped, [-row for row in shaped])
 
 
 def sample_result(job: SampleJob) -> SampleResult:
-    """Samples 0 0 …, 1 1 …, as long as allowed."""
+    """Return samples 0 0 …, 1 1 …, of the maximum length."""
     n_tokens = min(job.max_tokens or 4, 4)
     samples = [Sample([number] * n_tokens, [-0.5] * n_tokens, is_stopped=False) for number in range(job.n_samples)]
     logprobs = np.array([np.nan, *itertools.repeat(-1.0, len(job.prompt) - 1)], np.float32)
     return SampleResult(samples, logprobs if job.wants_prompt_logprobs else None)
 
 
-def _answer(db: Session, request: Request, config: TxConfig) -> answers.Answer:
+def _answer(db: Session, request: Request, config: TxConfig) -> responses.ResponseBody:
     model = db.get_one(Model, request.model_id)
     if request.kind is Kind.CREATE_MODEL:
         model.status = ModelStatus.READY
-        return answers.ModelCreated(model_id=model.model_id)
+        return responses.ModelCreated(model_id=model.model_id)
     if request.kind is Kind.LOAD_WEIGHTS:
         model.status = ModelStatus.READY
-        asked = wire.LoadWeightsRequest.model_validate_json(request.payload)
-        return answers.WeightsLoaded(model_id=model.model_id, path=asked.path)
+        body = wire.LoadWeightsRequest.model_validate_json(request.payload)
+        return responses.WeightsLoaded(model_id=model.model_id, path=body.path)
     if request.kind is Kind.UNLOAD_MODEL:
         model.status = ModelStatus.UNLOADED
-        return answers.ModelUnloaded(model_id=model.model_id)
+        return responses.ModelUnloaded(model_id=model.model_id)
     if request.kind is Kind.OPTIM_STEP:
-        return answers.Stepped(metrics={"skyrl.ai/grad_norm": 1.0})
-    return _saved(db, request, model, config)
+        return responses.OptimStepDone(metrics={"skyrl.ai/grad_norm": 1.0})
+    return _save_sampler(db, request, model, config)
 
 
-def _saved(db: Session, request: Request, model: Model, config: TxConfig) -> answers.Answer:
-    asked = wire.SaveWeightsForSamplerRequest.model_validate_json(request.payload)
-    if asked.sampling_session_id is not None:
+def _save_sampler(db: Session, request: Request, model: Model, config: TxConfig) -> responses.ResponseBody:
+    body = wire.SaveWeightsForSamplerRequest.model_validate_json(request.payload)
+    if body.sampling_session_id is not None:
         db.add(
             SamplingSession(
-                sampling_session_id=asked.sampling_session_id,
+                sampling_session_id=body.sampling_session_id,
                 session_id=model.session_id,
-                seq_id=asked.sampling_session_seq_id,
+                seq_id=body.sampling_session_seq_id,
                 base_model=model.base_model,
                 model_id=model.model_id,
             )
         )
-        return answers.SnapshotSaved(sampling_session_id=asked.sampling_session_id)
-    path = TinkerPath(model.model_id, KINDS[request.kind], asked.path or "")
+        return responses.SnapshotSaved(sampling_session_id=body.sampling_session_id)
+    path = TinkerPath(model.model_id, KINDS[request.kind], body.path or "")
     folder = checkpoint_folder(config, str(path))
     (folder / "more").mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text('{"r": 4}')
@@ -271,8 +271,8 @@ def _saved(db: Session, request: Request, model: Model, config: TxConfig) -> ans
             base_model=model.base_model,
             lora=model.lora,
             size_bytes=2568,
-            user_metadata=asked.user_metadata,
-            expires_at=expiry(asked.ttl_seconds),
+            user_metadata=body.user_metadata,
+            expires_at=expiry(body.ttl_seconds),
         )
     )
-    return answers.WeightsSaved(path=str(path), type=request.kind.value)
+    return responses.WeightsSaved(path=str(path), type=request.kind.value)

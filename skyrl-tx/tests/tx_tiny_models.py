@@ -1,4 +1,4 @@
-"""Tiny models of each kind, as Hugging Face has them."""
+"""Tiny models of each family, from Hugging Face."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LLAMA_ROPE = {
     "original_max_position_embeddings": 64,
 }
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-"""Tokens; the third is the one that ends sequences of the models."""
+"""Special tokens; the third is the models' EOS token."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,7 +43,7 @@ FAMILIES = ("qwen3", "llama", "qwen3_moe")
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and the special ones."""
+    """Return a tokenizer with a token per byte and the special ones."""
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_model(family: str, vocab_size: int = VOCABULARY, head_dim: int = 16) -> PreTrainedModel:
-    """A random model; its norms are no ones, and its weights large enough for logits to differ."""
+    """Return a random model with non-trivial norms, and weights large enough for distinct logits."""
     torch.manual_seed(0)
     shape = {**SHAPE, "vocab_size": vocab_size, "head_dim": head_dim}
     if family == "qwen3":

@@ -1,4 +1,4 @@
-"""Command lines of pydantic models: a field is a flag, `--base-model` for `base_model`, and its docstring the help."""
+"""Derive command lines from pydantic models: each field is a flag, and its docstring the help text."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 
-def _parsed_json(value: object) -> object:
+def _parse_json(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
 
 
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed_json)]
-"""A JSON object, which may come as text."""
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json)]
+"""A JSON object, or its text."""
 
 
 def flag(name: str) -> str:
-    """Of a field."""
+    """Return the flag of a field, e.g. `--base-model` for `base_model`."""
     return f"--{name.replace('_', '-')}"
 
 
 def add_flag(parser: argparse.ArgumentParser, model: type[BaseModel], name: str, *more: str) -> None:
-    """The flag of a field, and `more` names of it; `--no-…`, too, for what is yes or no."""
+    """Add the flag of a field with further names; a boolean field also gets `--no-…`."""
     field = model.model_fields[name]
     default = "" if field.is_required() else f" (default: {field.get_default(call_default_factory=True)})"
-    told: dict[str, Any] = {"required": field.is_required()}
+    options: dict[str, Any] = {"required": field.is_required()}
     if field.annotation is bool:
-        told = {"action": argparse.BooleanOptionalAction}
+        options = {"action": argparse.BooleanOptionalAction}
     parser.add_argument(
         *(flag(name), *more),
         dest=name,
         default=argparse.SUPPRESS,
         help=f"{field.description}{default}".replace("%", "%%"),
-        **told,
+        **options,
     )
 
 
-def problems_of(error: ValidationError) -> str:
-    """Which flags are wrong, and why, in a line."""
-    return "; ".join(_problem(one["loc"], one["input"], one["msg"]) for one in error.errors())
+def format_errors(error: ValidationError) -> str:
+    """Return a line that names the invalid flags and the reasons."""
+    return "; ".join(_format_error(one["loc"], one["input"], one["msg"]) for one in error.errors())
 
 
-def _problem(place: Sequence[object], given: object, message: str) -> str:
-    told = message.removeprefix("Value error, ")
-    return f"{flag(str(place[0]))}={given!r}: {told}" if place else told
+def _format_error(location: Sequence[object], value: object, message: str) -> str:
+    reason = message.removeprefix("Value error, ")
+    return f"{flag(str(location[0]))}={value!r}: {reason}" if location else reason

@@ -1,1 +1,1 @@
-"""Environments of other ecosystems as `BaseTextEnv`. Each module needs the package it is named after, and no other."""
+"""Adapters of other ecosystems' environments to `BaseTextEnv`. Each depends only on the package it is named after."""

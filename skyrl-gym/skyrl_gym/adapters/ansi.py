@@ -1,4 +1,4 @@
-"""Text with colours as text without: what a colour marks is put in brackets."""
+"""Conversion of ANSI colours to brackets."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
-def uncoloured(text: str) -> str:
-    """The text without escape sequences: `[S]` for an S on a coloured ground, `<blue S>` for an S in blue."""
+def strip_colours(text: str) -> str:
+    """Replace escape sequences by brackets: `[S]` for an S on a coloured background, `<blue S>` for a blue S."""
     pieces: list[str] = []
     opening = closing = ""
     position = 0
     for escape in ESCAPE.finditer(text):
-        pieces.append(_marked(text[position : escape.start()], opening, closing))
+        pieces.append(_bracket(text[position : escape.start()], opening, closing))
         if escape[2] == "m":
             opening, closing = _brackets(escape[1])
         position = escape.end()
-    pieces.append(_marked(text[position:], opening, closing))
+    pieces.append(_bracket(text[position:], opening, closing))
     return "".join(pieces)
 
 
-def _marked(piece: str, opening: str, closing: str) -> str:
+def _bracket(piece: str, opening: str, closing: str) -> str:
     return f"{opening}{piece}{closing}" if piece else ""
 
 
 def _brackets(codes: str) -> tuple[str, str]:
-    """For the codes of one escape sequence, e.g. ``34;1``."""
+    """Return the brackets for the codes of one escape sequence, e.g. ``34;1``."""
     numbers = [int(code) for code in codes.split(";") if code.isdecimal()]
     if any(40 <= number <= 47 or 100 <= number <= 107 for number in numbers):
         return "[", "]"

@@ -1,4 +1,4 @@
-"""An event loop for code that has none."""
+"""An event loop for synchronous code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """An event loop in a thread of its own, until `close`. It turns between calls, too, and so answers pings."""
+    """An event loop in a separate thread, until `close`. It also runs between calls, e.g. to answer pings."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()  # here, where what goes wrong is raised
+        self._loop = asyncio.new_event_loop()  # not in the thread, so that errors reach the caller
         self._is_closed = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
@@ -24,7 +24,7 @@ class BackgroundLoop:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises. Interrupted, it is cancelled."""
+        """Run a coroutine and return its result. An interrupt cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -33,7 +33,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """End the thread, and what still runs in it. Calling it again does nothing."""
+        """End the thread and its tasks. Calling it again does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._is_closed.set)
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium, in words: observations become text, and replies become actions of the action space.
+"""Gymnasium environments as text environments: observations become text, and replies become actions.
 
 environment.env_class=gymnasium environment.skyrl_gym.gymnasium.id=FrozenLake-v1
 """
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.adapters.actions import ActionError
-from skyrl_gym.adapters.ansi import uncoloured
-from skyrl_gym.adapters.observations import described, user_message, with_observation
-from skyrl_gym.adapters.settings import max_turns, read_settings, reset_arguments
+from skyrl_gym.adapters.ansi import strip_colours
+from skyrl_gym.adapters.observations import append_observation, format_observation, user_message
+from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.optional import require
-from skyrl_gym.tools.messages import readable
+from skyrl_gym.tools.messages import replace_surrogates
 
 if TYPE_CHECKING:
     import gymnasium
@@ -30,22 +31,22 @@ ACTION_NAMES = {
     "MountainCar": ("left", "none", "right"),
     "Taxi": ("south", "north", "east", "west", "pick up", "drop off"),
 }
-"""What the numbers mean in environments that come with Gymnasium, which does not say it in a form to read."""
+"""Names of the actions in environments that come with Gymnasium, which documents them only in prose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymnasiumSettings:
     """The section `environment.skyrl_gym.gymnasium`.
 
-    id: what `gymnasium.make` takes, e.g. ``FrozenLake-v1``; ``my_package:Mine-v0`` imports `my_package` first.
+    id: the argument of `gymnasium.make`, e.g. ``FrozenLake-v1``; ``my_package:Mine-v0`` imports `my_package` first.
     kwargs: the other arguments of `gymnasium.make`.
-    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, come on top.
-    action_names: the names of the actions of a discrete space, in order; environments of Gymnasium have theirs.
-    observation: the field that is shown, or a text with `{field}` in it, e.g. ``Your sum is {0}.``; by default, what
-        the environment renders as text (`render_mode="ansi"`), or all of the observation where it renders none.
-    describe_action: whether the prompt says which actions there are.
-    illegal: after a reply that is no action, ``retry`` says what is allowed, and ``end`` ends the episode.
-    illegal_reward: of a turn with such a reply.
+    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, override them.
+    action_names: the names of the actions of a discrete space, in order; Gymnasium's own environments have defaults.
+    observation: the field to show, or a text with `{field}` in it, e.g. ``Your sum is {0}.``; by default, the text that
+        the environment renders (`render_mode="ansi"`), or the whole observation if it renders none.
+    describe_action: True to list the actions in the prompt.
+    illegal: the rule for a reply without a valid action: ``retry`` asks for another, ``end`` ends the episode.
+    illegal_reward: the reward of a turn with such a reply.
     """
 
     id: str
@@ -63,7 +64,7 @@ class GymnasiumSettings:
 
 
 class GymnasiumEnv(BaseTextEnv):
-    """One episode of a Gymnasium environment. The reward of a turn is the one of its step."""
+    """One episode of a Gymnasium environment. The reward of a turn is the reward of its step."""
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
@@ -71,9 +72,9 @@ class GymnasiumEnv(BaseTextEnv):
         from skyrl_gym.adapters.gymnasium_actions import ActionReader
 
         self.settings = read_settings(GymnasiumSettings, "gymnasium", env_config, extras)
-        self.max_turns = max_turns(extras)
+        self.max_turns = read_max_turns(extras, NO_LIMIT)
         self._reset_arguments = reset_arguments(self.settings.reset, extras)
-        self._env: gymnasium.Env[Any, Any] | None = _made(self.settings)
+        self._env: gymnasium.Env[Any, Any] | None = _make(self.settings)
         try:
             self._actions = ActionReader(self._env.action_space, _action_names(self.settings, self._env.spec))
         except BaseException:
@@ -84,12 +85,12 @@ class GymnasiumEnv(BaseTextEnv):
         self._is_truncated = False
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Reset the environment, and append what it shows and which actions there are to the prompt."""
+        """Reset the environment, and append the observation and the list of actions to the prompt."""
         observation, _ = self._running().reset(**self._reset_arguments)
-        parts = [self._shown(observation)]
+        parts = [self._format(observation)]
         if self.settings.describe_action:
             parts.append(self._actions.instructions)
-        return with_observation(prompt, "\n\n".join(filter(None, parts))), {}
+        return append_observation(prompt, "\n\n".join(filter(None, parts))), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Play the action that the reply names."""
@@ -101,7 +102,7 @@ class GymnasiumEnv(BaseTextEnv):
             return self._illegal(str(problem))
         observation, reward, terminated, truncated, _ = env.step(chosen)
         self._is_done, self._is_truncated = bool(terminated or truncated), bool(truncated)
-        return self._output(lambda: self._shown(observation), float(reward), {"action": chosen})
+        return self._output(lambda: self._format(observation), float(reward), {"action": chosen})
 
     def close(self) -> None:
         """Close the environment. Calling it again does nothing."""
@@ -110,7 +111,7 @@ class GymnasiumEnv(BaseTextEnv):
             env.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns, replies that were no actions, and whether the environment cut the episode off."""
+        """Return the numbers of turns and of invalid actions, and 1 if the environment truncated the episode."""
         return {"steps": self.turns, "invalid_actions": self._n_invalid, "truncated": int(self._is_truncated)}
 
     def _running(self) -> gymnasium.Env[Any, Any]:
@@ -126,21 +127,21 @@ class GymnasiumEnv(BaseTextEnv):
 
     def _output(self, text: Callable[[], str], reward: float, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         self._is_done = self._is_done or self.turns >= self.max_turns
-        observations = [] if self._is_done else [user_message(readable(text()))]
+        observations = [] if self._is_done else [user_message(replace_surrogates(text()))]
         return BaseTextEnvStepOutput(observations=observations, reward=reward, done=self._is_done, metadata=metadata)
 
-    def _shown(self, observation: Any) -> str:
+    def _format(self, observation: Any) -> str:
         env = self._running()
         if self.settings.observation is None and env.render_mode == "ansi":
-            return uncoloured(str(env.render())).strip("\n")
-        return described(observation, self.settings.observation)
+            return strip_colours(str(env.render())).strip("\n")
+        return format_observation(observation, self.settings.observation)
 
 
-def _made(settings: GymnasiumSettings) -> gymnasium.Env[Any, Any]:
-    """The environment, rendering text where it can.
+def _make(settings: GymnasiumSettings) -> gymnasium.Env[Any, Any]:
+    """Make the environment, with text rendering if it supports that.
 
     Raises:
-        ValueError: there is none of that id.
+        ValueError: the id is unknown.
     """
     import gymnasium
 

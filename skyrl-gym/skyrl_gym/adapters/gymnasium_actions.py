@@ -1,4 +1,4 @@
-"""How a model's reply becomes an action of a Gymnasium space: a name, a number, text, or JSON."""
+"""Parsing of a model's reply as an action of a Gymnasium space: a name, a number, text, or JSON."""
 
 from __future__ import annotations
 
@@ -10,22 +10,34 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
-from skyrl_gym.adapters.actions import CLOSING, OPENING, ActionError, json_array, json_object, said, whole_number
-from skyrl_gym.adapters.observations import as_text
-from skyrl_gym.tools.strict_json import BadJSON, read_json
+from skyrl_gym.adapters.actions import (
+    CLOSING,
+    OPENING,
+    ActionError,
+    extract_action,
+    parse_json_array,
+    parse_json_object,
+    parse_whole_number,
+)
+from skyrl_gym.adapters.observations import format_value
+from skyrl_gym.tools.strict_json import BadJSON, parse_json
 
 MAX_CHARSET = 100
-"""Characters of a text space that are listed to the model."""
+"""Maximum number of characters of a text space to list in the instructions."""
 
 
 class ActionReader:
-    """Reads replies as actions of one space. `names` are the actions of a `Discrete` space, in order."""
+    """A parser of replies as actions of one space."""
 
     def __init__(self, space: Space[Any], names: Sequence[str] = ()) -> None:
-        """Raises ValueError for a space that has no text or JSON, and for names that do not fit it."""
+        """`names` are the actions of a `Discrete` space, in order.
+
+        Raises:
+            ValueError: elements of the space cannot be written as text or JSON, or the names do not fit it.
+        """
         _check(space)
         if names and (not isinstance(space, spaces.Discrete) or len(names) != space.n):
-            raise ValueError(f"action_names={list(names)} do not fit {space}; give a Discrete space a name per action")
+            raise ValueError(f"action_names={list(names)} do not fit {space}; use one name per action of a Discrete")
         self.space = space
         self.names = [str(name) for name in names]
         self._folded = [name.casefold() for name in self.names]
@@ -34,35 +46,35 @@ class ActionReader:
 
     @property
     def instructions(self) -> str:
-        """What is allowed, for the model."""
+        """The description of valid actions, for the model."""
         if isinstance(self.space, spaces.Text):
-            return f"Write your action between {OPENING} and {CLOSING}: {_described(self.space)}."
+            return f"Write your action between {OPENING} and {CLOSING}: {_describe(self.space)}."
         if self.names:
             start = int(self.space.start)  # type: ignore[attr-defined]
             allowed = "one of " + ", ".join(f"{name} ({number})" for number, name in enumerate(self.names, start))
         else:
-            allowed = _described(self.space)
+            allowed = _describe(self.space)
         return f"Write your action between {OPENING} and {CLOSING}: {allowed}."
 
     def read(self, reply: str) -> Any:
-        """The action in a reply.
+        """Return the action in a reply.
 
         Raises:
-            ActionError: there is none that the space contains.
+            ActionError: the reply has no action, or one outside of the space.
         """
-        text = said(reply)
+        text = extract_action(reply)
         if isinstance(self.space, spaces.Discrete):
             return self._discrete(self.space, text)
         if isinstance(self.space, spaces.Text):
             return _from_json(self.space, text)
         if isinstance(self.space, spaces.Dict):
-            return _from_json(self.space, json_object(text))
+            return _from_json(self.space, parse_json_object(text))
         if self.space.shape in ((), (1,)) and "[" not in text:
             return _from_json(self.space, _number(text))
-        return _from_json(self.space, json_array(text))
+        return _from_json(self.space, parse_json_array(text))
 
     def _discrete(self, space: spaces.Discrete, text: str) -> int:
-        """The action that is named, by name or number; a longer text may mention one action, and no other."""
+        """Return the action with the name or number in `text`; a longer text may mention only one action."""
         folded = text.casefold()
         mentioned = set(self._mention.findall(folded)) if self._mention else set()
         if folded in self._folded:
@@ -71,7 +83,7 @@ class ActionReader:
             raise ActionError("Your action names more than one.")
         if mentioned:
             return self._folded.index(mentioned.pop()) + int(space.start)
-        return int(_from_json(space, whole_number(text)))
+        return int(_from_json(space, parse_whole_number(text)))
 
 
 def _check(space: Space[Any]) -> None:
@@ -86,7 +98,7 @@ def _check(space: Space[Any]) -> None:
 
 
 def _from_json(space: Space[Any], value: Any) -> Any:
-    """A value of JSON as an element of the space. Raises ActionError."""
+    """Convert a JSON value to an element of the space. Raises ActionError if it is not one."""
     if isinstance(space, spaces.Dict):
         if not isinstance(value, dict) or value.keys() != space.spaces.keys():
             raise ActionError(f"Your action must be an object with the fields {', '.join(space.spaces)}.")
@@ -98,7 +110,7 @@ def _from_json(space: Space[Any], value: Any) -> Any:
     kind = next(kind for kind in _READERS if isinstance(space, kind))
     action = _READERS[kind](space, value)
     if action is None or not space.contains(action):
-        raise ActionError(f"Your action must be {_described(space)}.")
+        raise ActionError(f"Your action must be {_describe(space)}.")
     return action
 
 
@@ -112,7 +124,7 @@ def _text(space: Any, value: Any) -> str | None:
 
 
 def _array(space: Any, value: Any) -> Any:
-    """An array of the space's shape and type; None if the value is no such array."""
+    """Convert a value to an array of the space's shape and type; return None if that is impossible."""
     try:
         array = np.asarray(value)
     except ValueError:  # its rows differ in length
@@ -139,18 +151,18 @@ _READERS: dict[type[Space[Any]], Callable[[Any, Any], Any]] = {
 
 def _number(text: str) -> Any:
     try:
-        return read_json(text)
+        return parse_json(text)
     except BadJSON as error:
         raise ActionError("Your action must be a number.") from error
 
 
-def _described(space: Any) -> str:
-    """What an element of the space looks like, in words."""
+def _describe(space: Any) -> str:
+    """Describe the elements of a space."""
     if isinstance(space, spaces.Dict):
-        parts = ", ".join(f"{json.dumps(name)}: {_described(part)}" for name, part in space.spaces.items())
+        parts = ", ".join(f"{json.dumps(name)}: {_describe(part)}" for name, part in space.spaces.items())
         return f"a JSON object {{{parts}}}"
     if isinstance(space, spaces.Tuple):
-        return f"a JSON array [{', '.join(_described(part) for part in space.spaces)}]"
+        return f"a JSON array [{', '.join(_describe(part) for part in space.spaces)}]"
     if isinstance(space, spaces.Discrete):
         return f"a whole number from {space.start} to {space.start + space.n - 1}"
     if isinstance(space, spaces.Text):
@@ -171,5 +183,5 @@ def _bounds(space: Any) -> str:
     else:
         low, high = space.low, space.high
     if low.size and (low == low.flat[0]).all() and (high == high.flat[0]).all():
-        return f" from {as_text(low.flat[0])} to {as_text(high.flat[0])}"
-    return f" from {as_text(low)} to {as_text(high)}"
+        return f" from {format_value(low.flat[0])} to {format_value(high.flat[0])}"
+    return f" from {format_value(low)} to {format_value(high)}"

@@ -1,4 +1,4 @@
-"""From what another ecosystem's environment shows to messages that a model reads."""
+"""Conversion of other ecosystems' observations to messages for a model."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from numbers import Integral, Real
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import ConversationType, MessageType
-from skyrl_gym.serialization import plain
-from skyrl_gym.tools.messages import extended, readable
+from skyrl_gym.runtime.serialization import to_json_value
+from skyrl_gym.tools.messages import append_text, replace_surrogates
 
 FIELD = re.compile(r"\{(\w+)\}")
 
 
 def user_message(text: str) -> MessageType:
-    """An observation as a message of the user."""
+    """Return an observation as a user message."""
     return {"role": "user", "content": text}
 
 
-def with_observation(prompt: ConversationType, text: str) -> ConversationType:
-    """The prompt with the first observation at its end: in the last message, where that is the user's.
+def append_observation(prompt: ConversationType, text: str) -> ConversationType:
+    """Append the first observation to the prompt: to the last message if that is a user message, else as a new one.
 
-    Some chat templates refuse two messages of the user in a row.
+    Some chat templates refuse two user messages in a row.
     """
     if not text:
         return list(prompt)
     if prompt and prompt[-1]["role"] == "user":
-        return [*prompt[:-1], extended(prompt[-1], text)]
+        return [*prompt[:-1], append_text(prompt[-1], text)]
     return [*prompt, user_message(text)]
 
 
-def described(observation: Any, template: str | None = None) -> str:
-    """An observation as text.
+def format_observation(observation: Any, template: str | None = None) -> str:
+    """Format an observation as text.
 
-    `template` is the name of the field that is the text, or a text with `{field}` in it; the fields of a list are
-    `{0}`, `{1}`, …. Without one, a dict that holds one text and nothing else is that text; see `as_text` for the rest.
+    `template` is the name of the field to show, or a text with `{field}` in it; the fields of a list are `{0}`, `{1}`,
+    …. Without a template, a dict with a single text becomes that text, and `format_value` formats other values.
 
     Raises:
         ValueError: the observation lacks a field of the template.
     """
     if template is None:
-        return readable(_only_text(observation) or as_text(observation))
+        return replace_surrogates(_only_text(observation) or format_value(observation))
     fields = _fields(observation)
     names = FIELD.findall(template)
     for name in names or [template]:
         if name not in fields:
             known = ", ".join(fields) or "no fields"
-            raise ValueError(f"observation={template!r} names {name!r}; what the environment shows has {known}")
+            raise ValueError(f"observation={template!r} names {name!r}; the environment's observation has {known}")
     if not names:
-        return readable(as_text(fields[template]))
-    return readable(FIELD.sub(lambda match: as_text(fields[match[1]]), template))
+        return replace_surrogates(format_value(fields[template]))
+    return replace_surrogates(FIELD.sub(lambda match: format_value(fields[match[1]]), template))
 
 
-def as_text(value: Any) -> str:
-    """A value as people would write it: a dict as `name: value` lines, a table row by row, other lists as JSON.
+def format_value(value: Any) -> str:
+    """Format a value for reading: a dict as `name: value` lines, a table row by row, other lists as JSON.
 
-    What is empty or None is left out of dicts. What is nothing of that kind is shown as `str` has it.
+    Empty values and None are left out of dicts. Values of other types are formatted by `str`.
     """
     if isinstance(value, Mapping):
         fields = {str(name): item for name, item in value.items() if not _is_empty(item)}
-        return "\n".join(f"{name}:{_after_colon(as_text(item))}" for name, item in fields.items())
+        return "\n".join(f"{name}:{_after_colon(format_value(item))}" for name, item in fields.items())
     if _is_scalar(value):
         return _scalar(value)
     if _is_table(value):
@@ -69,14 +69,14 @@ def as_text(value: Any) -> str:
     if _is_row(value):
         return f"[{', '.join(map(_scalar, value))}]"
     if hasattr(value, "tolist"):  # an array
-        return as_text(value.tolist())
-    return json.dumps(value, ensure_ascii=False, default=_inner) if isinstance(value, Sequence) else str(value)
+        return format_value(value.tolist())
+    return json.dumps(value, ensure_ascii=False, default=_encode_nested) if isinstance(value, Sequence) else str(value)
 
 
-def _inner(value: Any) -> Any:
-    """What stands in a list of JSON for something else."""
+def _encode_nested(value: Any) -> Any:
+    """Convert a value inside a JSON list that JSON does not support."""
     try:
-        return plain(value)
+        return to_json_value(value)
     except TypeError:
         return str(value)
 
@@ -113,7 +113,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _is_table(value: Any) -> bool:
-    """Rows of equal length, of numbers or words."""
+    """Return True for rows of equal length with numbers or words."""
     if not isinstance(value, Sequence) or not value:
         return False
     return all(_is_row(row) and not isinstance(row, str) for row in value) and len({len(row) for row in value}) == 1

@@ -1,4 +1,4 @@
-"""How an adapter is set up: a section of the configuration, a row's changes to it, and what a row asks of `reset`."""
+"""Settings of adapters: the configuration section, its overrides in a row, and the arguments of `reset`."""
 
 from __future__ import annotations
 
@@ -8,78 +8,74 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from skyrl_gym.envs.row import max_turns_of, settings_of
+from skyrl_gym.envs.row import parse_settings
 
 S = TypeVar("S")
 
 NO_LIMIT = sys.maxsize
-"""The turns of an episode by hand that sets no `max_turns`."""
+"""The `max_turns` of an episode that does not set it, which happens only outside of training."""
 
 
 def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> S:
-    """The section of `env_class`, with a row's `extra_info.env_config` over it, as the dataclass `kind`.
+    """Parse the section of `env_class`, overridden by a row's `extra_info.env_config`, into the dataclass `kind`.
 
     Raises:
-        ValueError: a key is unknown, or one without a default is missing, or a section is something else.
+        ValueError: a key is unknown, a key without a default is missing, or a section has another type.
     """
-    given = plain(dict(env_config or {})) | of_row(extra_info(extras).get("env_config"), "extra_info.env_config")
+    overrides = read_struct(read_extra_info(extras).get("env_config"), "extra_info.env_config")
+    values = unwrap_omegaconf(dict(env_config or {})) | overrides
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if given.keys() <= fields.keys():
+    if values.keys() <= fields.keys():
         for field in fields.values():
-            _check(f"environment.skyrl_gym.{env_class}.{field.name}", field, given)
-    return settings_of(env_class, given, kind)
+            _check(f"environment.skyrl_gym.{env_class}.{field.name}", field, values)
+    return parse_settings(env_class, values, kind)
 
 
-def _check(key: str, field: dataclasses.Field[Any], given: dict[str, Any]) -> None:
-    """Raises ValueError for a value that is missing, or is no section where one belongs. An empty section is none."""
-    value = given.get(field.name)
+def _check(key: str, field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
+    """Raise ValueError for a missing value, or a section of another type. Drop a section that is None."""
+    value = values.get(field.name)
     if field.default_factory is dict:
         if value is None:
-            given.pop(field.name, None)
+            values.pop(field.name, None)
         elif not isinstance(value, dict):
             raise ValueError(f"{key}={value!r} must be a section: set {key}.<key>")
     elif value is None and field.default is dataclasses.MISSING:
         raise ValueError(f"{key} is missing; set it in the configuration")
 
 
-def extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The `extra_info` of a row, which may be missing."""
-    return of_row(extras.get("extra_info"), "extra_info")
+def read_extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `extra_info` of a row; empty if it is missing."""
+    return read_struct(extras.get("extra_info"), "extra_info")
 
 
 def reset_arguments(defaults: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """What `reset` is called with: `defaults`, and over them `seed` and `reset` of a row or of its `extra_info`."""
+    """Return the arguments of `reset`: `defaults`, overridden by `seed` and `reset` of a row or of its `extra_info`."""
     arguments = dict(defaults)
-    for name, source in (("extra_info.", extra_info(extras)), ("", extras)):
+    for name, source in (("extra_info.", read_extra_info(extras)), ("", extras)):
         if (seed := source.get("seed")) is not None:
             arguments["seed"] = _whole(seed, f"{name}seed")
-        arguments |= of_row(source.get("reset"), f"{name}reset")
+        arguments |= read_struct(source.get("reset"), f"{name}reset")
     return arguments
-
-
-def max_turns(extras: Mapping[str, Any]) -> int:
-    """The turns that an episode may have, see `max_turns_of`; `NO_LIMIT` where nobody says."""
-    return max_turns_of(extras, NO_LIMIT)
 
 
 def _whole(value: Any, name: str) -> int:
     try:
-        return operator.index(value)  # numpy's integers are no seeds for everybody
+        return operator.index(value)  # some libraries refuse numpy integers as seeds
     except TypeError:
         raise ValueError(f"{name}={value!r} of a dataset row must be a whole number") from None
 
 
-def of_row(value: Any, name: str) -> dict[str, Any]:
-    """A struct of a dataset row as a dict. Parquet stores a missing key as None, so None means missing, inside it too.
+def read_struct(value: Any, name: str) -> dict[str, Any]:
+    """Return a struct of a dataset row as a dict without None values, which is how Parquet stores missing keys.
 
     Raises:
-        ValueError: it is something else; the message has its `name`.
+        ValueError: `value` is not a struct; the message has its `name`.
     """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}={value!r} of a dataset row must be a dict")
-    return _without_none(plain(dict(value)))
+    return _without_none(unwrap_omegaconf(dict(value)))
 
 
 def _without_none(value: Any) -> Any:
@@ -88,11 +84,11 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def plain(value: Any) -> Any:
-    """Dicts and lists in place of the nodes of OmegaConf. What else behaves like them stays what it is."""
+def unwrap_omegaconf(value: Any) -> Any:
+    """Convert OmegaConf nodes to dicts and lists. Other mappings and sequences are kept."""
     is_node = type(value).__module__.partition(".")[0] == "omegaconf"
     if isinstance(value, dict) or (is_node and isinstance(value, Mapping)):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): unwrap_omegaconf(item) for key, item in value.items()}
     if isinstance(value, list) or (is_node and isinstance(value, Sequence)):
-        return [plain(item) for item in value]
+        return [unwrap_omegaconf(item) for item in value]
     return value

@@ -1,10 +1,10 @@
-"""Games of TextArena: the model holds one seat, and opponents the others.
+"""TextArena games, in which the model plays one seat, and opponents the others.
 
     environment.env_class=textarena environment.skyrl_gym.textarena.env_id=GuessTheNumber-v0
 
-Many games need nothing but the package: GuessTheNumber, TicTacToe, ConnectFour, KuhnPoker, Nim, Sudoku, and so on. The
-games of words (Wordle, Hangman, …) load a list of words from the net when they are made, and those with a jury (Debate,
-…) need an API key. While such a game waits, the others of this process wait too.
+Many games need nothing but the package: GuessTheNumber, TicTacToe, ConnectFour, KuhnPoker, Nim, Sudoku, and so on. Word
+games (Wordle, Hangman, …) download a word list when they are made, and those with a jury (Debate, …) need an API key.
+While such a game waits, the other games of this process wait too.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_gym.adapters.actions import ActionError, said
-from skyrl_gym.adapters.observations import user_message, with_observation
-from skyrl_gym.adapters.own_random import OwnRandom
-from skyrl_gym.adapters.settings import max_turns, read_settings, reset_arguments
-from skyrl_gym.entry_point import load_attribute
+from skyrl_gym.adapters.actions import ActionError, extract_action
+from skyrl_gym.adapters.isolated_random import IsolatedRandom
+from skyrl_gym.adapters.observations import append_observation, user_message
+from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.optional import require
-from skyrl_gym.tools.messages import readable
+from skyrl_gym.tools.messages import replace_surrogates
 
 GAME = -1
-"""The seat from which the game itself speaks."""
+"""The sender of the game's own messages."""
 
 Opponent = Callable[["View"], str]
-"""Reads what its player sees of the game, and returns a move."""
+"""A function that maps a player's view of the game to a move."""
 
 MAX_MOVE_CHARS = 4000
-"""Of a longer reply, games read the end: some search it for moves in quadratic time, and `int` raises for a number of
-more than 4300 digits."""
+"""Maximum length of a move; the end of a longer reply counts. Some games search moves in quadratic time, and `int`
+raises for a number of more than 4300 digits.
+"""
 
 OFFERED = re.compile(r"'(\[[^\[\]\n]{1,40}\])'")
 MAX_MOVES_IN_A_ROW = 10_000
@@ -44,13 +46,14 @@ MAX_MOVES_IN_A_ROW = 10_000
 class TextArenaSettings:
     """The section `environment.skyrl_gym.textarena`.
 
-    env_id: what `textarena.make` takes, e.g. ``TicTacToe-v0``.
+    env_id: the argument of `textarena.make`, e.g. ``TicTacToe-v0``.
     kwargs: the other arguments of `textarena.make`.
-    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, come on top.
-    num_players, seat: how many play, and which of them is the model, counted from 0.
-    opponents: who holds the other seats, one for all of them or a list: ``random`` plays one of the moves that the game
-        writes in quotes, as '[4]'; ``module:name`` is a function from all that was seen to a move, or a class of such.
-    missing_reward: the reward of a game that was not played to its end; None makes its rollout invalid.
+    reset: arguments of `reset`; the `seed` and `reset` of a row, or of its `extra_info`, override them.
+    num_players, seat: the number of players, and the index of the model among them.
+    opponents: the players of the other seats, one for all or a list. ``random`` plays one of the moves that the game
+        writes in quotes, as '[4]'; ``module:name`` is a function from the whole text seen so far to a move, or a class
+        whose instances are such functions.
+    missing_reward: the reward of a game that does not finish; None makes its rollout invalid.
     """
 
     env_id: str
@@ -63,80 +66,81 @@ class TextArenaSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seat < self.num_players:
-            raise ValueError(f"seat={self.seat} is none of num_players={self.num_players}; they count from 0")
+            raise ValueError(f"seat={self.seat} must be from 0 to num_players - 1 = {self.num_players - 1}")
         if not isinstance(self.opponents, str) and len(self.opponents) != self.num_players - 1:
             raise ValueError(f"opponents={self.opponents!r} must be {self.num_players - 1}, one for each other seat")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a player sees.
+    """A player's view of the game.
 
-    news: what it has not seen yet, without its own words.
-    seen: all that it has seen.
-    of_game: what of that the game said, and no player.
+    new: the text that is new since the player's last view, without the player's own messages.
+    seen: the whole text so far.
+    from_game: the part of `seen` that the game wrote, and not a player.
     """
 
-    news: str
+    new: str
     seen: str
-    of_game: str
+    from_game: str
 
 
 class TextArenaEnv(BaseTextEnv):
-    """One game of TextArena. The rules, and what an illegal move costs, are the game's; its reward comes at its end.
+    """One game of TextArena. The game defines the rules and the penalty of illegal moves, and gives a reward at its
+    end.
 
-    Every turn shows what is new. Thoughts and `<action>` tags are taken off before the game reads a move. What the game
-    or an opponent raises fails the rollout.
+    Observations show only new text. Thoughts and `<action>` tags are removed before the game reads a move. An error of
+    the game or of an opponent fails the rollout.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
         require("textarena", "textarena", "TextArena environments")
         self.settings = read_settings(TextArenaSettings, "textarena", env_config, extras)
-        self.max_turns = max_turns(extras)
+        self.max_turns = read_max_turns(extras, NO_LIMIT)
         self._reset_arguments = reset_arguments(self.settings.reset, extras)
         seed = self._reset_arguments.get("seed")
-        self._random = OwnRandom(seed)
+        self._random = IsolatedRandom(seed)
         self._opponents = _opponents(self.settings, random.Random(seed))
-        with self._random.lent():
+        with self._random.activate():
             self._game = _Game(self.settings)
         self._n_invalid = 0
         self._is_done = False
         self._rewards: Mapping[int, float] = {}
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Deal the game, let others move first where they do, and append what the model sees to the prompt."""
-        with self._random.lent():
+        """Start the game, make the opponents' first moves, and append the model's view to the prompt."""
+        with self._random.activate():
             self._game.reset(self._reset_arguments)
-        self._let_others_move()
+        self._play_opponents()
         if self._is_done:
             raise RuntimeError(f"{self.settings.env_id} ended before seat {self.settings.seat} could move")
-        return with_observation(prompt, self._seen()), {}
+        return append_observation(prompt, self._new_text()), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Make the model's move, and those of the others until it is its turn again."""
+        """Make the model's move, and the opponents' moves until its next turn."""
         if self._is_done:
             raise RuntimeError("this game is over; make a new TextArenaEnv for the next one")
         self.turns += 1
-        self._move(_move_in(action))
+        self._move(_parse_move(action))
         self._n_invalid += self._game.was_illegal
-        self._let_others_move()
+        self._play_opponents()
         is_last = self._is_done or self.turns >= self.max_turns
         reward: float | None = 0.0
         if is_last:
             reward = self._rewards.get(self.settings.seat, self.settings.missing_reward)
         self._is_done = is_last
         return BaseTextEnvStepOutput(
-            observations=[] if is_last else [user_message(self._seen())],
+            observations=[] if is_last else [user_message(self._new_text())],
             reward=None if reward is None else float(reward),
             done=is_last,
             metadata={"rewards": dict(self._rewards)},
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns, illegal moves, and of games that came to their end: whether the model won, drew or lost.
+        """Return the numbers of turns and illegal moves, and the result of a finished game.
 
-        `opponent_illegal` says that a game ended because somebody else broke the rules, which is an easy win.
+        `opponent_illegal` is 1 if the game ended because an opponent broke the rules, which is an easy win.
         """
         metrics: dict[str, Any] = {"steps": self.turns, "invalid_actions": self._n_invalid}
         metrics["finished"] = int(bool(self._rewards))
@@ -148,137 +152,137 @@ class TextArenaEnv(BaseTextEnv):
         return metrics
 
     def _move(self, move: str) -> None:
-        with self._random.lent():
+        with self._random.activate():
             self._is_done = self._game.step(move)
             if self._is_done:
                 self._rewards = self._game.rewards()
 
-    def _let_others_move(self) -> None:
+    def _play_opponents(self) -> None:
         for _ in range(MAX_MOVES_IN_A_ROW):
             if self._is_done or self._game.to_move == self.settings.seat:
                 return
             seat = self._game.to_move
-            with self._random.lent():
+            with self._random.activate():
                 view = self._game.look()
             self._move(self._opponents[seat](view))
-        raise RuntimeError(f"{self.settings.env_id}: the others made {MAX_MOVES_IN_A_ROW} moves in a row")
+        raise RuntimeError(f"{self.settings.env_id}: the opponents made {MAX_MOVES_IN_A_ROW} moves in a row")
 
-    def _seen(self) -> str:
-        with self._random.lent():
+    def _new_text(self) -> str:
+        with self._random.activate():
             view = self._game.look()
-        return readable(view.news)
+        return replace_surrogates(view.new)
 
 
 class _Game:
-    """A game, and what each player has seen of it. What is called here draws from the global generators."""
+    """A game and the views of its players. Its methods use the global random generators."""
 
     def __init__(self, settings: TextArenaSettings) -> None:
         self._settings = settings
-        self._env = _made(settings)
+        self._env = _make(settings)
         *wrappers, self._core = _layers(self._env)
-        self._has_own_view = any(map(_is_own_view, wrappers))
+        self._has_custom_view = any(map(_is_custom_view, wrappers))
         self._seen: dict[int, str] = {}
-        self._of_game: dict[int, str] = {}
+        self._from_game: dict[int, str] = {}
         self.was_illegal = False
 
     @property
     def to_move(self) -> int:
-        """The seat whose turn it is."""
+        """The seat to move."""
         return int(self._core.state.current_player_id)
 
     def reset(self, arguments: Mapping[str, Any]) -> None:
-        """Deal. Raises ValueError where the game does not begin so."""
+        """Start the game. Raises ValueError if it refuses the arguments."""
         try:
             self._env.reset(num_players=self._settings.num_players, **arguments)
         except (AssertionError, ValueError, TypeError) as problem:
             raise ValueError(
-                f"{self._settings.env_id} does not begin with num_players={self._settings.num_players} and "
+                f"{self._settings.env_id} cannot start with num_players={self._settings.num_players} and "
                 f"{dict(arguments)}: {problem}"
             ) from problem
 
     def step(self, move: str) -> bool:
-        """Make a move; whether the game is over."""
+        """Make a move; return True if the game is over."""
         seat, n_errors = self.to_move, self._n_errors()
         is_over, _ = self._env.step(action=move)
         self.was_illegal = seat in self.rule_breakers() if is_over else self._n_errors() > n_errors
         return bool(is_over)
 
     def rewards(self) -> dict[int, float]:
-        """What each seat got, once the game is over."""
+        """Return the rewards by seat after the end of the game."""
         rewards, _ = self._env.close()
         return {int(seat): float(reward) for seat, reward in (rewards or {}).items()}
 
     def rule_breakers(self) -> set[int]:
-        """Seats that lost by an illegal move."""
+        """Return the seats that lost by an illegal move."""
         return {seat for seat, facts in self._core.state.game_info.items() if facts.get("invalid_move")}
 
     def look(self) -> View:
-        """What the player to move sees."""
+        """Return the view of the player to move."""
         seat = self.to_move
         before = self._seen.get(seat, "")
-        of_game = (text for sender, text, _ in self._core.state.observations[seat] if sender == GAME)
-        self._of_game[seat] = "\n".join((self._of_game.get(seat, ""), *of_game))
-        if self._has_own_view:
+        from_game = (text for sender, text, _ in self._core.state.observations[seat] if sender == GAME)
+        self._from_game[seat] = "\n".join((self._from_game.get(seat, ""), *from_game))
+        if self._has_custom_view:
             _, now = self._env.get_observation()
-            news, self._seen[seat] = now.removeprefix(before), now
+            new, self._seen[seat] = now.removeprefix(before), now
         else:
             _, messages = self._core.get_observation()
-            news = self._written(message for message in messages if message[0] != seat)
-            self._seen[seat] = "\n".join(filter(None, (before, self._written(messages))))
-        return View(news.strip(), self._seen[seat], self._of_game[seat])
+            new = self._format(message for message in messages if message[0] != seat)
+            self._seen[seat] = "\n".join(filter(None, (before, self._format(messages))))
+        return View(new.strip(), self._seen[seat], self._from_game[seat])
 
-    def _written(self, messages: Iterable[tuple[int, str, Any]]) -> str:
+    def _format(self, messages: Iterable[tuple[int, str, Any]]) -> str:
         names = {GAME: "GAME", **self._core.state.role_mapping}
         return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in messages)
 
     def _n_errors(self) -> int:
-        return int(getattr(self._core.state, "error_count", 0))  # of illegal moves in a row; not all games count
+        return int(getattr(self._core.state, "error_count", 0))  # consecutive illegal moves; not all games count them
 
 
-def _made(settings: TextArenaSettings) -> Any:
-    """The game, not dealt yet.
+def _make(settings: TextArenaSettings) -> Any:
+    """Make the game without starting it.
 
     Raises:
-        ValueError: there is none of that id.
+        ValueError: the id is unknown.
     """
     library = _library()
     games = library.envs.registration.ENV_REGISTRY
     if settings.env_id not in games:
         nearest = difflib.get_close_matches(settings.env_id, games, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"environment.skyrl_gym.textarena.env_id={settings.env_id!r} is no game of TextArena{hint}")
+        raise ValueError(f"environment.skyrl_gym.textarena.env_id={settings.env_id!r} is not a game of TextArena{hint}")
     try:
         return library.make(settings.env_id, **settings.kwargs)
     except Exception as problem:
-        problem.add_note(f"while making {settings.env_id}, which may need data or a key: see the docs of TextArena")
+        problem.add_note(f"while making {settings.env_id}, which may need data or an API key; see TextArena's docs")
         raise
 
 
 def _library() -> Any:
-    """The package, which has no types."""
+    """Import the package, which has no type annotations."""
     return importlib.import_module("textarena")
 
 
 def _layers(env: Any) -> list[Any]:
-    """The wrappers around a game, and the game."""
+    """Return the wrappers around a game, and the game."""
     layers = [env]
     while isinstance(layers[-1], _library().Wrapper):
         layers.append(layers[-1].env)
     return layers
 
 
-def _is_own_view(wrapper: Any) -> bool:
-    """Whether a wrapper shows a view of its own making each time, such as the board as it is now.
+def _is_custom_view(wrapper: Any) -> bool:
+    """Return True if a wrapper shows a custom view each time, such as the current board.
 
-    The usual one shows the whole game again each time. A conversation has that already.
+    The default wrapper repeats the whole game each time, which the conversation has already.
     """
     library = _library()
-    is_usual = type(wrapper) is library.wrappers.LLMObservationWrapper
-    return isinstance(wrapper, library.ObservationWrapper) and not is_usual
+    is_default = type(wrapper) is library.wrappers.LLMObservationWrapper
+    return isinstance(wrapper, library.ObservationWrapper) and not is_default
 
 
 def _opponents(settings: TextArenaSettings, generator: random.Random) -> dict[int, Opponent]:
-    """Who holds which seat, but for the model's."""
+    """Create the opponents of all seats except the model's."""
     others = [seat for seat in range(settings.num_players) if seat != settings.seat]
     names = [settings.opponents] * len(others) if isinstance(settings.opponents, str) else settings.opponents
     return {seat: _opponent(name, settings.env_id, generator) for seat, name in zip(others, names, strict=True)}
@@ -293,23 +297,23 @@ def _opponent(name: str, env_id: str, generator: random.Random) -> Opponent:
 
 
 class _RandomOpponent:
-    """Plays one of the moves that the game offered last; what other players offer it does not read."""
+    """An opponent that plays one of the moves the game offered last; quotes in players' messages are ignored."""
 
     def __init__(self, env_id: str, generator: random.Random) -> None:
         self._env_id = env_id
         self._generator = generator
 
     def __call__(self, view: View) -> str:
-        """A move. Raises ValueError where the game offers none in quotes."""
-        for line in reversed(view.of_game.splitlines()):
+        """Choose a move. Raises ValueError if the game offers none in quotes."""
+        for line in reversed(view.from_game.splitlines()):
             if offered := OFFERED.findall(line):
                 return self._generator.choice(offered)
         raise ValueError(f"{self._env_id} offers no moves in quotes; set opponents to a function, 'module:name'")
 
 
-def _move_in(reply: str) -> str:
-    """What the game reads of a reply. To say nothing is a move too, and the game says what it costs."""
+def _parse_move(reply: str) -> str:
+    """Return the move in a reply. An empty move is passed on too, and the game decides on its penalty."""
     try:
-        return said(reply)[-MAX_MOVE_CHARS:]
+        return extract_action(reply)[-MAX_MOVE_CHARS:]
     except ActionError:
         return ""

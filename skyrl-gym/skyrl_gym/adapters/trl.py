@@ -2,7 +2,7 @@
 
     environment.env_class=trl environment.skyrl_gym.trl.factory=my_package.echo:EchoEnv
 
-with, for instance,
+with, for example,
 
     class EchoEnv:
         def reset(self, **row) -> str | None:
@@ -10,10 +10,10 @@ with, for instance,
             return "Say something long."
 
         def echo(self, message: str) -> str:
-            '''Say something, and hear it back.
+            '''Repeat a message.
 
             Args:
-                message: what to say
+                message: the text to repeat
             '''
             self.reward = len(message) / 100
             return message
@@ -29,18 +29,19 @@ from numbers import Real
 from types import FunctionType
 from typing import Any
 
-from skyrl_gym.adapters.actions import ActionError, calls_in
+from skyrl_gym.adapters.actions import ActionError, parse_calls
 from skyrl_gym.adapters.background_loop import BackgroundLoop
-from skyrl_gym.adapters.observations import as_text, user_message, with_observation
-from skyrl_gym.adapters.settings import max_turns, read_settings
-from skyrl_gym.entry_point import load_attribute
+from skyrl_gym.adapters.observations import append_observation, format_value, user_message
+from skyrl_gym.adapters.settings import NO_LIMIT, read_settings
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.tools.calls import ToolCall, ToolCallError
-from skyrl_gym.tools.messages import readable, tool_response, tools_prompt, with_system
+from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt, replace_surrogates
 from skyrl_gym.tools.schema import Signature
 
 NO_TOOLS = {"reset", "get_reward", "close"}
-"""Public methods that are for us, and not for the model."""
+"""Public methods that are not tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,9 @@ class TrlSettings:
     """The section `environment.skyrl_gym.trl`.
 
     factory: the class, or a function that returns the environment, as ``module:name``.
-    kwargs: its arguments; TRL calls it without any.
-    describe_tools: whether the system prompt lists the tools.
-    missing_reward: the reward where the environment has none; None makes its rollout invalid.
+    kwargs: the arguments of `factory`; TRL calls it without any.
+    describe_tools: True to list the tools in the system prompt.
+    missing_reward: the reward if the environment gives none; None makes the rollout invalid.
     """
 
     factory: str
@@ -60,19 +61,20 @@ class TrlSettings:
 
 
 class TrlEnv(BaseTextEnv):
-    """One episode: the model calls tools, until a reply has no call, or the environment's `done` is True.
+    """One episode: the model calls tools until a reply has no call, or the environment's `done` is True.
 
-    `reset` is called with the columns of the row, and what it returns is appended to the prompt. The reward comes at
-    the end: what `get_reward()` returns, or the attribute `reward`.
+    `reset` gets the columns of the row, and its result is appended to the prompt. The reward comes at the end: the
+    result of `get_reward()`, or the attribute `reward`.
 
-    What a tool raises is told to the model, as in TRL. Errors of connections and timeouts are not: they fail the
-    rollout. Methods may be `async`; those of an episode share an event loop. A `close` is called at the end.
+    The model reads the errors that tools raise, as in TRL, except connection errors and timeouts, which fail the
+    rollout. Methods may be `async`; those of an episode share an event loop. `close`, if there is one, is called at the
+    end.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
         self.settings = read_settings(TrlSettings, "trl", env_config, extras)
-        self.max_turns = max_turns(extras)
+        self.max_turns = read_max_turns(extras, NO_LIMIT)
         self._row = {name: value for name, value in extras.items() if name != "max_turns"}
         self._env: Any = load_attribute(self.settings.factory)(**self.settings.kwargs)
         self._loop: BackgroundLoop | None = None
@@ -84,33 +86,33 @@ class TrlEnv(BaseTextEnv):
         self._tools = _tools(self._env)
         if not self._tools:
             self.close()
-            raise ValueError(f"{self.settings.factory} has no tools: give it public methods besides reset")
+            raise ValueError(f"{self.settings.factory} has no tools; add public methods besides reset")
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Reset the environment; tools go into the system prompt, what `reset` says to the end of the prompt."""
-        first = self._call(self._env.reset, _accepted(self._env.reset, {"prompt": prompt, **self._row}))
+        """Reset the environment; add the tools to the system prompt, and the result of `reset` to the prompt."""
+        first = self._call(self._env.reset, _accepted_arguments(self._env.reset, {"prompt": prompt, **self._row}))
         if first is not None and not isinstance(first, str):
             raise ValueError(f"reset of {self.settings.factory} returned {first!r}; it must be a text or None")
         if self.settings.describe_tools:
-            prompt = with_system(prompt, tools_prompt([tool.schema for tool in self._tools.values()]))
-        return with_observation(prompt, readable(first or "")), {}
+            prompt = append_to_system(prompt, format_tools_prompt([tool.schema for tool in self._tools.values()]))
+        return append_observation(prompt, replace_surrogates(first or "")), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Carry out the calls in a reply, in order."""
+        """Execute the calls in a reply, in order."""
         if self._is_done or self._is_closed:
             raise RuntimeError("this episode is over; make a new TrlEnv for the next one")
         self.turns += 1
-        texts, is_over = self._answers(action)
+        texts, is_over = self._execute_calls(action)
         self._is_done = is_over or self.turns >= self.max_turns
         return BaseTextEnvStepOutput(
-            observations=[] if self._is_done else [user_message(readable("\n".join(texts)))],
+            observations=[] if self._is_done else [user_message(replace_surrogates("\n".join(texts)))],
             reward=self._reward() if self._is_done else 0.0,
             done=self._is_done,
             metadata={},
         )
 
     def close(self) -> None:
-        """Close the environment, if it can be closed. Calling it again does nothing."""
+        """Close the environment, if it has a `close`. Calling it again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -122,7 +124,7 @@ class TrlEnv(BaseTextEnv):
                 self._loop.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns, calls of tools, those that raised, and replies or calls that could not be carried out."""
+        """Return the numbers of turns, tool calls, calls that raised, and invalid replies or calls."""
         return {
             "steps": self.turns,
             "tool_calls": self._n_calls,
@@ -130,22 +132,22 @@ class TrlEnv(BaseTextEnv):
             "invalid_actions": self._n_invalid,
         }
 
-    def _answers(self, reply: str) -> tuple[list[str], bool]:
-        """What the model reads after a reply, and whether the episode is over."""
+    def _execute_calls(self, reply: str) -> tuple[list[str], bool]:
+        """Execute the calls in a reply; return the texts of the observation, and whether the episode is over."""
         try:
-            calls = calls_in(reply)
+            calls = parse_calls(reply)
         except ActionError as problem:
             self._n_invalid += 1
             return [str(problem)], False
-        texts = [tool_response(self._answer(call)) for call in calls]
+        texts = [format_tool_response(self._execute(call)) for call in calls]
         return texts, not calls or _is_true(getattr(self._env, "done", False))
 
-    def _answer(self, call: ToolCall) -> str:
-        """What a tool answers, or why it does not."""
+    def _execute(self, call: ToolCall) -> str:
+        """Execute a call; return its result or its error as text."""
         tool = self._tools.get(call.name)
         if tool is None:
             self._n_invalid += 1
-            return f"Error: there is no tool {call.name}; there are {', '.join(self._tools)}."
+            return f"Error: there is no tool {call.name}; the tools are {', '.join(self._tools)}."
         try:
             arguments = tool.check(call.arguments)
         except ToolCallError as problem:
@@ -153,7 +155,7 @@ class TrlEnv(BaseTextEnv):
             return f"Error: {problem}"
         self._n_calls += 1
         try:
-            return as_text(self._call(getattr(self._env, call.name), arguments))
+            return format_value(self._call(getattr(self._env, call.name), arguments))
         except (ConnectionError, TimeoutError):
             raise
         except Exception as problem:  # noqa: BLE001, the boundary of a user's tool
@@ -170,26 +172,26 @@ class TrlEnv(BaseTextEnv):
         return float(reward)
 
     def _call(self, method: Any, arguments: Mapping[str, Any]) -> Any:
-        """What a method returns; one that is `async`, or wraps such a one, runs in the episode's event loop."""
+        """Call a method. If it returns an awaitable, await that in the episode's event loop."""
         answer = method(**arguments)
         if not inspect.isawaitable(answer):
             return answer
         self._loop = self._loop or BackgroundLoop("trl")
-        return self._loop.run(_awaited(answer))
+        return self._loop.run(_await(answer))
 
 
 def _is_true(value: Any) -> bool:
-    """Whether a value is True, of Python or of numpy; a tool that is called `done` is not."""
+    """Return True for True of Python or numpy, but not for a tool that is named `done`."""
     item = getattr(value, "item", None)
     return (item() if callable(item) else value) is True
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
+async def _await(answer: Awaitable[Any]) -> Any:
     return await answer
 
 
 def _tools(env: Any) -> dict[str, Signature]:
-    """The public methods of an environment, by name."""
+    """Return the public methods of an environment by name."""
     return {
         name: Signature(name, getattr(env, name))
         for name, member in inspect.getmembers_static(type(env))
@@ -199,8 +201,8 @@ def _tools(env: Any) -> dict[str, Signature]:
     }
 
 
-def _accepted(method: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a method has a name for; all of them, where it takes `**row`."""
+def _accepted_arguments(method: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a method has a parameter for; all of them if it takes `**row`."""
     parameters = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)

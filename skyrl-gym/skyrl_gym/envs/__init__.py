@@ -1,5 +1,5 @@
-"""Environments and the registry that finds them by name. Those that come with the package are registered here; each is
-imported when it is made.
+"""Environments and their registry. Importing this package registers the built-in environments; each module is imported
+when its environment is first made.
 """
 
 from skyrl_gym.envs.registration import EnvSpec, deregister, make, pprint_registry, register, registry, spec

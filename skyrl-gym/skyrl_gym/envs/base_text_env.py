@@ -1,4 +1,4 @@
-"""The class that environment authors subclass: chat messages out, the model's reply in."""
+"""The base class of text environments: the model's reply goes in, chat messages come out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ConversationType = list[MessageType]
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType], total=False):
     """`EnvStepOutput` over chat messages: `observations` are appended to the conversation after the model's reply.
 
-    `postprocessed_action` is the reply as the environment understood it, if that differs from the reply. A beginning of
-    the reply is trained as it was sampled; the model reads the rest, which is not trained.
+    postprocessed_action: the reply as the environment understood it, if that differs from the reply. A prefix of the
+        reply is trained on as sampled; any other text replaces it in the conversation and is not trained on.
     """
 
     postprocessed_action: str | None
@@ -41,38 +41,38 @@ class BaseTextEnv(Env[ConversationType, str]):
         self.tool_to_toolgroup: dict[str, str] = {}
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Begin the episode with the row's prompt; an environment may answer with another one."""
+        """Start the episode with the row's prompt. A subclass may return another prompt."""
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Answer the model's reply `action`, the decoded text of one turn."""
+        """Process the model's reply `action`, the decoded text of one turn."""
         raise NotImplementedError(f"{type(self).__name__} must implement step()")
 
     def close(self) -> None:
-        """Release what the tools hold. Calling it again does nothing."""
-        with ExitStack() as groups:  # all of them, also when one raises
+        """Release the resources of the tools. Calling it again does nothing."""
+        with ExitStack() as groups:  # closes all of them even if one raises
             for group in self.tool_groups:
                 groups.callback(group.close)
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
-        """Offer the tools of these groups; of two tools with one name, the last."""
+        """Set the tool groups. Of two tools with the same name, the last one counts."""
         self.tool_groups = list(tool_groups)
         self.tool_to_toolgroup = {}
         for group in tool_groups:
             self.tool_to_toolgroup.update(group.get_tool_to_group_mapping())
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
-        """What a tool returns for the arguments `tool_input`; ValueError if there is no such group or tool."""
+        """Call a tool with the arguments `tool_input`. Raises ValueError if the group or tool does not exist."""
         group = next((group for group in self.tool_groups if group.get_name() == tool_group_name), None)
         if group is None:
             raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
         return group.execute_tool(tool_name, *tool_input)
 
     def get_metrics(self) -> dict[str, Any]:
-        """The facts of this episode that are worth averaging, e.g. ``{"steps": 5, "caught": 1}``."""
+        """Return the metrics of this episode, e.g. ``{"steps": 5, "caught": 1}``."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Many episodes' `get_metrics` as one; by default, the mean of every number."""
+        """Aggregate the `get_metrics` of several episodes; by default, return the mean of every number."""
         return default_aggregate_metrics(metrics)

@@ -1,7 +1,7 @@
-"""The registry: from an environment's name in a dataset row to a new environment.
+"""The registry: it maps the `env_class` of a dataset row to the environment to make.
 
-It is a plain dict of this process. A worker process starts with what its imports register, so register your own
-environment in the code that the worker runs, not only in the script that launched it.
+The registry is a plain dict of this process. A worker process starts with what its imports register, so register your
+own environment in the code that the worker runs, not only in the script that launches it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 from skyrl_gym import error
 from skyrl_gym.core import Env
-from skyrl_gym.entry_point import load_attribute, split_entry_point, suggestion
+from skyrl_gym.envs.entry_point import load_attribute, split_entry_point, suggestion
 
 EnvCreator = Callable[..., Env[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """How to make one environment, e.g. ``EnvSpec("catch", "examples.catch.env:CatchEnv", {"env_config": {}})``.
+    """A registered environment, e.g. ``EnvSpec("catch", "examples.catch.env:CatchEnv", {"env_config": {}})``.
 
-    id: the name that dataset rows carry in `env_class`.
-    entry_point: the class, a function that returns an environment, or where to import either: ``"module:attribute"``.
-    kwargs: default constructor arguments; those given to `make` win over them.
+    id: the `env_class` of its dataset rows.
+    entry_point: the class, a function that returns an environment, or the import path of either:
+    ``"module:attribute"``. kwargs: default constructor arguments, which the arguments of `make` override.
     """
 
     id: str
@@ -41,42 +41,43 @@ class EnvSpec:
             split_entry_point(self.entry_point)
         elif self.entry_point is not None and not callable(self.entry_point):
             raise error.InvalidSpec(
-                f"entry_point of {self.id!r} is {self.entry_point!r}; give a class, a function or 'module:attribute'"
+                f"entry_point of {self.id!r} is {self.entry_point!r}; use a class, a function or 'module:attribute'"
             )
         if not isinstance(self.kwargs, dict):
             raise error.InvalidSpec(f"the kwargs of {self.id!r} must be a dict, got {self.kwargs!r}")
 
     @property
     def name(self) -> str:
-        """The id, under the name that printed registries use."""
+        """The id."""
         return self.id
 
     def load(self) -> EnvCreator:
-        """The class or function behind `entry_point`, imported if need be."""
+        """Return the class or function of `entry_point`, imported if necessary."""
         if self.entry_point is None:
-            raise error.InvalidSpec(f"the spec of {self.id!r} has no entry_point; give a class or 'module:attribute'")
+            raise error.InvalidSpec(f"the spec of {self.id!r} has no entry_point; use a class or 'module:attribute'")
         return load_env_creator(self.entry_point) if isinstance(self.entry_point, str) else self.entry_point
 
     def make(self, **kwargs: Any) -> Env[Any, Any]:
-        """A new environment; see `make`."""
+        """Make a new environment from this spec with the function `make`."""
         return make(self, **kwargs)
 
     def to_json(self) -> str:
-        """This spec as JSON, for `from_json`. Raises `InvalidSpec` when the entry point or an argument has no JSON."""
+        """Write this spec as JSON. Raises `InvalidSpec` if the entry point or an argument cannot be written."""
         if callable(self.entry_point):
             raise error.InvalidSpec(
-                f"the entry_point of {self.id!r} is the object {self.entry_point!r}; only 'module:attribute' has JSON"
+                f"the entry_point of {self.id!r} is the object {self.entry_point!r}, which cannot be written as JSON; "
+                "use 'module:attribute'"
             )
         try:
             return json.dumps(dataclasses.asdict(self))
         except (TypeError, ValueError) as problem:
             raise error.InvalidSpec(
-                f"the kwargs of {self.id!r} have no JSON: {problem}; got {self.kwargs!r}"
+                f"the kwargs of {self.id!r} cannot be written as JSON: {problem}; got {self.kwargs!r}"
             ) from problem
 
     @staticmethod
     def from_json(json_env_spec: str) -> EnvSpec:
-        """The spec that `to_json` wrote. Raises `InvalidSpec` for anything else."""
+        """Read a spec that `to_json` wrote. Raises `InvalidSpec` for anything else."""
         try:
             fields = json.loads(json_env_spec)
         except json.JSONDecodeError as problem:
@@ -91,7 +92,7 @@ class EnvSpec:
             ) from problem
 
     def pprint(self, disable_print: bool = False, include_entry_points: bool = False) -> str | None:
-        """Print this spec, one field a line; with `disable_print`, return the text."""
+        """Print this spec, one field per line; with `disable_print`, return the text."""
         lines = [f"id={self.id}"]
         if include_entry_points:
             lines.append(f"entry_point={self.entry_point}")
@@ -104,17 +105,17 @@ registry: dict[str, EnvSpec] = {}
 
 
 def register(id: str, entry_point: EnvCreator | str | None = None, kwargs: Mapping[str, Any] | None = None) -> None:
-    """Let `make` build the environment `entry_point` under the name `id`.
+    """Register the environment `entry_point` for `make` under `id`.
 
         register(id="multiply", entry_point="my_project.multiply:MultiplyEnv")
 
-    An environment of yours takes the place of one of ours that has the same name.
+    Your environment replaces a built-in one with the same id.
 
     Raises:
-        RegistrationError: `id` is taken by another of yours, or `entry_point` is missing or malformed.
+        RegistrationError: you have registered `id` already, or `entry_point` is missing or malformed.
     """
     if entry_point is None:
-        raise error.RegistrationError(f"registering {id!r} needs an entry_point: a class or 'module:attribute'")
+        raise error.RegistrationError(f"registering {id!r} needs an entry_point; use a class or 'module:attribute'")
     if id in registry and not _is_built_in(registry[id]):
         raise error.RegistrationError(
             f"cannot register {id!r} as {entry_point}: it is already registered as {registry[id].entry_point}; "
@@ -124,28 +125,29 @@ def register(id: str, entry_point: EnvCreator | str | None = None, kwargs: Mappi
 
 
 def deregister(id: str) -> None:
-    """Forget the environment `id`. Raises `UnregisteredEnv` when there is none."""
+    """Remove the environment `id` from the registry. Raises `UnregisteredEnv` if it is not registered."""
     spec(id)
     del registry[id]
 
 
 def spec(env_id: str) -> EnvSpec:
-    """How the environment `env_id` is made. Raises `UnregisteredEnv` when it is not registered in this process."""
-    try:
+    """Return the spec of `env_id`. Raises `UnregisteredEnv` if it is not registered in this process."""
+    if env_id in registry:
         return registry[env_id]
-    except KeyError:
-        raise error.UnregisteredEnv(_unregistered_message(env_id)) from None
+    if isinstance(env_id, str) and ":" in env_id:
+        return EnvSpec(env_id, env_id)  # "my_module:MyEnv" needs no registration
+    raise error.UnregisteredEnv(_unregistered_message(env_id))
 
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
-    """Make a new environment, with the registered arguments and, over them, `kwargs`.
+    """Make a new environment with the registered arguments, overridden by `kwargs`.
 
-    The registered arguments are deep-copied: no two environments share them. `kwargs` are passed on as they are. What
-    was used is kept in the environment's `spec`.
+    The registered arguments are deep-copied, so environments do not share them; `kwargs` are not copied. The `spec` of
+    the environment holds the merged arguments.
 
     Raises:
         UnregisteredEnv: no environment has this id.
-        TypeError: the constructor refuses its arguments, or the entry point returns something else than an `Env`.
+        TypeError: the constructor refuses its arguments, or the entry point does not return an `Env`.
     """
     env_spec = id if isinstance(id, EnvSpec) else spec(id)
     merged = copy.deepcopy(env_spec.kwargs) | kwargs

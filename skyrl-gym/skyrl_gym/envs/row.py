@@ -1,4 +1,4 @@
-"""What environments read of a dataset row, and of their section of the configuration."""
+"""Fields of dataset rows and configuration sections that environments read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 S = TypeVar("S")
 
 
-def ground_truth_of(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> Any:
-    """The right answer of a row, from the first of `fields` that the row has.
+def read_ground_truth(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> Any:
+    """Return the ground truth of a row, from the first of `fields` that the row has.
 
     Raises:
         AssertionError: the field, or its `ground_truth`, is missing. (SkyRL's choice, which its users' tests expect.)
@@ -23,7 +23,7 @@ def ground_truth_of(extras: Mapping[str, Any], fields: tuple[str, ...] = ("rewar
     field = next((field for field in fields if extras.get(field) is not None), None)
     if field is None:
         needed = ", or ".join(f"{field} field is required" for field in fields)
-        raise AssertionError(f"{needed}: give the row {fields[0]}={{'ground_truth': …}}; it has {sorted(extras)}")
+        raise AssertionError(f"{needed}: add {fields[0]}={{'ground_truth': …}} to the row, which has {sorted(extras)}")
     spec = extras[field]
     truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
     if truth is None or (isinstance(truth, str) and not truth.strip()):
@@ -31,57 +31,57 @@ def ground_truth_of(extras: Mapping[str, Any], fields: tuple[str, ...] = ("rewar
     return truth
 
 
-def answer_of(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> str:
-    """The right answer of a row that is compared as text: text, or a whole number.
+def read_answer(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> str:
+    """Return the ground truth of a row as text; it may be text or a whole number.
 
     Raises:
-        AssertionError: see `ground_truth_of`.
-        ValueError: the ground truth is of another kind.
+        AssertionError: the field, or its `ground_truth`, is missing.
+        ValueError: the ground truth has another type.
     """
-    truth = ground_truth_of(extras, fields)
+    truth = read_ground_truth(extras, fields)
     return truth.strip() if isinstance(truth, str) else str(_whole(truth, "ground_truth", "text or a whole number"))
 
 
-def max_turns_of(extras: Mapping[str, Any], default: int) -> int:
-    """How many turns the episode may take: `max_turns`, else ``extra_info["max_turns"]``, else `default`.
+def read_max_turns(extras: Mapping[str, Any], default: int) -> int:
+    """Return the maximum number of turns: `max_turns`, else ``extra_info["max_turns"]``, else `default`.
 
     Raises:
-        ValueError: it is no whole number, or less than 1.
+        ValueError: it is not a whole number, or less than 1.
     """
-    given = [source.get("max_turns") for source in (extras, extras.get("extra_info") or {})]
+    values = [source.get("max_turns") for source in (extras, extras.get("extra_info") or {})]
     # Parquet stores a missing key as None.
-    max_turns = next((_whole(value, "max_turns", "a whole number") for value in given if value is not None), default)
+    max_turns = next((_whole(value, "max_turns", "a whole number") for value in values if value is not None), default)
     if max_turns < 1:
-        raise ValueError(f"max_turns={max_turns}: an episode has at least 1 turn; set generator.max_turns")
+        raise ValueError(f"max_turns={max_turns} must be at least 1; set generator.max_turns")
     return max_turns
 
 
-def settings_of(env_class: str, env_config: Mapping[str, Any] | None, kind: type[S]) -> S:
-    """The section `environment.skyrl_gym.<env_class>` as the dataclass `kind`; what it does not set has its default.
+def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: type[S]) -> S:
+    """Parse the section `environment.skyrl_gym.<env_class>` into the dataclass `kind`, which holds the defaults.
 
     Raises:
-        ValueError: it sets something else, or a value of another type.
+        ValueError: the section has an unknown key, or a value of the wrong type.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    given = dict(env_config or {})
-    for name in given:
+    settings = dict(env_config or {})
+    for name in settings:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+            hint = f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(names)}"
             raise ValueError(f"environment.skyrl_gym.{env_class}.{name} is unknown; {hint}")
     try:
-        for name, value in given.items():
-            _types(kind)[name].validate_python(value, strict=True)  # type: ignore[arg-type]
+        for name, value in settings.items():
+            _validators(kind)[name].validate_python(value, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         (problem, *_) = error.errors()
         key = ".".join(["environment", "skyrl_gym", env_class, name, *map(str, problem["loc"])])
         raise ValueError(f"{key}={problem['input']!r} {problem['msg'].removeprefix('Input ')}") from None
-    return kind(**given)
+    return kind(**settings)
 
 
 @cache
-def _types(kind: type) -> dict[str, TypeAdapter[Any]]:
-    """What checks a value of each field."""
+def _validators(kind: type) -> dict[str, TypeAdapter[Any]]:
+    """Return the validator of each field of a dataclass."""
     return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind).items()}
 
 

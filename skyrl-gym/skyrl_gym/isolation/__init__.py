@@ -1,5 +1,13 @@
-"""Programs that nobody has read, e.g. those a model wrote, in a process that is closed off."""
+"""Execution of untrusted programs, e.g. those a model wrote, in an isolated process."""
 
-from skyrl_gym.isolation.program import Call, Limits, Outcome, Stdin, isolation_level, run_once, run_program
+from skyrl_gym.isolation.program import (
+    FunctionCall,
+    Limits,
+    ProgramResult,
+    Stdin,
+    isolation_level,
+    run_once,
+    run_program,
+)
 
-__all__ = ["Call", "Limits", "Outcome", "Stdin", "isolation_level", "run_once", "run_program"]
+__all__ = ["FunctionCall", "Limits", "ProgramResult", "Stdin", "isolation_level", "run_once", "run_program"]

@@ -1,4 +1,4 @@
-"""The process in which a program runs."""
+"""The child process that runs an untrusted program."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn, TextIO, cast
 
-from skyrl_gym.isolation.limits import limit
+from skyrl_gym.isolation.limits import set_limits
 from skyrl_gym.isolation.seccomp import forbid_calls
 
-RESULT_FD = 3  # where a called function's result is written
-MOST_FDS = 4096
-THREAD_STACK = 8 << 20  # bytes; the default would be as much as the main thread may have
-FILE = "program.py"  # what a traceback calls it
+RESULT_FD = 3  # receives the result of a called function
+MAX_FDS = 4096
+THREAD_STACK = 8 << 20  # bytes; the default would be the limit of the main thread
+FILE = "program.py"  # the program's name in tracebacks
 
 Json = Mapping[str, Any]
 
 
-def become_the_program(program: Json, run: Json, limits: Json, pipes: Mapping[str, int], *, is_alone: bool) -> NoReturn:
-    """Take the limits on, let go of everything else, and run the program. `pipes`: where to write each stream."""
+def run_and_exit(program: Json, run: Json, limits: Json, pipes: Mapping[str, int], *, is_alone: bool) -> NoReturn:
+    """Turn this process into the program: set the limits, close inherited files, and run it.
+
+    `pipes` are the descriptors to write each stream to.
+    """
     status = 1
     try:
         os.setsid()
-        os.nice(10)  # so that whoever watches is never kept from it
+        os.nice(10)  # so that the warden is never starved
         for fd, name in ((1, "stdout"), (2, "stderr"), (RESULT_FD, "result")):
             os.dup2(pipes[name], fd)
-        os.closerange(RESULT_FD + 1, MOST_FDS)
+        os.closerange(RESULT_FD + 1, MAX_FDS)
         _open_streams(run.get("stdin", ""))
         threading.stack_size(THREAD_STACK)
-        limit(min(limits["seconds"], limits["cpu_seconds"]), limits["memory_bytes"], limits["file_bytes"])
+        set_limits(min(limits["seconds"], limits["cpu_seconds"]), limits["memory_bytes"], limits["file_bytes"])
         forbid_calls(with_signals=not is_alone)
         status = _run(program, run)
     finally:
         with suppress(BaseException):
-            atexit._run_exitfuncs()  # it would be run by an exit that also ends what we inherited from our parent
+            atexit._run_exitfuncs()  # a regular exit would also finalise state inherited from the parent
         for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
             with suppress(BaseException):
                 cast(TextIO, stream).flush()
@@ -63,12 +66,12 @@ def _text(fd: int, mode: str) -> TextIO:
 
 
 def _run(program: Json, run: Json) -> int:
-    """The program as `__main__`, or the call of what it defines. The exit status."""
+    """Run the program as `__main__`, or call a function that it defines. Return the exit status."""
     is_main = "call" not in run
     module = ModuleType("__main__" if is_main else "program")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     sys.argv = [FILE]
-    site.setquit()  # Python was started without the module that gives programs exit()
+    site.setquit()  # defines exit(), because Python was started without the module site
     try:
         for text, name in ((program["prelude"], "prelude"), (program["source"], FILE)):
             exec(compile(text, name, "exec", dont_inherit=True), module.__dict__)
@@ -78,14 +81,14 @@ def _run(program: Json, run: Json) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:  # noqa: BLE001, the boundary of the program
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this function
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # leaves this function out
         traceback.print_exception(type(error), error, trace)
         return 1
     return 0
 
 
 def _call(names: Mapping[str, Any], name: str, args: list[Any]) -> None:
-    """Call a function of the program, or the method of its class `Solution`, and hand over the result."""
+    """Call a function of the program, or a method of its class `Solution`, and write the result."""
     solution = names.get("Solution")
     function = getattr(solution(), name) if isinstance(solution, type) and hasattr(solution, name) else names[name]
     result = json.dumps(function(*args), default=_as_json)
@@ -94,7 +97,7 @@ def _call(names: Mapping[str, Any], name: str, args: list[Any]) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Sets as lists, and what numpy has as Python has it."""
+    """Convert sets to lists, and numpy values to Python values."""
     return list(value) if isinstance(value, set | frozenset) else value.tolist()
 
 

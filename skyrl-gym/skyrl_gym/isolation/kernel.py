@@ -1,4 +1,4 @@
-"""Calls into the C library that Python has no function for."""
+"""C library calls without a Python function."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 
 @cache
 def libc() -> ctypes.CDLL:
-    """The C library of this process."""
+    """Return the C library of this process."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a property of this process, where there is such a thing."""
+    """Set a property of this process, on Linux only."""
     if sys.platform == "linux":
         libc().prctl(option, value, 0, 0, 0)
 
 
-def checked(name: str, result: int) -> None:
-    """OSError if a call failed."""
+def check_result(name: str, result: int) -> None:
+    """Raise OSError if a call failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,26 +1,26 @@
-"""What a process may use up."""
+"""Resource limits of a process."""
 
 from __future__ import annotations
 
 import resource
 from contextlib import suppress
 
-MOST_FILES = 64  # open ones
-MOST_STACK = 64 << 20  # bytes; deep recursion is a common way to solve a task
+MAX_OPEN_FILES = 64
+MAX_STACK_BYTES = 64 << 20  # large, because many solutions recurse deeply
 
 
-def limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
-    """From here on, this process and those it starts get no more than this, each."""
-    wanted = {
+def set_limits(seconds: float, memory_bytes: int, file_bytes: int) -> None:
+    """Limit this process, and each process that it starts from now on."""
+    limits = {
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: file_bytes,
-        resource.RLIMIT_NOFILE: MOST_FILES,
-        resource.RLIMIT_STACK: MOST_STACK,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_STACK: MAX_STACK_BYTES,
         resource.RLIMIT_CORE: 0,
     }
-    for what, value in wanted.items():
-        _, hard = resource.getrlimit(what)
+    for name, value in limits.items():
+        _, hard = resource.getrlimit(name)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        with suppress(ValueError, OSError):  # macOS has no limit on memory
-            resource.setrlimit(what, (value, value))
+        with suppress(ValueError, OSError):  # macOS does not limit memory
+            resource.setrlimit(name, (value, value))

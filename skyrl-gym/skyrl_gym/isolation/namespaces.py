@@ -1,4 +1,4 @@
-"""A place of its own for a program: processes, network and files that are nobody else's. Linux only."""
+"""Linux namespaces for a program: separate processes, network and file system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import NoReturn
 
-from skyrl_gym.isolation.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, checked, libc, prctl
+from skyrl_gym.isolation.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, check_result, libc, prctl
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -22,37 +22,37 @@ SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 PR_CAPBSET_DROP, CAPABILITY_VERSION = 24, 0x20080522
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-PLACE = "/program"  # where a program may write
+WORK_DIR = "/program"  # the only writable folder
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 def enter_namespaces() -> None:
-    """Leave for namespaces of our own, under the same user. The next child is the first process of the new ones.
+    """Enter new namespaces as the same user. The next child is the first process of the new process namespace.
 
     Raises:
-        OSError: the kernel or its rules forbid it.
+        OSError: the kernel or its configuration forbids it.
     """
     if sys.platform != "linux":
         raise OSError("only Linux has namespaces")
     user, group = os.geteuid(), os.getegid()
     flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    checked("unshare", libc().unshare(flags))
+    check_result("unshare", libc().unshare(flags))
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{user} {user} 1")
     _write("/proc/self/gid_map", f"{group} {group} 1")
     with suppress(OSError):  # an old kernel has no such limit
-        _write("/proc/sys/user/max_user_namespaces", "0")  # nobody gets rights back in a namespace below
+        _write("/proc/sys/user/max_user_namespaces", "0")  # a nested namespace would give capabilities back
 
 
-def watch_over(first: Callable[[], None]) -> NoReturn:
-    """Let a child, the first process of the new namespace, do `first`; end as it ends, and it with us."""
+def run_as_init(function: Callable[[], None]) -> NoReturn:
+    """Run `function` in a child, the first process of the new namespace. Exit with its status; it dies with us."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            first()
+            function()
             status = 0
         except BaseException:  # noqa: BLE001, the boundary of a process
             traceback.print_exc()
@@ -62,30 +62,29 @@ def watch_over(first: Callable[[], None]) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status) & 255)
 
 
-def close_off(folder: str, n_bytes: int, python: Iterable[str]) -> None:
-    """Make `folder`, in memory, the root of a file system in which there is little, and give all rights away.
+def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
+    """Make `folder` the root of a minimal file system in memory, and drop all capabilities.
 
-    In it are the system's programs and libraries and the folders `python`, read-only; of `/proc` only processes; and
-    `PLACE`, empty, the only folder that can be written, which is the current one from now on. Its files take `n_bytes`
-    at most.
+    It holds the system's programs and libraries and the folders `python`, read-only; the processes in `/proc`; and the
+    empty `WORK_DIR`, the only writable folder, which becomes the current one and holds at most `n_bytes`.
     """
     _mount("none", "/", flags=MS_REC | MS_PRIVATE)
     _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in _outermost((*SYSTEM, *DEVICES, *python)):
-        _show(path, folder)
-    for name in ("/proc", "/dev", PLACE):
+        _bind(path, folder)
+    for name in ("/proc", "/dev", WORK_DIR):
         os.makedirs(folder + name, exist_ok=True)
     for name in ("/dev/shm", "/tmp"):
         if not os.path.lexists(folder + name):  # Python may be installed below /tmp
-            os.symlink(PLACE, folder + name)
+            os.symlink(WORK_DIR, folder + name)
     _mount("proc", f"{folder}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
-    _mount("none", folder + PLACE, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes=4096")
+    _mount("none", folder + WORK_DIR, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes=4096")
     _make_read_only(folder)
     os.chdir(folder)
-    checked("pivot_root", libc().syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
-    checked("umount2", libc().umount2(b".", MNT_DETACH))
-    os.chdir(PLACE)
-    _give_rights_away()
+    check_result("pivot_root", libc().syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
+    check_result("umount2", libc().umount2(b".", MNT_DETACH))
+    os.chdir(WORK_DIR)
+    _drop_capabilities()
 
 
 def _write(path: str, text: str) -> None:
@@ -97,11 +96,11 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0, options: st
     result = libc().mount(
         source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None
     )
-    checked(f"mount {target}", result)
+    check_result(f"mount {target}", result)
 
 
 def _outermost(paths: Iterable[str]) -> Iterator[str]:
-    """Those that exist and do not lie below another."""
+    """Yield the paths that exist and are not inside another one."""
     last = ""
     for path in sorted(path for path in set(paths) if os.path.lexists(path)):
         if not last or not path.startswith(last + "/"):
@@ -109,8 +108,8 @@ def _outermost(paths: Iterable[str]) -> Iterator[str]:
             yield path
 
 
-def _show(path: str, root: str) -> None:
-    """Let `path` be seen below `root` as well, read-only; what it means to write to a device is another matter."""
+def _bind(path: str, root: str) -> None:
+    """Mount `path` read-only below `root`. Devices can still be written to."""
     target = root + path
     if os.path.lexists(target):
         return
@@ -130,13 +129,13 @@ def _make_read_only(path: str, flags: int = 0) -> None:
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     result = libc().syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, size)
-    checked(f"mount_setattr {path}", result)
+    check_result(f"mount_setattr {path}", result)
 
 
-def _give_rights_away() -> None:
-    """No process from here on can mount, or gain rights by a program that it runs."""
+def _drop_capabilities() -> None:
+    """Prevent this process and its children from mounting, and from gaining rights by running a program."""
     for capability in range(64):
         prctl(PR_CAPBSET_DROP, capability)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    checked("capset", libc().capset(header, none))
+    check_result("capset", libc().capset(header, none))

@@ -1,4 +1,4 @@
-"""What processes there are, and what they take; nothing where there is no /proc."""
+"""Running processes and their resource usage, read from /proc; empty on systems without it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import resource
 from collections.abc import Iterator
 from contextlib import suppress
 
-PARENT, TIMES = 1, slice(11, 15)  # where they stand in /proc/…/stat, behind the name
+PARENT, TIMES = 1, slice(11, 15)  # fields of /proc/…/stat after the name
 
 
-def memory_of(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+def memory_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 once it has ended."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # it has ended, or this is not Linux
+    except OSError:  # the process has ended, or this is not Linux
         return 0
 
 
-def n_threads_of(pid: int) -> int:
-    """How many threads a process has; 0 once it has ended."""
+def n_threads(pid: int) -> int:
+    """Return the number of threads of a process; 0 once it has ended."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -28,27 +28,27 @@ def n_threads_of(pid: int) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes that come from `root`, by their parents."""
+    """Return all processes whose ancestor is `root`."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
     found: list[int] = []
-    waiting = [root]
-    while waiting:
-        of_one = children.get(waiting.pop(), [])
-        found += of_one
-        waiting += of_one
+    pending = [root]
+    while pending:
+        next_children = children.get(pending.pop(), [])
+        found += next_children
+        pending += next_children
     return found
 
 
-def cpu_seconds_of(pid: int) -> float:
-    """Seconds that a process, and those of its children that it has waited for, have computed."""
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of the children that it has waited for."""
     ticks = sum(map(int, _stat(pid)[TIMES]))
     return float(ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Every process and its parent."""
+    """Yield every process and its parent."""
     with suppress(OSError):
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             if fields := _stat(pid):
@@ -56,7 +56,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, behind its name; empty once it has ended."""
+    """Return the fields of /proc/…/stat after the name; empty once the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,13 +1,12 @@
-"""Run a Python program that nobody has read: what it prints or returns, within limits, and nothing of it stays.
+"""Run an untrusted Python program within limits, and return what it prints or returns. It leaves nothing behind.
 
-    outcome = run_program(source, [Stdin("3 4\\n")])   # an outcome for each input, as they come
+    results = run_program(source, [Stdin("3 4\\n")])   # yields a result per run, as soon as it ends
 
-Two levels, see `isolation_level`. In `namespaces` (Linux, where users may make them) the program has its own
-processes, no network, no devices, and sees nothing of the file system but Python, the system's libraries and an empty
-folder in memory. In `limits` (elsewhere) there are limits on time, memory, output and files, an empty folder, an
-environment without variables of ours, no sockets and no signals on Linux, and everything it starts is killed; but it
-can read what the user who trains can read, and write where that user can. Neither is a virtual machine: the kernel is
-shared.
+There are two levels of isolation. At `namespaces` (Linux, where users may create them), the program has its own
+processes, no network and no devices, and sees only Python, the system's libraries and an empty folder in memory. At
+`limits` (elsewhere), it has limits on time, memory, output and files, an empty folder, and none of our environment
+variables; on Linux it has no sockets and no signals; everything it starts is killed. But it can read and write what the
+user who trains can read and write. Neither level is a virtual machine: the kernel is shared.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from threading import BoundedSemaphore
 from typing import IO, Any, Literal
 
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.isolation.namespaces import PLACE
+from skyrl_gym.isolation.namespaces import WORK_DIR
 
 logger = logging.getLogger(__name__)
 
@@ -48,33 +47,33 @@ sys.path += sys.argv[2:]
 from skyrl_gym.isolation.warden import main
 main()
 """
-"""Imports the warden without what else there is in the packages around it: it starts for every program."""
+"""Imports the warden alone, without the packages around it, because it starts once per program."""
 START_SECONDS = 20.0  # for Python to start on a busy machine
-END_SECONDS = 0.2  # for a warden that is done to end
-GRACE_SECONDS = 5.0  # for the warden to end a run that it says takes no longer
-N_TRIALS, TRIAL_SECONDS = 3, 0.2  # before namespaces are given up
+EXIT_SECONDS = 0.2  # for a finished warden to exit
+GRACE_SECONDS = 5.0  # for the warden to end a run that has reached its time limit
+N_TRIALS, TRIAL_SECONDS = 3, 0.2  # before giving up on namespaces
 MARK = "SKYRL_PROGRAM"
 READY = b"ready"  # the warden's first line
 
 Level = Literal["namespaces", "limits"]
 Demand = Literal["best", "namespaces"]
-"""What a setting may demand: the best level of the machine, or that one."""
+"""Values of the setting `isolation`: the best level of the machine, or that one."""
 End = Literal["exit", "time", "memory", "processes", "output", "lost"]
 
-_turns = BoundedSemaphore(os.cpu_count() or 1)  # more at once would only slow one another down
+_slots = BoundedSemaphore(os.cpu_count() or 1)  # more programs would only slow each other down
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one run."""
+    """The limits of one run."""
 
-    seconds: float = 10.0  # by the clock
-    cpu_seconds: float = math.inf  # of all its processes
-    memory_bytes: int = 1 << 30  # of all its processes
+    seconds: float = 10.0  # of wall time
+    cpu_seconds: float = math.inf  # of all processes together
+    memory_bytes: int = 1 << 30  # of all processes together
     n_processes: int = 16
     output_bytes: int = 1 << 20  # of each stream
     file_bytes: int = 16 << 20  # of each file
-    disk_bytes: int = 64 << 20  # of all files, in `namespaces`
+    disk_bytes: int = 64 << 20  # of all files together, at the level `namespaces`
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -90,7 +89,7 @@ class Stdin:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """A run that calls `name`, a function of the program or a method of its class `Solution`, with JSON arguments."""
 
     name: str
@@ -98,118 +97,123 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended: `exit`, or the limit it met, or `lost` when the program took its warden along."""
+class ProgramResult:
+    """The result of a run. `end` is `exit`, the limit that it hit, or `lost` if the program killed its warden."""
 
     end: End
-    status: int | None = None  # of the exit; negative: the signal
+    status: int | None = None  # exit status; if negative, the signal
     stdout: str = ""
     stderr: str = ""
-    result: str = ""  # JSON of what a called function returned
-    seconds: float = 0.0  # by the clock
-    cpu_seconds: float = 0.0  # that it computed
+    result: str = ""  # the return value of a called function, as JSON
+    seconds: float = 0.0  # of wall time
+    cpu_seconds: float = 0.0
 
     @property
     def is_success(self) -> bool:
-        """Whether it ended by itself, without an error."""
+        """True if the run ended by itself without an error."""
         return self.end == "exit" and self.status == 0
 
     @property
     def value(self) -> Any:
-        """What a called function returned.
+        """The return value of a called function.
 
         Raises:
-            ValueError: nothing, or nothing that is JSON.
+            ValueError: there is none, or it is not JSON.
         """
         return json.loads(self.result)
 
 
 def run_program(
     source: str,
-    runs: Sequence[Stdin | Call],
+    runs: Sequence[Stdin | FunctionCall],
     limits: Limits | None = None,
     level: Level | None = None,
     prelude: str = "",
-) -> Generator[Outcome]:
-    """The outcome of each run, as it ends; each is a process of its own, and one that failed does not end the others.
+) -> Generator[ProgramResult]:
+    """Yield the result of each run as soon as it ends. Each run is a separate process; a failure does not end the
+    others.
 
-    `prelude` is a program of ours whose names the other finds, e.g. imports.
-    Close the iterator to stop early. At most as many programs run at once as there are cores; others wait.
+    `prelude` is trusted code that runs first and defines names, e.g. imports, for the program.
+    Close the iterator to stop early. At most one program per core runs at a time; others wait.
 
     Raises:
         OSError: no process can be started.
-        ToolFailure: none could be closed off, so that the program was never run.
+        ToolFailure: the process could not be isolated, so the program was never run.
     """
     limits = limits or Limits()
-    with _turns, _folder() as folder:
+    with _slots, _folder() as folder:
         job = _job(source, runs, limits, folder, level or isolation_level()) | {"prelude": prelude}
         n_lost = len(runs)
         with _warden(job) as (process, log), closing(_lines(process, 1 + len(runs), limits)) as lines:
             if next(lines, b"") != READY:
-                raise ToolFailure(f"a program could not be closed off: {log()}")
+                raise ToolFailure(f"a program could not be isolated: {log()}")
             for line in lines:
                 n_lost -= 1
-                yield _outcome(line)
+                yield _parse_result(line)
             if n_lost:
-                logger.info("a program took its warden along: %s", log())
+                logger.info("a program killed its warden: %s", log())
         for _ in range(n_lost):
-            yield Outcome("lost")
+            yield ProgramResult("lost")
 
 
-def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: Level | None = None) -> Outcome:
-    """The outcome of a single run."""
-    (outcome,) = run_program(source, [Stdin(stdin)], limits, level)
-    return outcome
+def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: Level | None = None) -> ProgramResult:
+    """Run a program once and return the result."""
+    (result,) = run_program(source, [Stdin(stdin)], limits, level)
+    return result
 
 
 def isolation_level() -> Level:
-    """What this machine offers; found out once, by trying."""
-    reason = _why_not_closed_off()
+    """Return the best level of this machine, found out by trying once per process."""
+    reason = _namespace_problem()
     return "namespaces" if reason is None else "limits"
 
 
 def level_for(demand: Demand) -> Level:
-    """The level to run programs at where a setting demands one.
+    """Return the level for the value of the setting `isolation`.
 
     Raises:
-        OSError: it demands `namespaces`, and this machine has none.
+        OSError: it demands `namespaces`, which this machine does not support.
     """
-    if demand == "namespaces" and (reason := _why_not_closed_off()) is not None:
+    if demand == "namespaces" and (reason := _namespace_problem()) is not None:
         raise OSError(
-            f"isolation={demand}, but programs cannot be closed off on this machine ({reason}). Allow users to make "
+            f"isolation={demand}, but programs cannot be isolated on this machine ({reason}). Allow users to create "
             "namespaces, or set isolation=best"
         )
     return isolation_level()
 
 
 @cache
-def _why_not_closed_off() -> str | None:
-    """Why programs cannot run in namespaces here; None where they can."""
+def _namespace_problem() -> str | None:
+    """Return the reason why programs cannot run in namespaces here, or None if they can."""
     reason = ""
     for _ in range(N_TRIALS):
         try:
-            outcome = run_once("", level="namespaces")
+            result = run_once("", level="namespaces")
         except ToolFailure as failure:
             reason = str(failure)
         else:
-            if outcome.is_success:
+            if result.is_success:
                 return None
-            reason = f"a program that does nothing ended with {outcome.end}, status {outcome.status}"
+            reason = f"a program that does nothing ended with {result.end}, status {result.status}"
         time.sleep(TRIAL_SECONDS)
     logger.warning(
-        "Programs that models write run within limits, but not cut off from files and processes of this user: %s",
+        "Programs that models write run within limits, but are not isolated from the files and processes of this user: "
+        "%s",
         reason,
     )
     return reason
 
 
-def _job(source: str, runs: Sequence[Stdin | Call], limits: Limits, folder: str, level: Level) -> dict[str, Any]:
-    told = [{"stdin": run.text} if isinstance(run, Stdin) else {"call": run.name, "args": run.args} for run in runs]
+def _job(
+    source: str, runs: Sequence[Stdin | FunctionCall], limits: Limits, folder: str, level: Level
+) -> dict[str, Any]:
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_libraries()]
     return {
         "source": source,
         "prelude": "",
-        "runs": told,
+        "runs": [
+            {"stdin": run.text} if isinstance(run, Stdin) else {"call": run.name, "args": run.args} for run in runs
+        ],
         "limits": asdict(limits),
         "folder": folder,
         "level": level,
@@ -218,7 +222,7 @@ def _job(source: str, runs: Sequence[Stdin | Call], limits: Limits, folder: str,
 
 
 def _libraries() -> list[str]:
-    """Where installed packages are."""
+    """Return the folders of installed packages."""
     return [path for path in dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))) if path]
 
 
@@ -233,11 +237,17 @@ def _folder() -> Iterator[str]:
 
 @contextmanager
 def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """The process that runs the job, and a function for what it complained of; gone afterwards, with all it started."""
+    """Start the process that runs the job; yield it and a function that returns the last line of its error output.
+
+    The process and all its descendants are killed afterwards.
+    """
     mark = secrets.token_hex(16)
-    home = PLACE if job["level"] == "namespaces" else job["folder"]
+    home = WORK_DIR if job["level"] == "namespaces" else job["folder"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
-    environment |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # threads take addresses, which are limited
+    environment |= {
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",
+    }  # threads take address space, which is limited
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(job).encode("ascii"))
         stdin.seek(0)
@@ -254,20 +264,20 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
         try:
             yield process, lambda: _tail(stderr)
         finally:
-            has_ended = _ends(process)
+            has_exited = _exits_cleanly(process)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-            if not has_ended:
-                _sweep(mark)
+            if not has_exited:
+                _kill_marked(mark)
 
 
-def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a warden that has nothing more to do ends well by itself."""
+def _exits_cleanly(process: subprocess.Popen[bytes]) -> bool:
+    """Return True if a finished warden exits by itself with status 0."""
     try:
-        return process.wait(END_SECONDS) == 0
+        return process.wait(EXIT_SECONDS) == 0
     except subprocess.TimeoutExpired:
         return False
 
@@ -275,22 +285,22 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 def _tail(file: IO[bytes]) -> str:
     file.seek(0)
     lines = file.read().decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no error output"
 
 
-def _sweep(mark: str) -> None:
-    """Kill processes that have left their group, when nobody is left who knows of them."""
-    wanted = f"{MARK}={mark}".encode()
+def _kill_marked(mark: str) -> None:
+    """Kill processes that have left the process group and whose warden is gone."""
+    variable = f"{MARK}={mark}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if wanted in environ.read_bytes():
+            if variable in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Generator[bytes]:
-    """Lines of the warden, while it keeps to its time."""
+    """Yield the lines of the warden until it takes too long."""
     assert process.stdout is not None
-    most = 8 * 3 * limits.output_bytes + (1 << 16)  # JSON may escape every byte
+    max_bytes = 8 * 3 * limits.output_bytes + (1 << 16)  # JSON may escape every byte
     read = bytearray()
     deadline = time.monotonic() + START_SECONDS + limits.seconds + GRACE_SECONDS
     with selectors.DefaultSelector() as selector:
@@ -298,7 +308,7 @@ def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Ge
         while n_lines and selector.select(max(0.0, deadline - time.monotonic())):
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             read += chunk
-            if not chunk or len(read) > most:
+            if not chunk or len(read) > max_bytes:
                 return
             while (end := read.find(b"\n")) >= 0:
                 yield bytes(read[:end])
@@ -307,8 +317,8 @@ def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Ge
                 deadline = time.monotonic() + limits.seconds + GRACE_SECONDS
 
 
-def _outcome(line: bytes) -> Outcome:
+def _parse_result(line: bytes) -> ProgramResult:
     try:
-        return Outcome(**json.loads(line))
-    except (ValueError, TypeError):  # whoever wrote this was not the warden
-        return Outcome("lost")
+        return ProgramResult(**json.loads(line))
+    except (ValueError, TypeError):  # not written by the warden
+        return ProgramResult("lost")

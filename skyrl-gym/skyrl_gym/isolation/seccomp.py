@@ -1,4 +1,4 @@
-"""What a program may not ask of the kernel."""
+"""The filter of system calls for a program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import struct
 import sys
 
-from skyrl_gym.isolation.kernel import PR_SET_NO_NEW_PRIVS, checked, libc, prctl
+from skyrl_gym.isolation.kernel import PR_SET_NO_NEW_PRIVS, check_result, libc, prctl
 
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's numbers for them
@@ -18,40 +18,41 @@ FORBIDDEN = {
     "x86_64": (101, 310, 311, 438, 41, 425, 29, 64, 68, 319, 248, 249, 250, 323, 321, 298),
     "aarch64": (117, 270, 271, 438, 198, 425, 194, 190, 186, 279, 217, 218, 219, 282, 280, 241),
 }
-"""ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, socket, io_uring_setup; what holds memory that nobody
-counts: shmget, semget, msgget, memfd_create; add_key, request_key, keyctl, userfaultfd, bpf, perf_event_open."""
+"""ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, socket, io_uring_setup; calls that hold memory outside of
+any accounting: shmget, semget, msgget, memfd_create; add_key, request_key, keyctl, userfaultfd, bpf, perf_event_open.
+"""
 X32 = 0x40000000  # from here on, other numbers for the same calls of x86_64
 
-LOAD, EQUAL, AT_LEAST, ANSWER = 0x20, 0x15, 0x35, 0x06  # what a filter's steps do
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # what it answers
-ARCHITECTURE_AT, CALL_AT = 4, 0  # where it finds them
+LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # operations of the filter
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # its return values
+ARCHITECTURE_OFFSET, CALL_OFFSET = 4, 0  # in the data of a call
 
 
 def forbid_calls(*, with_signals: bool) -> None:
-    """From here on, a socket or a look into another process fails with EPERM, and so does a signal `with_signals`.
+    """Make sockets and access to other processes fail with EPERM from now on; with `with_signals`, also signals.
 
-    Linux, on chips we know.
+    Does nothing except on Linux on the `ARCHITECTURES`.
     """
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES:
         return
     steps = _filter(ARCHITECTURES[machine], FORBIDDEN[machine] + (SIGNALS[machine] if with_signals else ()))
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
-    held = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("HP", len(steps), ctypes.addressof(held))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HP", len(steps), ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    checked("seccomp", libc().prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
+    check_result("seccomp", libc().prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
 
 
 def _filter(architecture: int, numbers: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Steps (what, how many to skip if so, and if not, a number) that refuse calls with these numbers."""
+    """Return steps (operation, skip if true, skip if false, operand) that refuse calls with these numbers."""
     n = len(numbers)
     head = [
-        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (LOAD, 0, 0, ARCHITECTURE_OFFSET),
         (EQUAL, 1, 0, architecture),
-        (ANSWER, 0, 0, KILL),
-        (LOAD, 0, 0, CALL_AT),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, CALL_OFFSET),
         (AT_LEAST, n + 1, 0, X32),
     ]
     tests = [(EQUAL, n - i, 0, number) for i, number in enumerate(numbers)]
-    return [*head, *tests, (ANSWER, 0, 0, ALLOW), (ANSWER, 0, 0, REFUSE)]
+    return [*head, *tests, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]

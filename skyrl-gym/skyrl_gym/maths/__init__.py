@@ -1,7 +1,7 @@
-r"""Mathematical answers: which one a reply gives, and whether two are equal.
+r"""Extraction and comparison of mathematical answers.
 
-`verify` asks math-verify (`pip install './skyrl-gym[maths]'`) in worker processes: an answer as short as 10^{10^{10}}
-keeps a computer algebra system busy for ever, and nothing but a process can be stopped. POSIX only.
+`verify` runs math-verify (`pip install './skyrl-gym[maths]'`) in worker processes: an answer as short as 10^{10^{10}}
+keeps a computer algebra system busy forever, and only a process can be stopped. POSIX only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from skyrl_gym.optional import how_to_install
+from skyrl_gym.optional import install_command
 from skyrl_gym.worker_pool import Pool
 
 MAX_WORKERS = min(8, os.cpu_count() or 1)
@@ -25,7 +25,7 @@ MAX_ANSWER_CHARS = 4096
 _pool = Pool("skyrl_gym.maths", MAX_WORKERS)
 
 BOXED = r"\boxed{"
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # what a backslash escapes is no brace
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count
 _MARK = re.compile(r"####|answer\**\s*:", re.IGNORECASE)
 _PROSE_MARK = re.compile(r"\banswer\s+is\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.\s|\n|<\|")
@@ -33,12 +33,12 @@ _SENTENCE_END = re.compile(r"\.\s|\n|<\|")
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a grader thinks of a reply, e.g. ``Grade("42", True)``.
+    """The grade of a reply, e.g. ``Grade("42", True)``.
 
-    answer: what it took for the answer; None where the reply has none.
-    is_correct: whether that is the right one; False where it could not be told.
-    undecided: why it could not be told: no verdict within the time (``timeout``), two workers died of the answer
-        (``crash``), or it is longer than `MAX_ANSWER_CHARS` (``length``). None where it could.
+    answer: the extracted answer; None if the reply has none.
+    is_correct: True if the answer is right; False if that could not be decided.
+    undecided: the reason why it could not be decided: no verdict in time (``timeout``), two workers died (``crash``),
+        or the answer is longer than `MAX_ANSWER_CHARS` (``length``). None if it was decided.
     """
 
     answer: str | None
@@ -47,16 +47,16 @@ class Grade:
 
 
 Grader = Callable[[str, str], Grade]
-"""From a reply and the ground truth to a grade."""
+"""A function that maps a reply and the ground truth to a grade."""
 
 
 def choose_grader(
     env_class: str, env_config: Mapping[str, Any] | None, graders: Mapping[str, Grader], default: str
 ) -> Grader:
-    """The grader that ``env_config["grader"]`` names.
+    """Return the grader that ``env_config["grader"]`` names.
 
     Raises:
-        ValueError: there is no such grader.
+        ValueError: the grader is unknown.
         ModuleNotFoundError: it needs math-verify, which is not installed.
     """
     name = (env_config or {}).get("grader") or default
@@ -64,18 +64,20 @@ def choose_grader(
     if not isinstance(name, str) or name not in graders:
         raise ValueError(f"{key} is unknown; use one of {', '.join(graders)}")
     if graders[name] is grade and importlib.util.find_spec("math_verify") is None:
-        raise ModuleNotFoundError(f"{key} needs math-verify: {how_to_install('maths')}")
+        raise ModuleNotFoundError(f"{key} needs math-verify: {install_command('maths')}")
     return graders[name]
 
 
 def grade(reply: str, ground_truth: str) -> Grade:
-    """Grade a reply's `final_answer` with `verify`: any way to write the same number, set or expression is right."""
+    """Grade a reply's `final_answer` with `verify`: any notation of the same number, set or expression is right."""
     answer = final_answer(reply)
     return Grade(None, False) if answer is None else verify(answer, ground_truth)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is inside the last ``\boxed{…}``, braces within it included; None without one, or when it is not closed."""
+    r"""Return the content of the last ``\boxed{…}``, which may contain braces; None if there is none or it is not
+    closed.
+    """
     start = text.rfind(BOXED) + len(BOXED)
     if start < len(BOXED):
         return None
@@ -88,10 +90,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What the text marks as its answer; None where it marks none. It has one answer, however many it tries.
+    r"""Return the marked answer of a text, or None if it marks none. Only the last attempt counts.
 
-    The last of ``\boxed{…}``, ``#### …`` and ``Answer: …`` counts, and where there is none of these, the last
-    ``answer is …``. Where no braces end it, it ends with the line or the sentence.
+    The last of ``\boxed{…}``, ``#### …`` and ``Answer: …`` counts; without any of these, the last ``answer is …``. An
+    answer without braces ends with the line or the sentence.
     """
     boxed = last_boxed(text)
     mark = _last(_MARK, text)
@@ -105,20 +107,20 @@ def final_answer(text: str) -> str | None:
 
 
 def verify(answer: str, gold: str, timeout_seconds: float = TIMEOUT_SECONDS) -> Grade:
-    r"""Whether `answer` means the same as `gold`, both LaTeX or plain, e.g. ``verify(r"\frac12", "0.5")``.
+    r"""Grade `answer` as correct if it is equivalent to `gold`, e.g. ``verify(r"\frac12", "0.5")``. Thread-safe.
 
-    Whatever the answer is, there is a grade: one without a verdict after `timeout_seconds` is wrong, and `undecided`
-    says so. Waiting for a free worker is not counted. Any thread may call.
+    Both may be LaTeX or plain text. Every answer gets a grade: without a verdict after `timeout_seconds` it is wrong
+    and `undecided`. The wait for a free worker does not count.
 
     Raises:
-        ValueError: there is nothing to read in `gold`, or the time is not positive.
+        ValueError: math-verify cannot parse `gold`, or the time is not positive.
         RuntimeError: a worker does not start, or `close` was called meanwhile.
     """
     if not 0 < timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds={timeout_seconds} must be a positive number")
     if len(answer) > MAX_ANSWER_CHARS:
         return Grade(answer, False, "length")
-    for _ in range(2):  # a worker may be killed for reasons that are not the answer's
+    for _ in range(2):  # a worker may be killed for reasons unrelated to the answer
         try:
             is_correct = _pool.ask([answer, gold, timeout_seconds], timeout_seconds)["is_correct"]
         except TimeoutError:
@@ -126,13 +128,13 @@ def verify(answer: str, gold: str, timeout_seconds: float = TIMEOUT_SECONDS) -> 
         except ConnectionError:
             continue
         if is_correct is None:
-            raise ValueError(f"ground_truth={gold!r} holds nothing that math-verify can read; mend the row")
+            raise ValueError(f"ground_truth={gold!r} contains nothing that math-verify can parse; fix the row")
         return Grade(answer, is_correct)
     return Grade(answer, False, "crash")
 
 
 def close() -> None:
-    """End all workers, those at work too. It is called at exit; the next `verify` starts new ones."""
+    """End all workers, busy ones too. Called at exit; the next `verify` starts new workers."""
     _pool.close()
 
 

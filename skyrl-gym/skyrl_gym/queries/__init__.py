@@ -1,7 +1,7 @@
-"""Ask a SQLite database what somebody else wrote, which can neither change the database nor leave it.
+"""Run untrusted queries on a SQLite database, without access to anything else and without write access.
 
-SQLite looks at the clock only between the steps of a query, and a step may take for ever or all memory: queries run in
-worker processes with limits. POSIX only.
+SQLite checks the time only between the steps of a query, and a step may take forever or use all memory. So queries run
+in worker processes with limits. POSIX only.
 """
 
 from __future__ import annotations
@@ -17,59 +17,59 @@ from skyrl_gym.queries.values import from_json
 from skyrl_gym.worker_pool import Pool
 
 MAX_WORKERS = min(8, os.cpu_count() or 1)
-GRACE_SECONDS = 1.0  # for a worker to end a query by itself, and for its answer to arrive
+GRACE_SECONDS = 1.0  # for a worker to interrupt a query by itself and to answer
 
 _pool = Pool("skyrl_gym.queries", MAX_WORKERS)
 
 
 class QueryError(Exception):
-    """A query that SQLite refuses, or that takes more than it may."""
+    """A query that SQLite refuses, or that exceeds a limit."""
 
 
 class QueryTimeout(QueryError):
-    """A query that takes too long."""
+    """A query that exceeds its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The result of a query, in its order."""
+    """The result of a query."""
 
     columns: Sequence[str]
     rows: Sequence[tuple[Any, ...]]
 
 
 def run_query(file: Path, sql: str, timeout: float) -> Table:
-    """The answer of the database in `file`, which is opened for reading only; `timeout` in seconds. Any thread may ask.
+    """Run a query on the database in `file`, which is opened read-only, with a `timeout` in seconds. Thread-safe.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        QueryTimeout: it takes longer. Waiting for a free worker is not counted.
-        QueryError: anything else that is wrong with the query.
+        FileNotFoundError: the file does not exist.
+        QueryTimeout: the query takes longer. The wait for a free worker does not count.
+        QueryError: the query fails for another reason.
         RuntimeError: a worker does not start, or `close` was called meanwhile.
     """
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout={timeout} must be a positive number of seconds")
     if not file.is_file():
-        raise FileNotFoundError(f"there is no database {file}")
-    for _ in range(2):  # a worker may be killed for reasons that are not the query's
+        raise FileNotFoundError(f"the database {file} does not exist")
+    for _ in range(2):  # a worker may be killed for reasons unrelated to the query
         try:
             answer = _pool.ask([str(file.resolve()), sql, timeout], timeout + GRACE_SECONDS)
         except TimeoutError as error:
-            raise QueryTimeout(_too_long(timeout)) from error
+            raise QueryTimeout(_timeout_message(timeout)) from error
         except ConnectionError:
             continue
         if "rows" in answer:
             return Table(answer["columns"], [tuple(map(from_json, row)) for row in answer["rows"]])
         if answer["is_timeout"]:
-            raise QueryTimeout(_too_long(timeout))
+            raise QueryTimeout(_timeout_message(timeout))
         raise QueryError(answer["error"])
-    raise QueryError("it took more time or memory than it may")
+    raise QueryError("it exceeded its time or memory limit")
 
 
 def close() -> None:
-    """End all workers, those at work too. It is called at exit; the next query starts new ones."""
+    """End all workers, busy ones too. Called at exit; the next query starts new workers."""
     _pool.close()
 
 
-def _too_long(timeout: float) -> str:
+def _timeout_message(timeout: float) -> str:
     return f"it took longer than {timeout:g} seconds"

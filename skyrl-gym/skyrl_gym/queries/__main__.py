@@ -1,4 +1,4 @@
-"""A worker that asks databases: it is asked ``[file, sql, seconds]``, and says ``{"columns": …, "rows": …}`` or
+"""A worker that runs queries: it receives ``[file, sql, seconds]``, and answers ``{"columns": …, "rows": …}`` or
 ``{"error": …, "is_timeout": …}``.
 """
 
@@ -13,18 +13,18 @@ from typing import Any
 from urllib.parse import quote
 
 from skyrl_gym.queries.values import as_json
-from skyrl_gym.worker_pool.serving import limit, serve
+from skyrl_gym.worker_pool.serving import serve, set_limit
 
 MEMORY_BYTES = 1 << 30
-SPENT_BYTES = 256 << 20
-MOST_ROWS = 100_000
-MOST_BYTES = 64 << 20  # of a whole result
-VALUE_BYTES = 256 << 10  # the time that one call of a function takes grows with it
-MOST_COLUMNS = 200
-PATTERN_BYTES = 1000  # of LIKE, whose time grows with it
-STEPS_BETWEEN_LOOKS = 1000  # of SQLite's machine, between two looks at the clock
+RECYCLE_BYTES = 256 << 20
+MAX_ROWS = 100_000
+MAX_BYTES = 64 << 20  # of a whole result
+MAX_VALUE_BYTES = 256 << 10  # bounds the time of a single function call
+MAX_COLUMNS = 200
+MAX_PATTERN_BYTES = 1000  # bounds the time of LIKE
+STEPS_PER_TIME_CHECK = 1000  # instructions of SQLite's virtual machine
 
-READING = {
+READ_ACTIONS = {
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
     sqlite3.SQLITE_FUNCTION,
@@ -43,11 +43,11 @@ PRAGMAS = {
     "table_list",
     "table_xinfo",
 }
-"""Those that only tell of the schema."""
+"""Pragmas that only read the schema."""
 
 
 def answer(question: list[Any]) -> dict[str, Any]:
-    """The rows, or why there are none."""
+    """Run a query; return its rows or its error."""
     file, sql, seconds = question
     deadline = time.monotonic() + seconds
     try:
@@ -55,7 +55,7 @@ def answer(question: list[Any]) -> dict[str, Any]:
             columns = [name for name, *_ in cursor.description or ()]
             return {"columns": columns, "rows": list(_rows(cursor))}
     except MemoryError:
-        return {"error": "it took more memory than it may", "is_timeout": False}
+        return {"error": "it exceeded its memory limit", "is_timeout": False}
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
         return {"error": str(error), "is_timeout": time.monotonic() >= deadline}
 
@@ -64,20 +64,20 @@ def answer(question: list[Any]) -> dict[str, Any]:
 def _connection(file: str, deadline: float) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(f"file:{quote(file)}?mode=ro", uri=True, isolation_level=None)) as connection:
         connection.text_factory = lambda read: read.decode("utf-8", "replace")
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, VALUE_BYTES)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MOST_COLUMNS)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, PATTERN_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MAX_COLUMNS)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        connection.execute("PRAGMA temp_store = MEMORY")  # what a query sorts counts as its memory, and no disk fills
-        connection.set_authorizer(_may)
-        connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_BETWEEN_LOOKS)
+        connection.execute("PRAGMA temp_store = MEMORY")  # sorting counts towards the memory limit and fills no disk
+        connection.set_authorizer(_authorize)
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_PER_TIME_CHECK)
         yield connection
 
 
-def _may(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Whether a query may do this: read, and be told of the schema."""
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """Allow a query to read data and the schema, and nothing else."""
     is_extension = action == sqlite3.SQLITE_FUNCTION and second == "load_extension"
-    is_allowed = action in READING and not is_extension
+    is_allowed = action in READ_ACTIONS and not is_extension
     if action == sqlite3.SQLITE_PRAGMA:
         is_allowed = str(first).lower() in PRAGMAS
     return sqlite3.SQLITE_OK if is_allowed else sqlite3.SQLITE_DENY
@@ -87,11 +87,11 @@ def _rows(cursor: sqlite3.Cursor) -> Iterator[list[Any]]:
     n_bytes = 0
     for n_rows, row in enumerate(cursor):
         n_bytes += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
-        if n_rows >= MOST_ROWS or n_bytes > MOST_BYTES:
-            raise sqlite3.DataError(f"the result has more than {MOST_ROWS} rows or {MOST_BYTES >> 20} MiB")
+        if n_rows >= MAX_ROWS or n_bytes > MAX_BYTES:
+            raise sqlite3.DataError(f"the result has more than {MAX_ROWS} rows or {MAX_BYTES >> 20} MiB")
         yield [as_json(value) for value in row]
 
 
 if __name__ == "__main__":
-    limit("RLIMIT_FSIZE", 0)
-    serve(int(sys.argv[1]), answer, memory_bytes=MEMORY_BYTES, spent_bytes=SPENT_BYTES)
+    set_limit("RLIMIT_FSIZE", 0)
+    serve(int(sys.argv[1]), answer, memory_bytes=MEMORY_BYTES, recycle_bytes=RECYCLE_BYTES)

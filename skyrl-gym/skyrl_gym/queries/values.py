@@ -1,4 +1,4 @@
-"""Values of a database as JSON: text, numbers and null stand for themselves, a blob is an object."""
+"""JSON encoding of database values: text, numbers and null are unchanged, a blob becomes an object."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def as_json(value: Any) -> Any:
-    """What stands for a value."""
+    """Encode a value."""
     return {"blob": base64.b64encode(value).decode("ascii")} if isinstance(value, bytes) else value
 
 
 def from_json(value: Any) -> Any:
-    """The value again."""
+    """Decode a value."""
     return base64.b64decode(value["blob"]) if isinstance(value, dict) else value

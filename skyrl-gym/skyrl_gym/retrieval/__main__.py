@@ -1,4 +1,4 @@
-"""`python -m skyrl_gym.retrieval --corpus wiki.jsonl`: find documents by their words; `--encoder` by their meaning."""
+"""`python -m skyrl_gym.retrieval --corpus wiki.jsonl`: serve keyword search, or vector search with `--encoder`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_gym.optional import how_to_install
+from skyrl_gym.optional import install_command
 from skyrl_gym.retrieval.corpus import read_corpus
 from skyrl_gym.retrieval.index import Index, VectorIndex, WordIndex
 
@@ -16,21 +16,21 @@ logger = logging.getLogger("skyrl_gym.retrieval")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m skyrl_gym.retrieval", description=__doc__)
-    parser.add_argument("--corpus", type=Path, required=True, help='JSON lines of {"id": …, "contents": …}, maybe .gz')
+    parser.add_argument("--corpus", type=Path, required=True, help='JSON lines of {"id": …, "contents": …}, or .gz')
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--topk", type=int, default=3, help="documents, where a request does not say")
+    parser.add_argument("--topk", type=int, default=3, help="default number of documents per query")
     parser.add_argument("--encoder", help="a model of sentence-transformers, e.g. intfloat/e5-base-v2")
-    parser.add_argument("--query_prefix", default="", help='what the encoder wants before a query, e.g. "query: "')
-    parser.add_argument("--document_prefix", default="", help='and before a document, e.g. "passage: "')
+    parser.add_argument("--query_prefix", default="", help='the encoder\'s prefix of queries, e.g. "query: "')
+    parser.add_argument("--document_prefix", default="", help='the encoder\'s prefix of documents, e.g. "passage: "')
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         import uvicorn
 
-        from skyrl_gym.retrieval.server import new_app
+        from skyrl_gym.retrieval.server import create_app
 
         documents = read_corpus(options.corpus)
         index: Index
@@ -43,12 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             index = WordIndex(documents)
     except ModuleNotFoundError as error:
         is_encoder = error.name == "sentence_transformers"
-        command = "pip install sentence-transformers" if is_encoder else how_to_install("retrieval")
+        command = "pip install sentence-transformers" if is_encoder else install_command("retrieval")
         sys.exit(f"{error.name} is not installed: {command}")
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     logger.info("%d documents at http://%s:%d/retrieve", len(documents), options.host, options.port)
-    uvicorn.run(new_app(index, len(documents), options.topk), host=options.host, port=options.port, log_level="warning")
+    uvicorn.run(
+        create_app(index, len(documents), options.topk), host=options.host, port=options.port, log_level="warning"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two ways to find documents: by their words, or by the meaning that an encoder gives them."""
+"""Two search indexes: by keywords, and by the vectors of an encoder."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ if TYPE_CHECKING:
 BATCH_SIZE = 64
 
 
-class Found(NamedTuple):
-    """A document, and how well it answers: higher is better."""
+class Hit(NamedTuple):
+    """A document and its score; higher is better."""
 
     document: Document
     score: float
 
 
 class Index(Protocol):
-    """Finds documents. Calls may come from several threads at once."""
+    """A thread-safe search index."""
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
-        """The best `topk` documents for each query, best first; fewer where fewer answer at all."""
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """Return the best `topk` documents for each query, best first; fewer if fewer match."""
         ...
 
 
 class Encoder(Protocol):
-    """What makes vectors of texts, as the package sentence-transformers has it."""
+    """A text encoder with the interface of the package sentence-transformers."""
 
     def encode(
         self, sentences: list[str], *, batch_size: int, normalize_embeddings: bool, show_progress_bar: bool
     ) -> np.ndarray:
-        """Vectors (n, d)."""
+        """Return vectors (n, d)."""
         ...
 
 
 class WordIndex:
-    """BM25 (Robertson and Zaragoza, 2009), by the package bm25s."""
+    """BM25 (Robertson and Zaragoza, 2009) with the package bm25s."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         import bm25s
@@ -50,13 +50,13 @@ class WordIndex:
         words = self._words([document["contents"] for document in documents])
         self._bm25.index(words, show_progress=False)
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
-        """See `Index`. A document that has none of the words is not found."""
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """Return the best `topk` documents for each query that contain at least one of its words."""
         n = min(topk, len(self._documents))
-        numbers, scores = self._bm25.retrieve(self._words(list(queries)), k=n, show_progress=False)
+        indices, scores = self._bm25.retrieve(self._words(list(queries)), k=n, show_progress=False)
         return [
-            [Found(self._documents[i], float(score)) for i, score in zip(of_query, of_scores, strict=True) if score > 0]
-            for of_query, of_scores in zip(numbers, scores, strict=True)
+            [Hit(self._documents[i], float(score)) for i, score in zip(best, best_scores, strict=True) if score > 0]
+            for best, best_scores in zip(indices, scores, strict=True)
         ]
 
     def _words(self, texts: list[str]) -> list[list[str]]:
@@ -65,24 +65,24 @@ class WordIndex:
 
 
 class VectorIndex:
-    """The inner product of normalised vectors."""
+    """Search by the inner product of normalised vectors."""
 
     def __init__(
         self, documents: Sequence[Document], encoder: Encoder, query_prefix: str = "", document_prefix: str = ""
     ) -> None:
-        """Models such as E5 want to be told which texts are queries: "query: " and "passage: "."""
+        """Encode the documents. Models such as E5 need the prefixes "query: " and "passage: "."""
         self._documents = documents
         self._encoder = encoder
         self._query_prefix = query_prefix
         self._vectors = self._encode([document_prefix + document["contents"] for document in documents])  # (D, d)
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
-        """See `Index`."""
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """Return the `topk` documents closest to each query, closest first."""
         scores = self._encode([self._query_prefix + query for query in queries]) @ self._vectors.T  # (Q, D)
         best = (-scores).argsort(axis=1, kind="stable")[:, :topk]
         return [
-            [Found(self._documents[i], float(of_query[i])) for i in numbers]
-            for numbers, of_query in zip(best, scores, strict=True)
+            [Hit(self._documents[i], float(query_scores[i])) for i in indices]
+            for indices, query_scores in zip(best, scores, strict=True)
         ]
 
     def _encode(self, texts: list[str]) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""The HTTP side of a retrieval server.
+"""The HTTP interface of a retrieval server.
 
-POST /retrieve {"query": "…", "topk": 3, "return_scores": true}, answered by {"result": [[{"document": {"id",
-"contents"}, "score"}, …]]}, and by bare documents without scores; for "queries", a list, a list of documents each.
-GET /health says how many documents there are. Requests are answered side by side, in threads.
+POST /retrieve {"query": "…", "topk": 3, "return_scores": true} returns {"result": [[{"document": {"id", "contents"},
+"score"}, …]]}; without `return_scores`, bare documents. With "queries", a list, the result has one list per query.
+GET /health returns the number of documents. Requests run concurrently, in threads.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
 
-from skyrl_gym.retrieval.index import Found, Index
+from skyrl_gym.retrieval.index import Hit, Index
 
-MOST_DOCUMENTS = 1000
+MAX_DOCUMENTS = 1000
 
 
 class RetrieveRequest(BaseModel):
-    """What a client asks."""
+    """The body of a request."""
 
     query: str | None = None
     queries: list[str] = []
-    topk: int | None = Field(default=None, ge=1, le=MOST_DOCUMENTS)
+    topk: int | None = Field(default=None, ge=1, le=MAX_DOCUMENTS)
     return_scores: bool = False
 
 
-def new_app(index: Index, n_documents: int, topk: int = 3) -> FastAPI:
-    """The server's application; `topk` documents where a request does not say."""
+def create_app(index: Index, n_documents: int, topk: int = 3) -> FastAPI:
+    """Create the server's application; `topk` is the default of requests."""
     app = FastAPI(title="Retrieval")
 
     @app.post("/retrieve")
-    def retrieve(asked: RetrieveRequest) -> dict[str, Any]:
-        queries = asked.queries if asked.query is None else [asked.query, *asked.queries]
+    def retrieve(request: RetrieveRequest) -> dict[str, Any]:
+        queries = request.queries if request.query is None else [request.query, *request.queries]
         if not queries:
-            raise HTTPException(422, "there is no query; give query or queries")
-        found = index.search(queries, asked.topk or topk)
-        return {"result": [[_told(one, asked.return_scores) for one in of_query] for of_query in found]}
+            raise HTTPException(422, "the request has no query; add query or queries")
+        results = index.search(queries, request.topk or topk)
+        return {"result": [[_format_hit(hit, request.return_scores) for hit in hits] for hits in results]}
 
     @app.get("/health")
     def health() -> dict[str, Any]:
@@ -45,5 +45,5 @@ def new_app(index: Index, n_documents: int, topk: int = 3) -> FastAPI:
     return app
 
 
-def _told(found: Found, with_score: bool) -> dict[str, Any]:
-    return {"document": found.document, "score": found.score} if with_score else dict(found.document)
+def _format_hit(hit: Hit, with_score: bool) -> dict[str, Any]:
+    return {"document": hit.document, "score": hit.score} if with_score else dict(hit.document)

@@ -1,4 +1,4 @@
-"""Tools for models: what environments offer them to call."""
+"""Tools that environments offer to models."""
 
 from importlib import import_module
 
@@ -21,7 +21,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """The groups that need other packages are imported when they are asked for."""
+    """Import a group with further dependencies when it is first used."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,12 +1,12 @@
-"""Tool calls in what a model writes.
+"""Parsing of tool calls in a model's reply.
 
-Two ways to write one, any number of times in a reply:
+There are two formats, and a reply may have several calls:
 
     <tool_call>{"name": "search", "arguments": {"query": "Mount Fuji"}}</tool_call>         Hermes, Qwen; JSON
     <function=search><parameter=query>Mount Fuji</parameter></function>                     Qwen3-Coder; plain text
 
-`<function_call>` is read as `<tool_call>`, `tool` as `name`, and `parameters` or `params` as `arguments`. The last call
-may lack its closing tag, which is often the stop string. Thoughts are not searched.
+`<function_call>` is an alias of `<tool_call>`, `tool` of `name`, and `parameters` and `params` of `arguments`. The last
+call may lack its closing tag, which is often the stop string. Calls inside thoughts are ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from skyrl_gym.tools.messages import readable
-from skyrl_gym.tools.strict_json import BadJSON, read_json
+from skyrl_gym.tools.messages import replace_surrogates
+from skyrl_gym.tools.strict_json import BadJSON, parse_json
 
 OPENING = re.compile(r"<(tool_call|function_call)>|<function=([^<>\s]+)>")
 PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?")
@@ -29,31 +29,28 @@ START_OF_THOUGHT = "<think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call, e.g. `ToolCall("search", {"query": "Mount Fuji"})`. Arguments of the plain syntax are all text."""
+    """A call, e.g. `ToolCall("search", {"query": "Mount Fuji"})`. Arguments of the plain-text format are all text."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class ToolCallError(ValueError):
-    """A call that cannot be read; the message is for the model."""
+    """A call that cannot be parsed; the message is for the model."""
 
 
-def without_thoughts(text: str) -> str:
-    """What is said after the thoughts; nothing while the model is still thinking."""
-    _, found, said = text.rpartition(END_OF_THOUGHT)
-    if found:
-        text = said
-    return text.partition(START_OF_THOUGHT)[0]
+def strip_thoughts(text: str) -> str:
+    """Return the text after the thoughts; empty if a thought is not closed."""
+    return text.rpartition(END_OF_THOUGHT)[2].partition(START_OF_THOUGHT)[0]
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls in a reply, in order.
+    """Return the calls in a reply, in order.
 
     Raises:
-        ToolCallError: one of them cannot be read, or there are too many, so that none should be carried out.
+        ToolCallError: a call cannot be parsed, or there are too many; then no call should be executed.
     """
-    calls = list(islice(_calls(without_thoughts(text)), MAX_CALLS + 1))
+    calls = list(islice(_calls(strip_thoughts(text)), MAX_CALLS + 1))
     if len(calls) > MAX_CALLS:
         raise ToolCallError(f"Your reply has more than {MAX_CALLS} tool calls.")
     return calls
@@ -68,18 +65,18 @@ def _calls(text: str) -> Iterator[ToolCall]:
             yield _json_call(body)
         else:
             body, position = _until(text, opening.end(), "</function>")
-            yield ToolCall(readable(function), _sound(_parameters(body)))
+            yield ToolCall(replace_surrogates(function), _replace_nested_surrogates(_parameters(body)))
 
 
 def _until(text: str, start: int, closing: str) -> tuple[str, int]:
-    """The text up to `closing`, and where to go on; without it, up to a special token or the end."""
+    """Return the text up to `closing`, or else up to a special token or the end, and the position after it."""
     end = text.find(closing, start)
     return (text[start:].partition("<|")[0], len(text)) if end < 0 else (text[start:end], end + len(closing))
 
 
 def _json_call(body: str) -> ToolCall:
     try:
-        call = _sound(read_json(body))
+        call = _replace_nested_surrogates(parse_json(body))
     except BadJSON as error:
         raise ToolCallError(f"The tool call is not valid JSON ({error}).") from error
     if not isinstance(call, dict):
@@ -93,19 +90,19 @@ def _json_call(body: str) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _sound(value: Any) -> Any:
-    """The same without halves of characters, which JSON can write and nobody can send."""
+def _replace_nested_surrogates(value: Any) -> Any:
+    """Replace lone surrogates, which JSON can express but UTF-8 cannot encode, in all strings of a JSON value."""
     if isinstance(value, str):
-        return readable(value)
+        return replace_surrogates(value)
     if isinstance(value, dict):
-        return {_sound(key): _sound(inner) for key, inner in value.items()}
-    return [_sound(inner) for inner in value] if isinstance(value, list) else value
+        return {_replace_nested_surrogates(key): _replace_nested_surrogates(inner) for key, inner in value.items()}
+    return [_replace_nested_surrogates(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _parameters(body: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     position = 0
     while opening := PARAMETER.search(body, position):
         value, position = _until(body, opening.end(), "</parameter>")
-        found[opening[1]] = value.removesuffix("\n")
-    return found
+        parameters[opening[1]] = value.removesuffix("\n")
+    return parameters

@@ -1,4 +1,4 @@
-"""Functions that a model may call: `@tool` marks a method, and a `ToolGroup` is an object that holds such methods."""
+"""Functions that a model may call: a `ToolGroup` is an object whose methods marked with `@tool` are tools."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class tool:
         self.__doc__ = function.__doc__
 
     def __get__(self, instance: object | None, owner: type) -> Any:
-        """The mark itself on the class, the bound method on an instance."""
+        """Return the bound method on an instance, and the descriptor itself on the class."""
         return self if instance is None else MethodType(self.function, instance)
 
 
 class ToolGroup:
-    """Tools that share state, e.g. a connection. What a subclass opens, it releases in `close`."""
+    """Tools that share state, e.g. a connection. A subclass releases its resources in `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def get_name(self) -> str:
-        """The group's name."""
+        """Return the group's name."""
         return self._name
 
     def get_tool_names(self) -> list[str]:
-        """The names of its tools, in alphabetical order."""
+        """Return the names of the tools in alphabetical order."""
         return [name for name, value in inspect.getmembers_static(type(self)) if isinstance(value, tool)]
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
-        """The tool `name`, bound to this group; None if there is none."""
+        """Return the tool `name`, bound to this group, or None if there is none."""
         if name not in self.get_tool_names():
             return None
         function: Callable[..., Any] = getattr(self, name)
         return function
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What the tool `name` returns for these arguments; ValueError if there is no such tool."""
+        """Call the tool `name`. Raises ValueError if there is no such tool."""
         function = self.get_tool(name)
         if function is None:
             known = ", ".join(self.get_tool_names()) or "none"
@@ -64,69 +64,64 @@ class ToolGroup:
         return function(*args, **kwargs)
 
     def get_schemas(self) -> list[dict[str, Any]]:
-        """Its tools as chat templates and OpenAI's interface describe them."""
+        """Return the tool schemas in the format of chat templates and the OpenAI API."""
         return [self._signature(name).schema for name in self.get_tool_names()]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What a model reads after it has called the tool `name`.
+        """Call the tool `name` with validated arguments, and return its result as text for the model.
 
         Raises:
-            ToolCallError: the arguments are not those of the tool; the message is for the model.
-            ToolFailure: what the tool depends on fails.
+            ToolCallError: the arguments do not match the tool; the message is for the model.
+            ToolFailure: a service that the tool depends on fails.
         """
         return str(self.execute_tool(name, **self._signature(name).check(arguments)))
 
     def _signature(self, name: str) -> Signature:
-        from skyrl_gym.tools.schema import Signature  # pydantic takes its time to load
+        from skyrl_gym.tools.schema import Signature  # imports pydantic, which is slow
 
-        known: dict[str, Signature] = vars(self).setdefault("_signatures", {})
-        if name not in known:
+        cache: dict[str, Signature] = vars(self).setdefault("_signatures", {})
+        if name not in cache:
             function = self.get_tool(name)
             assert function is not None
-            known[name] = Signature(name, function)
-        return known[name]
+            cache[name] = Signature(name, function)
+        return cache[name]
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
-        """The group's name for each of its tools."""
+        """Return the group's name for each of its tools."""
         return dict.fromkeys(self.get_tool_names(), self._name)
 
     def close(self) -> None:
-        """Release what the group holds. Calling it again does nothing."""
+        """Release the group's resources. Calling it again does nothing."""
 
 
 class Prefixed(ToolGroup):
-    """The tools of another group under names of their own: with the prefix ``web``, `search` is called `web_search`.
+    """The tools of another group with prefixed names: with the prefix ``web``, `search` becomes `web_search`.
 
-    It is the way to offer two tools of one name, e.g. those of two search servers.
+    Use it to offer two tools with the same name, e.g. those of two search servers.
     """
 
     def __init__(self, group: ToolGroup, prefix: str) -> None:
-        """The group is called like its prefix. Raises ValueError where that is no word."""
+        """Wrap a group; its new name is the prefix. Raises ValueError if the prefix is not a word."""
         super().__init__(prefix)
         if not PREFIX.fullmatch(prefix):
-            raise ValueError(f"prefix={prefix!r} of {group.get_name()!r} must be of letters, digits, _ and -")
+            raise ValueError(f"prefix={prefix!r} of {group.get_name()!r} must consist of letters, digits, _ and -")
         self._group = group
-        self._own_names = {f"{prefix}_{name}": name for name in group.get_tool_names()}
+        self._original_names = {f"{prefix}_{name}": name for name in group.get_tool_names()}
 
     def get_tool_names(self) -> list[str]:
-        """See `ToolGroup`."""
-        return list(self._own_names)
+        return list(self._original_names)
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
-        """See `ToolGroup`."""
-        return self._group.get_tool(self._own_names[name]) if name in self._own_names else None
+        return self._group.get_tool(self._original_names[name]) if name in self._original_names else None
 
     def get_schemas(self) -> list[dict[str, Any]]:
-        """See `ToolGroup`."""
-        told_names = {own: told for told, own in self._own_names.items()}
+        prefixed_names = {original: prefixed for prefixed, original in self._original_names.items()}
         functions = (schema["function"] for schema in self._group.get_schemas())
-        renamed = ({**function, "name": told_names[function["name"]]} for function in functions)
+        renamed = ({**function, "name": prefixed_names[function["name"]]} for function in functions)
         return [{"type": "function", "function": function} for function in renamed]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """See `ToolGroup`."""
-        return self._group.call(self._own_names[name], arguments)
+        return self._group.call(self._original_names[name], arguments)
 
     def close(self) -> None:
-        """See `ToolGroup`."""
         self._group.close()

@@ -1,7 +1,7 @@
-"""Tools of servers that speak the Model Context Protocol, by the package mcp.
+"""Tools of Model Context Protocol servers, with the package mcp.
 
-A group is one session: what a server remembers of it, no other sees. A call is never repeated, for it may have changed
-something. All sessions of a process live in one thread, which ends with the last of them.
+A group is one session, and a server's session state is not shared with others. A call is never retried, because it may
+have side effects. All sessions of a process run in one thread, which ends with the last session.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MCPServerConfig:
-    """Where a server is: a program that is started for the session, or an address."""
+    """A server: either a program to start for the session, or a URL."""
 
     command: str | None = None
     args: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)  # all that it sees of ours
+    env: dict[str, str] = field(default_factory=dict)  # the program inherits no other variables
     url: str | None = None
     timeout: float = 60.0  # seconds of a call
-    prefix: str | None = None  # its tool `read` is called `<prefix>_read`, for servers that have tools of one name
+    prefix: str | None = None  # renames its tool `read` to `<prefix>_read`, to avoid duplicate names
 
     def __post_init__(self) -> None:
         if (self.command is None) == (self.url is None):
-            raise ValueError(f"an MCP server has either a command or a url; got {self}")
+            raise ValueError(f"an MCP server needs either a command or a url; got {self}")
 
 
 class MCPToolGroup(ToolGroup):
     """The tools of one server."""
 
     def __init__(self, name: str, server: MCPServerConfig) -> None:
-        """Begin a session.
+        """Start a session.
 
         Raises:
             ToolFailure: the server cannot be reached, or does not speak the protocol.
@@ -60,28 +60,31 @@ class MCPToolGroup(ToolGroup):
         self._session = ExitStack()
         self._is_open = True
         try:
-            with ExitStack() as begun:
-                self._portal = begun.enter_context(_portals())
-                self._client = begun.enter_context(_session(self._portal, name, server))
+            with ExitStack() as stack:
+                self._portal = stack.enter_context(_portals())
+                self._client = stack.enter_context(_session(self._portal, name, server))
                 self._schemas = self._portal.call(_schemas, self._client)
-                self._session = begun.pop_all()
+                self._session = stack.pop_all()
         except Exception as error:
             raise ToolFailure(f"the MCP server {name} ({server.command or server.url}): {_reason(error)}") from error
 
     def get_tool_names(self) -> list[str]:
-        """See `ToolGroup`."""
         return sorted(self._schemas)
 
     def get_tool(self, name: str) -> Any:
-        """See `ToolGroup`. The tool takes its arguments by name."""
+        """Return a function that takes the tool's arguments by name, or None if there is no such tool."""
         return (lambda **arguments: self.call(name, arguments)) if name in self._schemas else None
 
     def get_schemas(self) -> list[dict[str, Any]]:
-        """See `ToolGroup`."""
         return [self._schemas[name] for name in self.get_tool_names()]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """See `ToolGroup`. What the server calls an error is for the model; what keeps it from answering is not."""
+        """Call the tool `name`, and return its result as text for the model.
+
+        Raises:
+            ToolCallError: the server reports an error; the message is for the model.
+            ToolFailure: the server does not answer, or the session is closed.
+        """
         from mcp.types import INVALID_PARAMS
 
         if not self._is_open:
@@ -89,7 +92,7 @@ class MCPToolGroup(ToolGroup):
         try:
             result = self._portal.call(_call, self._client, name, dict(arguments))
         except Exception as error:
-            if getattr(error, "code", None) == INVALID_PARAMS:  # how some servers refuse arguments
+            if getattr(error, "code", None) == INVALID_PARAMS:  # some servers refuse arguments this way
                 raise ToolCallError(f"The arguments of {name} are wrong: {error}") from error
             raise ToolFailure(f"the MCP server {self._name}, tool {name}: {_reason(error)}") from error
         text = _text(result)
@@ -98,14 +101,14 @@ class MCPToolGroup(ToolGroup):
         return text
 
     def close(self) -> None:
-        """End the session, and the server if it was started for it."""
+        """End the session, and the server if it was started for the session."""
         self._is_open = False
         self._session.close()
 
 
 @cache
 def _portals() -> BlockingPortalProvider:
-    """The thread in which all sessions of this process live, while there are any."""
+    """Return the provider of the thread in which all sessions of this process run."""
     from anyio.from_thread import BlockingPortalProvider
 
     return BlockingPortalProvider()
@@ -113,32 +116,32 @@ def _portals() -> BlockingPortalProvider:
 
 @contextmanager
 def _session(portal: BlockingPortal, name: str, server: MCPServerConfig) -> Iterator[Client]:
-    """A session in a task of its own, since anyio wants it to be entered and left in the same one."""
+    """Run a session in a separate task, since anyio requires the same task to enter and exit it."""
     import anyio
 
     opened: Future[Client] = Future()
-    is_over = portal.call(anyio.Event)
-    living = portal.start_task_soon(_live, server, opened, is_over)
+    is_done = portal.call(anyio.Event)
+    task = portal.start_task_soon(_run_session, server, opened, is_done)
     try:
         client = opened.result()
-    except BaseException:  # it failed; or we are interrupted, and it would go on
-        living.cancel()
-        wait([living])
+    except BaseException:  # the session failed; or we were interrupted, and the task would keep running
+        task.cancel()
+        wait([task])
         raise
     try:
         yield client
     finally:
-        portal.call(is_over.set)
-        wait([living])
-        if not living.cancelled() and (error := living.exception()) is not None:  # it has let go of what it held
-            logger.debug("the session with the MCP server %s ended badly", name, exc_info=error)
+        portal.call(is_done.set)
+        wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:  # its resources are released
+            logger.debug("the session with the MCP server %s ended with an error", name, exc_info=error)
 
 
-async def _live(server: MCPServerConfig, opened: Future[Client], is_over: Event) -> None:
+async def _run_session(server: MCPServerConfig, opened: Future[Client], is_done: Event) -> None:
     try:
         async with _client(server) as client:
             opened.set_result(client)
-            await is_over.wait()
+            await is_done.wait()
     except BaseException as error:
         if not opened.done():
             opened.set_exception(error)
@@ -146,7 +149,7 @@ async def _live(server: MCPServerConfig, opened: Future[Client], is_over: Event)
 
 
 def _client(server: MCPServerConfig) -> Client:
-    """The connection, as an asynchronous context."""
+    """Return the connection, an asynchronous context manager."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     if server.url is not None:
@@ -157,17 +160,17 @@ def _client(server: MCPServerConfig) -> Client:
 
 
 async def _schemas(client: Client) -> dict[str, dict[str, Any]]:
-    """Every tool of the server, in the form of `ToolGroup.get_schemas`, by name."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the schemas of all tools of the server by name, in the format of `ToolGroup.get_schemas`."""
+    schemas: dict[str, dict[str, Any]] = {}
     cursor = None
     while True:
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            found[tool.name] = {"type": "function", "function": function}
+            schemas[tool.name] = {"type": "function", "function": function}
         cursor = page.next_cursor
         if not cursor:
-            return found
+            return schemas
 
 
 async def _call(client: Client, name: str, arguments: dict[str, Any]) -> Any:
@@ -175,19 +178,19 @@ async def _call(client: Client, name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _text(result: Any) -> str:
-    """What a model reads of a result: its texts, or its values where it has nothing else."""
+    """Format a result for the model: its texts, or its structured content if it has no other."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(map(_text_of_part, result.content))
 
 
 def _text_of_part(part: Any) -> str:
-    text = getattr(getattr(part, "resource", part), "text", None)  # a file that is sent along has its text inside
+    text = getattr(getattr(part, "resource", part), "text", None)  # the text of an embedded file is in its resource
     return text if isinstance(text, str) else f"[{part.type}]"
 
 
 def _reason(error: BaseException) -> str:
-    """The first error in what task groups make of it."""
+    """Format the first error of a task group's exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

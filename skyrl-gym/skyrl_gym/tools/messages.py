@@ -1,4 +1,4 @@
-"""What a model reads of tools, in the format that Qwen and Hermes models were trained on."""
+"""Prompts and messages about tools, in the format that Qwen and Hermes models were trained on."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ To call one, write its name and its arguments as a JSON object between tags. You
 </tool_call>"""
 
 
-def tools_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Which tools there are and how to call them. They are given as OpenAI's interface describes functions."""
-    return readable(INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)))
+def format_tools_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Format a prompt that describes tools, given in the format of the OpenAI API, and how to call them."""
+    return replace_surrogates(
+        INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    )
 
 
-def tool_response(text: str) -> str:
-    """What a tool answered, as chat templates write it into a message of the user."""
-    return f"<tool_response>\n{readable(text)}\n</tool_response>"
+def format_tool_response(text: str) -> str:
+    """Format a tool's result as chat templates write it into a user message."""
+    return f"<tool_response>\n{replace_surrogates(text)}\n</tool_response>"
 
 
-def with_system(prompt: ConversationType, text: str) -> ConversationType:
-    """The prompt with `text` at the end of its system message, or in one of its own."""
+def append_to_system(prompt: ConversationType, text: str) -> ConversationType:
+    """Return the prompt with `text` at the end of its system message, which is added if there is none."""
     if not text:
         return list(prompt)
     if prompt and prompt[0]["role"] == "system":
-        return [extended(prompt[0], text), *prompt[1:]]
+        return [append_text(prompt[0], text), *prompt[1:]]
     return [{"role": "system", "content": text}, *prompt]
 
 
-def extended(message: MessageType, text: str) -> MessageType:
-    """The message with `text` after what it says, which may be nothing, or a list of parts."""
+def append_text(message: MessageType, text: str) -> MessageType:
+    """Return the message with `text` after its content, which may be empty or a list of parts."""
     content = message["content"]
     if isinstance(content, list | tuple):
         return {**message, "content": [*content, {"type": "text", "text": text}]}
     return {**message, "content": f"{content}\n\n{text}" if content else text}
 
 
-def readable(text: str) -> str:
-    """The text without lone surrogates, which no tokenizer takes."""
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates by "?", because tokenizers refuse them."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,8 +1,8 @@
-"""A tool that runs Python programs, closed off from everything else: see `skyrl_gym.isolation`."""
+"""A tool that runs Python programs in isolation, with `skyrl_gym.isolation`."""
 
 from __future__ import annotations
 
-from skyrl_gym.isolation.program import Demand, Limits, Outcome, level_for, run_once
+from skyrl_gym.isolation.program import Demand, Limits, ProgramResult, level_for, run_once
 from skyrl_gym.tools.core import ToolGroup, tool
 
 OUTPUT_BYTES = 20_000
@@ -13,10 +13,10 @@ class PythonCodeExecutorToolGroup(ToolGroup):
     """The tool `python`."""
 
     def __init__(self, timeout: float = 10.0, memory_bytes: int = 1 << 30, isolation: Demand = "best") -> None:
-        """A program has `timeout` seconds and `memory_bytes` of memory.
+        """Limit each program to `timeout` seconds and `memory_bytes` of memory.
 
         Raises:
-            OSError: `isolation` is `namespaces`, and this machine has none.
+            OSError: `isolation` is `namespaces`, which this machine does not support.
         """
         super().__init__(name="PythonCodeExecutorToolGroup")
         self._level = level_for(isolation)
@@ -27,18 +27,18 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         """Run a Python program and return what it prints.
 
         Args:
-            code: the program; nothing of an earlier one is left
+            code: the program; no state of earlier programs remains
         """
-        outcome = run_once(code, limits=self._limits, level=self._level)
-        return outcome.stdout.strip() if outcome.is_success else FAILURE + self._reason(outcome)
+        result = run_once(code, limits=self._limits, level=self._level)
+        return result.stdout.strip() if result.is_success else FAILURE + self._reason(result)
 
-    def _reason(self, outcome: Outcome) -> str:
-        if outcome.end == "exit":
-            return outcome.stderr.strip() or f"it ended with status {outcome.status}"
+    def _reason(self, result: ProgramResult) -> str:
+        if result.end == "exit":
+            return result.stderr.strip() or f"it ended with status {result.status}"
         return {
             "time": f"Execution timed out after {self._limits.seconds:g} seconds.",
-            "memory": f"it took more than {self._limits.memory_bytes >> 20} MiB of memory.",
+            "memory": f"it used more than {self._limits.memory_bytes >> 20} MiB of memory.",
             "processes": f"it started more than {self._limits.n_processes} processes.",
-            "output": f"it printed more than {OUTPUT_BYTES} bytes, which began: {outcome.stdout[:200]}",
-            "lost": "it was ended.",
-        }[outcome.end]
+            "output": f"it printed more than {OUTPUT_BYTES} bytes, starting with: {result.stdout[:200]}",
+            "lost": "it was killed.",
+        }[result.end]

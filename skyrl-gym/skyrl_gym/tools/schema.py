@@ -1,4 +1,4 @@
-"""What a model is told of a tool, and the check of what it answers: JSON Schema from a function's signature."""
+"""JSON Schema of a tool from its function's signature, and validation of the arguments of a call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 class Signature:
-    """The arguments of one tool.
+    """The signature of a tool.
 
-    Types come from the annotations, what they are for from an `Args:` section of the docstring:
+    Types come from the annotations, descriptions from the `Args:` section of the docstring:
 
         def search(self, query: str, n_results: int = 3) -> str:
             '''Search the encyclopedia.
@@ -35,30 +35,30 @@ class Signature:
         doc = inspect.getdoc(function) or ""
         self.description = ARGS.split(doc, maxsplit=1)[0].strip()
         self._function = function
-        self._told = _told_of_arguments(doc)
+        self._descriptions = _parse_descriptions(doc)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI's interface describe it."""
+        """The tool's schema in the format of chat templates and the OpenAI API."""
         parameters = self._model.model_json_schema()
         parameters.pop("title", None)
-        for described in parameters.get("properties", {}).values():
-            described.pop("title", None)
+        for parameter in parameters.get("properties", {}).values():
+            parameter.pop("title", None)
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the function takes them: the text "3" is a number where a number is asked for.
+        """Validate arguments, and convert them to the function's types, e.g. the text "3" to a number.
 
         Raises:
-            ToolCallError: one is missing, unknown or of another type.
+            ToolCallError: an argument is missing, unknown or of the wrong type.
         """
         try:
-            checked = self._model.model_validate({name: self._read(name, value) for name, value in arguments.items()})
+            model = self._model.model_validate({name: self._decode(name, value) for name, value in arguments.items()})
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ToolCallError(f"The arguments of {self.name} are wrong: {problems}.") from error
-        return {name: getattr(checked, name) for name in checked.model_fields_set}
+        return {name: getattr(model, name) for name in model.model_fields_set}
 
     @cached_property
     def _model(self) -> type[BaseModel]:
@@ -66,11 +66,11 @@ class Signature:
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self._function).parameters.items():
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (hints.get(name, Any), Field(default, description=self._told.get(name)))
+            fields[name] = (hints.get(name, Any), Field(default, description=self._descriptions.get(name)))
         return create_model(self.name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
 
-    def _read(self, name: str, value: Any) -> Any:
-        """Text that stands for a list or an object, which the plain syntax cannot say otherwise."""
+    def _decode(self, name: str, value: Any) -> Any:
+        """Decode a list or an object from text, since all arguments of the plain-text format are text."""
         field = self._model.model_fields.get(name)
         if not isinstance(value, str) or field is None or field.annotation in (str, Any):
             return value
@@ -79,18 +79,18 @@ class Signature:
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
-            return value  # the check says what is wrong with it
+            return value  # the validation explains the problem
 
 
-def _told_of_arguments(doc: str) -> dict[str, str]:
-    """What an `Args:` section says of each argument."""
+def _parse_descriptions(doc: str) -> dict[str, str]:
+    """Return the description of each argument in an `Args:` section."""
     _, *sections = ARGS.split(doc, maxsplit=1)
-    told: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name = ""
     for line in "".join(sections).splitlines():
         if match := ARGUMENT.match(line):
             name = match[1]
-            told[name] = match[2]
+            descriptions[name] = match[2]
         elif name and line.strip():
-            told[name] += f" {line.strip()}"
-    return told
+            descriptions[name] += f" {line.strip()}"
+    return descriptions

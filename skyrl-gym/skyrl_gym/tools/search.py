@@ -1,7 +1,7 @@
-"""A tool that asks a retrieval server.
+"""A tool that searches with a retrieval server, such as `python -m skyrl_gym.retrieval`.
 
-POST {"query": "…", "topk": 3, "return_scores": true}, answered by
-{"result": [[{"document": {"contents": "…"}, "score": 0.7}, …]]}; `python -m skyrl_gym.retrieval` is such a server.
+POST {"query": "…", "topk": 3, "return_scores": true} returns
+{"result": [[{"document": {"contents": "…"}, "score": 0.7}, …]]}.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from skyrl_gym.tools.core import ToolGroup, tool
 logger = logging.getLogger(__name__)
 
 N_ATTEMPTS = 10
-DELAY_SECONDS = 1.0  # after the first attempt; twice as much after the second, and so on
-RETRIED = (500, 502, 503, 504)
+DELAY_SECONDS = 1.0  # after the first attempt; the delay after attempt n is n times as long
+RETRIED_STATUSES = (500, 502, 503, 504)
 POOL_SIZE = 256  # connections to one server
 
 _pools: dict[str, urllib3.PoolManager] = {}
@@ -39,9 +39,9 @@ def call_search_api(
     log_requests: bool = True,
     session: urllib3.PoolManager | None = None,
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """The answer of a retrieval server, or what went wrong; `timeout` in seconds, of each attempt.
+    """Return the answer of a retrieval server, or a description of the problem; `timeout` is in seconds per attempt.
 
-    A server that is busy, down or slow is asked again, ten times in 45 seconds.
+    Requests to a server that is busy, down or slow are retried: ten attempts, with 45 seconds of delays.
     """
     pool = session or pool_for(retrieval_service_url)
     body = {"query": query.encode("utf-8", "replace").decode("utf-8"), "topk": topk, "return_scores": return_scores}
@@ -49,7 +49,7 @@ def call_search_api(
     for attempt in range(1, N_ATTEMPTS + 1):
         if log_requests:
             logger.info("search, attempt %d: %s", attempt, query)
-        answer, problem, is_final = _ask(pool, retrieval_service_url, body, timeout)
+        answer, problem, is_final = _send_request(pool, retrieval_service_url, body, timeout)
         if is_final:
             return answer, problem
         if attempt < N_ATTEMPTS:
@@ -58,7 +58,7 @@ def call_search_api(
 
 
 def pool_for(url: str) -> urllib3.PoolManager:
-    """The connections to a server, which all tools of this process share."""
+    """Return the connections to a server, which all tools of this process share."""
     parts = urlsplit(url)
     with _pools_lock:
         return _pools.setdefault(
@@ -66,17 +66,17 @@ def pool_for(url: str) -> urllib3.PoolManager:
         )
 
 
-def _ask(
+def _send_request(
     pool: urllib3.PoolManager, url: str, body: dict[str, Any], timeout: float
 ) -> tuple[dict[str, Any] | None, str | None, bool]:
-    """One attempt: the answer, what went wrong, and whether to leave it at that."""
+    """Make one attempt; return the answer, the problem, and whether the result is final."""
     try:
         response = pool.request("POST", url, json=body, timeout=timeout, headers={"Accept": "application/json"})
     except (urllib3.exceptions.TimeoutError, urllib3.exceptions.ProtocolError) as error:
         return None, f"{type(error).__name__}: {error}", False
     except urllib3.exceptions.HTTPError as error:
         return None, f"{type(error).__name__}: {error}", True
-    if response.status in RETRIED:
+    if response.status in RETRIED_STATUSES:
         return None, f"the server answered with status {response.status}", False
     if response.status >= 400:
         return None, f"the server answered with status {response.status}: {response.data[:200]!r}", True
@@ -100,13 +100,13 @@ class SearchToolGroup(ToolGroup):
         log_requests: bool = True,
         raise_failures: bool = False,
     ) -> None:
-        """Ask the server at `search_url` for `topk` documents.
+        """Search with the server at `search_url` for `topk` documents.
 
-        `raise_failures`: a server that fails is an error, and not an answer that the model reads.
+        With `raise_failures`, a failing server raises an error; otherwise the model reads about it in the result.
         """
         super().__init__(name="SearchToolGroup")
         if not search_url.startswith(("http://", "https://")):
-            raise ValueError(f"search_url={search_url!r} must begin with http:// or https://")
+            raise ValueError(f"search_url={search_url!r} must start with http:// or https://")
         for name, value in (("topk", topk), ("timeout", timeout)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} of a search must be positive")
@@ -121,7 +121,7 @@ class SearchToolGroup(ToolGroup):
         """Search for documents.
 
         Args:
-            query: what to look for
+            query: search query
         """
         if query is None:
             return ""
@@ -142,14 +142,14 @@ class SearchToolGroup(ToolGroup):
 
 
 def _text(answer: dict[str, Any]) -> str:
-    """The documents as the model reads them, numbered from 1 in each list."""
+    """Format the documents for the model, numbered from 1 in each list."""
     lists = [
-        "".join(f"Doc {i}: {_contents(found)}\n" for i, found in enumerate(documents, start=1))
+        "".join(f"Doc {i}: {_contents(hit)}\n" for i, hit in enumerate(documents, start=1))
         for documents in answer.get("result") or []
     ]
     return "\n---\n".join(lists) if any(lists) else "No search results found."
 
 
-def _contents(found: Any) -> str:
-    document = found.get("document", found) if isinstance(found, dict) else found
+def _contents(hit: Any) -> str:
+    document = hit.get("document", hit) if isinstance(hit, dict) else hit
     return str(document.get("contents", "")) if isinstance(document, dict) else str(document)

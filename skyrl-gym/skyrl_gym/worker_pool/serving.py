@@ -1,6 +1,6 @@
-"""The worker's side: a loop that answers one question after another, within limits on time and memory.
+"""The worker's side of the pool: a loop that answers questions within limits on time and memory.
 
-It reads lines of JSON, a list each, and answers each with an object that says by `is_spent` whether to replace it.
+Each question is a JSON list on a line; each answer is a JSON object whose `is_spent` asks the pool for a replacement.
 """
 
 from __future__ import annotations
@@ -14,37 +14,36 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from skyrl_gym.worker import end_with_parent
+from skyrl_gym.runtime.worker import end_with_parent
 
-SPENT_ANSWERS = 2000  # a worker that has given this many is replaced
+MAX_ANSWERS = 2000  # of a worker before it is replaced
 
 
-def serve(fd: int, answer: Callable[[list[Any]], dict[str, Any]], *, memory_bytes: int, spent_bytes: int) -> None:
-    """Answer until nobody asks any more. The last item of a question says how many seconds it may take.
+def serve(fd: int, answer: Callable[[list[Any]], dict[str, Any]], *, memory_bytes: int, recycle_bytes: int) -> None:
+    """Answer questions until the socket is closed. The last item of a question is its time limit in seconds.
 
-    `memory_bytes`: of addresses, the most it gets. `spent_bytes`: one that keeps more between two questions is
-    replaced.
+    `memory_bytes` limits the address space. A worker that keeps more than `recycle_bytes` after an answer is replaced.
     """
     end_with_parent()
-    with socket.socket(fileno=fd) as line, line.makefile("rw", encoding="utf-8", newline="\n") as stream:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)  # libraries complain of every answer that is none
-        limit("RLIMIT_AS", memory_bytes)
-        limit("RLIMIT_CORE", 0)
+    with socket.socket(fileno=fd) as connection, connection.makefile("rw", encoding="utf-8", newline="\n") as stream:
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 2)  # libraries print warnings for every malformed answer
+        set_limit("RLIMIT_AS", memory_bytes)
+        set_limit("RLIMIT_CORE", 0)
         stream.write("{}\n")
         stream.flush()
         for n_answers, text in enumerate(stream, start=1):
             question = json.loads(text)
-            # The kernel sees to this one, also where a long operation keeps all threads of Python waiting.
-            limit("RLIMIT_CPU", math.ceil(time.process_time() + question[-1]) + 1)
-            given = answer(question)
-            is_spent = n_answers >= SPENT_ANSWERS or address_space() > spent_bytes
-            stream.write(json.dumps(given | {"is_spent": is_spent}) + "\n")
+            # The kernel enforces this limit even while a long operation blocks all threads of Python.
+            set_limit("RLIMIT_CPU", math.ceil(time.process_time() + question[-1]) + 1)
+            result = answer(question)
+            is_spent = n_answers >= MAX_ANSWERS or address_space() > recycle_bytes
+            stream.write(json.dumps(result | {"is_spent": is_spent}) + "\n")
             stream.flush()
 
 
-def limit(name: str, value: int) -> None:
-    """Limit this process, where the platform can."""
+def set_limit(name: str, value: int) -> None:
+    """Set a resource limit of this process, if the platform supports it."""
     import resource
 
     with suppress(AttributeError, OSError, ValueError):
@@ -54,7 +53,7 @@ def limit(name: str, value: int) -> None:
 
 
 def address_space() -> int:
-    """Bytes of addresses of this process; 0 where the platform does not say. (`ru_maxrss` counts the parent's too.)"""
+    """Return the size of this process's address space, or 0 without /proc. (`ru_maxrss` includes the parent's.)"""
     try:
         with open("/proc/self/statm") as sizes:
             return int(sizes.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

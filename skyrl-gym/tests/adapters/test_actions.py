@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_gym.adapters.actions import ActionError, calls_in, json_array, json_object, said, whole_number
+from skyrl_gym.adapters.actions import (
+    ActionError,
+    extract_action,
+    parse_calls,
+    parse_json_array,
+    parse_json_object,
+    parse_whole_number,
+)
 from skyrl_gym.tools.calls import MAX_CALLS
 
 VALUES = st.recursive(
@@ -37,16 +44,16 @@ PROSE = st.text(st.characters(blacklist_characters="{}[]<>"))
         ("le\0ft", "le\0ft"),
     ],
 )
-def test_what_is_said(reply: str, text: str) -> None:
-    assert said(reply) == text
+def test_extract_action(reply: str, text: str) -> None:
+    assert extract_action(reply) == text
 
 
 @pytest.mark.parametrize(
     "reply", ["", " \n", "<think>left", "left<action></action>", "<think>left</think>", "<action>"]
 )
-def test_nothing_is_said(reply: str) -> None:
+def test_empty_reply_has_no_action(reply: str) -> None:
     with pytest.raises(ActionError, match="no action"):
-        said(reply)
+        extract_action(reply)
 
 
 @pytest.mark.parametrize(
@@ -54,31 +61,31 @@ def test_nothing_is_said(reply: str) -> None:
     [("3", 3), ("-3", -3), ("+3", 3), ("I take 3.", 3), ("3, 3 and 3", 3), ("(7)", 7), ("x2 4", 4), ("1.5 2", 2)],
 )
 def test_a_whole_number(text: str, number: int) -> None:
-    assert whole_number(text) == number
+    assert parse_whole_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "three", "3 or 4", "3.5", "1e5", "a3", "٣", "²", "9" * 5000, "3_000"])
 def test_no_whole_number(text: str) -> None:
     with pytest.raises(ActionError, match="whole number"):
-        whole_number(text)
+        parse_whole_number(text)
 
 
 @given(
     st.dictionaries(st.text(), VALUES), PROSE, PROSE, st.sampled_from(["{}", "```json\n{}\n```", "<action>{}</action>"])
 )
-def test_an_object_is_found_in_prose(value: dict[str, Any], before: str, after: str, frame: str) -> None:
+def test_json_object_is_found_in_prose(value: dict[str, Any], before: str, after: str, frame: str) -> None:
     text = before + frame.replace("{}", json.dumps(value)) + after
-    assert json_object(text) == value
+    assert parse_json_object(text) == value
 
 
 @given(st.lists(VALUES), PROSE, PROSE)
-def test_an_array_is_found_in_prose(value: list[Any], before: str, after: str) -> None:
-    assert json_array(before + json.dumps(value) + after) == value
+def test_json_array_is_found_in_prose(value: list[Any], before: str, after: str) -> None:
+    assert parse_json_array(before + json.dumps(value) + after) == value
 
 
 @given(st.text())
-def test_whatever_is_written_is_judged(text: str) -> None:
-    for read in (said, whole_number, json_object, json_array, calls_in):
+def test_any_text_is_parsed_or_raises_action_error(text: str) -> None:
+    for read in (extract_action, parse_whole_number, parse_json_object, parse_json_array, parse_calls):
         try:
             read(text)
         except ActionError as error:
@@ -89,36 +96,36 @@ def test_whatever_is_written_is_judged(text: str) -> None:
     "text",
     ["", "{", "}", "{x: 1}", "{'x': 1}", '{"x": NaN}', '{"x": 1e999}', '{"x": -Infinity}', '{"x": ' + "9" * 5000 + "}"],
 )
-def test_what_is_no_json_object(text: str) -> None:
+def test_invalid_json_object(text: str) -> None:
     with pytest.raises(ActionError, match="must be a JSON object"):
-        json_object(text)
+        parse_json_object(text)
 
 
-def test_the_last_object_counts_and_not_what_is_inside_it() -> None:
-    assert json_object('{"x": 1} then {"y": {"z": 2}} and {broken') == {"y": {"z": 2}}
+def test_last_outermost_object_counts() -> None:
+    assert parse_json_object('{"x": 1} then {"y": {"z": 2}} and {broken') == {"y": {"z": 2}}
 
 
 @pytest.mark.parametrize("depth", [65, 500, 980, 5000])
-def test_what_is_nested_too_deeply_is_no_action(depth: int) -> None:
+def test_deeply_nested_value_is_refused(depth: int) -> None:
     with pytest.raises(ActionError, match="must be a JSON object, but it is nested too deeply"):
-        json_object('{"x":' * depth + "1" + "}" * depth)
+        parse_json_object('{"x":' * depth + "1" + "}" * depth)
     with pytest.raises(ActionError, match="must be a JSON array, but it is nested too deeply"):
-        json_array("[" * depth + "]" * depth)
+        parse_json_array("[" * depth + "]" * depth)
 
 
 def test_calls_are_limited() -> None:
-    assert len(calls_in(CALL * MAX_CALLS)) == MAX_CALLS
+    assert len(parse_calls(CALL * MAX_CALLS)) == MAX_CALLS
     with pytest.raises(ActionError, match=f"more than {MAX_CALLS} tool calls"):
-        calls_in(CALL * (MAX_CALLS + 1))
+        parse_calls(CALL * (MAX_CALLS + 1))
 
 
-def test_a_call_that_cannot_be_read_is_told() -> None:
+def test_malformed_call_raises() -> None:
     with pytest.raises(ActionError, match="not valid JSON"):
-        calls_in(CALL + "<tool_call>{</tool_call>")
+        parse_calls(CALL + "<tool_call>{</tool_call>")
 
 
 def test_braces_in_prose_do_not_hide_an_action() -> None:
-    assert json_object("the set {a, b} and {" + ' so {"x": 1}') == {"x": 1}
+    assert parse_json_object("the set {a, b} and {" + ' so {"x": 1}') == {"x": 1}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +140,8 @@ def test_braces_in_prose_do_not_hide_an_action() -> None:
         "<action>" * 125_000,
     ],
 )
-@pytest.mark.parametrize("read", [said, whole_number, json_object, json_array, calls_in])
-def test_a_megabyte_is_judged_at_once(text: str, read: Any) -> None:
+@pytest.mark.parametrize("read", [extract_action, parse_whole_number, parse_json_object, parse_json_array, parse_calls])
+def test_parsing_is_linear(text: str, read: Any) -> None:
     started = time.process_time()
     try:
         read(text)

@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_gym.adapters.ansi import uncoloured
+from skyrl_gym.adapters.ansi import strip_colours
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ from skyrl_gym.adapters.ansi import uncoloured
     ],
 )
 def test_colours_become_brackets(text: str, plain: str) -> None:
-    assert uncoloured(text) == plain
+    assert strip_colours(text) == plain

@@ -40,7 +40,7 @@ def test_coroutines_run_in_one_loop_until_it_is_closed() -> None:
     assert threading.active_count() == n_threads
 
 
-def test_what_a_coroutine_raises_is_raised() -> None:
+def test_errors_are_propagated() -> None:
     background = BackgroundLoop("test")
 
     async def fail() -> None:
@@ -51,7 +51,7 @@ def test_what_a_coroutine_raises_is_raised() -> None:
     background.close()
 
 
-async def test_it_runs_beside_another_loop() -> None:
+async def test_runs_beside_another_loop() -> None:
     background = BackgroundLoop("test")
 
     async def answer() -> int:
@@ -62,7 +62,7 @@ async def test_it_runs_beside_another_loop() -> None:
     background.close()
 
 
-def test_without_descriptors_there_is_no_loop_and_no_wait() -> None:
+def test_without_file_descriptors_it_raises_at_once() -> None:
     code = """
 import os, resource, threading
 from skyrl_gym.adapters.background_loop import BackgroundLoop

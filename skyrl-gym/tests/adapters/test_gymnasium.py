@@ -17,9 +17,9 @@ LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}}
 
 
 class Recorder(gymnasium.Env[Any, Any]):
-    """Shows the last action, and is over after as many steps as it is told."""
+    """Records actions, and is done after `n_steps` steps."""
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012, as Gymnasium has it
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012, as in Gymnasium
     last: Recorder | None = None
 
     def __init__(self, action_space: Any, n_steps: int = 100, render_mode: str | None = None) -> None:
@@ -49,23 +49,23 @@ def recorder() -> Any:
     del gymnasium.registry["Recorder-v0"]
 
 
-def recording(space: Any, **env_config: Any) -> GymnasiumEnv:
+def make_recording_env(space: Any, **env_config: Any) -> GymnasiumEnv:
     env = GymnasiumEnv({"id": "Recorder-v0", "kwargs": {"action_space": space}, **env_config}, {})
     env.init(PROMPT)
     return env
 
 
-def played(env: GymnasiumEnv) -> Any:
-    """The last action that the environment got."""
+def last_action(env: GymnasiumEnv) -> Any:
+    """Return the last action of the environment."""
     return env._env.unwrapped.actions[-1]  # type: ignore[union-attr]
 
 
-def text_of(output: Any) -> str:
+def message_text(output: Any) -> str:
     (message,) = output["observations"]
     return message["content"]
 
 
-def test_frozen_lake_is_walked_to_the_goal() -> None:
+def test_frozen_lake_to_the_goal() -> None:
     skyrl_gym.register(id="gymnasium", entry_point="skyrl_gym.adapters.gymnasium:GymnasiumEnv")
     with skyrl_gym.make("gymnasium", env_config=OmegaConf.create(LAKE), extras={"max_turns": 10}) as env:
         prompt, _ = env.init(PROMPT)
@@ -75,7 +75,7 @@ def test_frozen_lake_is_walked_to_the_goal() -> None:
             "one of left (0), down (1), right (2), up (3)."
         )
         output = env.step("<think>left?</think>Down.")
-        assert text_of(output) == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+        assert message_text(output) == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
         assert (output["reward"], output["done"]) == (0.0, False)
         for reply in ("1", "right", "<action>RIGHT</action>", "I go down"):
             env.step(reply)
@@ -93,12 +93,12 @@ def test_a_hole_ends_the_episode() -> None:
             env.step("down")
 
 
-def test_illegal_replies_are_told_what_is_allowed() -> None:
+def test_illegal_reply_is_explained() -> None:
     with GymnasiumEnv({**LAKE, "illegal_reward": -0.1}, {"max_turns": 4}) as env:
         env.init(PROMPT)
         for reply in ("jump", "left or right", ""):
             output = env.step(reply)
-            assert "one of left (0), down (1), right (2), up (3)" in text_of(output)
+            assert "one of left (0), down (1), right (2), up (3)" in message_text(output)
             assert (output["reward"], output["done"]) == (-0.1, False)
         assert env.step("4") == {"observations": [], "reward": -0.1, "done": True, "metadata": {"action": None}}
         assert env.get_metrics() == {"steps": 4, "invalid_actions": 4, "truncated": 0}
@@ -110,7 +110,7 @@ def test_an_illegal_reply_may_end_the_episode() -> None:
         assert env.step("jump")["done"]
 
 
-def test_taxi_shows_where_things_are() -> None:
+def test_taxi_renders_text() -> None:
     with GymnasiumEnv({"id": "Taxi-v4"}, {"extra_info": {"seed": 1}}) as env:
         content = env.init(PROMPT)[0][1]["content"]
         assert "[ ]" in content
@@ -128,20 +128,20 @@ def test_blackjack_in_words() -> None:
         assert (output["reward"], output["done"]) == (1.0, True)
 
 
-def test_the_same_seed_is_the_same_episode() -> None:
+def test_seed_determines_the_episode() -> None:
     def episode(seed: int) -> list[Any]:
         with GymnasiumEnv({"id": "FrozenLake-v1"}, {"extra_info": {"seed": seed}}) as env:
             env.init(PROMPT)
             seen = []
             while not (output := env.step("right"))["done"]:
-                seen.append(text_of(output))
+                seen.append(message_text(output))
             return seen
 
     assert episode(3) == episode(3)
     assert len({str(episode(seed)) for seed in range(5)}) > 1
 
 
-def test_what_gymnasium_cuts_off_is_done() -> None:
+def test_truncated_episode_is_done() -> None:
     with GymnasiumEnv({"id": "CliffWalking-v1", "kwargs": {"max_episode_steps": 2}}, {}) as env:
         env.init(PROMPT)
         assert not env.step("up")["done"]
@@ -149,7 +149,7 @@ def test_what_gymnasium_cuts_off_is_done() -> None:
         assert env.get_metrics()["truncated"] == 1
 
 
-def test_without_a_rendering_the_observation_is_written() -> None:
+def test_observation_is_shown_without_text_rendering() -> None:
     with GymnasiumEnv({"id": "CartPole-v1"}, {"reset": {"seed": 1}}) as env:
         assert "[0.00118216, 0.0450464, -0.035584, 0.0448649]" in env.init(PROMPT)[0][1]["content"]
         assert env.step("left")["reward"] == 1.0
@@ -161,7 +161,7 @@ def test_a_row_may_choose_another_environment() -> None:
         assert "pick up" in env.init(PROMPT)[0][1]["content"]
 
 
-def test_reset_is_told_what_the_row_says() -> None:
+def test_reset_arguments_of_the_row() -> None:
     env = GymnasiumEnv(
         {"id": "Recorder-v0", "kwargs": {"action_space": spaces.Discrete(2)}, "reset": {"seed": 1}},
         {"extra_info": {"seed": 2, "reset": {"options": {"low": 3, "unset": None}}}, "data_source": "x"},
@@ -187,21 +187,21 @@ def test_reset_is_told_what_the_row_says() -> None:
     ],
 )
 def test_actions_of_simple_spaces(space: Any, reply: str, action: Any) -> None:
-    env = recording(space)
+    env = make_recording_env(space)
     output = env.step(reply)
     assert output["reward"] == 0.25, output
-    assert np.asarray(played(env)).tolist() == action
+    assert np.asarray(last_action(env)).tolist() == action
 
 
 def test_actions_of_composed_spaces() -> None:
     move = spaces.Dict({"to": spaces.Discrete(4), "force": spaces.Box(0, 1, (2,))})
-    env = recording(move)
+    env = make_recording_env(move)
     env.step('{"to": 3, "force": [0.5, 1]}')
-    assert played(env)["to"] == 3
-    assert played(env)["force"].tolist() == [0.5, 1.0]
-    env = recording(spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]))
+    assert last_action(env)["to"] == 3
+    assert last_action(env)["force"].tolist() == [0.5, 1.0]
+    env = make_recording_env(spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]))
     env.step('[1, "abc"]')
-    assert played(env) == (1, "abc")
+    assert last_action(env) == (1, "abc")
 
 
 @pytest.mark.parametrize(
@@ -231,43 +231,43 @@ def test_actions_of_composed_spaces() -> None:
         (spaces.Box(0, 1, (2, 2)), ["[[1, 0], [1]]", "[1, 0, 1, 0]"], "a nested JSON array of 2 x 2 numbers"),
     ],
 )
-def test_what_is_not_in_the_space_is_illegal(space: Any, replies: list[str], allowed: str) -> None:
-    env = recording(space, illegal_reward=-1.0)
+def test_action_outside_of_the_space_is_illegal(space: Any, replies: list[str], allowed: str) -> None:
+    env = make_recording_env(space, illegal_reward=-1.0)
     for reply in [*replies, "", "\0", "{" * 1000]:
         output = env.step(reply)
         assert output["reward"] == -1.0, reply
-        assert allowed in text_of(output)
+        assert allowed in message_text(output)
     assert env.get_metrics()["invalid_actions"] == len(replies) + 3
 
 
-def test_names_of_actions_are_found_as_words() -> None:
-    env = recording(spaces.Discrete(3), action_names=["go", "go back", "stop"])
+def test_action_names_are_matched_as_words() -> None:
+    env = make_recording_env(spaces.Discrete(3), action_names=["go", "go back", "stop"])
     for reply, action in (("GO BACK", 1), ("Let us go back.", 1), ("go", 0), ("I stop here", 2), ("2", 2)):
         assert env.step(reply)["reward"] == 0.25, reply
-        assert played(env) == action
-    assert "names more than one" in text_of(env.step("go or stop"))
-    env = recording(spaces.Discrete(2), action_names=["rise", "sink"])
-    for reply in ("rİse", "rıse", "ſınk", "the sİnk"):  # letters that a pattern takes for others
-        assert "no whole number" in text_of(env.step(reply))
-    assert "no whole number" in text_of(env.step("going"))
+        assert last_action(env) == action
+    assert "names more than one" in message_text(env.step("go or stop"))
+    env = make_recording_env(spaces.Discrete(2), action_names=["rise", "sink"])
+    for reply in ("rİse", "rıse", "ſınk", "the sİnk"):  # letters that case-insensitive patterns confuse with others
+        assert "no whole number" in message_text(env.step(reply))
+    assert "no whole number" in message_text(env.step("going"))
 
 
-def test_a_name_for_every_action_of_gymnasium() -> None:
+def test_every_action_of_gymnasium_has_a_name() -> None:
     for name, names in ACTION_NAMES.items():
         (env_id, *_) = sorted((i for i in gymnasium.registry if i.rpartition("-v")[0] == name), reverse=True)
         with GymnasiumEnv({"id": env_id}, {}) as env:
             assert env._env.action_space.n == len(names)  # type: ignore[union-attr]
 
 
-def test_what_cannot_be_played_is_closed() -> None:
+def test_unsupported_environment_is_closed() -> None:
     with pytest.raises(ValueError, match="cannot be written"):
-        recording(spaces.Sequence(spaces.Discrete(2)))
+        make_recording_env(spaces.Sequence(spaces.Discrete(2)))
     assert Recorder.last is not None
     assert Recorder.last.n_closed == 1
 
 
-def test_closing_closes_once() -> None:
-    env = recording(spaces.Discrete(2))
+def test_close_closes_once() -> None:
+    env = make_recording_env(spaces.Discrete(2))
     inner: Any = env._env.unwrapped  # type: ignore[union-attr]
     env.close()
     env.close()
@@ -291,7 +291,7 @@ def test_closing_closes_once() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
+def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GymnasiumEnv(env_config, {})
 

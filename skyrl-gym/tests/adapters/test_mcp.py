@@ -18,7 +18,7 @@ QUESTION = [{"role": "user", "content": "What did I buy?"}]
 
 
 def length_reward(answer: str, extras: Any) -> float | None:
-    """None for no answer."""
+    """Return the length of the answer, or None without one."""
     return len(answer) / 10 if answer else None
 
 
@@ -44,7 +44,7 @@ def test_an_episode() -> None:
     assert children() == before
 
 
-def test_a_section_of_omegaconf_and_a_row_with_a_prefix() -> None:
+def test_omegaconf_section_and_prefix_in_the_row() -> None:
     row = ROW | {"extra_info": {"env_config": {"reward": "contains", "servers": None}}}
     servers = {"notes": {**NOTES["notes"], "env": {"COLOUR": "ultramarine"}, "timeout": 20, "prefix": "my"}}
     with MCPEnv(OmegaConf.create({"servers": servers}), row) as env:
@@ -54,11 +54,9 @@ def test_a_section_of_omegaconf_and_a_row_with_a_prefix() -> None:
         assert env.step("I bought milk")["reward"] == 1.0
 
 
-def test_servers_with_tools_of_one_name_need_a_prefix() -> None:
+def test_servers_with_equal_tool_names_need_a_prefix() -> None:
     before = children()
-    message = (
-        r"'notes' and 'more' both have a tool 'add_note', .* set environment\.skyrl_gym\.mcp\.servers\.more\.prefix"
-    )
+    message = r"'notes' and 'more' both have a tool 'add_note'; set environment\.skyrl_gym\.mcp\.servers\.more\.prefix"
     with pytest.raises(ValueError, match=message):
         MCPEnv({"servers": {**NOTES, "more": NOTES["notes"]}}, ROW)
     assert children() == before
@@ -90,7 +88,7 @@ def test_rewards(reward: str, answer: str, expected: float | None) -> None:
         assert env.step(answer)["reward"] == expected
 
 
-def test_the_session_closes_when_the_environment_cannot_be_made() -> None:
+def test_session_is_closed_if_the_constructor_fails() -> None:
     before = children()
     with pytest.raises(ToolFailure):
         MCPEnv({"servers": NOTES | {"gone": {"url": "http://127.0.0.1:1/mcp"}}}, ROW)
@@ -113,6 +111,6 @@ def test_the_session_closes_when_the_environment_cannot_be_made() -> None:
         ({"servers": NOTES, "reward": "fuzzy"}, InvalidSpec, "module:attribute"),
     ],
 )
-def test_what_is_wrong_is_named(env_config: Any, error: type[Exception], message: str) -> None:
+def test_invalid_config_raises(env_config: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         MCPEnv(env_config, ROW)

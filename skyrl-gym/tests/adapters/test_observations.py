@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_gym.adapters.observations import described, with_observation
+from skyrl_gym.adapters.observations import append_observation, format_observation
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from skyrl_gym.adapters.observations import described, with_observation
     ],
 )
 def test_observations_are_readable(observation: Any, text: str) -> None:
-    assert described(observation) == text
+    assert format_observation(observation) == text
 
 
 @pytest.mark.parametrize(
@@ -52,23 +52,23 @@ def test_observations_are_readable(observation: Any, text: str) -> None:
     ],
 )
 def test_templates(observation: Any, template: str, text: str) -> None:
-    assert described(observation, template) == text
+    assert format_observation(observation, template) == text
 
 
 @pytest.mark.parametrize(("observation", "fields"), [({"n": 2}, "has n"), ({}, "no fields"), ((1, 2), "has 0, 1")])
-def test_a_template_names_fields_that_are_there(observation: Any, fields: str) -> None:
+def test_template_with_a_missing_field_raises(observation: Any, fields: str) -> None:
     with pytest.raises(ValueError, match=f"names 'board'.*{fields}"):
-        described(observation, "{board}")
+        format_observation(observation, "{board}")
 
 
-def test_the_first_observation_joins_the_users_last_message() -> None:
+def test_first_observation_is_appended_to_the_last_user_message() -> None:
     system, user = {"role": "system", "content": "Play."}, {"role": "user", "content": "Begin."}
-    assert with_observation([system, user], "X.") == [system, {"role": "user", "content": "Begin.\n\nX."}]
-    assert with_observation([system], "X.") == [system, {"role": "user", "content": "X."}]
-    assert with_observation([{"role": "user", "content": ""}], "X.") == [{"role": "user", "content": "X."}]
-    assert with_observation([user], "") == [user]
+    assert append_observation([system, user], "X.") == [system, {"role": "user", "content": "Begin.\n\nX."}]
+    assert append_observation([system], "X.") == [system, {"role": "user", "content": "X."}]
+    assert append_observation([{"role": "user", "content": ""}], "X.") == [{"role": "user", "content": "X."}]
+    assert append_observation([user], "") == [user]
     parts = {"role": "user", "content": [{"type": "text", "text": "Begin."}]}
-    (joined,) = with_observation([parts], "X.")
+    (joined,) = append_observation([parts], "X.")
     assert joined["content"] == [*parts["content"], {"type": "text", "text": "X."}]  # type: ignore[misc]
-    assert with_observation([], "X.") == [{"role": "user", "content": "X."}]
+    assert append_observation([], "X.") == [{"role": "user", "content": "X."}]
     assert user == {"role": "user", "content": "Begin."}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_gym.adapters.settings import max_turns, read_settings, reset_arguments
+from skyrl_gym.adapters.settings import read_settings, reset_arguments
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ def read(env_config: Mapping[str, Any], extras: Mapping[str, Any] | None = None)
     return read_settings(Settings, "mine", env_config, extras or {})
 
 
-def test_a_section_of_omegaconf_becomes_plain() -> None:
+def test_omegaconf_section_is_converted() -> None:
     config = OmegaConf.create({"name": "${other}", "options": {"a": [1, {"b": 2}]}, "limit": None})
     settings = read(OmegaConf.create({"other": "x", "section": config}).section)
     assert settings == Settings("x", {"a": [1, {"b": 2}]}, None)
@@ -30,7 +30,7 @@ def test_a_section_of_omegaconf_becomes_plain() -> None:
     assert type(settings.options["a"]) is list
 
 
-def test_what_is_no_dict_stays_what_it_is() -> None:
+def test_other_mappings_are_kept() -> None:
     class Space(dict[str, int]):
         pass
 
@@ -48,7 +48,7 @@ def test_what_is_no_dict_stays_what_it_is() -> None:
     assert read({"name": "x", "options": {"space": node, "pair": (1, 2)}}).options == {"space": node, "pair": (1, 2)}
 
 
-def test_a_row_has_the_last_word() -> None:
+def test_row_overrides_the_section() -> None:
     extras = {"extra_info": {"env_config": {"name": "row", "limit": None}, "index": 3}}
     assert read({"name": "config", "options": None}) == Settings("config", {}, 3.0)
     assert read({"name": "config", "limit": 5.0}, extras) == Settings("row", {}, 5.0)
@@ -62,11 +62,11 @@ def test_a_row_has_the_last_word() -> None:
         ({}, r"environment\.skyrl_gym\.mine\.name is missing"),
         ({"name": None}, r"mine\.name is missing"),
         ({"name": "x", "limits": 1}, r"mine\.limits is unknown; did you mean limit\?"),
-        ({"name": "x", "q": 1}, r"mine\.q is unknown; there are: name, options, limit"),
+        ({"name": "x", "q": 1}, r"mine\.q is unknown; the keys are: name, options, limit"),
         ({"name": "x", "options": "fast"}, r"mine\.options='fast' must be a section: set .*mine\.options\.<key>"),
     ],
 )
-def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
+def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(env_config)
     with pytest.raises(ValueError, match=r"mine\.name is missing"):
@@ -92,8 +92,3 @@ def test_reset_arguments() -> None:
         reset_arguments({}, {"extra_info": {"seed": "x"}})
     with pytest.raises(ValueError, match=r"extra_info\.reset=3 of a dataset row"):
         reset_arguments({}, {"extra_info": {"reset": 3}})
-
-
-def test_an_episode_by_hand_has_any_number_of_turns() -> None:
-    assert max_turns({"max_turns": 4}) == 4
-    assert max_turns({}) > 10**9

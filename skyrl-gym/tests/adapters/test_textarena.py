@@ -21,44 +21,44 @@ GUESS = {"env_id": "GuessTheNumber-v0"}
 TICTACTOE = {"env_id": "TicTacToe-v0", "num_players": 2}
 
 
-class LowestCell:
-    """Plays the first free cell, and remembers what it saw."""
+class FirstFreeCell:
+    """Plays the first free cell, and records its views."""
 
-    saw: list[str] = []  # noqa: RUF012, of all games
+    views: list[str] = []  # noqa: RUF012, of all games
 
     def __call__(self, seen: str) -> str:
-        self.saw.append(seen)
+        self.views.append(seen)
         return re.findall(r"'(\[\d\])'", seen.splitlines()[-1])[0]
 
 
 def rule_breaker(seen: str) -> str:
-    """Plays no cell."""
+    """Plays an illegal move."""
     return "[99]"
 
 
-def text_of(output: Any) -> str:
+def message_text(output: Any) -> str:
     (message,) = output["observations"]
     return message["content"]
 
 
 @pytest.fixture
 def opponent(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of this module's opponent."""
-    here = types.SimpleNamespace(LowestCell=LowestCell, rule_breaker=rule_breaker)
+    """Return the entry point of this module's opponent."""
+    here = types.SimpleNamespace(FirstFreeCell=FirstFreeCell, rule_breaker=rule_breaker)
     monkeypatch.setitem(sys.modules, "opponents_of_a_test", here)
-    LowestCell.saw.clear()
-    return "opponents_of_a_test:LowestCell"
+    FirstFreeCell.views.clear()
+    return "opponents_of_a_test:FirstFreeCell"
 
 
-def guess_all(env: Any) -> list[Any]:
-    """Play with bisection; everything that came back."""
+def play_bisection(env: Any) -> list[Any]:
+    """Play with bisection; return all outputs."""
     low, high = 1, 20
     outputs = []
     while not outputs or not outputs[-1]["done"]:
         middle = (low + high) // 2
         outputs.append(env.step(f"<think>[99]?</think>[{middle}]"))
         if not outputs[-1]["done"]:
-            low, high = (middle + 1, high) if "higher" in text_of(outputs[-1]) else (low, middle - 1)
+            low, high = (middle + 1, high) if "higher" in message_text(outputs[-1]) else (low, middle - 1)
     return outputs
 
 
@@ -67,7 +67,7 @@ def test_a_number_is_guessed() -> None:
     with skyrl_gym.make("textarena", env_config=OmegaConf.create(GUESS), extras={"max_turns": 20}) as env:
         prompt, _ = env.init(PROMPT)
         assert prompt[0]["content"].startswith("Let us play.\n\n[GAME] You are Player 0. You are playing Guess")
-        outputs = guess_all(env)
+        outputs = play_bisection(env)
         assert outputs[-1]["reward"] == 1.0
         assert all(output["reward"] == 0.0 for output in outputs[:-1])
         assert env.get_metrics() == {"steps": len(outputs), "invalid_actions": 0, "finished": 1}
@@ -75,16 +75,19 @@ def test_a_number_is_guessed() -> None:
             env.step("[1]")
 
 
-def test_each_turn_shows_what_is_new() -> None:
+def test_observations_show_only_new_text() -> None:
     with TextArenaEnv(GUESS, {"seed": 1}) as env:
         env.init(PROMPT)
-        assert text_of(env.step("[1]")) in ("[GAME] The target number is higher.", "[GAME] The target number is lower.")
+        assert message_text(env.step("[1]")) in (
+            "[GAME] The target number is higher.",
+            "[GAME] The target number is lower.",
+        )
 
 
-def test_illegal_moves_are_the_games_to_judge() -> None:
+def test_game_decides_on_illegal_moves() -> None:
     with TextArenaEnv(GUESS, {"seed": 1}) as env:
         env.init(PROMPT)
-        assert "attempted an invalid move" in text_of(env.step("I do not know"))
+        assert "attempted an invalid move" in message_text(env.step("I do not know"))
         output = env.step("")
         assert (output["done"], output["reward"]) == (True, 0.0)
         assert env.get_metrics() == {"steps": 2, "invalid_actions": 2, "finished": 1}
@@ -92,7 +95,7 @@ def test_illegal_moves_are_the_games_to_judge() -> None:
 
 @pytest.mark.parametrize("env_config", [GUESS, TICTACTOE, {"env_id": "ConnectFour-v0", "num_players": 2}], ids=str)
 @pytest.mark.parametrize("reply", [f"[{'9' * 5000}]", "[1" * 10**6, "<answer>" * 125_000, "٣" * 10**4], ids=range(4))
-def test_no_move_makes_a_game_raise_or_wait(env_config: dict[str, Any], reply: str) -> None:
+def test_any_move_is_accepted_in_time(env_config: dict[str, Any], reply: str) -> None:
     with TextArenaEnv(env_config, {"seed": 1}) as env:
         env.init(PROMPT)
         started = time.process_time()
@@ -101,10 +104,10 @@ def test_no_move_makes_a_game_raise_or_wait(env_config: dict[str, Any], reply: s
         assert env.get_metrics()["invalid_actions"] == 1
 
 
-def test_the_end_of_a_long_reply_is_the_move() -> None:
+def test_end_of_a_long_reply_is_the_move() -> None:
     with TextArenaEnv(TICTACTOE, {"seed": 1}) as env:
         env.init(PROMPT)
-        assert "in cell 4." in text_of(env.step("I wonder. " * 1000 + "[4]"))
+        assert "in cell 4." in message_text(env.step("I wonder. " * 1000 + "[4]"))
         assert env.get_metrics()["invalid_actions"] == 0
 
 
@@ -117,7 +120,7 @@ def test_a_legal_move_after_an_illegal_one() -> None:
         assert env.get_metrics() == {"steps": 3, "invalid_actions": 2, "finished": 0}
 
 
-def test_a_game_that_was_not_finished_is_worth_nobody_knows_what() -> None:
+def test_unfinished_game_has_missing_reward() -> None:
     for env_config, reward in ((GUESS, None), ({**GUESS, "missing_reward": -1}, -1.0)):
         with TextArenaEnv(env_config, {"seed": 1, "max_turns": 1}) as env:
             env.init(PROMPT)
@@ -125,16 +128,16 @@ def test_a_game_that_was_not_finished_is_worth_nobody_knows_what() -> None:
             assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
 
 
-def test_the_other_seat_is_played(opponent: str) -> None:
+def test_opponent_plays_the_other_seat(opponent: str) -> None:
     with TextArenaEnv({**TICTACTOE, "opponents": opponent}, {}) as env:
         prompt, _ = env.init(PROMPT)
         assert "'[0]', '[1]'" in prompt[0]["content"]
-        seen = text_of(env.step("<think>[4] is in the middle</think>I take [4]."))
+        seen = message_text(env.step("<think>[4] is in the middle</think>I take [4]."))
         assert "[Player 1] [0]" in seen
         assert "I take" not in seen
-        assert "Let us" not in LowestCell.saw[0]
-        assert "You are Player 1 in Tic Tac Toe" in LowestCell.saw[0]
-        assert "[Player 0] I take [4]." in LowestCell.saw[0]
+        assert "Let us" not in FirstFreeCell.views[0]
+        assert "You are Player 1 in Tic Tac Toe" in FirstFreeCell.views[0]
+        assert "[Player 0] I take [4]." in FirstFreeCell.views[0]
         env.step("[6]")
         output = env.step("[2]")
         assert (output["reward"], output["done"]) == (1.0, True)
@@ -143,7 +146,7 @@ def test_the_other_seat_is_played(opponent: str) -> None:
         assert env.get_metrics() == {**metrics, "opponent_illegal": 0}
 
 
-def test_the_model_may_sit_in_the_second_seat(opponent: str) -> None:
+def test_model_may_play_the_second_seat(opponent: str) -> None:
     with TextArenaEnv({**TICTACTOE, "seat": 1, "opponents": [opponent]}, {}) as env:
         prompt, _ = env.init(PROMPT)
         assert "You are Player 1 in Tic Tac Toe" in prompt[0]["content"]
@@ -154,8 +157,8 @@ def test_the_model_may_sit_in_the_second_seat(opponent: str) -> None:
         assert env.get_metrics()["lost"] == 1
 
 
-def test_an_opponent_that_breaks_the_rules_is_reported(opponent: str) -> None:
-    name = opponent.replace("LowestCell", "rule_breaker")
+def test_rule_breaking_opponent_is_reported(opponent: str) -> None:
+    name = opponent.replace("FirstFreeCell", "rule_breaker")
     with TextArenaEnv({**TICTACTOE, "opponents": name}, {}) as env:
         env.init(PROMPT)
         assert env.step("[4]")["reward"] == 1.0
@@ -165,10 +168,10 @@ def test_an_opponent_that_breaks_the_rules_is_reported(opponent: str) -> None:
 @pytest.mark.parametrize(
     ("env_id", "move"), [("ConnectFour-v0", "[col 3]"), ("IteratedPrisonersDilemma-v0", "[Defect]")]
 )
-def test_a_random_opponent_does_not_do_as_the_model_says(env_id: str, move: str) -> None:
+def test_random_opponent_ignores_moves_offered_by_the_model(env_id: str, move: str) -> None:
     with TextArenaEnv({"env_id": env_id, "num_players": 2}, {"seed": 1}) as env:
         env.init(PROMPT)
-        seen = text_of(env.step(f"{move}\nYou had better play '[zzz]'."))
+        seen = message_text(env.step(f"{move}\nYou had better play '[zzz]'."))
         assert "zzz" not in seen
         assert env.get_metrics()["finished"] == 0
 
@@ -177,7 +180,7 @@ def test_a_random_opponent_does_not_do_as_the_model_says(env_id: str, move: str)
     ("env_id", "n_players"),
     [("TicTacToe-v0", 2), ("KuhnPoker-v0", 2), ("PigDice-v0", 2), ("ThreePlayerTicTacToe-v0", 3)],
 )
-def test_random_games_come_to_an_end(env_id: str, n_players: int) -> None:
+def test_random_games_finish(env_id: str, n_players: int) -> None:
     generator = random.Random(0)
     for seed in range(5):
         with TextArenaEnv({"env_id": env_id, "num_players": n_players}, {"seed": seed}) as env:
@@ -189,22 +192,22 @@ def test_random_games_come_to_an_end(env_id: str, n_players: int) -> None:
                 output = env.step(generator.choice(moves))
                 if output["done"]:
                     break
-                seen = text_of(output)
+                seen = message_text(output)
             assert output["done"]
             assert output["reward"] is not None
             assert env.get_metrics()["finished"] == 1
 
 
-def test_a_view_of_the_board_is_shown_as_it_is() -> None:
+def test_custom_view_is_shown() -> None:
     with TextArenaEnv({"env_id": "TicTacToe-v0-train", "num_players": 2}, {"seed": 1}) as env:
         first = env.init(PROMPT)[0][0]["content"]
-        seen = text_of(env.step("4"))
+        seen = message_text(env.step("4"))
         for text in (first, seen):
             assert "You are Player 0 in Tic Tac Toe" in text
         assert " O " in seen
 
 
-def test_the_same_seed_is_the_same_game_whatever_else_is_played() -> None:
+def test_seed_determines_the_game() -> None:
     def game(seed: int, *, is_disturbed: bool) -> list[str]:
         with TextArenaEnv({"env_id": "KuhnPoker-v0", "num_players": 2}, {"extra_info": {"seed": seed}}) as env:
             seen = [env.init(PROMPT)[0][0]["content"]]
@@ -215,14 +218,14 @@ def test_the_same_seed_is_the_same_game_whatever_else_is_played() -> None:
                         other.init(PROMPT)
                 if (output := env.step("[check]"))["done"]:
                     break
-                seen.append(text_of(output))
+                seen.append(message_text(output))
             return seen
 
     assert game(1, is_disturbed=False) == game(1, is_disturbed=True)
     assert len({game(seed, is_disturbed=False)[0] for seed in range(8)}) > 1
 
 
-def test_the_numbers_of_others_do_not_change() -> None:
+def test_global_random_state_is_not_affected() -> None:
     random.seed(3)
     np.random.seed(3)
     expected = (random.random(), np.random.rand())
@@ -234,17 +237,17 @@ def test_the_numbers_of_others_do_not_change() -> None:
     assert (random.random(), np.random.rand()) == expected
 
 
-async def test_games_in_threads_do_not_disturb_each_other() -> None:
+async def test_games_in_threads_are_independent() -> None:
     def game(seed: int) -> list[Any]:
         with TextArenaEnv(GUESS, {"seed": seed}) as env:
             env.init(PROMPT)
-            return [output["observations"] for output in guess_all(env)]
+            return [output["observations"] for output in play_bisection(env)]
 
     alone = [game(seed) for seed in range(20)]
     assert await asyncio.gather(*(asyncio.to_thread(game, seed) for seed in range(20))) == alone
 
 
-def test_a_random_opponent_without_offers_says_what_to_do() -> None:
+def test_random_opponent_without_offered_moves_raises() -> None:
     env = TextArenaEnv({"env_id": "Breakthrough-v0-tiny", "num_players": 2, "seat": 1}, {"seed": 1})
     with pytest.raises(ValueError, match="Breakthrough-v0-tiny offers no moves in quotes; set opponents"):
         env.init(PROMPT)
@@ -254,18 +257,18 @@ def test_a_random_opponent_without_offers_says_what_to_do() -> None:
     ("env_config", "message"),
     [
         ({}, r"textarena\.env_id is missing"),
-        ({"env_id": "TicTacTo-v0"}, r"env_id='TicTacTo-v0' is no game of TextArena; did you mean 'TicTacToe-v0'"),
-        ({**TICTACTOE, "seat": 2}, "seat=2 is none of num_players=2"),
+        ({"env_id": "TicTacTo-v0"}, r"env_id='TicTacTo-v0' is not a game of TextArena; did you mean 'TicTacToe-v0'"),
+        ({**TICTACTOE, "seat": 2}, "seat=2 must be from 0 to num_players - 1 = 1"),
         ({**TICTACTOE, "opponents": []}, r"opponents=\[\] must be 1"),
         ({**TICTACTOE, "opponent": "random"}, r"did you mean opponents\?"),
     ],
 )
-def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
+def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TextArenaEnv(env_config, {})
 
 
-def test_a_wrong_number_of_players_is_named() -> None:
+def test_invalid_number_of_players_raises() -> None:
     with TextArenaEnv({"env_id": "TicTacToe-v0"}, {}) as env, pytest.raises(ValueError, match="num_players=1"):
         env.init(PROMPT)
 

@@ -63,7 +63,7 @@ class Guess:
 
 
 class Asynchronous:
-    """Its methods are awaited, in one event loop."""
+    """Has async methods, which must run in one event loop."""
 
     async def reset(self, number: int, **row: Any) -> None:
         self.loop = asyncio.get_running_loop()
@@ -79,7 +79,7 @@ class Asynchronous:
 
 
 class Narrow:
-    """Takes one column of the row, and has its reward in a method."""
+    """Takes one column of the row, and returns its reward from a method."""
 
     def reset(self, number: int) -> None:
         self.number = number
@@ -92,7 +92,7 @@ class Narrow:
 
 
 def retried(method: Any) -> Any:
-    """What a decorator makes of an `async` method: it is no coroutine function any more."""
+    """Wrap an async method so that it is no longer a coroutine function, as decorators do."""
 
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class Numpy(Narrow):
 
 
 class Opened:
-    """Has no tools, and something to close."""
+    """Has no tools, and a resource to close."""
 
     n_open = 0
 
@@ -153,12 +153,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "factories_of_a_test", here)
 
 
-def made(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
+def make_env(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
     return TrlEnv({"factory": f"factories_of_a_test:{name}", **env_config}, {"number": 7, **(extras or {})})
 
 
-def begun(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
-    env = made(name, extras, **env_config)
+def start_env(name: str, extras: dict[str, Any] | None = None, **env_config: Any) -> TrlEnv:
+    env = make_env(name, extras, **env_config)
     env.init(PROMPT)
     return env
 
@@ -167,7 +167,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def text_of(output: Any) -> str:
+def message_text(output: Any) -> str:
     (message,) = output["observations"]
     assert message["role"] == "user"
     return message["content"]
@@ -181,7 +181,7 @@ def test_an_episode() -> None:
         assert prompt[-1] == {"role": "user", "content": "Guess.\n\nBetween 1 and 10."}
         assert env._env.row == {"prompt": PROMPT, "number": 7, "greeting": "Between 1 and 10.", "data_source": "x"}
         output = env.step(f"<think>5?</think>{call('guess', number=5)}")
-        assert text_of(output) == "<tool_response>\nHigher.\n</tool_response>"
+        assert message_text(output) == "<tool_response>\nHigher.\n</tool_response>"
         assert (output["reward"], output["done"]) == (0.0, False)
         output = env.step(call("guess", number=7))
         assert (output["reward"], output["done"], output["observations"]) == (1.0, True, [])
@@ -191,7 +191,7 @@ def test_an_episode() -> None:
 
 
 def test_the_system_prompt_lists_public_methods() -> None:
-    env = made("Guess")
+    env = make_env("Guess")
     system = env.init([{"role": "system", "content": "Be brief."}, *PROMPT])[0][0]["content"]
     assert system.startswith("Be brief.\n\n# Tools")
     listed = [json.loads(line)["function"] for line in system.splitlines() if line.startswith('{"type"')]
@@ -203,101 +203,103 @@ def test_the_system_prompt_lists_public_methods() -> None:
 
 
 def test_tools_may_be_described_elsewhere() -> None:
-    env = made("Guess", describe_tools=False)
+    env = make_env("Guess", describe_tools=False)
     assert env.init(PROMPT)[0] == PROMPT
 
 
-def test_a_reply_without_a_call_is_the_last() -> None:
-    env = begun("Guess")
+def test_reply_without_a_call_ends_the_episode() -> None:
+    env = start_env("Guess")
     env.step(call("guess", number=1))
     output = env.step("I give up.")
     assert (output["reward"], output["done"]) == (-0.1, True)
 
 
-def test_numpy_says_when_it_is_done() -> None:
-    env = begun("Numpy")
+def test_done_may_be_a_numpy_bool() -> None:
+    env = start_env("Numpy")
     assert not env.step(call("move", to=3))["done"]
     assert env.step(call("move", to=7))["done"]
 
 
-def test_the_last_turn_has_the_reward_so_far() -> None:
-    env = begun("Guess", {"max_turns": 2}, kwargs={"penalty": 0.25})
+def test_last_turn_has_the_current_reward() -> None:
+    env = start_env("Guess", {"max_turns": 2}, kwargs={"penalty": 0.25})
     assert env.step(call("guess", number=1))["reward"] == 0.0
     output = env.step(call("guess", number=2))
     assert (output["reward"], output["done"], output["observations"]) == (-0.5, True, [])
 
 
-def test_calls_of_one_reply_are_made_in_order() -> None:
-    env = begun("Guess")
-    seen = text_of(env.step(call("guess", number=1) + " and " + call("hint", kind="size")))
+def test_calls_of_a_reply_are_executed_in_order() -> None:
+    env = start_env("Guess")
+    seen = message_text(env.step(call("guess", number=1) + " and " + call("hint", kind="size")))
     assert (
         seen == "<tool_response>\nHigher.\n</tool_response>\n<tool_response>\neven: false\nkind: size\n</tool_response>"
     )
 
 
-def test_mistakes_are_told() -> None:
-    env = begun("Guess")
-    assert "there is no tool fly; there are fail, guess, hint." in text_of(env.step(call("fly")))
-    assert "there is no tool _secret" in text_of(env.step(call("_secret")))
-    assert "there is no tool reset" in text_of(env.step(call("reset", number=3)))
-    assert "there is no tool close" in text_of(env.step(call("close")))
-    assert "there is no tool answer" in text_of(env.step(call("answer")))
-    assert "arguments of guess are wrong" in text_of(env.step(call("guess", number="seven")))
-    assert "arguments of guess are wrong" in text_of(env.step(call("guess")))
-    assert "arguments of guess are wrong" in text_of(env.step(call("guess", number=3, self="me")))
-    assert "not valid JSON" in text_of(env.step("<tool_call>{oops</tool_call>"))
-    assert "more than 32 tool calls" in text_of(env.step(call("guess", number=1) * 33))
+def test_mistakes_are_explained() -> None:
+    env = start_env("Guess")
+    assert "there is no tool fly; the tools are fail, guess, hint." in message_text(env.step(call("fly")))
+    assert "there is no tool _secret" in message_text(env.step(call("_secret")))
+    assert "there is no tool reset" in message_text(env.step(call("reset", number=3)))
+    assert "there is no tool close" in message_text(env.step(call("close")))
+    assert "there is no tool answer" in message_text(env.step(call("answer")))
+    assert "arguments of guess are wrong" in message_text(env.step(call("guess", number="seven")))
+    assert "arguments of guess are wrong" in message_text(env.step(call("guess")))
+    assert "arguments of guess are wrong" in message_text(env.step(call("guess", number=3, self="me")))
+    assert "not valid JSON" in message_text(env.step("<tool_call>{oops</tool_call>"))
+    assert "more than 32 tool calls" in message_text(env.step(call("guess", number=1) * 33))
     assert env._env.reward == 0.0
     assert env.get_metrics() == {"steps": 10, "tool_calls": 0, "failed_tool_calls": 0, "invalid_actions": 10}
 
 
-def test_a_call_in_thoughts_or_in_what_a_tool_said_is_no_call() -> None:
-    env = begun("Guess")
+def test_calls_in_thoughts_or_tool_results_are_ignored() -> None:
+    env = start_env("Guess")
     output = env.step(f"<think>{call('guess', number=7)}</think>I do not know.")
     assert (output["reward"], output["done"]) == (0.0, True)
     assert env.get_metrics()["tool_calls"] == 0
 
 
-def test_what_a_tool_raises_is_told() -> None:
-    env = begun("Guess")
-    assert text_of(env.step(call("fail", how="value"))) == "<tool_response>\nError: failed: value\n</tool_response>"
+def test_tool_error_is_the_observation() -> None:
+    env = start_env("Guess")
+    assert (
+        message_text(env.step(call("fail", how="value"))) == "<tool_response>\nError: failed: value\n</tool_response>"
+    )
     assert env.get_metrics()["failed_tool_calls"] == 1
 
 
 @pytest.mark.parametrize(("how", "error"), [("connection", ConnectionResetError), ("timeout", TimeoutError)])
-def test_a_lost_connection_is_not_the_models_mistake(how: str, error: type[Exception]) -> None:
-    env = begun("Guess")
+def test_connection_error_is_raised(how: str, error: type[Exception]) -> None:
+    env = start_env("Guess")
     with pytest.raises(error, match="failed"):
         env.step(call("fail", how=how))
 
 
-def test_reset_takes_the_columns_that_it_names() -> None:
-    env = begun("Narrow", {"data_source": "x"})
+def test_reset_gets_the_columns_it_names() -> None:
+    env = start_env("Narrow", {"data_source": "x"})
     assert env.step("")["reward"] == 3.5
 
 
-def test_methods_that_are_awaited_share_a_loop_that_ends() -> None:
+def test_async_methods_share_a_loop() -> None:
     n_threads = threading.active_count()
-    with made("Asynchronous", {"data_source": "x"}) as env:
+    with make_env("Asynchronous", {"data_source": "x"}) as env:
         env.init(PROMPT)
-        assert "HELLO" in text_of(env.step(call("ask", question="hello")))
+        assert "HELLO" in message_text(env.step(call("ask", question="hello")))
         assert env.step("bye")["reward"] is None
     env.close()
     assert threading.active_count() == n_threads
-    with made("Asynchronous", missing_reward=0.0) as env:
+    with make_env("Asynchronous", missing_reward=0.0) as env:
         env.init(PROMPT)
         assert env.step("bye")["reward"] == 0.0
 
 
-def test_a_wrapped_method_is_awaited_too_and_its_answer_needs_no_json() -> None:
-    with begun("Wrapped") as env:
-        told = text_of(env.step(call("ask", question="hello")))
-        assert told == "<tool_response>\n{'HELLO'}\n</tool_response>"
+def test_wrapped_async_method_is_awaited() -> None:
+    with start_env("Wrapped") as env:
+        message = message_text(env.step(call("ask", question="hello")))
+        assert message == "<tool_response>\n{'HELLO'}\n</tool_response>"
         assert env.get_metrics()["failed_tool_calls"] == 0
 
 
-def test_closing_closes_once() -> None:
-    env = made("Guess")
+def test_close_closes_once() -> None:
+    env = make_env("Guess")
     env.close()
     env.close()
     assert env._env.closed == 1
@@ -305,9 +307,9 @@ def test_closing_closes_once() -> None:
         env.step(call("guess", number=7))
 
 
-def test_what_cannot_be_played_is_closed() -> None:
+def test_unsupported_environment_is_closed() -> None:
     with pytest.raises(ValueError, match="Opened has no tools"):
-        made("Opened")
+        make_env("Opened")
     assert Opened.n_open == 0
 
 
@@ -318,9 +320,9 @@ def test_what_cannot_be_played_is_closed() -> None:
         ("Talkative", r"reset of .*Talkative returned \['a list'\]"),
     ],
 )
-def test_what_an_environment_returns_is_checked(name: str, message: str) -> None:
+def test_return_values_are_validated(name: str, message: str) -> None:
     def play() -> None:
-        begun(name).step("bye")
+        start_env(name).step("bye")
 
     with pytest.raises(ValueError, match=message):
         play()
@@ -332,9 +334,9 @@ def test_what_an_environment_returns_is_checked(name: str, message: str) -> None
         ({}, r"trl\.factory is missing"),
         ({"factory": "factories_of_a_test"}, "must be 'module:attribute'"),
         ({"factory": "factories_of_a_test:Gues"}, "Did you mean 'Guess'"),
-        ({"factory": "factories_of_a_test:Toolless"}, "Toolless has no tools: give it public methods besides reset"),
+        ({"factory": "factories_of_a_test:Toolless"}, "Toolless has no tools; add public methods besides reset"),
     ],
 )
-def test_what_is_wrong_is_named(env_config: dict[str, Any], message: str) -> None:
+def test_invalid_config_raises(env_config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrlEnv(env_config, {})

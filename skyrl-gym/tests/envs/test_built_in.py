@@ -8,16 +8,16 @@ import sys
 import pytest
 
 from skyrl_gym.core import Env
-from skyrl_gym.entry_point import load_attribute
 from skyrl_gym.envs import BUILT_IN
+from skyrl_gym.envs.entry_point import load_attribute
 
 
 @pytest.mark.parametrize("id", BUILT_IN)
-def test_each_is_there(id: str) -> None:
+def test_entry_point_is_an_env(id: str) -> None:
     assert issubclass(load_attribute(BUILT_IN[id]), Env)
 
 
-def test_importing_the_package_registers_them_and_imports_none() -> None:
+def test_importing_the_package_registers_environments_without_importing_them() -> None:
     code = (
         "import sys, skyrl_gym\n"
         "from skyrl_gym.envs import BUILT_IN\n"

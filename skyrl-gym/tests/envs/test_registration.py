@@ -24,7 +24,7 @@ from skyrl_gym.envs.registration import (
 
 
 class RowEnv(BaseTextEnv):
-    """Keeps what it was built from."""
+    """Keeps its constructor arguments."""
 
     def __init__(self, env_config: dict[str, Any], extras: dict[str, Any]) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class TestRegister:
             register("row", "elsewhere:OtherEnv")
         assert spec("row").entry_point == ROW_ENV
 
-    def test_ones_own_takes_the_place_of_a_built_in(self) -> None:
+    def test_user_environment_replaces_a_built_in_one(self) -> None:
         register("gsm8k", BUILT_IN["gsm8k"])
         register("gsm8k", RowEnv)
         assert spec("gsm8k").entry_point is RowEnv
         with pytest.raises(error.RegistrationError, match="already registered"):
             register("gsm8k", RowEnv)
 
-    def test_an_entry_point_is_needed(self) -> None:
+    def test_entry_point_is_required(self) -> None:
         with pytest.raises(error.RegistrationError, match="'row' needs an entry_point"):
             register("row")
 
@@ -70,16 +70,16 @@ class TestRegister:
             register("row", entry_point)
         assert registry == {}
 
-    def test_an_entry_point_that_is_neither_code_nor_name_is_refused(self) -> None:
-        with pytest.raises(error.InvalidSpec, match="give a class, a function or 'module:attribute'"):
+    def test_entry_point_of_another_type_is_refused(self) -> None:
+        with pytest.raises(error.InvalidSpec, match="use a class, a function or 'module:attribute'"):
             register("row", 3)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("env_id", ["", None])
-    def test_an_id_is_a_name(self, env_id: Any) -> None:
+    def test_id_must_be_a_non_empty_string(self, env_id: Any) -> None:
         with pytest.raises(error.InvalidSpec, match="must be a non-empty string"):
             register(env_id, RowEnv)
 
-    def test_the_callers_kwargs_are_not_kept(self) -> None:
+    def test_kwargs_are_copied(self) -> None:
         kwargs: dict[str, Any] = {"env_config": {}}
         register("row", RowEnv, kwargs=kwargs)
         kwargs.clear()
@@ -87,7 +87,7 @@ class TestRegister:
 
 
 class TestDeregister:
-    def test_the_id_is_free_again(self) -> None:
+    def test_id_can_be_registered_again(self) -> None:
         register("row", RowEnv)
         deregister("row")
         assert registry == {}
@@ -104,7 +104,7 @@ def make_row_env(extras: dict[str, Any], env_config: dict[str, Any]) -> RowEnv:
 
 class TestMake:
     @pytest.mark.parametrize("entry_point", [RowEnv, ROW_ENV, make_row_env, f"{__name__}:make_row_env"])
-    def test_a_class_a_function_and_a_name_all_make_it(self, entry_point: Any) -> None:
+    def test_entry_point_may_be_a_class_a_function_or_a_name(self, entry_point: Any) -> None:
         register("row", entry_point)
         env = make("row", env_config={}, extras={"max_turns": 3})
         assert type(env).__name__ == "RowEnv"
@@ -114,7 +114,7 @@ class TestMake:
         register("row", RowEnv, kwargs={"env_config": {}, "extras": {}})
         assert make("row") is not make("row")
 
-    def test_given_kwargs_win_over_registered_ones(self) -> None:
+    def test_kwargs_of_make_override_registered_ones(self) -> None:
         register("row", RowEnv, kwargs={"env_config": {"a": 1}, "extras": {"b": 2}})
         env = make("row", extras={"c": 3})
         assert isinstance(env, RowEnv)
@@ -129,29 +129,29 @@ class TestMake:
         assert second.env_config == {"seen": []}
         assert spec("row").kwargs["env_config"] == {"seen": []}
 
-    def test_given_kwargs_are_passed_on_as_they_are(self) -> None:
+    def test_kwargs_of_make_are_not_copied(self) -> None:
         register("row", RowEnv)
         extras: dict[str, Any] = {}
         env = make("row", env_config={}, extras=extras)
         assert isinstance(env, RowEnv)
         assert env.extras is extras
 
-    def test_the_environment_knows_how_it_was_made(self) -> None:
+    def test_environment_keeps_its_spec(self) -> None:
         register("row", RowEnv, kwargs={"env_config": {}})
         env = make("row", extras={"c": 3})
         assert env.spec == EnvSpec("row", RowEnv, {"env_config": {}, "extras": {"c": 3}})
         assert spec("row").kwargs == {"env_config": {}}
 
-    def test_a_spec_makes_what_it_describes_without_being_registered(self) -> None:
+    def test_spec_can_be_made_without_registration(self) -> None:
         env_spec = EnvSpec("row", RowEnv, {"env_config": {}})
         assert isinstance(make(env_spec, extras={}), RowEnv)
         assert isinstance(env_spec.make(extras={}), RowEnv)
 
-    def test_a_spec_without_entry_point_makes_nothing(self) -> None:
+    def test_spec_without_entry_point_cannot_be_made(self) -> None:
         with pytest.raises(error.Error, match="'row' has no entry_point"):
             make(EnvSpec("row"))
 
-    def test_an_unknown_id_names_the_nearest_one_and_all_there_are(self) -> None:
+    def test_unknown_id_names_the_closest_and_all_known_ids(self) -> None:
         register("multiply", RowEnv)
         register("catch", RowEnv)
         with pytest.raises(error.UnregisteredEnv) as caught:
@@ -161,7 +161,7 @@ class TestMake:
         assert "Registered here: catch, multiply." in message
         assert "import or register the environment in the process that makes it" in message
 
-    def test_an_unknown_id_like_no_other_suggests_nothing(self) -> None:
+    def test_unknown_id_without_a_close_match_suggests_nothing(self) -> None:
         with pytest.raises(error.UnregisteredEnv) as caught:
             make("chess")
         assert "Did you mean" not in str(caught.value)
@@ -180,7 +180,7 @@ class TestMake:
         with pytest.raises(LookupError, match=r"^'?no such task'?$"):
             make("refusing")
 
-    def test_only_an_env_may_be_made(self) -> None:
+    def test_entry_point_must_return_an_env(self) -> None:
         register("list", list)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"'list' must return a skyrl_gym\.Env, got list"):
             make("list")
@@ -190,11 +190,11 @@ class TestLoadEnvCreator:
     def test_a_name_is_imported(self) -> None:
         assert load_env_creator("skyrl_gym.envs.base_text_env:BaseTextEnv") is BaseTextEnv
 
-    def test_a_missing_attribute_names_the_nearest_one(self) -> None:
+    def test_missing_attribute_names_the_closest_one(self) -> None:
         with pytest.raises(error.InvalidSpec, match="Did you mean 'BaseTextEnv'"):
             load_env_creator("skyrl_gym.envs.base_text_env:BaseTextEnw")
 
-    def test_a_missing_module_says_whose_entry_point_it_is(self) -> None:
+    def test_missing_module_names_the_entry_point(self) -> None:
         with pytest.raises(ModuleNotFoundError) as caught:
             load_env_creator("no_such_module:Env")
         assert caught.value.__notes__ == ["while importing the entry point 'no_such_module:Env'"]
@@ -216,12 +216,12 @@ class TestJson:
     def test_the_name_is_not_written(self) -> None:
         assert json.loads(EnvSpec("row", ROW_ENV).to_json()) == {"id": "row", "entry_point": ROW_ENV, "kwargs": {}}
 
-    def test_a_class_has_no_json(self) -> None:
-        with pytest.raises(ValueError, match="only 'module:attribute' has JSON"):
+    def test_class_cannot_be_written_as_json(self) -> None:
+        with pytest.raises(ValueError, match="cannot be written as JSON; use 'module:attribute'"):
             EnvSpec("row", RowEnv).to_json()
 
-    def test_a_function_among_the_kwargs_has_no_json(self) -> None:
-        with pytest.raises(ValueError, match="the kwargs of 'row' have no JSON"):
+    def test_function_in_kwargs_cannot_be_written_as_json(self) -> None:
+        with pytest.raises(ValueError, match="the kwargs of 'row' cannot be written as JSON"):
             EnvSpec("row", ROW_ENV, {"callback": print}).to_json()
 
     @pytest.mark.parametrize(

@@ -7,29 +7,29 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_gym.env_config import EnvConfig
-from skyrl_gym.envs.row import answer_of, ground_truth_of, max_turns_of, settings_of
+from skyrl_gym.envs.row import parse_settings, read_answer, read_ground_truth, read_max_turns
+from skyrl_gym.runtime.env_config import EnvConfig
 
 
 @pytest.mark.parametrize(
     ("truth", "text"), [("42", "42"), (" 42\n", "42"), (42, "42"), (np.int64(-7), "-7"), ("x + 1", "x + 1"), (0, "0")]
 )
 def test_the_ground_truth_is_text_or_a_whole_number(truth: object, text: str) -> None:
-    assert answer_of({"reward_spec": {"ground_truth": truth}}) == text
-    assert answer_of(OmegaConf.create({"reward_spec": {"ground_truth": text}})) == text
+    assert read_answer({"reward_spec": {"ground_truth": truth}}) == text
+    assert read_answer(OmegaConf.create({"reward_spec": {"ground_truth": text}})) == text
 
 
-def test_the_first_field_that_is_there_has_the_ground_truth() -> None:
+def test_first_field_present_holds_the_ground_truth() -> None:
     fields = ("reward_model", "reward_spec")
     row = {"reward_model": {"ground_truth": "1"}, "reward_spec": {"ground_truth": "2"}}
-    assert answer_of(row, fields) == "1"
-    assert answer_of(row | {"reward_model": None}, fields) == "2"
+    assert read_answer(row, fields) == "1"
+    assert read_answer(row | {"reward_model": None}, fields) == "2"
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"data_source": "mine"}, r"reward_spec field is required: .* it has \['data_source'\]"),
+        ({"data_source": "mine"}, r"reward_spec field is required: add .* which has \['data_source'\]"),
         ({"reward_spec": None}, "reward_spec field is required"),
         ({"reward_spec": {}}, r"ground_truth is required in reward_spec field; got reward_spec=\{\}"),
         ({"reward_spec": {"ground_truth": None}}, "ground_truth is required in reward_spec field"),
@@ -39,13 +39,13 @@ def test_the_first_field_that_is_there_has_the_ground_truth() -> None:
 )
 def test_a_row_without_ground_truth_is_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        answer_of(row)
+        read_answer(row)
 
 
 @pytest.mark.parametrize("truth", [42.0, ["42"], {"a": 1}])
-def test_a_ground_truth_of_another_kind_is_refused(truth: object) -> None:
+def test_ground_truth_of_another_type_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"ground_truth=.* must be text or a whole number, got"):
-        answer_of({"reward_spec": {"ground_truth": truth}})
+        read_answer({"reward_spec": {"ground_truth": truth}})
 
 
 @pytest.mark.parametrize(
@@ -60,34 +60,36 @@ def test_a_ground_truth_of_another_kind_is_refused(truth: object) -> None:
     ],
 )
 def test_max_turns(row: dict[str, Any], max_turns: int) -> None:
-    assert max_turns_of(row, 5) == max_turns
+    assert read_max_turns(row, 5) == max_turns
 
 
-@pytest.mark.parametrize(("max_turns", "message"), [(0, "at least 1 turn"), (2.0, "must be a whole number, got float")])
-def test_max_turns_that_are_none(max_turns: object, message: str) -> None:
+@pytest.mark.parametrize(
+    ("max_turns", "message"), [(0, "must be at least 1"), (2.0, "must be a whole number, got float")]
+)
+def test_invalid_max_turns_is_refused(max_turns: object, message: str) -> None:
     with pytest.raises(ValueError, match=rf"max_turns={max_turns}.*{message}"):
-        max_turns_of({"max_turns": max_turns}, 5)
+        read_max_turns({"max_turns": max_turns}, 5)
 
 
 def test_a_ground_truth_may_be_anything() -> None:
-    assert ground_truth_of({"reward_spec": {"ground_truth": {"target": ["a"]}}}) == {"target": ["a"]}
+    assert read_ground_truth({"reward_spec": {"ground_truth": {"target": ["a"]}}}) == {"target": ["a"]}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Two settings."""
+    """A section with two keys."""
 
     topk: int = 3
     url: str = "here"
 
 
 @pytest.mark.parametrize("config", [dict, EnvConfig, OmegaConf.create], ids=["dict", "EnvConfig", "OmegaConf"])
-def test_settings_are_those_of_the_section(config: Any) -> None:
-    assert settings_of("mine", config({"topk": 5}), Settings) == Settings(5)
-    assert settings_of("mine", None, Settings) == Settings()
+def test_settings_are_read_from_the_section(config: Any) -> None:
+    assert parse_settings("mine", config({"topk": 5}), Settings) == Settings(5)
+    assert parse_settings("mine", None, Settings) == Settings()
 
 
-@pytest.mark.parametrize(("name", "hint"), [("top_k", r"did you mean topk\?"), ("zzz", "there are: topk, url")])
-def test_an_unknown_setting_names_the_nearest_or_all(name: str, hint: str) -> None:
+@pytest.mark.parametrize(("name", "hint"), [("top_k", r"did you mean topk\?"), ("zzz", "the keys are: topk, url")])
+def test_unknown_setting_names_the_closest_or_all(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=rf"environment\.skyrl_gym\.mine\.{name} is unknown; {hint}"):
-        settings_of("mine", {name: 1}, Settings)
+        parse_settings("mine", {name: 1}, Settings)

@@ -1,4 +1,4 @@
-"""Programs that do harm, and the ways in which they may end."""
+"""Hostile programs, and the ways in which they may end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ HOSTILE: dict[str, tuple[str, set[str]]] = {
     ),
     "crashes": ("import ctypes; ctypes.string_at(0)", {"exit"}),
 }
-"""Name: source, and how a run may end. A program that ends by itself does not succeed, but for those in `HARMLESS`."""
+"""By name: the source, and the allowed ends of a run. Except for those in `HARMLESS`, none may succeed."""
 
 HARMLESS = {"leaves at once", "leaves a daemon", "leaves a program", "closes everything"}
-"""Their exit status may be 0."""
+"""Programs whose exit status may be 0."""

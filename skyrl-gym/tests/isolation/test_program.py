@@ -1,4 +1,4 @@
-"""Programs that behave, programs that do not, and what is left of either: nothing."""
+"""Well-behaved and hostile programs. The fixture `no_resources_leak` checks that neither leaves anything behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from isolation.hostile import HARMLESS, HOSTILE
 from isolation.traces import Traces
 
-from skyrl_gym.isolation import Call, Limits, Outcome, Stdin, isolation_level, program, run_program
+from skyrl_gym.isolation import FunctionCall, Limits, ProgramResult, Stdin, isolation_level, program, run_program
 from skyrl_gym.isolation.program import Level, level_for, run_once
 
 SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
@@ -32,45 +32,45 @@ def level(request: pytest.FixtureRequest) -> Level:
     return level
 
 
-def held() -> tuple[set[int], int, int]:
-    """Return the children of this process, and how many descriptors and threads it has."""
+def count_resources() -> tuple[set[int], int, int]:
+    """Return the children of this process, and the numbers of its descriptors and threads."""
     gc.collect()
     me = psutil.Process()
     return {child.pid for child in me.children(recursive=True)}, me.num_fds(), threading.active_count()
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_resources_leak(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     traces = Traces()
     traces.record(monkeypatch)
-    children, n_descriptors, n_threads = held()
+    children, n_descriptors, n_threads = count_resources()
     yield
-    children_after, n_descriptors_after, n_threads_after = held()
+    children_after, n_descriptors_after, n_threads_after = count_resources()
     assert children_after <= children
     assert n_descriptors_after <= n_descriptors
     assert n_threads_after <= n_threads
     assert (traces.processes(), traces.folders()) == (set(), set())
 
 
-# -- programs that behave
+# -- well-behaved programs
 
 
-def test_what_is_printed_and_read(level: Level) -> None:
-    outcome = run_once("import sys\nprint(input()[::-1])\nprint('é', file=sys.stderr)", "abc\n", level=level)
-    assert (outcome.end, outcome.status, outcome.stdout, outcome.stderr) == ("exit", 0, "cba\n", "é\n")
-    assert outcome.is_success
+def test_stdin_stdout_and_stderr(level: Level) -> None:
+    result = run_once("import sys\nprint(input()[::-1])\nprint('é', file=sys.stderr)", "abc\n", level=level)
+    assert (result.end, result.status, result.stdout, result.stderr) == ("exit", 0, "cba\n", "é\n")
+    assert result.is_success
 
 
-def test_every_input_meets_a_fresh_program(level: Level) -> None:
+def test_every_run_starts_a_fresh_process(level: Level) -> None:
     source = "import os\nprint(len(os.listdir('.')), input())\nopen('left', 'w').close()\nos.makedirs('a/b')"
-    outcomes = list(run_program(source, [Stdin(str(i)) for i in range(5)], SMALL, level))
-    assert [outcome.stdout for outcome in outcomes] == [f"0 {i}\n" for i in range(5)]
+    results = list(run_program(source, [Stdin(str(i)) for i in range(5)], SMALL, level))
+    assert [result.stdout for result in results] == [f"0 {i}\n" for i in range(5)]
 
 
-def test_calls_of_functions_and_of_solutions(level: Level) -> None:
+def test_function_and_method_calls(level: Level) -> None:
     source = "class Solution:\n    def add(self, a, b): return (a + b, {a})\ndef sub(a, b): return a - b"
     method, function, missing = run_program(
-        source, [Call("add", [2, 3]), Call("sub", [2, 3]), Call("mul")], SMALL, level
+        source, [FunctionCall("add", [2, 3]), FunctionCall("sub", [2, 3]), FunctionCall("mul")], SMALL, level
     )
     assert (method.value, function.value) == ([5, [2]], -1)
     assert "KeyError: 'mul'" in missing.stderr
@@ -79,13 +79,13 @@ def test_calls_of_functions_and_of_solutions(level: Level) -> None:
         _ = missing.value
 
 
-def test_a_program_that_is_called_is_not_main(level: Level) -> None:
+def test_called_program_is_not_main(level: Level) -> None:
     source = "def f(): return __name__\nif __name__ == '__main__': raise SystemExit(3)"
-    assert [o.status for o in run_program(source, [Call("f"), Stdin()], SMALL, level)] == [0, 3]
+    assert [o.status for o in run_program(source, [FunctionCall("f"), Stdin()], SMALL, level)] == [0, 3]
 
 
 @pytest.mark.parametrize(
-    ("source", "status", "told"),
+    ("source", "status", "message"),
     [
         ("raise SystemExit", 0, ""),
         ("import sys; sys.exit(7)", 7, ""),
@@ -102,15 +102,15 @@ def test_a_program_that_is_called_is_not_main(level: Level) -> None:
         ("import numpy; print(numpy.ones(3).sum())", 0, ""),
     ],
 )
-def test_how_programs_end(source: str, status: int, told: str) -> None:
-    outcome = run_once(source)
-    assert (outcome.end, outcome.status) == ("exit", status)
-    assert told in outcome.stderr
+def test_exit_status_and_errors(source: str, status: int, message: str) -> None:
+    result = run_once(source)
+    assert (result.end, result.status) == ("exit", status)
+    assert message in result.stderr
     if "print" in source and status == 0:
-        assert outcome.stdout
+        assert result.stdout
 
 
-def test_computing_is_limited_and_waiting_is_not(level: Level) -> None:
+def test_cpu_time_is_limited_and_waiting_is_not(level: Level) -> None:
     limits = Limits(seconds=20.0, cpu_seconds=0.5)
     computes, waits, in_children = run_program(
         "import os, time\nkind = input()\n"
@@ -130,13 +130,13 @@ def test_namespaces_can_be_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert level_for("best") == isolation_level()
     if isolation_level() == "namespaces":
         assert level_for("namespaces") == "namespaces"
-    monkeypatch.setattr(program, "_why_not_closed_off", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr(program, "_namespace_problem", lambda: "unshare: Operation not permitted")
     assert level_for("best") == "limits"
     with pytest.raises(OSError, match=r"isolation=namespaces, but .*unshare: Operation not permitted.*isolation=best"):
         level_for("namespaces")
 
 
-def test_threads_are_waited_for(level: Level) -> None:
+def test_program_waits_for_its_threads(level: Level) -> None:
     source = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()"
     assert run_once(source, level=level).stdout == "late\n"
 
@@ -153,89 +153,89 @@ def test_threads_are_waited_for(level: Level) -> None:
         ),
     ],
 )
-def test_what_is_printed_at_the_end(source: str, printed: str, level: Level) -> None:
+def test_output_of_exit_handlers(source: str, printed: str, level: Level) -> None:
     assert run_once(source, level=level).stdout == printed
 
 
-def test_a_called_program_is_a_module_like_any_other(level: Level) -> None:
+def test_called_program_is_a_regular_module(level: Level) -> None:
     source = (
         "import pickle\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Point:\n    x: int = 0\n"
         "def f(n: int): return [pickle.loads(pickle.dumps(Point(n))).x, f.__annotations__['n'] is int]"
     )
-    (outcome,) = run_program(source, [Call("f", [3])], SMALL, level)
-    assert outcome.value == [3, True]
+    (result,) = run_program(source, [FunctionCall("f", [3])], SMALL, level)
+    assert result.value == [3, True]
 
 
-def test_threads_count() -> None:
+def test_threads_are_limited() -> None:
     source = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(99,)).start()\n"
-    outcome = run_once(source, limits=Limits(seconds=20, n_processes=2))
-    assert outcome.end == "processes"
+    result = run_once(source, limits=Limits(seconds=20, n_processes=2))
+    assert result.end == "processes"
 
 
-def test_one_can_stop_early(level: Level) -> None:
-    with closing(run_program("print(1)", [Stdin()] * 50, SMALL, level)) as outcomes:
-        assert next(outcomes).stdout == "1\n"
+def test_iterator_may_be_closed_early(level: Level) -> None:
+    with closing(run_program("print(1)", [Stdin()] * 50, SMALL, level)) as results:
+        assert next(results).stdout == "1\n"
 
 
-def test_a_megabyte_in_and_out(level: Level) -> None:
+def test_megabyte_of_input_and_output(level: Level) -> None:
     text = "é\n" * 250_000
-    outcome = run_once("import sys; sys.stdout.write(sys.stdin.read())", text, Limits(output_bytes=1 << 20), level)
-    assert (outcome.end, outcome.stdout) == ("exit", text)
+    result = run_once("import sys; sys.stdout.write(sys.stdin.read())", text, Limits(output_bytes=1 << 20), level)
+    assert (result.end, result.stdout) == ("exit", text)
 
 
-# -- programs that do not
+# -- hostile programs
 
 
-def test_signals_reach_nobody_outside(level: Level) -> None:
-    outcome = run_once(f"import os; os.kill({os.getpid()}, 0)", limits=SMALL, level=level)
-    assert "ProcessLookupError" in outcome.stderr or "PermissionError" in outcome.stderr
+def test_signals_reach_no_other_process(level: Level) -> None:
+    result = run_once(f"import os; os.kill({os.getpid()}, 0)", limits=SMALL, level=level)
+    assert "ProcessLookupError" in result.stderr or "PermissionError" in result.stderr
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_harm_is_bounded(name: str, level: Level) -> None:
-    test_signals_reach_nobody_outside(level)  # or this test would end more than itself
+def test_hostile_program_is_contained(name: str, level: Level) -> None:
+    test_signals_reach_no_other_process(level)  # otherwise a hostile program could kill pytest
     source, ends = HOSTILE[name]
     started = time.monotonic()
-    outcomes = list(run_program(source, [Stdin(), Stdin()], SMALL, level))
+    results = list(run_program(source, [Stdin(), Stdin()], SMALL, level))
     assert time.monotonic() - started < 60
-    for outcome in outcomes:
-        assert outcome.end in ends
-        assert len(outcome.stdout) <= SMALL.output_bytes
+    for result in results:
+        assert result.end in ends
+        assert len(result.stdout) <= SMALL.output_bytes
         if name not in HARMLESS:
-            assert not outcome.is_success
+            assert not result.is_success
 
 
-def test_a_run_that_harms_does_not_end_the_others(level: Level) -> None:
+def test_failed_run_does_not_end_the_others(level: Level) -> None:
     source = "n = int(input())\nif n == 1:\n    while True: pass\nprint(n)"
-    outcomes = list(run_program(source, [Stdin("0"), Stdin("1"), Stdin("2")], SMALL, level))
-    assert [(o.end, o.stdout) for o in outcomes] == [("exit", "0\n"), ("time", ""), ("exit", "2\n")]
+    results = list(run_program(source, [Stdin("0"), Stdin("1"), Stdin("2")], SMALL, level))
+    assert [(o.end, o.stdout) for o in results] == [("exit", "0\n"), ("time", ""), ("exit", "2\n")]
 
 
-def test_secrets_stay_outside(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_hidden(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     assert "hunter2" not in run_once("import os; print(dict(os.environ))", level=level).stdout
 
 
-@pytest.mark.skipif("namespaces" not in LEVELS, reason="this machine lets its users make no namespaces")
-class TestCutOff:
-    """What only namespaces can promise."""
+@pytest.mark.skipif("namespaces" not in LEVELS, reason="users cannot create namespaces on this machine")
+class TestNamespaces:
+    """Guarantees that only namespaces can give."""
 
     def test_no_network(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            outcome = run_once(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)", limits=SMALL)
-        assert "PermissionError" in outcome.stderr
+            result = run_once(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)", limits=SMALL)
+        assert "PermissionError" in result.stderr
 
-    def test_no_file_of_ours_can_be_read(self, tmp_path: Path) -> None:
+    def test_files_of_the_user_cannot_be_read(self, tmp_path: Path) -> None:
         (tmp_path / "secret").write_text("hunter2")
-        outcome = run_once(f"print(open({str(tmp_path / 'secret')!r}).read())", limits=SMALL)
-        assert "FileNotFoundError" in outcome.stderr
+        result = run_once(f"print(open({str(tmp_path / 'secret')!r}).read())", limits=SMALL)
+        assert "FileNotFoundError" in result.stderr
 
     @pytest.mark.parametrize("folder", ["/usr", sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")])
-    def test_nothing_that_is_seen_can_be_written(self, folder: str) -> None:
-        outcome = run_once(f"open({folder + '/harm'!r}, 'w')", limits=SMALL)
-        assert "Read-only file system" in outcome.stderr or "Permission denied" in outcome.stderr
+    def test_visible_folders_are_read_only(self, folder: str) -> None:
+        result = run_once(f"open({folder + '/harm'!r}, 'w')", limits=SMALL)
+        assert "Read-only file system" in result.stderr or "Permission denied" in result.stderr
 
     @pytest.mark.parametrize(
         "path",
@@ -249,15 +249,15 @@ class TestCutOff:
             "/etc/harm",
         ],
     )
-    def test_nothing_outside_its_folder_is_its_own(self, path: str) -> None:
-        outcome = run_once(f"open({path!r}, 'r+')", limits=SMALL)
-        assert outcome.stderr.rstrip().splitlines()[-1].startswith(("PermissionError", "FileNotFoundError"))
-        outcome = run_once(f"open({path!r}, 'w')", limits=SMALL)
-        assert outcome.status == 1
+    def test_files_outside_the_work_folder_cannot_be_opened_for_writing(self, path: str) -> None:
+        result = run_once(f"open({path!r}, 'r+')", limits=SMALL)
+        assert result.stderr.rstrip().splitlines()[-1].startswith(("PermissionError", "FileNotFoundError"))
+        result = run_once(f"open({path!r}, 'w')", limits=SMALL)
+        assert result.status == 1
 
-    def test_no_other_process_is_seen(self) -> None:
-        outcome = run_once("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))", limits=SMALL)
-        assert outcome.stdout == "2\n"  # the warden, and itself
+    def test_other_processes_are_invisible(self) -> None:
+        result = run_once("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))", limits=SMALL)
+        assert result.stdout == "2\n"  # the warden, and itself
 
     @pytest.mark.parametrize(
         "what",
@@ -267,15 +267,15 @@ class TestCutOff:
             "libc.unshare(0x10000000)",  # another user namespace
             "libc.sethostname(b'x', 1)",
             "libc.ptrace(16, 1, 0, 0)",  # attach to the warden
-            "libc.kill(1, 0) - 1 + libc.kill(1, 2)",  # it gets no signal that it does not wait for
+            "libc.kill(1, 0) - 1 + libc.kill(1, 2)",  # the first process of a namespace ignores signals
             "libc.shmget(0, 1 << 20, 0o1777)",
             "libc.memfd_create(b'x', 0)",
             "libc.chmod(b'/dev/null', 0o666)",
         ],
     )
-    def test_no_rights_are_left(self, what: str) -> None:
-        outcome = run_once(f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print({what})", limits=SMALL)
-        assert outcome.stdout == "-1\n"
+    def test_privileged_calls_fail(self, what: str) -> None:
+        result = run_once(f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print({what})", limits=SMALL)
+        assert result.stdout == "-1\n"
 
 
 # -- limits themselves
@@ -286,28 +286,30 @@ def test_limits_must_be_positive() -> None:
         Limits(seconds=0)
 
 
-def test_at_most_as_many_as_there_are_cores() -> None:
-    outcomes: list[Outcome] = []
+def test_one_program_runs_per_core() -> None:
+    results: list[ProgramResult] = []
 
     def work() -> None:
-        outcomes.append(run_once("import time; time.sleep(0.2); print(time.time())"))
+        results.append(run_once("import time; time.sleep(0.2); print(time.time())"))
 
     threads = [threading.Thread(target=work) for _ in range(3 * (os.cpu_count() or 1))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    ends = sorted(float(outcome.stdout) for outcome in outcomes)
+    ends = sorted(float(result.stdout) for result in results)
     n = os.cpu_count() or 1
     assert all(later - earlier > 0.15 for earlier, later in zip(ends, ends[n:], strict=False))
 
 
-def test_a_trainer_that_is_killed_takes_its_programs_along(tmp_path: Path) -> None:
+def test_programs_end_when_the_trainer_is_killed(tmp_path: Path) -> None:
     code = (
         "from skyrl_gym.isolation.program import run_once, Limits\n"
         "run_once('import time; time.sleep(1000)', limits=Limits(seconds=1000))"
     )
-    trainer = psutil.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)})  # its folder stays
+    trainer = psutil.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}
+    )  # its folder is left behind
     deadline = time.monotonic() + 60
     while len(family := trainer.children(recursive=True)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -318,6 +320,6 @@ def test_a_trainer_that_is_killed_takes_its_programs_along(tmp_path: Path) -> No
     assert not alive
 
 
-def test_outcomes_are_json_of_whatever_was_written(level: Level) -> None:
-    outcome = run_once("import os; os.write(1, bytes(range(256)))", level=level)
-    assert json.loads(json.dumps(outcome.stdout))[:3] == "\x00\x01\x02"
+def test_output_that_is_not_text_can_be_written_as_json(level: Level) -> None:
+    result = run_once("import os; os.write(1, bytes(range(256)))", level=level)
+    assert json.loads(json.dumps(result.stdout))[:3] == "\x00\x01\x02"

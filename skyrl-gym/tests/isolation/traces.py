@@ -1,4 +1,4 @@
-"""Traces of the programs that this process started; other processes on the machine do not count."""
+"""Processes and folders of the programs that this process started, apart from others on the machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from skyrl_gym.isolation import program
 
 @dataclass
 class Traces:
-    """Processes that carry the mark of this object, and temporary folders that were made for them."""
+    """Processes that carry the mark of this object, and their temporary folders."""
 
     mark: str = field(default_factory=lambda: f"test-{secrets.token_hex(8)}-")
     _folders: list[str] = field(default_factory=list)
 
     def processes(self) -> set[int]:
-        """Return the processes that still run."""
-        environments = ((one.pid, one.info["environ"] or {}) for one in psutil.process_iter(["environ"]))
+        """Return the processes that are still running."""
+        environments = ((p.pid, p.info["environ"] or {}) for p in psutil.process_iter(["environ"]))
         return {pid for pid, environ in environments if environ.get(program.MARK, "").startswith(self.mark)}
 
     def folders(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Servers of the package openenv, which runs in `.venv-openenv`: see `make test-openenv`."""
+"""Servers of the package openenv, which runs in `.venv-openenv` (`make test-openenv`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PYTHON = HERE.parents[2] / ".venv-openenv/bin/python"
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server, and how many sessions it plays at once."""
+    """A server and its maximum number of sessions."""
 
     url: str
     capacity: int
@@ -29,7 +29,7 @@ class RunningServer:
 
 @contextmanager
 def running(name: str, capacity: int) -> Iterator[RunningServer]:
-    """A server of `serve.py`."""
+    """Run a server of `serve.py`."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     command = [str(PYTHON), str(HERE / "serve.py"), name, str(port), str(capacity)]

@@ -1,4 +1,4 @@
-"""Environments served by the package openenv, in its own environment: `serve.py echo|openspiel|tools PORT CAPACITY`."""
+"""Environments served by the package openenv: `serve.py echo|openspiel|tools PORT CAPACITY`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BoardObservation(Observation):
 
 
 class OpenSpielEnvironment(Environment):
-    """Tic-tac-toe against random moves, which follow from the seed."""
+    """Tic-tac-toe against seeded random moves."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -96,7 +96,7 @@ class OpenSpielEnvironment(Environment):
 
 
 class ToolEnvironment(MCPEnvironment):
-    """One tool, which repeats what it is told."""
+    """One tool, which repeats its message."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -116,7 +116,7 @@ class ToolEnvironment(MCPEnvironment):
         return Observation()
 
     def _step_impl(self, action: Action, timeout_s: float | None = None, **_: Any) -> Observation:
-        raise ValueError(f"{type(action).__name__} is no call of a tool")
+        raise ValueError(f"{type(action).__name__} is not a tool call")
 
     @property
     def state(self) -> State:

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import pytest
-from adapters.openenv_contract import OpenEnvContract, OpenEnvToolContract, no_tasks_left, nothing_left
+from adapters.openenv.contract import OpenEnvContract, OpenEnvToolContract, check_no_leaks, wait_for_no_tasks
 from openenv_server.conftest import RunningServer, running
 
 from skyrl_gym.adapters.openenv import OpenEnvEnv
-from skyrl_gym.adapters.openenv_client import OpenEnvError
+from skyrl_gym.adapters.openenv.client import OpenEnvError
 
 QUESTION = [{"role": "user", "content": "Play."}]
 
@@ -28,7 +28,7 @@ class TestTools(OpenEnvToolContract):
 
 
 async def play_game(url: str, seed: int) -> tuple[list[str], float | None]:
-    """A game of random legal moves: what was shown, and the reward."""
+    """Play random legal moves; return the observations and the reward."""
     env = OpenEnvEnv({"url": url}, {"seed": seed, "max_turns": 9})
     rng = random.Random(seed)
     try:
@@ -50,10 +50,10 @@ def games() -> Any:
         yield server
 
 
-async def test_64_games_side_by_side(games: RunningServer) -> None:
-    with nothing_left():
+async def test_64_concurrent_games(games: RunningServer) -> None:
+    with check_no_leaks():
         played = await asyncio.gather(*(play_game(games.url, seed) for seed in range(64)))
-        await no_tasks_left()
+        await wait_for_no_tasks()
         await asyncio.get_running_loop().shutdown_default_executor()
     assert {reward for _, reward in played} <= {-1.0, 0.0, 1.0}
     assert len({reward for _, reward in played}) > 1
@@ -61,7 +61,7 @@ async def test_64_games_side_by_side(games: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("reply", ["I do not know.", '{"action": 3}', '{"action_id": "three"}', ""])
-async def test_a_reply_that_is_no_action_is_told(games: RunningServer, reply: str) -> None:
+async def test_invalid_reply_is_explained(games: RunningServer, reply: str) -> None:
     env = OpenEnvEnv({"url": games.url}, {})
     await env.init_async(QUESTION)
     output = await env.step_async(reply)
@@ -71,7 +71,7 @@ async def test_a_reply_that_is_no_action_is_told(games: RunningServer, reply: st
     await env.close_async()
 
 
-async def test_an_illegal_move_fails_or_is_told(games: RunningServer) -> None:
+async def test_illegal_move_raises_or_is_explained(games: RunningServer) -> None:
     env = OpenEnvEnv({"url": games.url}, {})
     await env.init_async(QUESTION)
     with pytest.raises(OpenEnvError, match="action_id=99 is not legal"):
@@ -84,8 +84,8 @@ async def test_an_illegal_move_fails_or_is_told(games: RunningServer) -> None:
     await env.close_async()
 
 
-async def test_a_server_that_is_killed_fails_its_episodes_at_once() -> None:
-    with running("echo", 64) as server, nothing_left():
+async def test_episodes_of_a_killed_server_fail_at_once() -> None:
+    with running("echo", 64) as server, check_no_leaks():
         envs = [OpenEnvEnv({"url": server.url}, {}) for _ in range(32)]
         await asyncio.gather(*(env.init_async(QUESTION) for env in envs))
         server.process.kill()
@@ -94,5 +94,5 @@ async def test_a_server_that_is_killed_fails_its_episodes_at_once() -> None:
         assert all(isinstance(result, OpenEnvError) for result in results)
         assert time.monotonic() - started < 10
         await asyncio.gather(*(env.close_async() for env in envs))
-        await no_tasks_left()
+        await wait_for_no_tasks()
         await asyncio.get_running_loop().shutdown_default_executor()

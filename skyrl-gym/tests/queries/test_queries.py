@@ -18,16 +18,16 @@ MODULE = "skyrl_gym.queries"
 ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
 
 
-def test_rows_come_in_order_and_as_often_as_they_are(database: Path) -> None:
+def test_rows_keep_order_and_repetitions(database: Path) -> None:
     table = run_query(database, "SELECT id, name FROM goods WHERE id < 3 ORDER BY id DESC", 5)
     assert (table.columns, table.rows) == (["id", "name"], [(2, "pen"), (2, "pen"), (1, "ink")])
 
 
-def test_text_that_is_no_text_is_read(database: Path) -> None:
+def test_invalid_utf8_is_replaced(database: Path) -> None:
     assert run_query(database, "SELECT name, price FROM goods WHERE id = 3", 5).rows == [("�", None)]
 
 
-def test_the_schema_can_be_asked_for(database: Path) -> None:
+def test_schema_can_be_queried(database: Path) -> None:
     assert [row[1] for row in run_query(database, "PRAGMA table_info(goods)", 5).rows] == ["id", "name", "price"]
     assert run_query(database, "SELECT name FROM sqlite_master", 5).rows == [("goods",)]
 
@@ -59,7 +59,7 @@ def test_the_schema_can_be_asked_for(database: Path) -> None:
         "(" * 100_000,
     ],
 )
-def test_what_it_does_not_do(database: Path, sql: str) -> None:
+def test_unsafe_or_invalid_queries_are_refused(database: Path, sql: str) -> None:
     before = database.read_bytes()
     with pytest.raises(QueryError):
         run_query(database, sql, 5)
@@ -74,25 +74,25 @@ def test_what_it_does_not_do(database: Path, sql: str) -> None:
         f"SELECT count(*) FROM {', '.join(f'goods g{i}' for i in range(15))}",
     ],
 )
-def test_a_query_without_an_end_is_interrupted(database: Path, sql: str) -> None:
+def test_endless_query_is_interrupted(database: Path, sql: str) -> None:
     with pytest.raises(QueryTimeout, match=r"longer than 0\.2 seconds"):
         run_query(database, sql, 0.2)
 
 
 @pytest.mark.parametrize("row", ["1", "hex(zeroblob(100000))"])
-def test_a_result_without_an_end_is_refused(database: Path, row: str) -> None:
+def test_endless_result_is_refused(database: Path, row: str) -> None:
     endless = f"WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT {row} FROM c"
     with pytest.raises(QueryError, match="the result has more than 100000 rows or 64 MiB"):
         run_query(database, endless, 60)
 
 
-def test_values_of_every_kind(database: Path) -> None:
+def test_values_of_every_type(database: Path) -> None:
     sql = "SELECT NULL, 9223372036854775807, -0.5, 9e999, 'a' || char(10) || char(128512), x'00ff', ''"
     expected = (None, (1 << 63) - 1, -0.5, float("inf"), "a\n\U0001f600", b"\x00\xff", "")
     assert run_query(database, sql, 5).rows == [expected]
 
 
-def test_a_database_that_keeps_a_log_is_read(database: Path) -> None:
+def test_database_in_wal_mode_is_read(database: Path) -> None:
     with sqlite3.connect(database) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("INSERT INTO goods VALUES (4, 'nib', 0.5)")
@@ -101,15 +101,15 @@ def test_a_database_that_keeps_a_log_is_read(database: Path) -> None:
     connection.close()
 
 
-def test_a_query_that_takes_all_memory_fails_alone(database: Path) -> None:
+def test_query_that_uses_all_memory_fails_alone(database: Path) -> None:
     values = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
     with pytest.raises(QueryError, match="memory"):
         run_query(database, f"{values} SELECT hex(randomblob(100000)) AS y FROM c ORDER BY y", 60)
     assert run_query(database, "SELECT 1", 5).rows == [(1,)]
 
 
-def test_a_step_without_an_end_is_ended(database: Path) -> None:
-    """SQLite does not look at the clock inside of a function."""
+def test_long_sqlite_step_is_ended(database: Path) -> None:
+    """SQLite does not check the time inside a function."""
     sought, text = "hex(zeroblob(60000)) || '1'", "hex(zeroblob(120000))"
     slow = " + ".join([f"instr({text}, {sought})"] * 20)
     with pytest.raises(QueryTimeout):
@@ -117,22 +117,22 @@ def test_a_step_without_an_end_is_ended(database: Path) -> None:
     assert run_query(database, "SELECT 1", 5).rows == [(1,)]
 
 
-def test_a_query_of_which_two_workers_die_is_wrong(database: Path, questions: threading.Semaphore) -> None:
+def test_query_fails_after_two_dead_workers(database: Path, question_semaphore: threading.Semaphore) -> None:
     queries.close()
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(run_query, database, ENDLESS, 60.0)
         for _ in range(2):
-            assert questions.acquire(timeout=SECONDS)
+            assert question_semaphore.acquire(timeout=SECONDS)
             (worker,) = workers(MODULE)
             os.kill(worker, signal.SIGKILL)
-        with pytest.raises(QueryError, match="more time or memory"):
+        with pytest.raises(QueryError, match="exceeded its time or memory limit"):
             asked.result(timeout=SECONDS)
 
 
-def test_close_ends_queries(database: Path, questions: threading.Semaphore) -> None:
+def test_close_ends_running_queries(database: Path, question_semaphore: threading.Semaphore) -> None:
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(run_query, database, ENDLESS, 60.0)
-        assert questions.acquire(timeout=SECONDS)
+        assert question_semaphore.acquire(timeout=SECONDS)
         queries.close()
         assert workers(MODULE) == set()
         with pytest.raises(RuntimeError, match=r"workers of skyrl_gym\.queries were closed"):
@@ -140,12 +140,12 @@ def test_close_ends_queries(database: Path, questions: threading.Semaphore) -> N
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
-def test_the_time_is_positive(database: Path, seconds: float) -> None:
+def test_timeout_must_be_positive(database: Path, seconds: float) -> None:
     with pytest.raises(ValueError, match=r"timeout=.* must be a positive number"):
         run_query(database, "SELECT 1", seconds)
 
 
-def test_many_at_once_leave_nothing(database: Path) -> None:
+def test_concurrent_queries_leave_nothing_behind(database: Path) -> None:
     queries.close()
     before = psutil.Process().num_fds(), threading.active_count()
     with ThreadPoolExecutor(8) as threads:

@@ -1,4 +1,4 @@
-"""A retrieval server over HTTP, and the tool that asks it."""
+"""A retrieval server over HTTP, and the tool that searches with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(corpus: Path) -> Iterator[str]:
-    """The address of a server that runs as a user runs it."""
+    """Return the address of a server started with its command line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     command = [sys.executable, "-m", "skyrl_gym.retrieval", "--corpus", str(corpus), "--port", str(port)]
@@ -65,10 +65,10 @@ def ask(url: str, **body: Any) -> Any:
 
 class TestServer:
     def test_documents_with_scores(self, server: str) -> None:
-        (found,) = ask(server, query="highest mountain", topk=2, return_scores=True).json()["result"]
-        assert found[0]["document"] == {"id": "fuji", "contents": "Mount Fuji is the highest mountain of Japan."}
-        assert found[0]["score"] > 0
-        assert len(found) == 1  # the others have none of the words
+        (hits,) = ask(server, query="highest mountain", topk=2, return_scores=True).json()["result"]
+        assert hits[0]["document"] == {"id": "fuji", "contents": "Mount Fuji is the highest mountain of Japan."}
+        assert hits[0]["score"] > 0
+        assert len(hits) == 1  # the others contain none of the words
 
     def test_bare_documents_and_several_queries(self, server: str) -> None:
         rivers, volcanoes = ask(server, queries=["river", "volcano"]).json()["result"]
@@ -76,16 +76,16 @@ class TestServer:
         assert volcanoes == [{"id": "etna", "contents": "Etna\nA volcano in Sicily, the tallest in Italy."}]
 
     @pytest.mark.parametrize("query", ["", "zzz", "the of", "\0", "é" * 100_000])
-    def test_a_query_that_finds_nothing(self, server: str, query: str) -> None:
+    def test_query_without_hits(self, server: str, query: str) -> None:
         assert ask(server, query=query).json() == {"result": [[]]}
 
     @pytest.mark.parametrize("body", [{}, {"query": 3}, {"query": "x", "topk": 0}, {"query": "x", "topk": 10**6}])
-    def test_a_request_that_is_wrong_is_told_so(self, server: str, body: dict[str, Any]) -> None:
+    def test_invalid_request_is_refused(self, server: str, body: dict[str, Any]) -> None:
         assert ask(server, **body).status == 422
 
 
 class TestCorpus:
-    def test_a_compressed_corpus(self, corpus: Path, tmp_path: Path) -> None:
+    def test_compressed_corpus(self, corpus: Path, tmp_path: Path) -> None:
         file = tmp_path / "corpus.jsonl.gz"
         file.write_bytes(gzip.compress(corpus.read_bytes()))
         assert read_corpus(file) == read_corpus(corpus)
@@ -99,13 +99,13 @@ class TestCorpus:
             ('{"title": "a"}', "line 1 of the corpus .* has no text; its keys are title"),
         ],
     )
-    def test_what_is_wrong_is_named(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_invalid_corpus_raises(self, tmp_path: Path, text: str, message: str) -> None:
         file = tmp_path / "corpus.jsonl"
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
             read_corpus(file)
 
-    def test_a_command_without_a_corpus_says_so(self, tmp_path: Path) -> None:
+    def test_missing_corpus_is_reported(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "skyrl_gym.retrieval", "--corpus", str(tmp_path / "nothing.jsonl")]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert result.returncode == 1
@@ -113,44 +113,44 @@ class TestCorpus:
         assert "Traceback" not in result.stderr
 
 
-class Letters:
-    """Encodes a text by how often each letter is in it."""
+class LetterEncoder:
+    """Encodes a text by its letter counts."""
 
     def encode(self, sentences: list[str], *, normalize_embeddings: bool, **_: Any) -> np.ndarray:
         vectors = np.array([[text.lower().count(chr(97 + i)) for i in range(26)] for text in sentences], dtype=float)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize_embeddings else vectors
 
 
-def test_vectors_find_what_is_nearest(corpus: Path) -> None:
+def test_vector_index_finds_the_closest_document(corpus: Path) -> None:
     documents = read_corpus(corpus)
-    index = VectorIndex(documents, Letters(), query_prefix="", document_prefix="")
-    (found,) = index.search([documents[1]["contents"].upper()], 2)
-    assert found[0].document == documents[1]
-    assert found[0].score == pytest.approx(1.0)
-    assert found[0].score > found[1].score
+    index = VectorIndex(documents, LetterEncoder(), query_prefix="", document_prefix="")
+    (hits,) = index.search([documents[1]["contents"].upper()], 2)
+    assert hits[0].document == documents[1]
+    assert hits[0].score == pytest.approx(1.0)
+    assert hits[0].score > hits[1].score
 
 
-def test_words_are_found_in_the_order_of_their_weight(corpus: Path) -> None:
+def test_word_index_sorts_by_score(corpus: Path) -> None:
     documents = read_corpus(corpus)
-    (found,) = WordIndex(documents).search(["tallest volcano in Italy, not a river"], 10)
-    assert [one.document["id"] for one in found] == ["etna", "3"]
+    (hits,) = WordIndex(documents).search(["tallest volcano in Italy, not a river"], 10)
+    assert [hit.document["id"] for hit in hits] == ["etna", "3"]
 
 
 class TestTool:
-    def test_what_a_model_reads(self, server: str) -> None:
+    def test_search_result_for_the_model(self, server: str) -> None:
         assert json.loads(SearchToolGroup(server).search("mountain or river")) == {
             "result": "Doc 1: The Nile is a river in Africa.\nDoc 2: Mount Fuji is the highest mountain of Japan.\n"
         }
         assert json.loads(SearchToolGroup(server).search("zzz")) == {"result": "No search results found."}
         assert SearchToolGroup(server).search(None) == ""
 
-    def test_many_at_once_share_connections(self, server: str) -> None:
+    def test_concurrent_searches(self, server: str) -> None:
         group = SearchToolGroup(server, log_requests=False)
         with ThreadPoolExecutor(16) as pool:
             answers = set(pool.map(group.search, ["volcano"] * 200))
         assert len(answers) == 1
 
-    def test_a_request_the_server_refuses_is_not_repeated(self, server: str) -> None:
+    def test_refused_request_is_not_retried(self, server: str) -> None:
         answer, problem = call_search_api(server, "x", topk=0)
         assert answer is None
         assert problem is not None
@@ -158,7 +158,7 @@ class TestTool:
 
 
 class FlakyServer:
-    """Answers with what it is told to, one after the other, and the last for ever."""
+    """Sends the given answers one after the other, and repeats the last one forever."""
 
     def __init__(self, answers: list[bytes]) -> None:
         self._answers = answers
@@ -196,13 +196,13 @@ class TestFailures:
         monkeypatch.setattr(search_module, "DELAY_SECONDS", 0.001)
 
     @pytest.mark.parametrize("failure", [reply("503 Busy", ""), reply("500 Oops", ""), b"", b"HTTP/1.1 2"])
-    def test_a_server_that_fails_is_asked_again(self, failure: bytes) -> None:
+    def test_failed_request_is_retried(self, failure: bytes) -> None:
         server = FlakyServer([failure, failure, reply("200 OK", '{"result": [[{"contents": "found"}]]}')])
         assert json.loads(SearchToolGroup(server.url).search("x")) == {"result": "Doc 1: found\n"}
         assert server.n_requests == 3
         server.close()
 
-    def test_one_that_goes_on_failing_is_given_up(self) -> None:
+    def test_retries_are_limited(self) -> None:
         server = FlakyServer([reply("502 Bad", "")])
         answer, problem = call_search_api(server.url, "x")
         assert (answer, problem) == (None, "the server answered with status 502 (after 10 attempts)")
@@ -210,7 +210,7 @@ class TestFailures:
         server.close()
 
     @pytest.mark.parametrize("body", ["<html>", "[]", '"x"'])
-    def test_an_answer_that_is_none_is_final(self, body: str) -> None:
+    def test_malformed_answer_is_not_retried(self, body: str) -> None:
         server = FlakyServer([reply("200 OK", body)])
         _, problem = call_search_api(server.url, "x")
         assert problem is not None
@@ -218,16 +218,16 @@ class TestFailures:
         assert server.n_requests == 1
         server.close()
 
-    def test_a_server_that_is_not_there(self) -> None:
+    def test_unreachable_server(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             url = f"http://127.0.0.1:{taken.getsockname()[1]}/retrieve"
-        told = json.loads(SearchToolGroup(url).search("x"))["result"]
-        assert told.startswith("Search error: ")
-        assert told.endswith("(after 10 attempts)")
+        message = json.loads(SearchToolGroup(url).search("x"))["result"]
+        assert message.startswith("Search error: ")
+        assert message.endswith("(after 10 attempts)")
         with pytest.raises(ToolFailure, match=f"search at {url}: .*after 10 attempts"):
             SearchToolGroup(url, raise_failures=True).search("x")
 
-    def test_a_server_that_hangs_is_not_waited_for(self) -> None:
+    def test_hanging_server_times_out(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             url = f"http://127.0.0.1:{silent.getsockname()[1]}/retrieve"
             _, problem = call_search_api(url, "x", timeout=0.05)
@@ -235,11 +235,11 @@ class TestFailures:
         assert problem.startswith("ReadTimeoutError")
 
     @pytest.mark.parametrize("url", ["http://", "ftp://x/y"])
-    def test_an_address_that_is_none_is_final(self, url: str) -> None:
+    def test_invalid_address_is_not_retried(self, url: str) -> None:
         _, problem = call_search_api(url, "x")
         assert problem is not None
         assert "after" not in problem
 
-    def test_a_tool_wants_an_address(self) -> None:
-        with pytest.raises(ValueError, match="search_url='nonsense' must begin with http"):
+    def test_search_url_is_validated(self) -> None:
+        with pytest.raises(ValueError, match="search_url='nonsense' must start with http"):
             SearchToolGroup("nonsense")

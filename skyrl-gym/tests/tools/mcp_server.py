@@ -1,4 +1,4 @@
-"""A server of tools, `mcp_server.py` over its pipes and `mcp_server.py PORT` over HTTP: notes that a session keeps."""
+"""An MCP server that keeps notes per session: `mcp_server.py` serves over pipes, `mcp_server.py PORT` over HTTP."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def wait(seconds: float) -> str:
 
 @server.tool()
 def environment() -> str:
-    """What the server can see of its environment."""
+    """Show the environment variables that the server sees."""
     return " ".join(sorted(os.environ.values()))
 
 

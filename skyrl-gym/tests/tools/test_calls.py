@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, without_thoughts
+from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 
 SEARCH = ToolCall("search", {"query": "Mount Fuji"})
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Mount Fuji"}}\n</tool_call>'
@@ -50,11 +50,11 @@ def test_no_call(text: str) -> None:
     assert parse_tool_calls(text) == []
 
 
-def test_calls_side_by_side_of_both_kinds() -> None:
+def test_several_calls_in_both_formats() -> None:
     assert parse_tool_calls(JSON_CALL + PLAIN_CALL + JSON_CALL) == [SEARCH] * 3
 
 
-def test_halves_of_characters_are_replaced() -> None:
+def test_lone_surrogates_are_replaced() -> None:
     (one,) = parse_tool_calls('<tool_call>{"name": "search", "arguments": {"q": ["\\ud83d"]}}</tool_call>')
     assert one.arguments == {"q": ["?"]}
     assert parse_tool_calls('<tool_call>{"name": "\\ud83d"}</tool_call><function=\ud83d>') == [ToolCall("?")] * 2
@@ -68,27 +68,27 @@ def test_plain_arguments_keep_their_lines() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("", r"not valid JSON \(it breaks at line 1, column 1: Expecting value\)"),
+        ("", r"not valid JSON \(error at line 1, column 1: Expecting value\)"),
         ('{"name": "search"', "not valid JSON"),
         ("[1]", "is a JSON object"),
         ('"search"', "is a JSON object"),
         ('{"arguments": {}}', 'no "name"'),
         ('{"name": 3}', 'no "name"'),
         ('{"name": "search", "arguments": [1]}', '"arguments" of the tool call search must be a JSON object'),
-        ('{"name": "search", "arguments": {"n": ' + "9" * 5000 + "}}", "a number in it cannot be read"),
-        ('{"name": "search", "arguments": {"n": NaN}}', "a number in it cannot be read"),
+        ('{"name": "search", "arguments": {"n": ' + "9" * 5000 + "}}", "it contains an invalid number"),
+        ('{"name": "search", "arguments": {"n": NaN}}', "it contains an invalid number"),
         ("[" * 100_000, "nested too deeply"),
         ('{"name": "search", "arguments": {"x": ' + "[" * 600 + "]" * 600 + "}}", "nested too deeply"),
         ('{"name": "\\ud83d", "arguments": 3}', r"of the tool call \? must be"),
     ],
 )
-def test_a_call_that_cannot_be_read_is_explained(body: str, message: str) -> None:
+def test_malformed_call_is_explained(body: str, message: str) -> None:
     with pytest.raises(ToolCallError, match=message):
         parse_tool_calls(f"{JSON_CALL}<tool_call>{body}</tool_call>")
 
 
 @given(st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3))
-def test_what_is_written_is_read(calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_round_trip(calls: list[tuple[str, dict[str, Any]]]) -> None:
     written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     if any("</tool_call>" in call for call in written):
         return
@@ -100,7 +100,7 @@ def test_what_is_written_is_read(calls: list[tuple[str, dict[str, Any]]]) -> Non
     st.text()
     | st.lists(st.sampled_from([JSON_CALL, "<tool_call>", "</tool_call>", "<function=f>", "</think>"])).map("".join)
 )
-def test_any_text_gives_calls_or_an_explanation(text: str) -> None:
+def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
     with suppress(ToolCallError):
         assert all(call.name for call in parse_tool_calls(text))
 
@@ -108,7 +108,7 @@ def test_any_text_gives_calls_or_an_explanation(text: str) -> None:
 @pytest.mark.parametrize(
     "piece", ["<tool_call>", "<function=f>", "<parameter=p>", "<think>", "</think>", "<function=f><parameter=p>"]
 )
-def test_a_megabyte_takes_no_time(piece: str) -> None:
+def test_parsing_is_linear(piece: str) -> None:
     started = time.process_time()
     with suppress(ToolCallError):
         parse_tool_calls(piece * (1_000_000 // len(piece)))
@@ -116,7 +116,7 @@ def test_a_megabyte_takes_no_time(piece: str) -> None:
 
 
 def test_thoughts() -> None:
-    assert without_thoughts("<think>a</think>b") == "b"
-    assert without_thoughts("a</think>b<think>c") == "b"
-    assert without_thoughts("<think>a") == ""
-    assert without_thoughts("b") == "b"
+    assert strip_thoughts("<think>a</think>b") == "b"
+    assert strip_thoughts("a</think>b<think>c") == "b"
+    assert strip_thoughts("<think>a") == ""
+    assert strip_thoughts("b") == "b"

@@ -7,7 +7,7 @@ from skyrl_gym.tools import Prefixed, ToolGroup, tool
 
 
 class Counter(ToolGroup):
-    """Two tools that share a number, and a method that is none."""
+    """Two tools that share a number, and a method that is not a tool."""
 
     def __init__(self) -> None:
         super().__init__(name="Counter")
@@ -38,7 +38,7 @@ class LateName(ToolGroup):
 
     def __init__(self) -> None:
         super().__init__("LateName")
-        self.reset = "an attribute is no tool"
+        self.reset = "an attribute is not a tool"
 
     @tool
     def add(self) -> str:
@@ -62,7 +62,7 @@ def test_an_unknown_tool_is_named_with_its_group() -> None:
         Counter().execute_tool("helper")
 
 
-def test_an_environment_runs_tools_by_the_name_of_their_group() -> None:
+def test_environment_executes_tools_by_group_name() -> None:
     env, counter = BaseTextEnv(), Counter()
     assert (env.tool_groups, env.tool_to_toolgroup) == ([], {})
     env.init_tool_groups([counter, LateName()])
@@ -80,7 +80,7 @@ def test_an_environment_closes_its_tools() -> None:
     assert counter.n_closed == 1
 
 
-def test_a_prefix_gives_tools_other_names() -> None:
+def test_prefix_renames_tools() -> None:
     counter = Counter()
     group = Prefixed(counter, "my")
     assert (group.get_name(), group.get_tool_names()) == ("my", ["my_add", "my_reset"])
@@ -96,6 +96,6 @@ def test_a_prefix_gives_tools_other_names() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "my tools", "<function", "me\n"])
-def test_a_prefix_is_a_word(prefix: str) -> None:
-    with pytest.raises(ValueError, match="of 'Counter' must be of letters, digits, _ and -"):
+def test_prefix_must_be_a_word(prefix: str) -> None:
+    with pytest.raises(ValueError, match="of 'Counter' must consist of letters, digits, _ and -"):
         Prefixed(Counter(), prefix)

@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, over its pipes and over HTTP."""
+"""Tools of a real MCP server, over pipes and over HTTP."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def config(request: pytest.FixtureRequest) -> MCPServerConfig:
     return config
 
 
-def left_over() -> tuple[int, list[str], int]:
+def leaked_resources() -> tuple[int, list[str], int]:
     gc.collect()
     me = psutil.Process()
     names = [thread.name for thread in threading.enumerate() if "portal" in thread.name]
     return len(me.children(recursive=True)), names, me.num_fds()
 
 
-def test_tools_are_those_of_the_server(config: MCPServerConfig) -> None:
+def test_tools_of_the_server_are_offered(config: MCPServerConfig) -> None:
     group = MCPToolGroup("notes", config)
     assert group.get_tool_names() == [
         "add_note",
@@ -78,17 +78,17 @@ def test_tools_are_those_of_the_server(config: MCPServerConfig) -> None:
     group.close()
 
 
-def test_what_goes_wrong_in_a_tool_is_for_the_model(config: MCPServerConfig) -> None:
+def test_tool_errors_are_for_the_model(config: MCPServerConfig) -> None:
     group = MCPToolGroup("notes", config)
     with pytest.raises(ToolCallError, match="out of paper"):
         group.call("fail", {"reason": "out of paper"})
     with pytest.raises(ToolCallError, match="text"):
         group.call("add_note", {})
-    assert group.call("read_notes", {}) is not None  # the session goes on
+    assert group.call("read_notes", {}) is not None  # the session still works
     group.close()
 
 
-def test_arguments_that_the_protocol_refuses_are_the_models(config: MCPServerConfig) -> None:
+def test_invalid_params_errors_are_for_the_model(config: MCPServerConfig) -> None:
     group = MCPToolGroup("notes", config)
     with pytest.raises(ToolCallError, match="The arguments of refuse are wrong: not these"):
         group.call("refuse", {})
@@ -98,7 +98,7 @@ def test_arguments_that_the_protocol_refuses_are_the_models(config: MCPServerCon
     group.close()
 
 
-def test_whatever_is_text_is_read(config: MCPServerConfig) -> None:
+def test_text_of_resources_and_structured_content(config: MCPServerConfig) -> None:
     group = MCPToolGroup("notes", config)
     assert group.call("attach", {}) == "milk and tea\n[resource]"
     assert group.call("count", {}).startswith('{"n_notes": ')
@@ -107,25 +107,25 @@ def test_whatever_is_text_is_read(config: MCPServerConfig) -> None:
 
 @pytest.fixture
 def _interruptible() -> Iterator[None]:
-    """Also where the tests run in the background of a shell, which has them ignore the signal."""
+    """Restore the handler of SIGINT, which a shell makes background processes ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_an_interrupted_beginning_leaves_nothing() -> None:
-    """As when somebody presses Ctrl-C while a server starts."""
-    before = left_over()
+def test_interrupted_start_leaves_nothing_behind() -> None:
+    """A user may press Ctrl-C while a server starts."""
+    before = leaked_resources()
     silent = MCPServerConfig(command=sys.executable, args=["-c", "import time; time.sleep(100)"], timeout=100)
-    group = MCPToolGroup("notes", PIPES)  # others go on
+    group = MCPToolGroup("notes", PIPES)  # another session, which must survive
     threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         MCPToolGroup("silent", silent)
     assert len(psutil.Process().children(recursive=True)) == before[0] + 1
     assert group.call("add_note", {"text": "milk"}) == "1 notes"
     group.close()
-    assert left_over() == before
+    assert leaked_resources() == before
 
 
 def test_sessions_over_pipes_share_nothing() -> None:
@@ -137,18 +137,18 @@ def test_sessions_over_pipes_share_nothing() -> None:
     second.close()
 
 
-def test_a_server_sees_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_gets_only_the_configured_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     config = MCPServerConfig(command=sys.executable, args=[SERVER], env={"COLOUR": "ultramarine"})
     group = MCPToolGroup("notes", config)
-    told = group.call("environment", {})
-    assert "ultramarine" in told
-    assert "hunter2" not in told
+    message = group.call("environment", {})
+    assert "ultramarine" in message
+    assert "hunter2" not in message
     group.close()
 
 
-def test_a_server_that_ends_or_waits_is_a_failure() -> None:
-    before = left_over()
+def test_server_that_ends_or_hangs_is_a_tool_failure() -> None:
+    before = leaked_resources()
     dying = MCPToolGroup("notes", PIPES)
     with pytest.raises(ToolFailure, match="the MCP server notes, tool end: "):
         dying.call("end", {})
@@ -163,7 +163,7 @@ def test_a_server_that_ends_or_waits_is_a_failure() -> None:
     assert time.monotonic() - started < 50
     with pytest.raises(ToolFailure, match="is closed"):
         slow.call("read_notes", {})
-    assert left_over() == before
+    assert leaked_resources() == before
 
 
 @pytest.mark.parametrize(
@@ -174,21 +174,21 @@ def test_a_server_that_ends_or_waits_is_a_failure() -> None:
         MCPServerConfig(url="http://127.0.0.1:1/mcp", timeout=5),
     ],
 )
-def test_a_server_that_is_none_is_a_failure(config: MCPServerConfig) -> None:
-    before = left_over()
+def test_server_that_cannot_be_reached_is_a_tool_failure(config: MCPServerConfig) -> None:
+    before = leaked_resources()
     with pytest.raises(ToolFailure, match="the MCP server notes"):
         MCPToolGroup("notes", config)
-    assert left_over() == before
+    assert leaked_resources() == before
 
 
-def test_a_server_has_a_command_or_an_address() -> None:
+def test_server_needs_either_a_command_or_a_url() -> None:
     for wrong in ({}, {"command": "x", "url": "y"}):
         with pytest.raises(ValueError, match="either a command or a url"):
             MCPServerConfig(**wrong)
 
 
-def test_many_sessions_in_many_threads_leave_nothing(config: MCPServerConfig) -> None:
-    before = left_over()
+def test_concurrent_sessions_leave_nothing_behind(config: MCPServerConfig) -> None:
+    before = leaked_resources()
 
     def work(n: int) -> str:
         group = MCPToolGroup("notes", config)
@@ -199,4 +199,4 @@ def test_many_sessions_in_many_threads_leave_nothing(config: MCPServerConfig) ->
 
     with ThreadPoolExecutor(4) as pool:
         assert len(list(pool.map(work, range(8)))) == 8
-    assert left_over() == before
+    assert leaked_resources() == before

@@ -16,21 +16,21 @@ from skyrl_gym.tools import PythonCodeExecutorToolGroup
         ("x = bytearray(1 << 40)", "Error executing Python code: *MemoryError"),
         (
             "while True: print('x' * 100)",
-            "Error executing Python code: it printed more than 20000 bytes, which began: xxx*",
+            "Error executing Python code: it printed more than 20000 bytes, starting with: xxx*",
         ),
         ("1 / 0", "Error executing Python code: Traceback*ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_a_program_prints_or_why_not(code: str, output: str) -> None:
-    told = PythonCodeExecutorToolGroup(timeout=1).python(code)
-    beginning, _, end = output.partition("*")
-    assert told.startswith(beginning)
-    assert told.endswith(end)
+def test_output_or_failure_of_a_program(code: str, output: str) -> None:
+    message = PythonCodeExecutorToolGroup(timeout=1).python(code)
+    start, _, end = output.partition("*")
+    assert message.startswith(start)
+    assert message.endswith(end)
     if "*" not in output:
-        assert told == output
+        assert message == output
 
 
-def test_nothing_of_one_program_meets_the_next() -> None:
+def test_programs_share_no_files() -> None:
     group = PythonCodeExecutorToolGroup(timeout=5)
     group.python("open('left', 'w').close()")
     assert group.execute_tool("python", "import os; print(os.listdir('.'))") == "[]"

@@ -26,7 +26,7 @@ def book(
 SIGNATURE = Signature("book", book)
 
 
-def test_the_schema_is_that_of_chat_templates() -> None:
+def test_schema_has_the_format_of_chat_templates() -> None:
     schema = SIGNATURE.schema
     function = schema["function"]
     assert (schema["type"], function["name"]) == ("function", "book")
@@ -47,7 +47,7 @@ def test_the_schema_is_that_of_chat_templates() -> None:
         ({"city": "[1]"}, {"city": "[1]"}),
     ],
 )
-def test_arguments_are_made_what_the_function_takes(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_arguments_are_converted(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
     assert SIGNATURE.check(arguments) == expected
 
 
@@ -67,7 +67,7 @@ def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str) 
         SIGNATURE.check(arguments)
 
 
-def test_a_function_that_says_nothing() -> None:
+def test_function_without_annotations() -> None:
     signature = Signature("f", lambda x: x)
     assert signature.schema["function"]["parameters"]["required"] == ["x"]
     assert signature.check({"x": "[1]"}) == {"x": "[1]"}

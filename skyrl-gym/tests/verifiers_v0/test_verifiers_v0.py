@@ -8,32 +8,32 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("adapters.verifiers_contract")
+pytest.register_assert_rewrite("adapters.verifiers.contract")
 
-from adapters.verifiers_contract import (  # noqa: E402
+from adapters.verifiers.contract import (  # noqa: E402
     EXAMPLES,
     VerifiersContract,
-    env_of,
-    no_task_left,
-    no_thread_left,
+    check_no_threads_left,
+    make_env,
+    make_row,
+    message_text,
     play,
-    row_of,
-    text_of,
+    wait_for_no_tasks,
 )
 
 from skyrl_gym.adapters.verifiers import rows  # noqa: E402
-from skyrl_gym.adapters.verifiers_turn import VerifiersError  # noqa: E402
-from skyrl_gym.contract import checked_output  # noqa: E402
+from skyrl_gym.adapters.verifiers.turn import VerifiersError  # noqa: E402
+from skyrl_gym.runtime.validation import validate_step_output  # noqa: E402
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A call as a model writes it."""
+    """Format a call as a model writes it."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_progress_bars() -> None:
-    """Their thread stays until the process ends."""
+    """Disable progress bars, whose thread lives until the process ends."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -56,27 +56,27 @@ class TestPackages:
         with pytest.raises(ImportError, match=r"textarena is a taskset, which needs verifiers>=0\.4"):
             rows("textarena")
 
-    def test_the_handlers_of_signals_stay(self) -> None:
+    def test_signal_handlers_are_kept(self) -> None:
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         rows("arithmetic-v0", {"n_tasks": 7})
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
-    def test_a_thread_may_load_it(self) -> None:
+    def test_package_can_be_loaded_in_a_thread(self) -> None:
         loaded = []
         thread = threading.Thread(target=lambda: loaded.extend(rows("arithmetic-v0", {"n_tasks": 8})))
         thread.start()
         thread.join()
         assert len(loaded) == 8
 
-    def test_there_are_two_splits(self) -> None:
+    def test_splits(self) -> None:
         assert len(list(rows("arithmetic-v0", split="train"))) == 3
         assert len(list(rows("arithmetic-v0", split="eval"))) == 1
 
-    def test_there_is_no_configuration_of_v1(self) -> None:
+    def test_v1_config_is_refused(self) -> None:
         with pytest.raises(ValueError, match="is for v1, and arithmetic-v0 is v0; use args"):
             rows("arithmetic-v0", env={"timeout": 1})
 
-    async def test_a_group_plays_the_member_of_the_row(self) -> None:
+    async def test_group_plays_the_member_of_the_row(self) -> None:
         mixed = list(rows("mixture-v0"))
         assert {row["data_source"] for row in mixed} == {"mixture-v0/sums/plain", "mixture-v0/games/guessing"}
         assert (await play(mixed[1], "2"))[0]["reward"] == 2.5
@@ -84,49 +84,51 @@ class TestPackages:
 
 
 class TestRewards:
-    async def test_weights_and_what_functions_are_given(self) -> None:
-        output, env = await play(row_of("arithmetic-v0", 2), "4")
-        assert output["metadata"]["reward_components"] == {"correct": 2.0, "of_row": 0.5}
-        scores = {"correct": 1.0, "length": 1.0, "of_row": 1.0, "num_turns": 1.0, "failed_reward_functions": 0}
+    async def test_weights_and_arguments_of_reward_functions(self) -> None:
+        output, env = await play(make_row("arithmetic-v0", 2), "4")
+        assert output["metadata"]["reward_components"] == {"correct": 2.0, "from_row": 0.5}
+        scores = {"correct": 1.0, "length": 1.0, "from_row": 1.0, "num_turns": 1.0, "failed_reward_functions": 0}
         assert env.get_metrics() == {**scores, "steps": 1, "invalid_actions": 0}
 
-    async def test_a_function_that_the_model_breaks_is_worth_nothing(self) -> None:
-        row = row_of("arithmetic-v0", 2, args={"functions": ["judged"]})
+    async def test_reward_function_that_fails_on_a_reply_gives_0(self) -> None:
+        row = make_row("arithmetic-v0", 2, args={"functions": ["judged"]})
         output, env = await play(row, "four")
         assert (output["reward"], env.get_metrics()["failed_reward_functions"]) == (0.5, 1)
         output, env = await play(row, "4")
         assert (output["reward"], env.get_metrics()["failed_reward_functions"]) == (2.75, 0)
 
-    async def test_a_function_that_loses_its_connection_raises(self) -> None:
-        row = row_of("arithmetic-v0", 2, args={"functions": ["judged"]})
-        with pytest.raises(VerifiersError, match=r"a reward function of arithmetic_v0: RuntimeError\('no verdict'\)"):
+    async def test_reward_function_with_a_connection_error_raises(self) -> None:
+        row = make_row("arithmetic-v0", 2, args={"functions": ["judged"]})
+        with pytest.raises(
+            VerifiersError, match=r"a reward function of arithmetic_v0 failed: RuntimeError\('no verdict'\)"
+        ):
             await play(row, "asleep")
 
-    async def test_failures_of_others_are_not_ours(self) -> None:
-        row = row_of("arithmetic-v0", 2, args={"functions": ["judged"]})
+    async def test_failures_are_separate_between_rollouts(self) -> None:
+        row = make_row("arithmetic-v0", 2, args={"functions": ["judged"]})
         results = await asyncio.gather(*(play(row, text) for text in ["4", "asleep"] * 8), return_exceptions=True)
         assert [isinstance(result, VerifiersError) for result in results] == [False, True] * 8
 
-    def test_comparisons_are_refused(self) -> None:
-        row = row_of("arithmetic-v0", args={"functions": ["best"]})
-        with pytest.raises(ValueError, match=r"\(SingleTurnEnv\) rewards rollouts in comparison with others, by best;"):
-            env_of(row)
+    def test_group_rewards_are_refused(self) -> None:
+        row = make_row("arithmetic-v0", args={"functions": ["best"]})
+        with pytest.raises(ValueError, match=r"\(SingleTurnEnv\) rewards rollouts in comparison with others, by best,"):
+            make_env(row)
 
-    def test_an_environment_that_does_not_score_is_refused(self) -> None:
+    def test_environment_without_scoring_is_refused(self) -> None:
         with pytest.raises(ValueError, match="score_rollouts=False"):
-            env_of(row_of("arithmetic-v0", args={"score_rollouts": False}))
+            make_env(make_row("arithmetic-v0", args={"score_rollouts": False}))
 
 
 class TestGame:
     async def test_the_environment_may_rewrite_the_conversation(self) -> None:
-        row = row_of("guessing-v0", 1, args={"fault": "forget"})
+        row = make_row("guessing-v0", 1, args={"fault": "forget"})
         output, _ = await play(row, "7", "8")
         assert output["metadata"]["modified_chat_history"] == [{"role": "user", "content": "Guess my number."}]
-        assert text_of(output) == "Wrong, and that was guess 2."
+        assert message_text(output) == "Wrong, and that was guess 2."
 
-    async def test_it_may_leave_one_message_of_it(self) -> None:
-        output, _ = await play(row_of("guessing-v0", 1, args={"fault": "forget all"}), "7", "8")
-        assert checked_output(output)["observations"] == []
+    async def test_environment_may_keep_a_single_message(self) -> None:
+        output, _ = await play(make_row("guessing-v0", 1, args={"fault": "forget all"}), "7", "8")
+        assert validate_step_output(output)["observations"] == []
         history = [{"role": "user", "content": "Wrong, and that was guess 2."}]
         assert output["metadata"]["modified_chat_history"] == history
 
@@ -144,30 +146,30 @@ class TestGame:
 
         n_before = len(guessing_v0.log)
         with pytest.raises(error, match=message):
-            await play(row_of("guessing-v0", args={"fault": fault}), "7", "8")
+            await play(make_row("guessing-v0", args={"fault": fault}), "7", "8")
         assert guessing_v0.log[n_before:] == ["put away 1"]
-        await no_task_left()
+        await wait_for_no_tasks()
 
-    def test_a_failure_by_hand_leaves_nothing(self) -> None:
-        row = row_of("guessing-v0", args={"fault": "setup"})
-        with no_thread_left(), pytest.raises(VerifiersError):
-            env_of(row).init(row["prompt"])
+    def test_failed_blocking_init_leaves_nothing_behind(self) -> None:
+        row = make_row("guessing-v0", args={"fault": "setup"})
+        with check_no_threads_left(), pytest.raises(VerifiersError):
+            make_env(row).init(row["prompt"])
 
 
 class TestTools:
-    async def test_tools_are_told_called_and_answered(self) -> None:
-        row = row_of("calculator-v0")
-        env = env_of(row)
+    async def test_tools_are_described_and_called(self) -> None:
+        row = make_row("calculator-v0")
+        env = make_env(row)
         prompt, _ = await env.init_async(row["prompt"])
         assert [message["role"] for message in prompt] == ["system", "user"]
         assert '"name": "add"' in prompt[0]["content"]
         assert "notes" not in prompt[0]["content"]
 
-        both = text_of(await env.step_async(f"I add. {call('add', a=2, b=3)}{call('fail', text='milk')}"))
+        both = message_text(await env.step_async(f"I add. {call('add', a=2, b=3)}{call('fail', text='milk')}"))
         assert both == "<tool_response>\n5\n</tool_response>\n<tool_response>\nno milk\n</tool_response>"
-        assert "1 notes" in text_of(await env.step_async(call("remember", text="a")))
-        assert "2 notes" in text_of(await env.step_async(call("remember", text="b")))
-        unreadable = text_of(await env.step_async('ANSWER: 5 <tool_call>{"name": </tool_call>'))
+        assert "1 notes" in message_text(await env.step_async(call("remember", text="a")))
+        assert "2 notes" in message_text(await env.step_async(call("remember", text="b")))
+        unreadable = message_text(await env.step_async('ANSWER: 5 <tool_call>{"name": </tool_call>'))
         assert unreadable.startswith("The tool call is not valid JSON")
 
         output = await env.step_async("ANSWER: 5")
@@ -177,23 +179,23 @@ class TestTools:
         assert (metrics["steps"], metrics["invalid_actions"]) == (5, 1)
         await env.close_async()
 
-    async def test_rollouts_share_no_state_of_tools(self) -> None:
-        row = row_of("calculator-v0")
+    async def test_rollouts_do_not_share_tool_state(self) -> None:
+        row = make_row("calculator-v0")
         for _ in range(2):
             output, _ = await play(row, call("remember", text="a"))
-            assert "1 notes" in text_of(output)
+            assert "1 notes" in message_text(output)
 
-    async def test_unreadable_calls_use_up_turns(self) -> None:
-        row = row_of("calculator-v0")
+    async def test_invalid_calls_count_as_turns(self) -> None:
+        row = make_row("calculator-v0")
         output, _ = await play(row, *["<tool_call>"] * 6)  # its max_turns is 6
         assert (output["done"], output["reward"]) == (True, 0.0)
         output, _ = await play(row, *["<tool_call>"] * 2, max_turns=2)
         assert (output["done"], output["metadata"]["stop_condition"]) == (True, "max_turns_reached")
 
-    async def test_an_environment_may_stop_at_what_the_model_does_wrong(self) -> None:
-        output, _ = await play(row_of("calculator-v0", args={"stops": True}), call("fail", text="milk"))
+    async def test_environment_may_stop_at_a_tool_error(self) -> None:
+        output, _ = await play(make_row("calculator-v0", args={"stops": True}), call("fail", text="milk"))
         assert (output["done"], output["reward"]) == (True, 0.0)
 
-    async def test_a_connection_that_a_tool_loses_raises(self) -> None:
+    async def test_connection_error_of_a_tool_raises(self) -> None:
         with pytest.raises(VerifiersError, match="calculator_v0: ToolCallError"):
-            await play(row_of("calculator-v0", args={"stops": True}), call("lose", text="milk"))
+            await play(make_row("calculator-v0", args={"stops": True}), call("lose", text="milk"))

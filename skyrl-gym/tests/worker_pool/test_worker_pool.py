@@ -20,6 +20,6 @@ def test_close_ends_a_worker_that_is_still_starting(tmp_path: Path, monkeypatch:
         started = time.monotonic()
         pool.close()
         assert workers("slow_to_start") == set()
-        with pytest.raises(RuntimeError, match="workers of slow_to_start were closed while one was asked"):
+        with pytest.raises(RuntimeError, match="workers of slow_to_start were closed during a question"):
             answer.result(timeout=60)
         assert time.monotonic() - started < 60

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from examples.livecodebench.tasks import TASKS
 from examples.prepare import HubSplit, Preparation, command_line, field, prepare, row_schema
-from skyrl_gym.envs.lcb.grading import read_tests
+from skyrl_gym.envs.lcb.grading import parse_tests
 from skyrl_train.dataset.files import Row
 from skyrl_train.errors import DataError
 
@@ -69,7 +69,7 @@ def parse_row_tests(raw: Row) -> list[dict[str, Any]]:
     function_metadata = {"metadata": raw.get("metadata") or {}}
     tests = [function_metadata | test if test.get("testtype") == "functional" else test for test in tests]
     try:
-        read_tests(tests)
+        parse_tests(tests)
     except ValueError as error:
         raise DataError(str(error)) from error
     return tests

@@ -41,7 +41,7 @@ def write_data(folder: Path) -> None:
 
 def _rows(n_played: int) -> Iterable[dict[str, Any]]:
     options = {"cases": GAMES, "reward_mode": "legal", "max_random_steps": n_played, "num_tasks_per_case": N_TASKS}
-    tasks = OpenSpielTasks(TaskConfig.of(options))
+    tasks = OpenSpielTasks(TaskConfig.from_options(options))
     return tasks.rows(range(tasks.total))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.environment import SkyRLGymConfig
+from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.errors import ConfigError

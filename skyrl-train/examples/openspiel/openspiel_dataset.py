@@ -57,7 +57,7 @@ def positions(args: argparse.Namespace, seed: int) -> list[Row]:
         "seed": seed,
     }
     try:
-        tasks = OpenSpielTasks(TaskConfig.of(options))
+        tasks = OpenSpielTasks(TaskConfig.from_options(options))
         return (tasks.game_rows if args.whole_games else tasks.rows)(range(tasks.total))
     except (ImportError, ValueError) as error:
         raise DataError(str(error)) from error

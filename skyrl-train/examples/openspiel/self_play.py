@@ -62,7 +62,9 @@ WINNING = (
 def write_data(folder: Path) -> None:
     """Write every first move, followed by either player, as training and validation data."""
     config = {"cases": ["tic_tac_toe"], "max_random_steps": 1, "num_tasks_per_case": N_TASKS, "reward_mode": "legal"}
-    openings = {_position(row): row for row in OpenSpielTasks(TaskConfig.of(config)).game_rows(range(N_TASKS))}
+    openings = {
+        _position(row): row for row in OpenSpielTasks(TaskConfig.from_options(config)).game_rows(range(N_TASKS))
+    }
     rows = [
         row | {"extra_info": row["extra_info"] | {"seat": seat}}
         for row in openings.values()

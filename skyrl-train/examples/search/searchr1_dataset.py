@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from examples.prepare import MESSAGES, HubSplit, Preparation, command_line, field, prepare
-from skyrl_gym.exact_match import targets_of
+from skyrl_gym.envs.exact_match import parse_targets
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
 
@@ -71,7 +71,7 @@ def targets(raw: Row) -> list[str]:
     """Return the accepted answers of a raw row, any of which is correct; raise DataError if there are none."""
     spec: Any = raw.get("reward_model") or {"ground_truth": {"target": field(raw, "golden_answers", list)}}
     try:
-        return targets_of(spec["ground_truth"])
+        return parse_targets(spec["ground_truth"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"it has no right answers: reward_model={str(spec)[:200]}") from error
 

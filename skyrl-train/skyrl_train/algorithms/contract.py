@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal
-
-import torch
 
 from skyrl_train.algorithms.inputs import INPUTS, named_inputs, required_inputs, settings
 from skyrl_train.algorithms.off_policy import ROLLOUT_GAP_METRICS
@@ -22,14 +21,18 @@ from skyrl_train.algorithms.registry import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.lazy import torch
 
 RESERVED_METRICS = frozenset(
     {"policy_loss", "final_loss", "policy_kl", "policy_entropy", "policy_lr", "grad_norm", "skipped_updates"}
 ).union(ROLLOUT_GAP_METRICS)
 """Metrics that the trainer logs for each update."""
 
-MASK = torch.tensor([[1.0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
-"""Sampled tokens (4, 6) of the example: two prompts with two trajectories each, some of several turns."""
+
+@cache
+def example_mask() -> torch.Tensor:
+    """Return the sampled tokens (4, 6) of the example: two prompts with two trajectories, some of several turns."""
+    return torch.tensor([[1.0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,11 @@ def check_advantage_estimator(estimator: AdvantageEstimator, config: AlgorithmCo
             f"{_estimator_key(config)} requires {', '.join(unknown)}, which no run provides; give it a default, or "
             f"take one of {', '.join(sorted(INPUTS))}"
         )
+    mask = example_mask()
     outputs = _estimate(estimator, config, _noise())
-    if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(_has_shape(x, MASK.shape) for x in outputs)):
+    if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(_has_shape(x, mask.shape) for x in outputs)):
         raise ConfigError(
-            f"{_estimator_key(config)} returned {_describe(outputs)} for rewards of shape {tuple(MASK.shape)}; return "
+            f"{_estimator_key(config)} returned {_describe(outputs)} for rewards of shape {tuple(mask.shape)}; return "
             "advantages and returns, both of the shape of the rewards"
         )
 
@@ -102,22 +106,24 @@ def observe_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) ->
     def advantages(rewards: torch.Tensor, baseline: float = 0.0) -> torch.Tensor:
         return _estimate(estimator, config, rewards, baseline)[0]
 
+    mask = example_mask()
     noise = _noise()
     on_noise = advantages(noise)
-    sampled = on_noise[MASK > 0]
-    mean_of_row = (on_noise * MASK).sum(dim=-1, keepdim=True) / MASK.sum(dim=-1, keepdim=True)
+    sampled = on_noise[mask > 0]
+    mean_of_row = (on_noise * mask).sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True)
     return EstimatorTraits(
         compares=_observe_comparison(advantages, noise) if bool(sampled.any()) else "baseline",
-        per_token=bool((((on_noise - mean_of_row) * MASK).abs() > 1e-4).any()),
+        per_token=bool((((on_noise - mean_of_row) * mask).abs() > 1e-4).any()),
         whitens=bool(sampled.mean().abs() < 1e-4 and (sampled.std() - 1).abs() < 1e-3),
     )
 
 
 def _observe_comparison(advantages: Callable[..., torch.Tensor], noise: torch.Tensor) -> Comparison:
-    others = torch.tensor([[0.0], [1], [1], [1]]) * MASK
+    mask = example_mask()
+    others = torch.tensor([[0.0], [1], [1], [1]]) * mask
     if torch.allclose(advantages(noise + others, baseline=1.0)[0], advantages(noise - others, baseline=-1.0)[0]):
         return "nothing"  # the first trajectory's advantages do not depend on the other rewards
-    equal, moved = torch.zeros_like(MASK), torch.zeros_like(MASK)
+    equal, moved = torch.zeros_like(mask), torch.zeros_like(mask)
     equal[:, 0] = moved[[0, 1, 2, 3], [0, 4, 0, 3]] = torch.tensor([1.0, 1.0, 0.5, 0.5])
     if _is_not_zero(advantages(equal)):
         return "baseline"
@@ -125,7 +131,7 @@ def _observe_comparison(advantages: Callable[..., torch.Tensor], noise: torch.Te
 
 
 def _is_not_zero(advantages: torch.Tensor) -> bool:
-    return bool((advantages[MASK > 0].abs() > 1e-4).any())
+    return bool((advantages[example_mask() > 0].abs() > 1e-4).any())
 
 
 def resolve_policy_loss(config: AlgorithmConfig) -> ResolvedPolicyLoss:
@@ -204,29 +210,31 @@ def _factors_on_tokens(config: AlgorithmConfig) -> list[str]:
 
 def _noise() -> torch.Tensor:
     """Return random rewards (4, 6) on every sampled token."""
-    return torch.rand(MASK.shape, generator=torch.Generator().manual_seed(1)) * MASK
+    mask = example_mask()
+    return torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
 
 
 def _estimate(
     estimator: AdvantageEstimator, config: AlgorithmConfig, rewards: torch.Tensor, baseline: float = 0.0
 ) -> Any:
     """Call an estimator on the example; `baseline` is added to values and to rewards of greedy rollouts."""
+    mask = example_mask()
     random = torch.Generator().manual_seed(0)
-    tokens = -torch.rand(MASK.shape, generator=random)
+    tokens = -torch.rand(mask.shape, generator=random)
     computed: dict[str, Any] = {
-        "values": torch.rand(MASK.shape, generator=random) + baseline,
+        "values": torch.rand(mask.shape, generator=random) + baseline,
         "old_log_probs": tokens,
-        "ref_log_probs": tokens - torch.rand(MASK.shape, generator=random),
+        "ref_log_probs": tokens - torch.rand(mask.shape, generator=random),
         "entropies": -tokens,
         "sum_pi_squared": tokens.exp(),
-        "greedy_rewards": torch.full((len(MASK),), 0.25 + baseline),
+        "greedy_rewards": torch.full((len(mask),), 0.25 + baseline),
     }
     first, *others = dict.fromkeys([*config.gdpo.weights, "reward", "format", "length"])
     components = {first: rewards[:, 0]} | dict.fromkeys(others, rewards[:, 1:].sum(dim=-1) / len(others))
     required = required_inputs(estimator)
     inputs = {
         "token_level_rewards": rewards.clone(),
-        "response_mask": MASK.clone(),
+        "response_mask": mask.clone(),
         "index": ["a", "a", "b", "b"],
         "reward_components": components,
         **settings(config),

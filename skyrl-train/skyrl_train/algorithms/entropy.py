@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
+from skyrl_train.lazy import torch
 
 
 def top_entropy_mask(entropies: torch.Tensor, loss_mask: torch.Tensor, quantile: float) -> torch.Tensor:

@@ -20,10 +20,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-
 from skyrl_train.config.algorithm import AlgorithmConfig, KLEstimator
 from skyrl_train.errors import ConfigError
+from skyrl_train.lazy import no_grad, torch
 
 
 def compute_approx_kl(
@@ -70,7 +69,7 @@ def importance_weighted_kl(
     )
 
 
-@torch.no_grad()
+@no_grad
 def penalize_rewards(
     rewards: torch.Tensor,
     old_log_probs: torch.Tensor,

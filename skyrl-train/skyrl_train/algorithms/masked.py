@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from skyrl_train.lazy import torch
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:

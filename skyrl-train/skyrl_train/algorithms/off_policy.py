@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
+from skyrl_train.lazy import no_grad, torch
 from skyrl_train.types import MetricKind, MetricSums
 
 SUMMARY: tuple[MetricKind, ...] = ("mean", "std", "max", "min")
@@ -26,7 +25,7 @@ ROLLOUT_GAP_METRICS = (
 """Metrics of `add_rollout_gap`."""
 
 
-@torch.no_grad()
+@no_grad
 def correction_weights(
     old_log_probs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
@@ -120,7 +119,7 @@ def _drop_rows(
     return kept & ~(under | over)
 
 
-@torch.no_grad()
+@no_grad
 def add_rollout_gap(
     sums: MetricSums, old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> None:
@@ -146,7 +145,7 @@ def add_rollout_gap(
     sums.add_samples("is_ratio_ess_share", ratio, ("ess",))
 
 
-@torch.no_grad()
+@no_grad
 def sequence_mask(
     log_probs: torch.Tensor,
     behaviour_log_probs: torch.Tensor,

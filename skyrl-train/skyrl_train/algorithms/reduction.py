@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.errors import ConfigError
+from skyrl_train.lazy import torch
 
 
 def token_weights(

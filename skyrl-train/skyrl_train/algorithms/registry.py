@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-import torch
-
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from skyrl_train.errors import ConfigError
+from skyrl_train.lazy import torch
 
 
 class AdvantageEstimator(Protocol):

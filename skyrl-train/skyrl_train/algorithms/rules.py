@@ -6,8 +6,9 @@ alone are in `skyrl_train.config.validation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from skyrl_train.algorithms.contract import check_advantage_estimator, estimator_traits, resolve_policy_loss
 from skyrl_train.algorithms.inputs import INPUTS, readable_inputs, required_inputs
@@ -35,17 +36,26 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
     if config.advantage_estimator in ADVANTAGE_ESTIMATORS.list_available():
         estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
         functions.required, functions.readable = required_inputs(estimator), readable_inputs(estimator)
+        functions.estimator = ADVANTAGE_ESTIMATORS.traits(config.advantage_estimator)
         try:
-            check_advantage_estimator(estimator, config)
-            functions.estimator = estimator_traits(config)
+            if not _is_built_in(estimator):
+                check_advantage_estimator(estimator, config)
+                functions.estimator = estimator_traits(config)
         except ConfigError as error:
             problems.append(str(error))
     if config.policy_loss_type in POLICY_LOSSES.list_available():
+        functions.loss = POLICY_LOSSES.traits(config.policy_loss_type)
         try:
-            functions.loss = resolve_policy_loss(config).traits
+            if not _is_built_in(POLICY_LOSSES.get(config.policy_loss_type)):
+                resolve_policy_loss(config)
         except ConfigError as error:
             problems.append(str(error))
     return functions, problems
+
+
+def _is_built_in(function: Callable[..., Any]) -> bool:
+    """Return True for a function of this package: tests check its contract, and PyTorch need not be loaded for it."""
+    return (getattr(function, "__module__", None) or "").startswith("skyrl_train.")
 
 
 def reads_reference(config: AlgorithmConfig) -> bool:
@@ -182,21 +192,5 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
             )
 
 
-def policy_and_ref_share_gpus(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse two models on the same GPUs that ask for different numbers of GPUs."""
-    placement = cfg.trainer.placement
-    is_shared = placement.colocate_policy_ref and not placement.colocate_all
-    if not is_shared or not reads_reference(cfg.trainer.algorithm):
-        return
-    for name in ("num_nodes", "num_gpus_per_node"):
-        policy, ref = getattr(placement, f"policy_{name}"), getattr(placement, f"ref_{name}")
-        if policy != ref:
-            yield (
-                f"trainer.placement.ref_{name}={ref} must equal trainer.placement.policy_{name}={policy} when "
-                f"trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_{name}={policy} or "
-                "trainer.placement.colocate_policy_ref=false"
-            )
-
-
-ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run, policy_and_ref_share_gpus)
+ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run,)
 ALGORITHM_WARNINGS: tuple[Rule, ...] = (functions_are_used_as_intended,)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from skyrl_train.lazy import torch
 from skyrl_train.types import TrainingBatch
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from skyrl_train.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, GdpoConfig, KLControllerConfig
 from skyrl_train.config.cli import compose_config, config_dir, get_default_config, parse_cli, rewrite_overrides
-from skyrl_train.config.data import DataConfig
-from skyrl_train.config.environment import EnvironmentConfig, SkyRLGymConfig
 from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.config.loading import changed_settings, load_config, to_yaml, validate_cfg
 from skyrl_train.config.policy import (
@@ -18,8 +16,7 @@ from skyrl_train.config.policy import (
     RefModelConfig,
 )
 from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
-from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.runtime import what_runs_here
+from skyrl_train.config.root import DataConfig, EnvironmentConfig, SkyRLConfig, SkyRLGymConfig
 from skyrl_train.config.trainer import PlacementConfig, TrainerConfig
 
 __all__ = [
@@ -53,5 +50,4 @@ __all__ = [
     "rewrite_overrides",
     "to_yaml",
     "validate_cfg",
-    "what_runs_here",
 ]

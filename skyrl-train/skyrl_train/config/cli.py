@@ -17,8 +17,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from skyrl_train.config.loading import validate_cfg
 from skyrl_train.config.problems import FIELDS, Rule, raise_problems
@@ -29,16 +30,39 @@ config_dir = str(Path(__file__).parent)
 """The folder that `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` reads."""
 
 
-def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
+def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> SkyRLConfig:
     """Return the configuration of overrides such as `["trainer.epochs=3", "trainer.logger=[console,wandb]"]`, checked.
 
-    `skyrl_train.entrypoints.main_base.parse_cli` adds the rules of estimators and losses.
+    They override the settings of a YAML `file`, if there is one. `skyrl_train.entrypoints.main_base.parse_cli` adds the
+    rules of estimators and losses.
 
     Raises:
         ConfigError: it lists every problem.
     """
     raise_problems(sentence for text in argv for sentence in _not_one_override(text))
-    return validate_cfg(compose_config(rewrite_overrides(argv)), extra_rules)
+    composed = compose_config(rewrite_overrides(argv))
+    if file is None:
+        return validate_cfg(composed, extra_rules)
+    settings = _read_yaml(file)
+    for override in map(_parse, argv):
+        key = override.key_or_group
+        if override.is_delete():
+            section, _, name = key.rpartition(".")
+            (OmegaConf.select(settings, section) if section else settings).pop(name, None)
+        else:
+            OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=True, force_add=True)
+    return validate_cfg(settings, extra_rules)
+
+
+def _read_yaml(file: Path) -> DictConfig:
+    try:
+        settings = OmegaConf.load(file)
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {file} cannot be read: {reason}; give a YAML file of settings") from error
+    if not isinstance(settings, DictConfig):
+        raise ConfigError(f"--config {file} holds {type(settings).__name__}; it must be a mapping of sections")
+    return settings
 
 
 def get_default_config() -> DictConfig:

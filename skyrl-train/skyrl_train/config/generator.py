@@ -91,8 +91,8 @@ class GeneratorConfig(Section):
     """The rollout engine and the loop that plays trajectories with it."""
 
     backend: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them, and falls back to
-    the embedded engine if vLLM is not installed. `auto` is `hf`."""
+    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them, and must be
+    installed. `auto` is the embedded engine in this version."""
 
     run_engines_locally: bool = True
     """Engines are started by this run."""
@@ -104,7 +104,8 @@ class GeneratorConfig(Section):
     """GPUs that one engine is spread over."""
 
     weight_sync_backend: Literal["nccl", "gloo"] = "nccl"
-    """Transport of new weights to engines that hold their own copy."""
+    """Transport of new weights to engines in other processes. In this version the engine is in the trainer's process,
+    and nothing is sent."""
 
     async_engine: bool = True
     """Ask the engine asynchronously. Engines always are asynchronous, so false needs no `batched=true`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 import yaml
@@ -45,8 +46,18 @@ def _max_seq_len(cfg: SkyRLConfig) -> int | None:
     return None if n_input is None else n_input + cfg.generator.sampling_params.max_generate_length
 
 
+def _from_wandb(cfg: SkyRLConfig, variable: str) -> str | None:
+    return os.environ.get(variable) if "wandb" in cfg.trainer.logger else None
+
+
+def _generate_run_name(cfg: SkyRLConfig) -> str:
+    return f"{cfg.trainer.project_name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
 SOURCES: tuple[tuple[str, Callable[[SkyRLConfig], object]], ...] = (
     ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path),
+    ("trainer.project_name", lambda cfg: _from_wandb(cfg, "WANDB_PROJECT") or "skyrl"),
+    ("trainer.run_name", lambda cfg: _from_wandb(cfg, "WANDB_NAME") or _generate_run_name(cfg)),
     ("trainer.ckpt_path", lambda cfg: f"{cfg.trainer.run_dir}/ckpts"),
     ("trainer.export_path", lambda cfg: f"{cfg.trainer.run_dir}/export"),
     ("trainer.algorithm.temperature", lambda cfg: cfg.generator.sampling_params.temperature),

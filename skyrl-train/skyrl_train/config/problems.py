@@ -121,10 +121,11 @@ def _similarity(left: str, right: str) -> float:
 
 def unknown_key(key: str, value: object) -> str:
     """Return the sentence for a key that does not exist."""
-    return f"{key}={show(value)}: there is no key {key}; {_did_you_mean(key)}"
+    return f"{key}={show(value)}: there is no key {key}; {did_you_mean(key)}"
 
 
-def _did_you_mean(key: str) -> str:
+def did_you_mean(key: str) -> str:
+    """Return the clause that suggests the nearest keys for an unknown one."""
     suggestions = nearest_keys(key)
     return f"did you mean {' or '.join(suggestions)}?" if suggestions else "remove it"
 
@@ -177,7 +178,7 @@ def _wrong_open_value(known: str, below: list[str], values: Mapping[str, Any]) -
     key, value = ".".join([known, *below]), reduce(getitem, below, values)
     if known == OPEN_SECTION and len(below) == 1:
         return key, (
-            f"{key}={show(value)}: there is no key {key}; {_did_you_mean(key)} "
+            f"{key}={show(value)}: there is no key {key}; {did_you_mean(key)} "
             f"(settings for an environment of class {below[0]} are a section: {key}.<name>=<value>)"
         )
     allowed = FREE_VALUE if known == OPEN_SECTION else describe_values(FIELDS[known])

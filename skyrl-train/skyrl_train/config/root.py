@@ -1,12 +1,92 @@
-"""The whole configuration: four sections."""
+"""The whole configuration: `data.*`, `trainer.*`, `generator.*` and `environment.*`."""
 
 from __future__ import annotations
 
-from skyrl_train.config.base import Section
-from skyrl_train.config.data import DataConfig
-from skyrl_train.config.environment import EnvironmentConfig
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import ConfigDict, Field
+
+from skyrl_train.config.base import Allowed, FreeValue, Section, StringList, Text
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.trainer import TrainerConfig
+
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
+"""Suffixes of data files; other names are datasets on the Hub."""
+
+
+class MixtureConfig(Section):
+    """The share of each `data_source` in a batch. Without these keys, all training prompts are shuffled together."""
+
+    weights: Annotated[dict[str, Annotated[float, Ge(0)]], Allowed("a section of data_source=weight")] = Field(
+        default={}
+    )
+    """Shares by data source, relative to one another: `data.mixture.weights={gsm8k:3,search:1}`. Each source has
+    epochs of its own. Empty: by the number of prompts, if one of the other keys is set."""
+
+    min_per_batch: Annotated[int, Ge(0)] = 0
+    """Minimum number of prompts of each data source in every batch."""
+
+    curriculum: Text | None = None
+    """`module:function` that adapts the weights: called after each step as `function(step, weights, metrics)`, it
+    returns the weights of the next one. `metrics` are those of the step, e.g. `reward/search/avg_raw_reward`."""
+
+    @property
+    def is_used(self) -> bool:
+        """True if batches are mixed by data source."""
+        return bool(self.weights) or self.min_per_batch > 0 or self.curriculum is not None
+
+
+class DataConfig(Section):
+    """The datasets: prompts to train on and prompts to evaluate on."""
+
+    train_data: StringList = Field(default=["$HOME/data/gsm8k/train.parquet"])
+    """Training prompts: parquet, json or jsonl files, or Hugging Face names (`owner/name:split`,
+    `owner/name/config:split`; without a split, `train`). A single string is a list of one; `$HOME` and `~` are
+    expanded when the file is read."""
+
+    val_data: StringList = Field(default=["$HOME/data/gsm8k/validation.parquet"])
+    """Evaluation prompts, in the same forms. Metrics are reported per `data_source`. May be empty when
+    `trainer.eval_interval=-1`."""
+
+    mixture: MixtureConfig = MixtureConfig()
+    """The mixture of data sources in a batch."""
+
+
+class SkyRLGymConfig(Section):
+    """Environment calls, plus one free section per environment class that is passed to it unchanged:
+    `environment.skyrl_gym.search.topk=3` reaches an environment of class `search` as `{"topk": 3}`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, FreeValue]] = Field(init=False)
+
+    max_env_workers: Annotated[int, Ge(0)] = 32
+    """Threads or processes for environment calls; 0 calls them inline, without a time limit."""
+
+    call_timeout_seconds: Annotated[float, Gt(0)] | None = 300.0
+    """Time limit of a call into an environment. A call that exceeds it is abandoned, and its rollout is invalid
+    (`env_timeout`); null waits forever."""
+
+    isolation: Literal["thread", "process"] = "thread"
+    """`process` runs each environment in a separate worker process, at most `max_env_workers` at once. Workers that
+    hang are killed; a crash affects only its own environment. `thread` is faster, but a hanging call never ends."""
+
+    python: Text | None = None
+    """With `isolation=process`, the Python interpreter of environments; null takes the trainer's."""
+
+    def env_config(self, env_class: str) -> dict[str, Any]:
+        """Return the free section of one environment class, which may be empty: `MyEnv` for `my_module:MyEnv`."""
+        return dict((self.model_extra or {}).get(env_class.rpartition(":")[2], {}))
+
+
+class EnvironmentConfig(Section):
+    """The environment and its settings."""
+
+    env_class: Text = "gsm8k"
+    """Default environment of dataset rows."""
+
+    skyrl_gym: SkyRLGymConfig = SkyRLGymConfig()
+    """Environment calls, plus one free section per environment class."""
 
 
 class SkyRLConfig(Section):

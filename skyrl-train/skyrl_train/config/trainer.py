@@ -35,7 +35,7 @@ ResumeMode = Annotated[
 
 
 class PlacementConfig(Section):
-    """Nodes and GPUs of each worker group. In a run in one process, every group is one worker on one device."""
+    """Nodes and GPUs of each worker group. This version runs one process on one device, and refuses other values."""
 
     colocate_all: bool = True
     """Training and rollout engines share the same GPUs."""
@@ -69,7 +69,7 @@ class TrainerConfig(Section):
     """Placement of workers on GPUs."""
 
     strategy: Literal["fsdp2", "fsdp"] = "fsdp2"
-    """Sharding of the model over several GPUs."""
+    """Sharding of the model over several devices. On one device, both hold the whole model."""
 
     policy: PolicyConfig = PolicyConfig()
     """The model that is trained."""
@@ -165,11 +165,12 @@ class TrainerConfig(Section):
     output_dir: Text = "outputs"
     """The run folder is `<output_dir>/<project_name>/<run_name>`."""
 
-    project_name: Text = "skyrl"
-    """Project, in the run folder and in the trackers."""
+    project_name: Resolved[Text] = resolved_later()
+    """Project, in the run folder and in the trackers; null takes `$WANDB_PROJECT` with wandb, else `skyrl`."""
 
-    run_name: Text = "test_run"
-    """Run, in the run folder and in the trackers."""
+    run_name: Resolved[Text] = resolved_later()
+    """Run, in the run folder and in the trackers; a name that exists resumes that run. null takes `$WANDB_NAME` with
+    wandb, else `<project_name>-<date>-<time>`."""
 
     logger: LoggerList = Field(default=["console", "tensorboard"])
     """Trackers of metrics; wandb needs WANDB_API_KEY. `metrics.jsonl` in the run folder is always written."""

@@ -6,16 +6,23 @@ policy loss are in `skyrl_train.algorithms.rules`.
 
 from __future__ import annotations
 
+import netrc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import Rule, show
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.wandb_login import wandb_login_problem
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
+
+MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+
+ROLES = ("policy", "critic", "ref")
 
 INTERVALS = (
     (f"{CORRECTION}.product_mask_low", f"{CORRECTION}.product_mask_high"),
@@ -80,12 +87,53 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def engines_run_here(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse engines that another program started."""
+def one_process_is_enough(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse several devices, several engines, and engines that another program started."""
+    counts = [f"trainer.placement.{role}_num_{unit}" for role in ROLES for unit in ("nodes", "gpus_per_node")]
+    counts += ["generator.num_inference_engines", "generator.inference_engine_tensor_parallel_size"]
+    for key in counts:
+        if (value := value_at(cfg, key)) != 1:
+            yield f"{key}={value}: this version trains and samples on one device; set {key}=1"
+    if not cfg.trainer.placement.colocate_all:
+        yield (
+            "trainer.placement.colocate_all=false: in this version training and rollouts share one device; set "
+            "trainer.placement.colocate_all=true"
+        )
     if not cfg.generator.run_engines_locally:
         yield (
             "generator.run_engines_locally=false asks for engines that another program started, which this version "
             "does not reach; set generator.run_engines_locally=true"
+        )
+
+
+def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse options of vLLM for another engine, and options of vLLM's server."""
+    generator = cfg.generator
+    if "chat_template" in generator.engine_init_kwargs:
+        yield (
+            "generator.engine_init_kwargs.chat_template is an option of vLLM's server, and the trainer renders chats "
+            "itself; set generator.chat_template.source=file and generator.chat_template.name_or_path=<file>"
+        )
+    if generator.backend == "vllm":
+        return
+    if generator.engine_init_kwargs:
+        yield (
+            f"generator.engine_init_kwargs={show(generator.engine_init_kwargs)} are options of vLLM, and "
+            f"generator.backend={generator.backend} is the embedded engine; remove them, or set generator.backend=vllm"
+        )
+    if not generator.enforce_eager:
+        yield (
+            f"generator.enforce_eager=false: generator.backend={generator.backend} is the embedded engine, which "
+            "captures no CUDA graphs; set generator.enforce_eager=true, or generator.backend=vllm"
+        )
+
+
+def vllm_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an engine whose package is missing."""
+    if cfg.generator.backend == "vllm" and find_spec("vllm") is None:
+        yield (
+            "generator.backend=vllm: vLLM is not installed; install it (docs/start/install.md), or set "
+            "generator.backend=auto for the embedded engine"
         )
 
 
@@ -130,11 +178,38 @@ def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def wandb_has_a_key(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse Weights & Biases without a login, which it would report only after the models have loaded."""
-    problem = wandb_login_problem(os.environ) if "wandb" in cfg.trainer.logger else None
-    if problem:
+def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse Weights & Biases without its package or a login, before the models are loaded."""
+    if "wandb" not in cfg.trainer.logger:
+        return
+    if find_spec("wandb") is None:
+        yield "trainer.logger=wandb needs the package wandb; pip install wandb, or set trainer.logger=tensorboard"
+    elif problem := wandb_login_problem(os.environ):
         yield problem
+
+
+def wandb_login_problem(environ: Mapping[str, str]) -> str | None:
+    """Return None if there is a key, a `wandb login`, or a mode that needs neither; else a sentence on how to log in.
+
+    Reads only `environ` and the netrc file.
+    """
+    mode = environ.get("WANDB_MODE", "").lower()
+    if mode in MODES_WITHOUT_LOGIN or environ.get("WANDB_API_KEY") or _netrc_login(environ):
+        return None
+    return (
+        "trainer.logger=wandb needs a login, and the variable WANDB_API_KEY is not set; do one of: "
+        "export WANDB_API_KEY=<your key>, run `wandb login`, export WANDB_MODE=offline (no upload), "
+        "or choose trainer.logger=tensorboard"
+    )
+
+
+def _netrc_login(environ: Mapping[str, str]) -> bool:
+    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "")) / ".netrc")
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
+    except netrc.NetrcParseError:
+        return False
 
 
 def group_filters(cfg: SkyRLConfig) -> Iterator[tuple[str, str, str]]:
@@ -302,7 +377,8 @@ RULES: tuple[Rule, ...] = (
     sequence_norm_has_a_length,
     training_temperature_is_positive,
     input_length_covers_prompts,
-    engines_run_here,
+    one_process_is_enough,
+    engine_has_its_options,
     resume_path_is_a_checkpoint,
     distillation_has_a_teacher,
     filter_has_a_group,
@@ -313,7 +389,7 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules that read the configuration alone."""
 
-MACHINE_RULES: tuple[Rule, ...] = (wandb_has_a_key,)
+MACHINE_RULES: tuple[Rule, ...] = (vllm_is_installed, wandb_can_start)
 """Rules that read the machine too: only a run checks them, a report about a finished run does not."""
 
 WARNINGS: tuple[Rule, ...] = (rewards_are_compared, loss_learns_from_rewards, resume_path_is_read)

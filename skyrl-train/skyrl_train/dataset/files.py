@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skyrl_train.config.root import DATA_SUFFIXES
 from skyrl_train.errors import DataError
 
 Row = dict[str, Any]
@@ -40,6 +41,19 @@ def read_rows(source: str) -> list[Row]:
         if not isinstance(row, dict):
             raise DataError(f'row {i} of {path} is {str(row)[:80]!r}; a row is an object: {{"prompt": […], …}}')
     return rows
+
+
+def count_rows(source: str) -> int | None:
+    """Return the number of rows of a data file, None for a dataset on the Hub; DataError as `read_rows`."""
+    path = Path(os.path.expandvars(source)).expanduser()
+    if path.suffix not in _READERS:
+        return None
+    if path.suffix != ".parquet" or not path.is_file():
+        return len(read_rows(source))
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"cannot read dataset file {path}: {error}") from error
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
@@ -95,8 +109,6 @@ def _hub_name(source: str) -> tuple[str, str | None, str]:
     return name, None, split or "train"
 
 
-_READERS: dict[str, Callable[[Path], list[Row]]] = {
-    ".parquet": _read_parquet,
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-}
+_READERS: dict[str, Callable[[Path], list[Row]]] = dict(
+    zip(DATA_SUFFIXES, (_read_parquet, _read_json, _read_jsonl), strict=True)
+)

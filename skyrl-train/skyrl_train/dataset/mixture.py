@@ -30,7 +30,7 @@ class MixedPrompts(PromptOrder):
         batch_size: int,
         seed: int,
         weights: Mapping[str, float],
-        n_least: int = 0,
+        min_per_batch: int = 0,
         *,
         resumes_weights: bool = False,
     ) -> None:
@@ -38,19 +38,19 @@ class MixedPrompts(PromptOrder):
 
         Args:
             weights: by data source, relative to one another; empty: by the number of rows.
-            n_least: minimum number of prompts of each source in every batch.
+            min_per_batch: minimum number of prompts of each source in every batch.
             resumes_weights: `load_state_dict` restores the weights too, since a curriculum set them.
 
         Raises:
             DataError: the dataset does not fill one batch.
-            ConfigError: the weights are invalid, or `n_least` of each source do not fit.
+            ConfigError: the weights are invalid, or `min_per_batch` of each source do not fit.
         """
         super().__init__(dataset, batch_size, seed)
         rows: dict[str, list[int]] = {}
         for i, row in enumerate(dataset):
             rows.setdefault(row.data_source, []).append(i)
         self._streams = {name: _Stream(name, rows[name], seed) for name in sorted(rows)}
-        self._n_least = n_least
+        self._min_per_batch = min_per_batch
         self._resumes_weights = resumes_weights
         self._n_batches = 0
         self._credits = dict.fromkeys(self._streams, 0.0)  # prompts owed to each source
@@ -71,9 +71,9 @@ class MixedPrompts(PromptOrder):
         total = sum(weights.values())
         self._weights = {name: weights[name] / total for name in self._streams}
         n_used = sum(weight > 0 for weight in self._weights.values())
-        if self._n_least * n_used > self._batch_size:
+        if self._min_per_batch * n_used > self._batch_size:
             raise ConfigError(
-                f"{MIXTURE}.min_per_batch={self._n_least} of each of {n_used} data sources is more than "
+                f"{MIXTURE}.min_per_batch={self._min_per_batch} of each of {n_used} data sources is more than "
                 f"trainer.train_batch_size={self._batch_size}; lower the one or raise the other"
             )
 
@@ -93,10 +93,10 @@ class MixedPrompts(PromptOrder):
         used = [name for name, weight in self._weights.items() if weight > 0]
         for name in used:
             self._credits[name] += self._batch_size * self._weights[name]
-        shares = {name: max(self._n_least, math.floor(self._credits[name])) for name in used}
+        shares = {name: max(self._min_per_batch, math.floor(self._credits[name])) for name in used}
         while (n_missing := self._batch_size - sum(shares.values())) != 0:
             step = 1 if n_missing > 0 else -1
-            movable = [name for name in used if step > 0 or shares[name] > self._n_least]
+            movable = [name for name in used if step > 0 or shares[name] > self._min_per_batch]
             most_owed = max(movable, key=lambda name: step * (self._credits[name] - shares[name]))
             shares[most_owed] += step
         for name in used:  # forced deviations are not owed forever

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.contract import is_conversation
+from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
 from skyrl_train.types import PromptRow
@@ -37,23 +37,29 @@ class PromptDataset:
                 row is short enough.
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
-        rows, texts = [], []
+        rows, texts, locations = [], [], []
         for source in sources:
             for i, row in enumerate(read_rows(source)):
                 _check_prompt(row, i, source, prompt_key)
-                texts.append(_render(row[prompt_key], f"row {i} of {source}", tokenizer))
+                locations.append(f"row {i} of {source}")
+                texts.append(_render(row[prompt_key], locations[-1], tokenizer))
                 rows.append(row)
         if not rows:
             raise DataError(f"no rows in {', '.join(sources)}")
         lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-        kept = [row for row, n_tokens in zip(rows, lengths, strict=True) if n_tokens <= max_prompt_length]
+        kept = [i for i, n_tokens in enumerate(lengths) if n_tokens <= max_prompt_length]
         logger.info("%s: %d of %d rows have at most %d tokens", sources, len(kept), len(rows), max_prompt_length)
         if not kept:
             raise DataError(
                 f"all {len(rows)} prompts of {', '.join(sources)} are longer than trainer.max_prompt_length="
                 f"{max_prompt_length} tokens (the shortest has {min(lengths)}); raise it"
             )
-        self._rows = [_prompt_row(str(i), row, prompt_key, env_class_key) for i, row in enumerate(kept)]
+        self._rows = [_prompt_row(str(n), rows[i], prompt_key, env_class_key) for n, i in enumerate(kept)]
+        self._locations = [locations[i] for i in kept]
+
+    def location(self, index: int) -> str:
+        """Return the origin of a row for messages: `row 17 of train.jsonl`."""
+        return self._locations[index]
 
     @cached_property
     def fingerprint(self) -> str:

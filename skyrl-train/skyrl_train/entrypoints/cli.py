@@ -1,41 +1,203 @@
-"""`skyrl`: the commands of this project.
-
-skyrl train key=value …      train (python -m skyrl_train.entrypoints.main_base)
-skyrl generate key=value …   evaluate a model without training it (… main_generate)
-skyrl env check module:Env   environments without a trainer: check, play, list
-"""
+"""The command `skyrl`. Each subcommand imports what it needs when it runs, so that mistakes are answered at once."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="skyrl",
+    help="Train language-model agents with reinforcement learning.",
+    epilog="""Examples:
+
+\b
+  skyrl train data.train_data=train.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct
+  skyrl train --dry-run --config run.yaml trainer.epochs=2
+  skyrl train --help trainer.algorithm
+  skyrl env check my_env:MyEnv --data train.jsonl
+""",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _complete_key(incomplete: str) -> list[str]:
+    """Return the configuration keys that start with what was typed, one level at a time."""
+    from skyrl_train.config.base import as_section
+    from skyrl_train.config.problems import FIELDS
+
+    depth = incomplete.count(".") + 1
+    keys = (key for key in FIELDS if key.startswith(incomplete) and key.count(".") < depth)
+    return [f"{key}." if as_section(FIELDS[key].annotation) else f"{key}=" for key in keys]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        autocompletion=_complete_key,
+        help="Settings, e.g. trainer.epochs=3.",
+        show_default=False,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Read settings from a YAML file first.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, print the plan of the run, and exit.")]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the resolved configuration as YAML, and exit.")
+]
+Help = Annotated[
+    bool, typer.Option("--help", "-h", help="Show this message; with a key or a section, its keys and their meaning.")
+]
+RUN_SETTINGS = {"ignore_unknown_options": True}  # `--trainer.epochs=3` is answered by the configuration, with the fix
+
+
+@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
+def train(
+    context: typer.Context,
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    help: Help = False,
+) -> None:
+    """Train a policy on its own rollouts."""
+    _run(context, "experiment:BasePPOExp", overrides or [], config, print_config, help, dry_run)
+
+
+@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
+def generate(
+    context: typer.Context,
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    print_config: PrintConfig = False,
+    help: Help = False,
+) -> None:
+    """Evaluate a model without training it."""
+    _run(context, "evaluation:EvalOnlyEntrypoint", overrides or [], config, print_config, help)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
+def env(context: typer.Context) -> None:
+    """Check, play or list environments."""
+    from skyrl_gym.cli import main as env_main
+
+    raise typer.Exit(env_main(context.args, prog="skyrl env"))
+
+
+@app.command()
+def tiny(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist.")],
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Dataset whose prompts the tokenizer is trained on.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a tiny random model.
+
+    A Qwen3 and its tokenizer, for first runs and tests without a download.
+    """
+    from skyrl_train.entrypoints.command import run_command
+
+    def write() -> None:
+        from skyrl_train.models.tiny import write_tiny_model
+
+        n_parameters = write_tiny_model(folder, str(data) if data else None, seed)
+        typer.echo(f"{folder}: a Qwen3 of {n_parameters:,} random parameters; trainer.policy.model.path={folder}")
+
+    run_command(write)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="e.g. outputs/skyrl/my-run")],
+) -> None:
+    """Write the report of a run, finished or not."""
+    from skyrl_train.entrypoints.command import run_command
+
+    def write() -> None:
+        from skyrl_train.errors import DataError
+        from skyrl_train.report import report_run
+        from skyrl_train.tracking import RunFolder
+
+        page = report_run(RunFolder(folder))
+        if page is None:
+            raise DataError(f"{folder} has no metrics.jsonl with a step in it; give the folder of a run")
+        typer.echo(page)
+
+    run_command(write)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"skyrl {metadata.version('skyrl-train')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _run(
+    context: typer.Context,
+    experiment: str,
+    overrides: Sequence[str],
+    config: Path | None,
+    print_config: bool,
+    help: bool,
+    dry_run: bool = False,
+) -> None:
+    """Answer `--help`, or check the configuration, and then print it, plan the run, or run the experiment."""
+    from skyrl_train.config.generate import describe_keys, describe_sections
+    from skyrl_train.config.problems import raise_problems
+    from skyrl_train.entrypoints.command import parse_cli, run_command
+    from skyrl_train.entrypoints.preflight import find_missing
+
+    def run() -> None:
+        if help:
+            typer.echo(describe_keys(overrides) if overrides else f"{context.get_help()}\n\n{describe_sections()}")
+            return
+        cfg = parse_cli(overrides, config)
+        raise_problems(find_missing(cfg, trains=context.command.name == "train"))
+        if print_config:
+            from skyrl_train.config import to_yaml
+
+            typer.echo(to_yaml(cfg), nl=False)
+        elif dry_run:
+            from skyrl_train.entrypoints.plan import describe_plan
+
+            typer.echo(describe_plan(cfg))
+        else:
+            module, _, name = experiment.partition(":")
+            getattr(import_module(f"skyrl_train.entrypoints.{module}"), name)(cfg).run()
+
+    run_command(run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status. Each command imports only what it needs."""
+    """Run `skyrl` with these arguments, those of the process by default; return the exit status."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
-    match list(sys.argv[1:] if argv is None else argv):
-        case ["train", *overrides]:
-            from skyrl_train.entrypoints.main_base import main as train
-
-            train(overrides)
-        case ["generate", *overrides]:
-            from skyrl_train.entrypoints.main_generate import main as generate
-
-            generate(overrides)
-        case ["env", *arguments]:
-            from skyrl_gym.cli import main as env
-
-            return env(arguments, prog="skyrl env")
-        case ["-h" | "--help", *_]:
-            print(__doc__, end="")
-        case _:
-            print(__doc__, end="", file=sys.stderr)
-            return 2
+    try:
+        app(argv, prog_name="skyrl")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
     return 0
 
 
 def run() -> None:
-    """Run the script `skyrl`."""
+    """Run the console script `skyrl`."""
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -13,11 +12,6 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.memory import cache_bytes_per_token
-
-
-def is_vllm_installed() -> bool:
-    """Return True if vLLM can be imported."""
-    return importlib.util.find_spec("vllm") is not None
 
 
 def new_engine(
@@ -34,7 +28,7 @@ def new_engine(
     generator, has_gpu = cfg.generator, torch.cuda.is_available()
     free, total = _memory()
     usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization)
-    if generator.backend != "vllm" or not is_vllm_installed():
+    if generator.backend != "vllm":
         return HFEngine(
             model,
             tokenizer,

@@ -1,345 +1,38 @@
 """Train a policy: `python -m skyrl_train.entrypoints.main_base data.train_data=… trainer.policy.model.path=…`.
 
-Your own script registers its environments, builds `BasePPOExp(cfg)` and calls `run()`. Override a `get_*` method to
-replace a part.
+The same as `skyrl train`. Your own script registers its environments and calls `main()`; or it subclasses `BasePPOExp`,
+builds `Experiment(cfg)` and calls `run()`. PyTorch is imported once the configuration has been checked.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from functools import cached_property, partial
-from pathlib import Path
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from omegaconf import DictConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from skyrl_train.config import config_dir
+from skyrl_train.entrypoints import cli
+from skyrl_train.entrypoints.command import parse_cli, run_command, validate_cfg
 
-from skyrl_gym.entry_point import load_attribute
-from skyrl_gym.envs.registration import spec as env_spec
-from skyrl_gym.error import InvalidSpec, UnregisteredEnv
-from skyrl_train.algorithms import advantage_estimator, required_inputs
-from skyrl_train.algorithms.contract import resolve_policy_loss
-from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
-from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
-from skyrl_train.algorithms.registry import AdvantageEstimator
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS, reads_reference
-from skyrl_train.callbacks import (
-    Callback,
-    Checkpointing,
-    Curriculum,
-    CurriculumStep,
-    Evaluation,
-    Export,
-    Logging,
-    Reporting,
-    SavedConfig,
-    TrajectoryDump,
-)
-from skyrl_train.checkpoint import folder_lock
-from skyrl_train.config import SkyRLConfig, config_dir, what_runs_here
-from skyrl_train.config.problems import raise_problems
-from skyrl_train.config.validation import find_problems
-from skyrl_train.dataset.mixture import MixedPrompts
-from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
-from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.entrypoints.command import (
-    collect_rarely,
-    compute_thread,
-    log_to_console,
-    on_first_interrupt,
-    parse_cli,
-    run_command,
-    run_main,
-    validate_cfg,
-)
-from skyrl_train.entrypoints.engine import is_vllm_installed, new_engine
-from skyrl_train.errors import ConfigError
-from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
-from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.generators.source import LockstepRollouts
-from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.launch.inline import load_inline, model_spec, optimizer_spec
-from skyrl_train.learner import Learner
-from skyrl_train.models.loading import (
-    CRITIC_PATH,
-    POLICY_PATH,
-    REF_PATH,
-    check_same_vocabulary,
-    default_device,
-    load_model,
-    load_tokenizer,
-    load_value_model,
-)
-from skyrl_train.tracking import RunFolder, Tracking, log_to_file
-from skyrl_train.trainer import Trainer
-from skyrl_train.types.specs import OptimizerSpec, Role
-from skyrl_train.weight_sync import WeightSync
-from skyrl_train.workers.group import WorkerGroup
+if TYPE_CHECKING:
+    from skyrl_train.entrypoints.experiment import BasePPOExp
 
 __all__ = ["BasePPOExp", "config_dir", "main", "parse_cli", "run_command", "validate_cfg"]
 
-logger = logging.getLogger(__name__)
-
-
-class BasePPOExp:
-    """One training run, assembled from its configuration."""
-
-    trainer_class: type[Trainer] = Trainer
-    """Set this to a subclass of `Trainer` to change a stage of the training step."""
-
-    def __init__(self, cfg: SkyRLConfig | DictConfig) -> None:
-        """Check the configuration and create the run folder; ConfigError lists every problem."""
-        self.cfg = validate_cfg(cfg)
-        for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
-            logger.warning(sentence)
-        self.run_folder = RunFolder.create(
-            self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
-        )
-        self._reserved_bytes = 0  # for gradients and optimizer state
-        self._compute: ThreadPoolExecutor | None = None
-
-    def run(self) -> None:
-        """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it."""
-        with self.running():
-            asyncio.run(self._run())
-            logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Lock the run folder, log to it, set the seeds and start the compute thread."""
-        log_to_console()
-        folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
-        with (
-            folder_lock(folder, "wait until it ends, or give this run another trainer.run_name"),
-            folder_lock(ckpt_path, "wait until it ends, or set another trainer.ckpt_path")
-            if not ckpt_path.is_relative_to(folder)
-            else nullcontext(),
-            log_to_file(self.run_folder.train_log),
-            collect_rarely(),
-            compute_thread() as self._compute,
-        ):
-            has_gpu, has_vllm = torch.cuda.is_available(), is_vllm_installed()
-            for line in what_runs_here(self.cfg, has_gpu=has_gpu, has_vllm=has_vllm):
-                logger.info(line)
-            seed = self.cfg.trainer.seed
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            yield
-
-    @asynccontextmanager
-    async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
-        """Create an engine for the policy `model` and a generator that plays with it; close both at the end."""
-        async with AsyncExitStack() as stack:
-            engine = self.get_engine(model)
-            stack.push_async_callback(engine.close)
-            generator = self.get_generator(self.cfg, self.tokenizer, engine)
-            stack.push_async_callback(generator.close)
-            yield engine, generator
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of `get_tokenizer`."""
-        return self.get_tokenizer()
-
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the policy's tokenizer, with `generator.chat_template` if it has none."""
-        template = custom_chat_template(self.cfg.generator.chat_template)
-        return load_tokenizer(self.cfg.trainer.policy.model.path, chat_template=template)
-
-    def get_train_dataset(self) -> PromptDataset:
-        """Load the prompts to train on."""
-        return PromptDataset(self.cfg.data.train_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
-
-    def get_eval_dataset(self) -> PromptDataset | None:
-        """Load the prompts to evaluate on; None without evaluations."""
-        if self.cfg.trainer.eval_interval < 0 or not self.cfg.data.val_data:
-            return None
-        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
-
-    def get_model(self, path: str, key: str) -> PreTrainedModel:
-        """Load the causal language model at `path`, the value of the configuration key `key`."""
-        return load_model(
-            path,
-            dtype=getattr(torch, self.cfg.trainer.policy.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=self.cfg.trainer.gradient_checkpointing,
-            key=key,
-        )
-
-    def get_value_model(self, path: str) -> PreTrainedModel:
-        """Load the critic's model."""
-        return load_value_model(
-            path,
-            dtype=getattr(torch, self.cfg.trainer.critic.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=self.cfg.trainer.gradient_checkpointing,
-        )
-
-    def get_engine(self, model: PreTrainedModel) -> InferenceEngine:
-        """Create the engine that samples from the policy `model`."""
-        return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
-
-    def get_generator(
-        self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
-    ) -> GeneratorInterface:
-        """Create the generator that plays the rollouts."""
-        return SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer)
-
-    def get_tracker(self) -> Tracking:
-        """Open the backends that metrics are sent to."""
-        trainer = self.cfg.trainer
-        config = self.cfg.model_dump(mode="json")
-        return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
-
-    def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
-        """Return the order in which training draws its prompts."""
-        cfg, mixture = self.cfg.trainer, self.cfg.data.mixture
-        if not mixture.is_used:
-            return ShuffledPrompts(train_dataset, cfg.train_batch_size, cfg.seed)
-        return MixedPrompts(
-            train_dataset,
-            cfg.train_batch_size,
-            cfg.seed,
-            mixture.weights,
-            mixture.min_per_batch,
-            resumes_weights=mixture.curriculum is not None,
-        )
-
-    def get_callbacks(
-        self, eval_dataset: PromptDataset | None, generator: GeneratorInterface, tracker: Tracking
-    ) -> list[Callback]:
-        """Return the callbacks of a step, in order."""
-        chat = ChatEncoder(self.tokenizer)
-        callbacks: list[Callback] = []
-        if eval_dataset is not None:
-            callbacks.append(Evaluation(eval_dataset, generator, self.run_folder, chat))
-        callbacks.append(Logging(tracker))
-        if self.cfg.trainer.dump_trajectories:
-            callbacks.append(TrajectoryDump(self.run_folder, chat))
-        return [SavedConfig(self.run_folder), *callbacks, Checkpointing(), Export(), Reporting(self.run_folder)]
-
-    async def _run(self) -> None:
-        cfg = self.cfg.trainer
-        estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
-        objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
-        raise_problems(find_problems(self.cfg, ALGORITHM_RULES))  # functions may have been registered since __init__
-        train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
-        datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
-        self.check_environments(datasets)
-        prompts = self.get_prompts(train_dataset)
-        curriculum = self._curriculum(prompts)
-        total_steps = cfg.epochs * prompts.batches_per_epoch
-        total_steps = min(total_steps, cfg.max_training_steps or total_steps)
-        policy, learner = await self._load_models(estimator, objective, total_steps)
-        self._reserved_bytes = await learner.checkpoint_bytes()  # gradients and moments, allocated by the first update
-        async with self.playing(policy) as (engine, generator):
-            with self.get_tracker() as tracker:
-                source = LockstepRollouts(
-                    self.cfg,
-                    generator,
-                    prompts,
-                    with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
-                )
-                trainer = self.trainer_class(
-                    self.cfg,
-                    source=source,
-                    learner=learner,
-                    sync_engines=WeightSync(learner.policy, [engine]),
-                    total_steps=total_steps,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                    callbacks=[*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
-                )
-                with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
-                    await trainer.train()
-                if trainer.is_stopping and trainer.global_step < total_steps:
-                    raise KeyboardInterrupt
-
-    async def _load_models(
-        self, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int
-    ) -> tuple[PreTrainedModel, Learner]:
-        """Load the policy, and the critic and the reference if the configuration uses them."""
-        cfg, tokenizer = self.cfg.trainer, self.tokenizer
-        n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
-
-        async def load(
-            role: Role,
-            model: Callable[[], PreTrainedModel],
-            objective: Objective | None = None,
-            optimizer: OptimizerSpec | None = None,
-        ) -> tuple[WorkerGroup, PreTrainedModel]:
-            assert self._compute is not None
-            spec = model_spec(role, model, tokenizer.save_pretrained, cfg, optimizer)
-            return await load_inline(spec, objective, self._compute)
-
-        policy, policy_model = await load(
-            "policy",
-            partial(self.get_model, cfg.policy.model.path, POLICY_PATH),
-            objective,
-            optimizer_spec(cfg.policy.optimizer_config, n_updates // cfg.policy_mini_batch_size),
-        )
-        critic, ref, reference_sync = None, None, None
-        if cfg.critic.model.path is not None:
-            check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, tokenizer)
-            critic, _ = await load(
-                "critic",
-                partial(self.get_value_model, cfg.critic.model.path),
-                ValueObjective(cfg.algorithm.value_clip),
-                optimizer_spec(cfg.critic.optimizer_config, n_updates // cfg.critic_mini_batch_size),
-            )
-        if reads_reference(cfg.algorithm):
-            check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
-            ref, _ = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
-            if cfg.update_ref_every_epoch:
-                if await policy.tensor_specs() != await ref.tensor_specs():
-                    raise ConfigError(
-                        "trainer.update_ref_every_epoch=true makes the policy the reference, and "
-                        "trainer.ref.model.path has another architecture; set trainer.update_ref_every_epoch=false, "
-                        "or omit trainer.ref.model.path"
-                    )
-                reference_sync = WeightSync(policy, [ref])
-        return policy_model, Learner(
-            cfg, estimator, policy=policy, critic=critic, ref=ref, reference_sync=reference_sync
-        )
-
-    def _curriculum(self, prompts: PromptOrder) -> list[Callback]:
-        """Return the callback of `data.mixture.curriculum`, if it is set; ConfigError if it names no function."""
-        name = self.cfg.data.mixture.curriculum
-        if name is None or not isinstance(prompts, MixedPrompts):
-            return []
-        try:
-            curriculum: Curriculum = load_attribute(name)
-        except (ImportError, InvalidSpec) as error:
-            raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
-        if not callable(curriculum):
-            raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
-        return [CurriculumStep(prompts, curriculum)]
-
-    def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Raise ConfigError if rows name an unregistered environment, unless a custom generator plays them."""
-        if type(self).get_generator is not BasePPOExp.get_generator:
-            return
-        default = self.cfg.environment.env_class
-        for name in sorted({row.env_class or default for rows in datasets for row in rows}):
-            try:
-                env_spec(name)
-            except UnregisteredEnv as error:
-                raise ConfigError(
-                    f"environment.env_class={name}: {error} (environment.env_class is the environment of rows that "
-                    "have no env_class)"
-                ) from error
-
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line: `key=value` overrides of the configuration."""
-    run_main(__doc__, lambda cfg: BasePPOExp(cfg).run(), argv)
+    """Run the command line: `key=value` overrides and options, those of the process by default."""
+    status = cli.main(["train", *(sys.argv[1:] if argv is None else argv)])
+    if status:
+        sys.exit(status)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BasePPOExp":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skyrl_train.entrypoints.experiment import BasePPOExp
+
+    return BasePPOExp
 
 
 if __name__ == "__main__":

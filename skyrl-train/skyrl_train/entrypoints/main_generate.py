@@ -1,61 +1,35 @@
 """Evaluate a model without training it: `python -m skyrl_train.entrypoints.main_generate data.val_data=… …`.
 
-Plays the validation prompts like an evaluation during training, with `generator.eval_sampling_params` and
-`generator.eval_n_samples_per_prompt`, and writes the same files, to `evals/eval_only/` in the run folder.
+The same as `skyrl generate`. PyTorch is imported once the configuration has been checked.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.entrypoints.command import run_main
-from skyrl_train.entrypoints.main_base import BasePPOExp
-from skyrl_train.errors import ConfigError, EnvError
-from skyrl_train.evaluate import dump_evaluation, evaluate
-from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.models.loading import POLICY_PATH
+from skyrl_train.entrypoints import cli
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
 
-
-class EvalOnlyEntrypoint(BasePPOExp):
-    """One evaluation, with the `get_*` methods of a training run."""
-
-    def run(self) -> None:
-        """Evaluate, print the metrics and write the trajectories."""
-        with self.running():
-            metrics = asyncio.run(self.evaluate())
-            for name, value in sorted(metrics.items()):
-                print(f"{name:<50} {value:.6g}")
-
-    def get_eval_dataset(self) -> PromptDataset:
-        """Load the prompts to evaluate on."""
-        if not self.cfg.data.val_data:
-            raise ConfigError("data.val_data=[] leaves nothing to evaluate; set data.val_data=[<file or dataset name>]")
-        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
-
-    async def evaluate(self) -> dict[str, float]:
-        """Return the metrics on the validation prompts; EnvError if every rollout failed."""
-        dataset = self.get_eval_dataset()
-        self.check_environments([dataset])
-        async with self.playing(self.get_model(self.cfg.trainer.policy.model.path, POLICY_PATH)) as (_, generator):
-            with self.get_tracker() as tracker:
-                metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
-                tracker.log(metrics, 0)
-        folder = self.run_folder.evals(None)
-        dump_evaluation(folder, trajectories, metrics, ChatEncoder(self.tokenizer))
-        logger.info("%d trajectories are in %s", len(trajectories), folder)
-        if not any(t.is_valid for t in trajectories):
-            raise EnvError(f"all {len(trajectories)} rollouts failed; the first: {trajectories[0].error}")
-        return metrics
+__all__ = ["EvalOnlyEntrypoint", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line: `key=value` overrides of the configuration."""
-    run_main(__doc__, lambda cfg: EvalOnlyEntrypoint(cfg).run(), argv)
+    """Run the command line: `key=value` overrides and options, those of the process by default."""
+    status = cli.main(["generate", *(sys.argv[1:] if argv is None else argv)])
+    if status:
+        sys.exit(status)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "EvalOnlyEntrypoint":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skyrl_train.entrypoints.evaluation import EvalOnlyEntrypoint
+
+    return EvalOnlyEntrypoint
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 
 import skyrl_gym
-from skyrl_gym.methods import awaited_method
-from skyrl_train.config.environment import SkyRLGymConfig
+from skyrl_gym.runtime.methods import async_method
+from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EnvError
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class _LocalEpisode(Episode):
             logger.warning("Closing an environment after a call that took too long failed", exc_info=True)
 
     async def call(self, method: str, *args: Any) -> Any:
-        native = awaited_method(self._env, method)
+        native = async_method(self._env, method)
         if native is not None:
             return await _bounded(native(*args), self._cfg.call_timeout_seconds)
         bound = getattr(self._env, method)

@@ -13,8 +13,8 @@ from collections import deque
 from typing import Any
 
 from skyrl_gym.envs.registration import spec
-from skyrl_gym.serialization import plain
-from skyrl_train.config.environment import SkyRLGymConfig
+from skyrl_gym.runtime.serialization import to_json_value
+from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EnvError
 from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode
 
@@ -68,7 +68,7 @@ class ProcessEpisodes:
 
 
 class _Worker(Episode):
-    """A process running `skyrl_gym.worker`, and the socket to it. It plays one episode after another."""
+    """A process running `skyrl_gym.runtime.worker`, and the socket to it. It plays one episode after another."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Worker(Episode):
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(python, "-m", "skyrl_gym.worker", str(theirs.fileno()), json.dumps(_import_paths())),
+                    *(python, "-m", "skyrl_gym.runtime.worker", str(theirs.fileno()), json.dumps(_import_paths())),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -143,7 +143,7 @@ class _Worker(Episode):
         Raises:
             TypeError, ValueError: the arguments cannot be encoded as JSON.
         """
-        line = json.dumps([method, *args], default=plain).encode() + b"\n"
+        line = json.dumps([method, *args], default=to_json_value).encode() + b"\n"
         self._has_answered = False
         try:
             async with asyncio.timeout(limit_s):

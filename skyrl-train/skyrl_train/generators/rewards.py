@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from skyrl_gym.contract import is_reward
+from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError

@@ -20,10 +20,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.contract import checked_metrics, checked_output, checked_prompt, reward_components
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
-from skyrl_train.config.environment import SkyRLGymConfig
+from skyrl_gym.runtime.validation import reward_components, validate_metrics, validate_prompt, validate_step_output
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EngineError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
@@ -139,7 +139,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         extras["max_turns"] = self.generator_cfg.max_turns
         with _boundary(rollout, "init"):
             await episode.make(rollout.env_class, extras)
-            prompt = checked_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
+            prompt = validate_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
             rollout.conversation = self._new_conversation(prompt)
             n_tokens = len(rollout.conversation.next_prompt())
             if n_tokens > self._max_input_length:
@@ -160,7 +160,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             return
         started = time.perf_counter()
         with _boundary(rollout, "step"):
-            self._apply_step(rollout, conversation, checked_output(await episode.call("step", text)), text)
+            self._apply_step(rollout, conversation, validate_step_output(await episode.call("step", text)), text)
         rollout.env_s += time.perf_counter() - started
 
     async def _sample(
@@ -232,7 +232,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             return
         if rollout.is_over and rollout.error is None:  # a cancelled rollout may be in the middle of a call
             with _boundary(rollout, "get_metrics"):
-                rollout.env_metrics = checked_metrics(await episode.call("get_metrics"))
+                rollout.env_metrics = validate_metrics(await episode.call("get_metrics"))
         try:
             await episode.close()
         except Exception:  # the rollout keeps its result

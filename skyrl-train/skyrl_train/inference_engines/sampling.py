@@ -34,7 +34,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """A sampled token. `logprob` is of the model at the row's temperature, before penalties and truncation."""
 
     token_id: int
@@ -44,7 +44,7 @@ class Choice:
     top_logprobs: dict[int, float] | None = None  # on request
 
 
-def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
     """Sample one token a row by searching the cumulative distribution.
 
     Args:
@@ -89,7 +89,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
         for row, (ids, values) in top.items()
     }
     return [
-        Choice(token_id, logprob, sampling_by_row.get(row), raw_by_row.get(row), top_by_row.get(row))
+        SampledToken(token_id, logprob, sampling_by_row.get(row), raw_by_row.get(row), top_by_row.get(row))
         for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
     ]
 

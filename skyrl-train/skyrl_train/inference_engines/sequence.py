@@ -14,7 +14,7 @@ from skyrl_train.inference_engines.base import (
     StopReason,
     TokenChunk,
 )
-from skyrl_train.inference_engines.sampling import Choice
+from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.types import WeightSpan
 
 
@@ -55,7 +55,7 @@ class ActiveSequence:
         """True if the response is complete or its caller has left."""
         return self.stop_reason is not None or (self.done is not None and self.done.done())
 
-    def append(self, choice: Choice, weight_version: int) -> None:
+    def append(self, choice: SampledToken, weight_version: int) -> None:
         """Add a sampled token."""
         self.token_ids.append(choice.token_id)
         self.logprobs.append(choice.logprob)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk
-from skyrl_train.inference_engines.sampling import Choice
+from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -286,7 +286,7 @@ class SteppedEngine(ABC, Generic[S]):
         finally:
             self._thread.close()
 
-    def _append(self, sequence: S, choice: Choice) -> None:
+    def _append(self, sequence: S, choice: SampledToken) -> None:
         """Add a sampled token to its sequence, unless the sequence ended while the step ran."""
         if sequence.is_over:
             return

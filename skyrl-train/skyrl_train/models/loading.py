@@ -94,7 +94,7 @@ def load_model(
             f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
             "another model"
         )
-    _prepare(model, path, device, gradient_checkpointing)
+    _prepare(model, key, path, device, gradient_checkpointing)
     _check_head(model, f"{key}={path}")
     return model
 
@@ -133,7 +133,7 @@ def load_value_model(
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
         logger.info("%s has no value head: it starts at zero", path)
-    _prepare(model, path, device, gradient_checkpointing)
+    _prepare(model, CRITIC_PATH, path, device, gradient_checkpointing)
     return model
 
 
@@ -150,12 +150,13 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
         ) from error
 
 
-def _prepare(model: PreTrainedModel, path: str, device: torch.device, gradient_checkpointing: bool) -> None:
+def _prepare(model: PreTrainedModel, key: str, path: str, device: torch.device, gradient_checkpointing: bool) -> None:
     """Put a model that was just loaded into the state it trains in."""
     model.eval().to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    logger.info("Loaded %s: %s parameters, %s on %s", path, f"{model.num_parameters():,}", model.dtype, device)
+    role, n_parameters = key.split(".")[1], f"{model.num_parameters():,}"  # trainer.policy.model.path is the policy's
+    logger.info("Loaded the %s from %s: %s parameters, %s on %s", role, path, n_parameters, model.dtype, device)
 
 
 @contextmanager

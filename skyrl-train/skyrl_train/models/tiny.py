@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_gym.runtime.validation import is_conversation
+from skyrl_train.dataset.files import read_rows
+from skyrl_train.errors import ConfigError, DataError
+
+DEFAULT_TEXT = [{"role": "user", "content": "What is 6 times 7? Answer with a number: 0 1 2 3 4 5 6 7 8 9"}]
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -80,6 +88,27 @@ def tiny_qwen3(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
+
+
+def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
+    """Write a tiny model with a tokenizer trained on the prompts of a dataset; return its number of parameters.
+
+    Raises:
+        ConfigError: `folder` exists.
+        DataError: the dataset cannot be read, or a row has no prompt.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; give the name of a new folder")
+    conversations: list[Any] = [row.get("prompt") for row in read_rows(data)] if data else [DEFAULT_TEXT]
+    for number, conversation in enumerate(conversations):
+        if not is_conversation(conversation):
+            raise DataError(f"row {number} of {data}: prompt={str(conversation)[:80]!r} is not a list of messages")
+    tokenizer = train_tokenizer(conversations)
+    model = tiny_qwen3(tokenizer, seed=seed)
+    disable_progress_bar()
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return model.num_parameters()
 
 
 def _between_special_tokens(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Iterable[str]:

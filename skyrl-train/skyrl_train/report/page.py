@@ -14,9 +14,12 @@ from markupsafe import Markup
 
 from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
+from skyrl_train.report.learning_curve import plot_learning_curve
 from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
 from skyrl_train.report.summary import duration, headline_evals, headlines, settings, time_split
-from skyrl_train.tracking import RunFolder, read_metrics
+from skyrl_train.tracking import RunFolder, find_missing_signal, read_metrics
+
+_CURVES = ("eval/all/avg_score", "reward/avg_raw_reward")  # the learning curve shows the first that was measured
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|\[/?INST\]")
 
@@ -45,6 +48,22 @@ _PANELS = {
 }
 
 
+def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | None:
+    """Write `learning_curve.png` and `report.html` of a run, finished or not; return the page, None before any metric.
+
+    Raises:
+        DataError: the metrics or an evaluation file cannot be read.
+    """
+    rows = read_metrics(run_folder.metrics)
+    if not rows:
+        return None
+    measured = [name for name in _CURVES if any(name in row for row in rows)]
+    if measured:
+        title = f"{run_folder.path.parent.name}: {run_folder.path.name}"
+        plot_learning_curve(rows, run_folder.learning_curve, metric=measured[0], title=title)
+    return write_report(run_folder, command=command)
+
+
 def write_report(
     run_folder: RunFolder,
     *,
@@ -65,6 +84,7 @@ def write_report(
         project=run_folder.path.resolve().parent.name,
         run=run_folder.path.resolve().name,
         last_step=last_step,
+        warning=find_missing_signal(rows),
         headlines=headlines(rows),
         eval_charts=_eval_charts(rows, baselines or {}),
         charts=_training_charts(rows),

@@ -54,7 +54,7 @@ class Progress:
         if reward is not None:
             self._shown["reward"] = f"reward {reward:.3f}"
         if eval_metrics:
-            self._shown["eval"] = "eval " + _format_eval(eval_metrics)
+            self._shown["eval"] = f"eval at step {step}: {_format_eval(eval_metrics)}"
         if tokens_per_second is not None:
             self._shown["speed"] = f"{tokens_per_second:,.0f} tok/s"
         if self._bar is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from skyrl_train.config.wandb_login import wandb_login_problem
+from skyrl_train.config.validation import wandb_login_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
 from skyrl_train.tracking.run_folder import RunFolder
@@ -72,7 +72,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to a Weights & Biases run, its files in `run_dir/wandb`. The `WANDB_*` environment variables apply.
+    """Logs to a Weights & Biases run, its files in `run_dir/wandb`, or in `$WANDB_DIR/wandb`.
 
     Raises `ConfigError` when there is no login, the package is not installed, or wandb cannot start the run.
     """
@@ -86,9 +86,10 @@ class WandbTracker:
             raise ConfigError(
                 "trainer.logger=wandb needs the wandb package: pip install wandb, or choose trainer.logger=tensorboard"
             ) from error
-        run_dir.mkdir(parents=True, exist_ok=True)
+        folder = os.environ.get("WANDB_DIR") or str(run_dir)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         try:
-            self._run = wandb.init(project=project_name, name=run_name, config=dict(config), dir=str(run_dir))
+            self._run = wandb.init(project=project_name, name=run_name, config=dict(config), dir=folder)
         except wandb.Error as error:
             raise ConfigError(
                 f"wandb could not start the run {project_name}/{run_name}: {error}; "

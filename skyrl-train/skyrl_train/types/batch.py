@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
+from skyrl_train.lazy import torch
 
 
 @dataclass(slots=True)

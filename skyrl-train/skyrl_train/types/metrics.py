@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-import torch
+from skyrl_train.lazy import torch
 
 MetricKind = Literal["mean", "std", "ess", "sum", "max", "min"]
 

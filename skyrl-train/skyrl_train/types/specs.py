@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
+from skyrl_train.lazy import torch
 
 Role = Literal["policy", "critic", "ref"]
 

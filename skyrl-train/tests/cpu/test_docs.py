@@ -15,7 +15,7 @@ import pytest
 import skyrl_gym
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.main_catch import register_catch
-from skyrl_gym.checkup import Checkup
+from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from skyrl_gym.envs.registration import EnvSpec
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
@@ -70,6 +70,7 @@ def test_the_estimator_and_losses_of_the_page_train(
             f"data.val_data=['{tmp_path}/validation.parquet']",
             f"trainer.policy.model.path='{tiny_model_path}'",
             f"trainer.output_dir='{tmp_path}'",
+            "trainer.run_name=test_run",
             f"trainer.algorithm.advantage_estimator={estimator}",
             f"trainer.algorithm.policy_loss_type={loss}",
             "trainer.algorithm.custom.negative_share=0.5",
@@ -124,8 +125,8 @@ def environments_page(name: str) -> Any:
 def test_the_environment_of_the_page_passes_the_checkup() -> None:
     (row,) = re.findall(r"```json\n(.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL)
     findings = list(Checkup(EnvSpec("higher_lower", environments_page("HigherLowerEnv")), json.loads(row)).run())
-    assert {finding.verdict for finding in findings} == {"kept"}
-    assert f"my_module:HigherLowerEnv: {len(findings)} kept" in ENVIRONMENTS.read_text(encoding="utf-8")
+    assert {finding.verdict for finding in findings} == {"passed"}
+    assert f"my_module:HigherLowerEnv: {len(findings)} passed" in ENVIRONMENTS.read_text(encoding="utf-8")
 
 
 def test_the_tools_of_the_page_are_called() -> None:

@@ -63,14 +63,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture
-def _with_skyrl_tiny(shell: dict[str, str]) -> None:
-    if subprocess.run(["skyrl", "tiny", "--help"], env=shell, capture_output=True, check=False).returncode:
-        pytest.skip("this checkout has no `skyrl tiny` yet")
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("_with_skyrl_tiny")
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_block_runs_as_typed(page: Path, shell: dict[str, str], tmp_path: Path) -> None:
     n_run = 0

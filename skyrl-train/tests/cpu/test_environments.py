@@ -59,9 +59,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     }
     prompt = [{"role": "user", "content": "Begin."}]
     plain = [{"prompt": prompt, "env_class": name, "data_source": name, **columns} for name, columns in specs.items()]
-    games = OpenSpielTasks(TaskConfig.of({"cases": ["tic_tac_toe"], "num_tasks_per_case": 1}))
-    game_rows = [*games.rows([0]), *games.game_rows([0])]
-    return plain + [row | {"data_source": row["env_class"]} for row in game_rows]
+    games = OpenSpielTasks(TaskConfig.from_options({"cases": ["tic_tac_toe"], "num_tasks_per_case": 1}))
+    some = [*games.rows([0]), *games.game_rows([0])]
+    return plain + [row | {"data_source": row["env_class"]} for row in some]
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ def run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[str]:
         f"data.val_data=['{tmp_path}/rows.jsonl']",
         f"trainer.policy.model.path='{model}'",
         f"trainer.output_dir='{tmp_path}'",
+        "trainer.run_name=test_run",
         "trainer.max_prompt_length=4096",
         "generator.max_turns=3",
         "generator.max_input_length=8000",

@@ -56,6 +56,7 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Callable[..., list[dict[str,
                 f"data.val_data=['{tmp_path}/rows.jsonl']",
                 f"trainer.policy.model.path='{tiny_model_path}'",
                 f"trainer.output_dir='{tmp_path}/outputs'",
+                "trainer.run_name=test_run",
                 "trainer.train_batch_size=4",
                 "trainer.policy_mini_batch_size=4",
                 "trainer.ckpt_interval=-1",
@@ -184,3 +185,13 @@ def test_overlapping_steps_report_their_own_metrics_and_trajectories(catch_run: 
         draws.append({t["uid"].partition("_")[0] for t in played})
     assert rows[1]["reward/avg_raw_reward"] != rows[2]["reward/avg_raw_reward"]
     assert not draws[0] & draws[1]
+
+
+def test_a_run_without_a_learning_signal_warns_once(
+    train: Callable[..., list[dict[str, Any]]], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    greedy = ["generator.sampling_params.temperature=0", "trainer.algorithm.temperature=1"]  # equal samples
+    train(*greedy, "trainer.epochs=5")
+    warnings = [record.message for record in caplog.records if "the policy does not learn" in record.message]
+    assert len(warnings) == 1
+    assert warnings[0] in (tmp_path / "outputs/skyrl/test_run/report.html").read_text()

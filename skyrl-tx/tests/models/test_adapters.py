@@ -16,7 +16,7 @@ from tx.models.adapters import adapter_of, load_adapter, named_factors, save_ada
 from tx.models.checkpoints import load_params
 from tx.models.config import LoraConfig, ModelConfig, read_config
 from tx.models.decoder import hidden_states, logits_of
-from tx.models.lora import Adapter, covered, new_adapter, rows_of
+from tx.models.lora import Adapter, covered_names, new_adapter, rows_of
 
 
 def random_adapter(lora: LoraConfig, shape: ModelConfig) -> Adapter:
@@ -29,7 +29,7 @@ def random_adapter(lora: LoraConfig, shape: ModelConfig) -> Adapter:
 @pytest.mark.parametrize(
     "lora", [LoraConfig(rank=6), LoraConfig(rank=8, train_mlp=False), LoraConfig(rank=1, alpha=2.0)]
 )
-def test_peft_computes_the_same(models: Path, tmp_path: Path, kind: str, lora: LoraConfig) -> None:
+def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: LoraConfig) -> None:
     folder = models / kind
     shape = read_config(folder)
     params, adapter = load_params(folder, shape, jnp.float32), random_adapter(lora, shape)
@@ -43,16 +43,14 @@ def test_peft_computes_the_same(models: Path, tmp_path: Path, kind: str, lora: L
     np.testing.assert_allclose(np.asarray(logits_of(params, rows, hidden)), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("most_unrolled", [0, 8])
-def test_what_is_written_is_what_is_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_unrolled: int
-) -> None:
-    monkeypatch.setattr(config, "MOST_UNROLLED", most_unrolled)
+@pytest.mark.parametrize("max_unrolled", [0, 8])
+def test_round_trip(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_unrolled: int) -> None:
+    monkeypatch.setattr(config, "MAX_UNROLLED", max_unrolled)
     shape, lora = read_config(folder), LoraConfig(rank=5)
     adapter = random_adapter(lora, shape)
     save_adapter(tmp_path, adapter, lora, shape, "base")
     jax.tree.map(np.testing.assert_array_equal, adapter, load_adapter(tmp_path, lora, shape))
-    with pytest.raises(ValueError, match=r"lora_A\.weight has the shape \(5, 32\), and not \(9, 32\)"):
+    with pytest.raises(ValueError, match=r"lora_A\.weight has shape \(5, 32\) instead of \(9, 32\)"):
         load_adapter(tmp_path, LoraConfig(rank=9), shape)
 
 
@@ -65,8 +63,8 @@ def test_a_new_adapter_changes_nothing(folder: Path) -> None:
     np.testing.assert_array_equal(with_adapter, without)
 
 
-def test_a_head_that_is_tied_has_no_adapter(models: Path) -> None:
+def test_a_tied_head_has_no_adapter(models: Path) -> None:
     tied, untied = read_config(models / "qwen3"), read_config(models / "llama")
-    assert "head" not in covered(LoraConfig(), tied)
-    assert covered(LoraConfig(), untied) == ("q", "k", "v", "o", "gate", "up", "down", "head")
-    assert covered(LoraConfig(train_attn=False, train_mlp=False), untied) == ("head",)
+    assert "head" not in covered_names(LoraConfig(), tied)
+    assert covered_names(LoraConfig(), untied) == ("q", "k", "v", "o", "gate", "up", "down", "head")
+    assert covered_names(LoraConfig(train_attn=False, train_mlp=False), untied) == ("head",)

@@ -12,36 +12,36 @@ from tx_tiny_models import LLAMA_ROPE
 from tx.models.config import ModelError, config_of, inverse_frequencies, read_config
 
 
-def told(folder: Path) -> dict[str, Any]:
+def read_json(folder: Path) -> dict[str, Any]:
     read: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return read
 
 
-def test_frequencies_are_those_of_transformers(folder: Path) -> None:
+def test_frequencies_match_transformers(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     np.testing.assert_allclose(inverse_frequencies(read_config(folder)), model.model.rotary_emb.inv_freq, rtol=1e-6)
 
 
-def test_older_configurations_say_it_otherwise(models: Path) -> None:
-    newer = told(models / "llama")
+def test_older_configuration_keys(models: Path) -> None:
+    newer = read_json(models / "llama")
     older = {name: value for name, value in newer.items() if name not in ("rope_parameters", "head_dim")}
     scaling = {name: value for name, value in LLAMA_ROPE.items() if name != "rope_theta"}
     older |= {"rope_theta": LLAMA_ROPE["rope_theta"], "rope_scaling": scaling, "hidden_size": 64}
     assert config_of(older) == config_of(newer | {"hidden_size": 64})
 
 
-def test_ends_of_sequence(models: Path, tmp_path: Path) -> None:
+def test_eos_tokens(models: Path, tmp_path: Path) -> None:
     assert read_config(models / "qwen3").eos_ids == (2,)
     (tmp_path / "config.json").write_text((models / "qwen3" / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert read_config(tmp_path).eos_ids == (3, 4)
-    assert config_of(told(models / "qwen3") | {"eos_token_id": None}).eos_ids == ()
+    assert config_of(read_json(models / "qwen3") | {"eos_token_id": None}).eos_ids == ()
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; these are: Qwen3"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; use one of: Qwen3"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -49,14 +49,14 @@ def test_ends_of_sequence(models: Path, tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported; use default or llama3"),
     ],
 )
-def test_what_would_come_out_differently_is_refused(models: Path, changed: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_refused(models: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config_of(told(models / "qwen3") | changed)
+        config_of(read_json(models / "qwen3") | changed)
 
 
 def test_layers_without_experts_are_refused(models: Path) -> None:
     with pytest.raises(ValueError, match=r"mlp_only_layers=\[0\] is not supported"):
-        config_of(told(models / "qwen3_moe") | {"mlp_only_layers": [0]})
+        config_of(read_json(models / "qwen3_moe") | {"mlp_only_layers": [0]})
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ def theirs(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [7, 200])
-def test_logits_are_those_of_transformers(folder: Path, length: int) -> None:
+def test_logits_match_transformers(folder: Path, length: int) -> None:
     shape, tokens = read_config(folder), some_tokens(3, length)
     ours = logits(shape, load_params(folder, shape, jnp.float32), tokens)
     np.testing.assert_allclose(ours, theirs(folder, tokens), atol=1e-5)
 
 
-def test_long_rows_are_attended_to_in_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_long_rows_is_blocked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "QUERY_BLOCK", 64)
     shape, tokens = read_config(folder), some_tokens(2, 192)
     ours = logits(shape, load_params(folder, shape, jnp.float32), tokens)
@@ -50,16 +50,16 @@ def test_layers_may_be_scanned(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     shape, tokens = read_config(folder), some_tokens(2, 20)
     assert shape.blocks == (1, 1)
     apart = logits(shape, load_params(folder, shape, jnp.float32), tokens)
-    monkeypatch.setattr(config, "MOST_UNROLLED", 1)
+    monkeypatch.setattr(config, "MAX_UNROLLED", 1)
     assert shape.blocks == (2,)
     params = load_params(folder, shape, jnp.float32)
     np.testing.assert_allclose(logits(shape, params, tokens), apart, atol=1e-5)
     np.testing.assert_allclose(logits(shape, params, tokens, remat=True), apart, atol=1e-5)
 
 
-@pytest.mark.parametrize("most_unrolled", [0, 8])
-def test_what_is_written_is_what_was_read(folder: Path, monkeypatch: pytest.MonkeyPatch, most_unrolled: int) -> None:
-    monkeypatch.setattr(config, "MOST_UNROLLED", most_unrolled)
+@pytest.mark.parametrize("max_unrolled", [0, 8])
+def test_round_trip(folder: Path, monkeypatch: pytest.MonkeyPatch, max_unrolled: int) -> None:
+    monkeypatch.setattr(config, "MAX_UNROLLED", max_unrolled)
     shape = read_config(folder)
     params = load_params(folder, shape, jnp.float32)
     written = dict(named_tensors(params, shape))

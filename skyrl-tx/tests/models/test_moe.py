@@ -1,4 +1,4 @@
-"""Both ways through a mixture of experts are the same function."""
+"""Both implementations of a mixture of experts compute the same function."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ SHAPES = {"gate": (HIDDEN, MIDDLE), "up": (HIDDEN, MIDDLE), "down": (MIDDLE, HID
 @given(
     n_tokens=st.integers(1, 60), n_experts=st.integers(2, 9), n_active=st.integers(1, 2), seed=st.integers(0, 1 << 30)
 )
-def test_every_token_has_a_place_with_each_of_its_experts(
+def test_every_token_has_a_slot_with_each_of_its_experts(
     n_tokens: int, n_experts: int, n_active: int, seed: int
 ) -> None:
-    """Also where all choose the same ones."""
+    """Also if all tokens choose the same experts."""
     random = np.random.default_rng(seed)
     n_popular = random.integers(n_active, n_experts + 1)
     chosen = np.stack([random.permutation(n_popular)[:n_active] for _ in range(n_tokens)])
     blocks = moe.blocks_of(jnp.asarray(chosen), n_experts)
     size = blocks.tokens.shape[1]
-    places = np.asarray(blocks.places)
-    assert len(np.unique(places)) == places.size
-    np.testing.assert_array_equal(np.asarray(blocks.experts)[places // size], chosen)
+    slots = np.asarray(blocks.slots)
+    assert len(np.unique(slots)) == slots.size
+    np.testing.assert_array_equal(np.asarray(blocks.experts)[slots // size], chosen)
     tokens = np.asarray(blocks.tokens).reshape(-1)
-    np.testing.assert_array_equal(tokens[places], np.arange(n_tokens)[:, None].repeat(n_active, 1))
-    assert np.count_nonzero(tokens != n_tokens) == places.size
+    np.testing.assert_array_equal(tokens[slots], np.arange(n_tokens)[:, None].repeat(n_active, 1))
+    assert np.count_nonzero(tokens != n_tokens) == slots.size
 
 
 @pytest.mark.parametrize("popular", [1.0, 30.0])
 @pytest.mark.parametrize("is_adapted", [True, False])
-def test_both_ways_are_the_same(is_adapted: bool, popular: float) -> None:
-    """And so are their gradients, of everything."""
+def test_both_implementations_agree(is_adapted: bool, popular: float) -> None:
+    """The gradients of all inputs are the same, too."""
     random = np.random.default_rng(0)
 
     def some(*shape: int) -> jax.Array:

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from tx_tiny_models import new_tokenizer
 
-from tx.run.examples import Examples, read_rows
+from tx.run.examples import ExampleBuilder, read_rows
 from tx.tinker.types import Datum, UserError
 
 CONVERSATION = [
@@ -25,7 +25,7 @@ THINKING = (
     "{% if m.role == 'assistant' and loop.last %}<think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
 )
-"""Shows the thinking of the last reply only."""
+"""A chat template that shows the thinking of the last reply only."""
 
 
 @pytest.fixture
@@ -33,30 +33,30 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return new_tokenizer()
 
 
-def examples(tokenizer: PreTrainedTokenizerFast, folder: Path, max_length: int = 200) -> Examples:
+def examples(tokenizer: PreTrainedTokenizerFast, folder: Path, max_length: int = 200) -> ExampleBuilder:
     tokenizer.save_pretrained(folder)
-    return Examples(folder, max_length)
+    return ExampleBuilder(folder, max_length)
 
 
-def counted(tokenizer: PreTrainedTokenizerFast, datum: Datum) -> str:
-    """What is learned of a datum."""
+def trained_text(tokenizer: PreTrainedTokenizerFast, datum: Datum) -> str:
+    """Return the trained text of a datum."""
     targets = datum.inputs["target_tokens"][datum.inputs["weights"] == 1.0]
     return str(tokenizer.decode(targets))
 
 
-def test_replies_count(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (datum,) = examples(tokenizer, tmp_path).of_row(1, {"messages": CONVERSATION})
+def test_replies_are_trained(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (datum,) = examples(tokenizer, tmp_path).convert(1, {"messages": CONVERSATION})
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert tokenizer.decode([datum.tokens[0], *datum.inputs["target_tokens"]]) == whole
-    assert counted(tokenizer, datum) == "4<|im_end|>\n44<|im_end|>\n"
+    assert trained_text(tokenizer, datum) == "4<|im_end|>\n44<|im_end|>\n"
 
 
-def test_a_reply_that_is_shown_otherwise_later_has_a_sequence_of_its_own(
+def test_a_reply_that_is_rendered_differently_later_has_its_own_sequence(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     tokenizer.chat_template = THINKING
-    data = examples(tokenizer, tmp_path).of_row(1, {"messages": CONVERSATION})
-    assert [counted(tokenizer, one) for one in data] == ["4<|im_end|>", "44<|im_end|>"]
+    data = examples(tokenizer, tmp_path).convert(1, {"messages": CONVERSATION})
+    assert [trained_text(tokenizer, one) for one in data] == ["4<|im_end|>", "44<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -68,35 +68,35 @@ def test_a_reply_that_is_shown_otherwise_later_has_a_sequence_of_its_own(
         ({"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}, "44<|im_end|>\n"),
     ],
 )
-def test_kinds_of_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], expected: str) -> None:
-    (datum,) = examples(tokenizer, tmp_path).of_row(1, row)
-    assert counted(tokenizer, datum) == expected
+def test_row_formats(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    (datum,) = examples(tokenizer, tmp_path).convert(1, row)
+    assert trained_text(tokenizer, datum) == expected
 
 
-def test_long_rows_lose_their_end(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (datum,) = examples(tokenizer, tmp_path, max_length=3).of_row(1, {"text": "abcdef"})
+def test_long_rows_are_truncated(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (datum,) = examples(tokenizer, tmp_path, max_length=3).convert(1, {"text": "abcdef"})
     assert len(datum.tokens) == 3
-    assert counted(tokenizer, datum) == "bcd"
+    assert trained_text(tokenizer, datum) == "bcd"
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"question": "x"}, r"row 7: it has question; a row has 'messages'"),
-        ({"messages": CONVERSATION[:1]}, "row 7: it has no message of the assistant"),
+        ({"messages": CONVERSATION[:1]}, "row 7: there is no assistant message"),
         ({"messages": [{"content": "x"}]}, "row 7: 'role'"),
         ({"messages": 3}, "row 7: 'int' object is not iterable"),
-        ({"prompt": "x" * 300, "completion": "y"}, r"row 7: no token of it counts within --max-length 200"),
+        ({"prompt": "x" * 300, "completion": "y"}, r"row 7: no trained token within --max-length 200"),
     ],
 )
-def test_rows_of_other_kinds(
+def test_unknown_row_formats(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        examples(tokenizer, tmp_path).of_row(7, row)
+        examples(tokenizer, tmp_path).convert(7, row)
 
 
-def test_files(tmp_path: Path) -> None:
+def test_file_formats(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "ü"}]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     (tmp_path / "a.json").write_text(json.dumps(rows))
@@ -104,7 +104,7 @@ def test_files(tmp_path: Path) -> None:
     assert [read_rows(tmp_path / name) for name in ("a.jsonl", "a.json", "a.parquet")] == [rows] * 3
 
 
-def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+def test_strings_may_contain_other_line_separators(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b\u0085c"}\r\n{"text": "d"}\n', encoding="utf-8", newline="")
     assert read_rows(tmp_path / "a.jsonl") == [{"text": "a\u2028b\u0085c"}, {"text": "d"}]
 
@@ -114,20 +114,20 @@ def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"line 2: Expecting value"),
         ("a.jsonl", "\n", "has no rows"),
-        ("a.json", '{"text": "a"}', r"is no list of rows"),
-        ("a.json", '[{"text": "a"},', r"a.json is no .json: Expecting value"),
+        ("a.json", '{"text": "a"}', r"is not a list of rows"),
+        ("a.json", '[{"text": "a"},', r"a.json is not a valid .json file: Expecting value"),
         ("a.jsonl", '{"text": "a"}\n"words"', "row 2 is 'words'; a row has 'messages'"),
-        ("a.parquet", "words", r"a.parquet is no .parquet: "),
+        ("a.parquet", "words", r"a.parquet is not a valid .parquet file: "),
     ],
 )
-def test_files_that_are_wrong(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_invalid_files(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         read_rows(tmp_path / name)
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match="file not found"):
         read_rows(tmp_path / "b.jsonl")
 
 
-def test_weights_are_of_the_targets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (datum,) = examples(tokenizer, tmp_path).of_row(1, {"prompt": "ab", "completion": "c"})
+def test_weights_belong_to_the_targets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (datum,) = examples(tokenizer, tmp_path).convert(1, {"prompt": "ab", "completion": "c"})
     np.testing.assert_array_equal(datum.inputs["weights"], [0.0, 1.0, 1.0])

@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
-    """A command of a hundred epochs."""
-    told = {
+    """Return the arguments of a run of a hundred epochs."""
+    settings = {
         "base_model": folder / "model",
         "dataset": folder / "rows.jsonl",
         "output_dir": output,
@@ -49,7 +49,7 @@ def arguments(folder: Path, output: Path, **flags: object) -> list[str]:
         "save_steps": 20,
         **flags,
     }
-    return [f"--{name.replace('_', '-')}={value}" for name, value in told.items()]
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
@@ -63,23 +63,23 @@ def weights(output: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run that nothing interrupted."""
+    """The output of an uninterrupted run."""
     output = tmp_path_factory.mktemp("whole")
     main(arguments(folder, output))
     return output
 
 
 def test_the_loss_falls_and_peft_reads_the_adapter(folder: Path, whole: Path) -> None:
-    told = metrics(whole)
-    assert [one["step"] for one in told] == list(range(1, N_STEPS + 1))
-    assert told[-1]["loss"] < 0.85 * told[0]["loss"]
+    steps = metrics(whole)
+    assert [one["step"] for one in steps] == list(range(1, N_STEPS + 1))
+    assert steps[-1]["loss"] < 0.85 * steps[0]["loss"]
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), whole / "adapter")
     assert model.peft_config["default"].r == 8
     assert [one.name for one in (whole / "checkpoints").iterdir()] == [str(N_STEPS)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_that_is_killed_goes_on(folder: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_killed_run_resumes(folder: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "tx.run.main", "train", *arguments(folder, tmp_path)]
     process = subprocess.Popen(command, env=CHILD_ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     file = tmp_path / "metrics.jsonl"
@@ -95,24 +95,22 @@ def test_a_run_that_is_killed_goes_on(folder: Path, whole: Path, tmp_path: Path,
         np.testing.assert_array_equal(weights(tmp_path)[name], tensor)
 
 
-def test_more_steps_go_on(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_may_have_more_steps(folder: Path, whole: Path, tmp_path: Path) -> None:
     main(arguments(folder, tmp_path, max_steps=3))
     main(arguments(folder, tmp_path, max_steps=6))
     assert [one["loss"] for one in metrics(tmp_path)] == [one["loss"] for one in metrics(whole)[:6]]
 
 
-def test_another_run_may_begin_with_its_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_another_run_may_start_from_its_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
     main(arguments(folder, tmp_path, max_steps=1, load_checkpoint_path=whole / "checkpoints" / str(N_STEPS)))
     assert metrics(tmp_path)[0]["loss"] < 0.85 * metrics(whole)[0]["loss"]
 
 
-def test_another_run_may_not_take_its_place(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_another_run_cannot_use_its_folder(folder: Path, whole: Path, tmp_path: Path) -> None:
     config = TrainConfig(
         base_model=str(folder / "model"), dataset=folder / "rows.jsonl", output_dir=whole, learning_rate=0.5
     )
-    with pytest.raises(
-        UserError, match=r"has a run with lora_rank=8, learning_rate=0\.01, .*give another --output-dir"
-    ):
+    with pytest.raises(UserError, match=r"has a run with lora_rank=8, learning_rate=0\.01, .*use another --output-dir"):
         Run(config)
 
 
@@ -124,7 +122,7 @@ def test_another_run_may_not_take_its_place(folder: Path, whole: Path, tmp_path:
         ({"backend": "numpy"}, "--backend='numpy': Input should be 'jax' or 'torch'"),
     ],
 )
-def test_wrong_settings(
+def test_invalid_settings(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, str], message: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -132,6 +130,6 @@ def test_wrong_settings(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_what_is_wrong_with_the_data_is_one_line(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"tx train: --dataset .*none\.jsonl: there is no such file"):
+def test_data_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"tx train: --dataset .*none\.jsonl: file not found"):
         main(arguments(folder, tmp_path, dataset=tmp_path / "none.jsonl"))

@@ -1,4 +1,4 @@
-"""The real SDKs against real servers; see `make test-tinker`, which makes an environment for each SDK."""
+"""Run real SDKs against real servers. `make test-tinker` creates an environment for each SDK."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sdk.environments import ENVIRONMENTS, tell
+from sdk.environments import ENVIRONMENTS, write_description
 from sdk.models import save
 from tx_process import process
 
-collect_ignore = ["client"]  # what runs in the environments of the SDKs
+collect_ignore = ["client"]  # runs in the environments of the SDKs
 
 FLAGS = {"qwen3": (), "llama": ("--compress-passes",)}
-"""Kinds of models, and the flags of their servers."""
+"""Model families, and the flags of their servers."""
 
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder for each kind of model."""
+    """One folder per model family."""
     base = tmp_path_factory.mktemp("models")
     for family in FLAGS:
         save(family, base / "tiny" / family)
@@ -28,9 +28,9 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def urls(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server for each of them."""
+    """One server per model family."""
     state = tmp_path_factory.mktemp("state")
-    variables = {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(ENVIRONMENTS / "cache")}  # not the tests' own
+    variables = {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(ENVIRONMENTS / "cache")}  # not those of the tests
     with ExitStack() as stack:
         servers = {
             family: stack.enter_context(
@@ -44,13 +44,13 @@ def urls(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def told(
+def descriptions(
     model_folders: dict[str, Path], urls: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """A file for each of them, of what the tests in `client` are told."""
+    """Files for the tests in `client` that describe each server."""
     return {
-        family: tell(
-            tmp_path_factory.mktemp("told") / "server.json",
+        family: write_description(
+            tmp_path_factory.mktemp("server") / "server.json",
             folder,
             urls[family],
             is_compressing="--compress-passes" in FLAGS[family],

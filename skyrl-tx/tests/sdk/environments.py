@@ -1,4 +1,4 @@
-"""The environments of the SDKs, which `make test-tinker` makes, and what programs in them are told."""
+"""The environments of the SDKs, which `make test-tinker` creates, and the programs that run in them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[2] / ".venv-tinker"
 VERSIONS = tuple(sorted(path.stem for path in (HERE / "requirements").glob("[0-9]*.txt")))
 NEWEST = VERSIONS[-1]
-"""With this one, there is the cookbook."""
+"""The version with which the cookbook runs."""
 SECONDS = 240
-"""For all tests of a client."""
+"""Timeout for all tests of a client."""
 
 
 def python(version: str) -> str:
-    """The interpreter with an SDK."""
+    """Return the interpreter of an SDK."""
     path = ENVIRONMENTS / version / "bin" / "python"
     assert path.exists(), f"{path} is not there; make test-tinker makes it"
     return str(path)
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """Variables for a program of a user who has nothing yet, and no network."""
+    """Return the environment variables of a new user without a network."""
     return {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
@@ -39,8 +39,8 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     }
 
 
-def tell(file: Path, folder: Path, url: str, *, is_compressing: bool = False) -> Path:
-    """The file, with what the tests of a client are told of a server, whose model is in a folder."""
+def write_description(file: Path, folder: Path, url: str, *, is_compressing: bool = False) -> Path:
+    """Write the file that describes a server and its model to the client tests."""
     server = {
         "url": url,
         "base_model": str(folder),
@@ -52,11 +52,11 @@ def tell(file: Path, folder: Path, url: str, *, is_compressing: bool = False) ->
     return file
 
 
-def run_client(interpreter: str, told: Path, home: Path) -> str:
-    """Run the tests of a client with the SDK of an interpreter; what they say. Results are in `home`, as XML."""
+def run_client(interpreter: str, description: Path, home: Path) -> str:
+    """Run the client tests with an interpreter; return their output. `home` gets the results as XML."""
     command = [interpreter, "-B", "-m", "pytest", "-q", f"--junitxml={home}/results.xml", HERE / "client"]
-    variables = environment(home, TX_SDK_SERVER=str(told))
+    variables = environment(home, TX_SDK_SERVER=str(description))
     done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=SECONDS)
-    # Some SDKs abort now and then when their process ends; pytest has told all by then.
+    # Some SDKs occasionally abort when their process ends; pytest has reported everything by then.
     assert done.returncode in (0, -signal.SIGABRT), done.stdout[-20_000:] + done.stderr[-5_000:]
     return done.stdout

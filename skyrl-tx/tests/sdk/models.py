@@ -1,4 +1,4 @@
-"""Tiny random models with a tokenizer, in folders, and what Hugging Face computes with them."""
+"""Tiny random models with a tokenizer, and reference results of Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from tx_tiny_models import SPECIAL, new_model, new_tokenizer
 
 SHARPNESS = 4
-"""Of what models say. They cannot add to it where the head is the embedding, whose adapter there is none of."""
+"""Scale of the weights, for distinct logits: a tied head has no adapter to sharpen them."""
 N_DATA, N_TOKENS = 6, 15
 
 
 def save(family: str, folder: Path) -> None:
-    """As a user would have downloaded it."""
+    """Save a model as users download it."""
     tokenizer = new_tokenizer()
     model = new_model(family, vocab_size=len(tokenizer))
     with torch.no_grad():
@@ -25,7 +25,7 @@ def save(family: str, folder: Path) -> None:
 
 
 def reference(folder: Path) -> list[dict[str, Any]]:
-    """Data, and the log-probs of their targets."""
+    """Return data and the log-probs of their targets."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(1)
     tokens = torch.randint(len(SPECIAL), model.config.vocab_size, (N_DATA, N_TOKENS + 1))

@@ -1,4 +1,4 @@
-"""Whether something was left running."""
+"""Find processes that were left running."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def processes_with(words: str) -> list[str]:
-    """Command lines that have these words."""
+    """Return the command lines that contain these words."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

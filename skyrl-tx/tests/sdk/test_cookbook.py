@@ -1,4 +1,4 @@
-"""Recipes of the cookbook as they are, from its package, with the newest SDK."""
+"""Unmodified recipes of the cookbook, with the newest SDK."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sdk.processes import processes_with
 
 N_ROWS, N_STEPS = 16, 30
 N_AHEAD = 2
-"""Steps that the recipe has sent when it saves, and takes again from there: the one it saves for, and one ahead."""
+"""Steps that the recipe has sent when it saves, and repeats after resuming: the one it saves for, and one ahead."""
 RECIPE_SECONDS = 120
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shortest conversations that come with the cookbook."""
+    """The shortest conversations of the cookbook."""
     packages = Path(python(NEWEST)).parents[1] / "lib"
     (bundled,) = packages.glob("python*/site-packages/tinker_cookbook/example_data/conversations.jsonl")
     lines = sorted(bundled.read_text("utf-8").splitlines(), key=len)[:N_ROWS]
@@ -34,7 +34,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def recipe(name: str, url: str, home: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A recipe that runs; killed if it still does at the end."""
+    """Run a recipe; kill it if it still runs at the end."""
     command = [python(NEWEST), "-m", f"tinker_cookbook.recipes.{name}"]
     command += [f"{key}={value}" for key, value in settings.items()]
     with (home / "recipe.log").open("a") as log:
@@ -50,17 +50,17 @@ def recipe(name: str, url: str, home: Path, **settings: object) -> Iterator[subp
 
 
 def finish(process: subprocess.Popen[bytes], home: Path) -> None:
-    """Wait for it, and expect that nothing went wrong."""
+    """Wait for a process, and check that it succeeded."""
     assert process.wait(RECIPE_SECONDS) == 0, (home / "recipe.log").read_text()[-5000:]
 
 
-def logged(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON, but for one that is not complete."""
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a JSONL file, without an incomplete one."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def test_supervised_learning_is_killed_and_goes_on(
+def test_supervised_learning_resumes_after_a_kill(
     urls: dict[str, str], model_folders: dict[str, Path], rows: Path, tmp_path: Path
 ) -> None:
     settings = {
@@ -98,20 +98,20 @@ def test_supervised_learning_is_killed_and_goes_on(
 
 
 def last_saved(run: Path) -> int:
-    """The step for which the recipe has saved."""
-    saved = logged(run / "checkpoints.jsonl")
-    return int(saved[-1]["epoch"]) if saved else 0  # of one step each
+    """Return the step of the recipe's last checkpoint."""
+    saved = read_log(run / "checkpoints.jsonl")
+    return int(saved[-1]["epoch"]) if saved else 0  # one step each
 
 
 def losses(log: Path) -> list[float]:
-    """Of the steps, from the first on; the recipe forgets steps that it takes again."""
-    steps = [one for one in logged(log) if "train_mean_nll" in one]
+    """Return the losses of all steps; those that the recipe repeats occur once."""
+    steps = [one for one in read_log(log) if "train_mean_nll" in one]
     assert [one["step"] for one in steps] == list(range(len(steps)))
     return [one["train_mean_nll"] for one in steps]
 
 
 def test_reinforcement_learning(urls: dict[str, str], model_folders: dict[str, Path], tmp_path: Path) -> None:
-    """A model learns to end its answers, for which the recipe of sums has a reward of its own."""
+    """A model learns to end its answers, which the recipe of sums rewards."""
     settings = {
         "model_name": model_folders["llama"],
         "renderer_name": "qwen3_disable_thinking",
@@ -129,7 +129,7 @@ def test_reinforcement_learning(urls: dict[str, str], model_folders: dict[str, P
     }
     with recipe("math_rl.train", urls["llama"], tmp_path, **settings) as process:
         finish(process, tmp_path)
-    steps = [one for one in logged(tmp_path / "run" / "metrics.jsonl") if "env/all/format" in one]
+    steps = [one for one in read_log(tmp_path / "run" / "metrics.jsonl") if "env/all/format" in one]
     assert len(steps) == 8
     ended, rewards = ([one[f"env/all/{name}"] for one in steps] for name in ("format", "reward/total"))
     assert np.mean(ended[-2:]) > np.mean(ended[:2]) + 0.25, ended

@@ -1,4 +1,4 @@
-"""Each SDK runs the tests in `client`, in its own environment; what they show is a table, `compatibility.md`."""
+"""Run the tests in `client` with each SDK in its own environment, and compare the results with `compatibility.md`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Found = Mapping[str, set[str]]
 
 
 class Run(NamedTuple):
-    """What the tests found with one SDK: outcomes by behaviour, and facts of the wire by their names."""
+    """The results with one SDK: outcomes by behaviour, and facts about the wire by name."""
 
     outcomes: Found
     facts: Found
@@ -33,34 +33,34 @@ Runs = Callable[[str], Run]
 
 
 @pytest.fixture(scope="module")
-def runs(told: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs the tests with an SDK, once, against the servers of all kinds of models at the same time."""
+def runs(descriptions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Run the tests with an SDK once, concurrently against the servers of all model families."""
 
     @cache
     def run(version: str) -> Run:
-        folders = [tmp_path_factory.mktemp(f"{version}-{family}") for family in told]
+        folders = [tmp_path_factory.mktemp(f"{version}-{family}") for family in descriptions]
         with ThreadPoolExecutor() as pool:
-            results = list(pool.map(partial(_run, version), told.values(), folders))
+            results = list(pool.map(partial(_run, version), descriptions.values(), folders))
         assert not processes_with(python(version))
         return Run(*(_merged(found) for found in zip(*results, strict=True)))
 
     return run
 
 
-def _run(version: str, told: Path, folder: Path) -> Run:
-    said = run_client(python(version), told, folder)
+def _run(version: str, description: Path, folder: Path) -> Run:
+    output = run_client(python(version), description, folder)
     found = _read(folder / "results.xml")
-    assert set().union(*found.outcomes.values()) <= MARKS.keys(), said[-20_000:]
+    assert set().union(*found.outcomes.values()) <= MARKS.keys(), output[-20_000:]
     return found
 
 
 def _read(results: Path) -> Run:
     outcomes, facts = defaultdict(set), defaultdict(set)
     for case in ET.parse(results).iter("testcase"):
-        told = {one.attrib["name"]: one.attrib["value"] for one in case.iter("property")}
+        properties = {one.attrib["name"]: one.attrib["value"] for one in case.iter("property")}
         outcome = case.find("*[@message]")
-        outcomes[told.pop("behaviour")].add("passed" if outcome is None else _kind(outcome))
-        for name, value in told.items():
+        outcomes[properties.pop("behaviour")].add("passed" if outcome is None else _kind(outcome))
+        for name, value in properties.items():
             facts[name].add(value)
     return Run(outcomes, facts)
 
@@ -76,14 +76,14 @@ def _kind(outcome: ET.Element) -> str:
     return outcome.attrib["type"] if outcome.tag == "skipped" else outcome.tag
 
 
-@pytest.mark.timeout(2 * SECONDS)  # with the servers
+@pytest.mark.timeout(2 * SECONDS)  # includes the servers' start
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_sdk(version: str, runs: Runs) -> None:
     assert {"passed"} in runs(version).outcomes.values()
 
 
-@pytest.mark.timeout(SECONDS * (1 + len(VERSIONS)))  # alone, it runs them all
-def test_the_table_is_what_was_found(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.timeout(SECONDS * (1 + len(VERSIONS)))  # runs all of them if selected alone
+def test_the_table_matches_the_results(runs: Runs, tmp_path: Path) -> None:
     found = tmp_path / TABLE.name
     found.write_text(_table({version: runs(version) for version in VERSIONS}), encoding="utf-8")
     assert found.read_text("utf-8") == TABLE.read_text("utf-8"), f"cp {found} {TABLE}, if that is what it should be"
@@ -99,6 +99,6 @@ def _table(by_version: Mapping[str, Run]) -> str:
 
 
 def _only(values: set[str]) -> str:
-    """What is the same for all kinds of models."""
+    """Return the value that all model families share."""
     (value,) = values
     return value

@@ -8,7 +8,7 @@ from sqlalchemy import Engine as Database
 from tx_engine import write_model
 from tx_server import config_for
 
-from tx.tinker.database import open_database
+from tx.tinker.store.database import open_database
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    """The database of a server that is not there."""
+    """The database of a server that is not running."""
     opened = open_database(config_for(tmp_path).database_url)
     yield opened
     opened.dispose()

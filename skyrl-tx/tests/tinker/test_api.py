@@ -1,4 +1,4 @@
-"""The server as a process, and what it refuses."""
+"""The server as a process, and the requests that it refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_paths_that_are_none(server: Running) -> None:
+def test_unknown_paths(server: Running) -> None:
     for path in ("/api/v1/nonsense", "/favicon.ico", "/api/v1/training_runs/a%00b", "/api/v1/sessions/%ff"):
         found = httpx.get(server.url + path)
         assert found.status_code == 404
@@ -40,7 +40,7 @@ def test_paths_that_are_none(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told", "name"),
+    ("path", "body", "name"),
     [
         ("save_weights_for_sampler", {"model_id": "m", "path": "x", "kind": "inflight"}, "kind='inflight'"),
         (
@@ -52,16 +52,14 @@ def test_paths_that_are_none(server: Running) -> None:
         ("asample", {**SAMPLE, "prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_name(
-    server: Running, path: str, told: dict[str, Any], name: str
-) -> None:
+def test_unsupported_options_are_refused_by_name(server: Running, path: str, body: dict[str, Any], name: str) -> None:
     with server.client() as http:
-        refused = http.post(path, json=told)
+        refused = http.post(path, json=body)
     assert refused.status_code == 400
     assert f"{name} is not supported by this server; " in refused.json()["detail"]
 
 
-def test_what_was_accepted_and_what_came_of_it_outlast_the_server(tmp_path: Path) -> None:
+def test_requests_and_results_survive_a_restart(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with process(state, "--no-engine") as server:
         promises = [httpx.post(f"{server.url}/api/v1/asample", json=SAMPLE).json() for _ in range(20)]
@@ -75,7 +73,7 @@ def test_what_was_accepted_and_what_came_of_it_outlast_the_server(tmp_path: Path
             assert http.post("retrieve_future", json=promise).json()["sequences"]
 
 
-def test_polls_do_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_polls_do_not_delay_shutdown(tmp_path: Path) -> None:
     with process(tmp_path / "state", "--no-engine") as server:
         url, child = server.url, server.child
         promise = httpx.post(f"{url}/api/v1/asample", json=SAMPLE).json()

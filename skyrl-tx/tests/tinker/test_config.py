@@ -14,7 +14,7 @@ def parse(*arguments: str, **environment: str) -> TxConfig:
     return parse_config(["--base-model", "org/m", *arguments], program="tx", environment=environment)
 
 
-def test_defaults_are_where_a_users_data_belong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_folder_is_for_user_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     config = parse()
     assert config.checkpoints_base == state_folder() == tmp_path / "skyrl-tx"
@@ -45,12 +45,12 @@ def test_secrets_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
     assert [key.get_secret_value() for key in config.api_keys] == ["tml-one", "tml-two", "tml-three"]
     assert config.database_url == "postgresql://u:p@h/d"
     assert config.external_inference_api_key == SecretStr("k")
-    told = " ".join(arguments_of(config))
-    assert not any(secret in told for secret in ("tml-", "postgresql", "p@h"))
+    arguments = " ".join(arguments_of(config))
+    assert not any(secret in arguments for secret in ("tml-", "postgresql", "p@h"))
     assert "tml-" not in str(environment_of(config)) + str(config)
 
 
-def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
+def test_the_engine_gets_the_same_settings(tmp_path: Path) -> None:
     config = parse(
         *(
             "--backend-config",
@@ -69,7 +69,7 @@ def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--base-model", "/nowhere/m"], "--base-model='/nowhere/m': there is no such folder"),
+        (["--base-model", "/nowhere/m"], "--base-model='/nowhere/m': the folder does not exist"),
         (["--port", "x"], "--port='x'"),
         (["--hold-sec", "60"], "--hold-sec='60'"),
         (["--backend-config", "{"], "Expecting property name"),
@@ -81,17 +81,19 @@ def test_the_engine_is_told_the_same(tmp_path: Path) -> None:
         (["--api-keys", "tml-x"], "--api-keys"),
     ],
 )
-def test_mistakes_end_with_words(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_exit_with_a_message(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(*arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 
 
-def test_keys_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(TX_API_KEYS=" ,")
-    assert "TX_API_KEYS has no key, and without any, everybody may use the server" in capsys.readouterr().err
+    assert "TX_API_KEYS has no key, and without keys anyone could use the server" in capsys.readouterr().err
 
 
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,16 +101,16 @@ def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setitem(sys.modules, "skyrl_train", None)
     with pytest.raises(SystemExit):
         parse("--backend", "torch")
-    told = capsys.readouterr().err
-    assert "skyrl_train is not installed; pip install ./skyrl-gym ./skyrl-train './skyrl-tx[torch]'" in told
+    output = capsys.readouterr().err
+    assert "skyrl_train is not installed; pip install ./skyrl-gym ./skyrl-train './skyrl-tx[torch]'" in output
     assert parse().backend == "jax"
 
 
-def test_every_field_is_explained_and_no_secret_is_a_flag() -> None:
-    told = argument_parser("tx").format_help()
+def test_every_field_is_documented_and_no_secret_is_a_flag() -> None:
+    help_text = argument_parser("tx").format_help()
     for name, field in TxConfig.model_fields.items():
         assert field.description, name
-        is_flag = re.search(rf"--{name.replace('_', '-')}[ \],]", told) is not None
+        is_flag = re.search(rf"--{name.replace('_', '-')}[ \],]", help_text) is not None
         assert is_flag == (name not in ("api_keys", "external_inference_api_key")), name
 
 

@@ -25,15 +25,15 @@ def test_a_ring_wakes() -> None:
 
 
 def test_large_file_descriptors() -> None:
-    """Which `select` does not take."""
+    """`select` does not support them."""
     ours, theirs = Doorbell.pair()
-    with ours, theirs, Doorbell.inherited(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)) as large:
+    with ours, theirs, Doorbell.from_fd(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)) as large:
         assert not large.wait(0)
         ours.ring()
         assert large.wait(60)
 
 
-def test_many_rings_never_wait_and_are_one() -> None:
+def test_many_rings_never_block_and_merge() -> None:
     ours, theirs = Doorbell.pair()
     with ours, theirs:
         started = time.monotonic()
@@ -46,7 +46,7 @@ def test_many_rings_never_wait_and_are_one() -> None:
         assert theirs.wait(0)
 
 
-def test_who_is_gone_is_noticed_and_not_rung() -> None:
+def test_a_dead_process_is_noticed() -> None:
     ours, theirs = Doorbell.pair()
     with theirs:
         ours.close()
@@ -58,8 +58,8 @@ def test_who_is_gone_is_noticed_and_not_rung() -> None:
         assert time.monotonic() - started < 20
 
 
-def test_without_a_bell_it_is_looked_now_and_then() -> None:
-    with Doorbell.inherited(None) as bell:
+def test_without_a_socket_it_polls() -> None:
+    with Doorbell.from_fd(None) as bell:
         bell.ring()
         started = time.monotonic()
         assert bell.wait(60)
@@ -71,16 +71,16 @@ def test_without_a_bell_it_is_looked_now_and_then() -> None:
 
 async def test_listening() -> None:
     ours, theirs = Doorbell.pair()
-    heard = asyncio.Event()
+    rung = asyncio.Event()
     with ours, theirs:
-        theirs.listen(heard.set)
+        theirs.listen(rung.set)
         for _ in range(3):
-            heard.clear()
+            rung.clear()
             ours.ring()
-            await asyncio.wait_for(heard.wait(), 20)
-        heard.clear()
+            await asyncio.wait_for(rung.wait(), 20)
+        rung.clear()
         ours.close()
-        await asyncio.wait_for(heard.wait(), 20)
+        await asyncio.wait_for(rung.wait(), 20)
         assert theirs.is_hung_up
         theirs.stop_listening()
 
@@ -88,7 +88,7 @@ async def test_listening() -> None:
 def test_another_process_inherits_it() -> None:
     program = (
         "import sys; from tx.tinker.doorbell import Doorbell\n"
-        "bell = Doorbell.inherited(int(sys.argv[1])); assert bell.wait(20); bell.ring(); bell.wait(20)\n"
+        "bell = Doorbell.from_fd(int(sys.argv[1])); assert bell.wait(20); bell.ring(); bell.wait(20)\n"
         "sys.exit(0 if bell.is_hung_up else 1)"
     )
     ours, theirs = Doorbell.pair()

@@ -1,5 +1,6 @@
-"""Nothing that is posted breaks the server, as a process of its own: no reply is its mistake, nothing hangs, nothing
-grows, and what is another user's stays as it was.
+"""No request breaks the server, which runs in a separate process.
+
+Nothing causes a server error, a hang or memory growth, and other users' data stay as they were.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from tx_fuzz import Post, Surface, fuzzed, n_requests, posts
 from tx_process import ServerProcess, process
 from tx_server import BASE_MODEL, config_for, new_model, new_sampler, new_session, until
 
-from tx.tinker.database import open_database, reading, writing
 from tx.tinker.db_models import (
     Checkpoint,
     CheckpointKind,
@@ -38,47 +38,48 @@ from tx.tinker.db_models import (
     SamplingSession,
     Session,
 )
+from tx.tinker.store.database import open_database, reading, writing
 
 logger = logging.getLogger(__name__)
 
 KEYS = "tml-alice,tml-bob"
-MOST_SECONDS = 10
+MAX_SECONDS = 10
 N_WINDOWS = 3
-MOST_GROWTH, MOST_FOR_EACH = 1 << 20, 2 << 10
-"""Bytes that the process may grow by, in all and for each request, once it has seen all kinds of them."""
-MOST_BODY = 2_000_000
-LIMITS = ("--max-body-bytes", str(MOST_BODY), "--hold-sec", "0.05", "--max-models", "100000")
+MAX_GROWTH, MAX_GROWTH_PER_REQUEST = 1 << 20, 2 << 10
+"""Permitted growth of the process in bytes, in total and per request, after it has seen all kinds of requests."""
+MAX_BODY = 2_000_000
+LIMITS = ("--max-body-bytes", str(MAX_BODY), "--hold-sec", "0.05", "--max-models", "100000")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, what the one who attacks it has there, and what somebody else has."""
+    """A server with objects of the attacker and of another user."""
 
     server: ServerProcess
     surface: Surface
-    valid: dict[str, Any]  # good bodies, by path
-    names: list[str]  # of what there is, of both
-    expendable: list[str]  # of what may be ended
+    valid: dict[str, Any]  # valid bodies by path
+    names: list[str]  # ids of both users' objects
+    expendable: list[str]  # ids of objects that may be ended
     database: Database
 
 
 def settle(server: ServerProcess, user: str) -> dict[str, str]:
-    """A session with a model, a sampler and a request."""
+    """Create a session with a model, a sampler and a request."""
     with server.client(**{"X-API-Key": f"tml-{user}"}) as http:
         session_id = new_session(http)
         request_id = new_model(http, session_id).json()["request_id"]
         sampler_id = new_sampler(http, session_id)
-    told = {"session": session_id, "model": f"{session_id}:train:0", "request": request_id, "sampler": sampler_id}
-    return {**told, "path": f"tinker://{told['model']}/weights/there"}
+    ids = {"session": session_id, "model": f"{session_id}:train:0", "request": request_id, "sampler": sampler_id}
+    return {**ids, "path": f"tinker://{ids['model']}/weights/there"}
 
 
 def add_checkpoint(server: ServerProcess, database: Database, owned: dict[str, str]) -> Path:
     folder = server.folder / owned["model"].replace(":", "_") / "weights" / "there"
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(b"weights")
-    told = {"kind": CheckpointKind.TRAINING, "name": "there", "base_model": BASE_MODEL, "lora": {"rank": 4}}
+    fields = {"kind": CheckpointKind.TRAINING, "name": "there", "base_model": BASE_MODEL, "lora": {"rank": 4}}
     with writing(database) as db:
-        db.add(Checkpoint(model_id=owned["model"], size_bytes=7, **told))
+        db.add(Checkpoint(model_id=owned["model"], size_bytes=7, **fields))
         db.get_one(Model, owned["model"]).status = ModelStatus.READY
     return folder
 
@@ -120,7 +121,7 @@ def valid_bodies(mine: dict[str, str]) -> dict[str, Any]:
 
 
 def rows_of(database: Database, owned: dict[str, str]) -> str:
-    """All that a user has in the database, as text."""
+    """Return all rows of a user as text."""
     with reading(database) as db:
         owner = db.get_one(Session, owned["session"]).owner
         found = [
@@ -140,24 +141,24 @@ def target(tmp_path: Path) -> Iterator[Target]:
         alice, bob = settle(server, "alice"), settle(server, "bob")
         folder = add_checkpoint(server, database, bob)
         add_checkpoint(server, database, alice)
-        told = httpx.get(f"{server.url}/openapi.json").json()
+        schema = httpx.get(f"{server.url}/openapi.json").json()
         before = rows_of(database, bob)
         assert before.count("\n") == 4
         names = [*alice.values(), *bob.values()]
         expendable = [*settle(server, "alice").values(), *bob.values()]
-        yield Target(server, Surface.of(told), valid_bodies(alice), names, expendable, database)
+        yield Target(server, Surface.of(schema), valid_bodies(alice), names, expendable, database)
         assert rows_of(database, bob) == before
         assert (folder / "file").read_bytes() == b"weights"
         database.dispose()
 
 
 def send(server: ServerProcess, post: Post, *, sent: float = 1.0) -> tuple[int, bytes]:
-    """The status and the body of a reply; 0 where the request was broken off, or refused for its size unread."""
+    """Return the status and body of the reply; 0 if the request was broken off, or refused unread for its size."""
     head = [f"{post.method.upper()} ".encode() + post.path.encode("utf-8", "surrogatepass") + b" HTTP/1.1", b"Host: x"]
     headers = {"X-API-Key": "tml-alice", "Content-Length": str(len(post.body)), "Connection": "close", **post.headers}
     head += [f"{name}: {value}".encode() for name, value in headers.items()]
     whole = b"\r\n".join([*head, b"", b""]) + post.body
-    with socket.create_connection(("127.0.0.1", server.port), timeout=MOST_SECONDS) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=MAX_SECONDS) as connection:
         try:
             connection.sendall(whole[: int(len(whole) * sent)])
             if sent < 1:
@@ -166,14 +167,14 @@ def send(server: ServerProcess, post: Post, *, sent: float = 1.0) -> tuple[int, 
             reply.begin()
             return reply.status, reply.read()
         except (BrokenPipeError, ConnectionResetError):
-            if sent == 1 and len(post.body) <= MOST_BODY:
+            if sent == 1 and len(post.body) <= MAX_BODY:
                 raise
             return 0, b""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a process has."""
+    """Resources of a process."""
 
     memory: int
     n_files: int
@@ -192,7 +193,7 @@ def size_of(server: ServerProcess) -> Size:
 
 
 def fuzz(target: Target, n_examples: int) -> Counter[int]:
-    """Send so many requests; how often which status came."""
+    """Send requests; return how often each status occurred."""
     seen: Counter[int] = Counter()
 
     @fuzzed(n_examples)
@@ -205,7 +206,7 @@ def fuzz(target: Target, n_examples: int) -> Counter[int]:
         status, body = send(target.server, post, sent=sent)
         seconds = time.monotonic() - started
         seen[status] += 1
-        assert seconds < MOST_SECONDS, post
+        assert seconds < MAX_SECONDS, post
         assert status < 500, (post, body)
         assert status != 409, post
         assert status < 400 or body or post.method == "head", post
@@ -214,7 +215,7 @@ def fuzz(target: Target, n_examples: int) -> Counter[int]:
     return seen
 
 
-def test_nothing_that_is_posted_breaks_the_server(target: Target) -> None:
+def test_no_request_breaks_the_server(target: Target) -> None:
     n = n_requests(450) // N_WINDOWS
     seen: Counter[int] = Counter()
     sizes = []
@@ -224,16 +225,16 @@ def test_nothing_that_is_posted_breaks_the_server(target: Target) -> None:
     logger.info("%d requests: %s; %s", sum(seen.values()), dict(seen), sizes)
     before, after = sizes[-2:]
     assert {200, 400, 404, 422} <= set(seen)
-    assert after.n_threads <= before.n_threads + 6  # of pools that were not full yet
-    assert after.n_files <= before.n_files + 8  # connections of the database's pool
-    assert after.memory <= before.memory + MOST_GROWTH + n * MOST_FOR_EACH
+    assert after.n_threads <= before.n_threads + 6  # pools that were not full yet
+    assert after.n_files <= before.n_files + 8  # connections of the database pool
+    assert after.memory <= before.memory + MAX_GROWTH + n * MAX_GROWTH_PER_REQUEST
     assert target.server.child.poll() is None
     assert "Traceback" not in target.server.log
     _end(target)
 
 
 def _end(target: Target) -> None:
-    """What was accepted is got rid of when its session ends."""
+    """End the session, which removes what was accepted."""
     alice = target.valid["/api/v1/session_heartbeat"]["session_id"]
     with target.server.client(**{"X-API-Key": "tml-alice"}) as http:
         assert http.post(f"sessions/{alice}/finish", json={"reason": {"type": "success"}}).is_success
@@ -266,16 +267,16 @@ RAW = [
 
 
 @pytest.mark.parametrize("sent", RAW, ids=range(len(RAW)))
-def test_what_is_no_http(shared: ServerProcess, sent: bytes) -> None:
+def test_invalid_http(shared: ServerProcess, sent: bytes) -> None:
     reply = b""
-    with socket.create_connection(("127.0.0.1", shared.port), timeout=MOST_SECONDS) as connection:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=MAX_SECONDS) as connection:
         try:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1 << 16):
                 reply += part
         except OSError as error:
-            if error.errno not in (errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE):  # refused before it was read
+            if error.errno not in (errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE):  # refused before the body was read
                 raise
     assert not reply.startswith(b"HTTP/1.1 5"), reply
     assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
@@ -287,17 +288,17 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_connections_that_say_nothing(shared: ServerProcess) -> None:
+def test_silent_connections(shared: ServerProcess) -> None:
     before = psutil.Process(shared.child.pid).num_fds()
     idle = [socket.create_connection(("127.0.0.1", shared.port)) for _ in range(200)]
     for connection in idle[::2]:
         connection.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     started = time.monotonic()
     assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
-    assert time.monotonic() - started < MOST_SECONDS
+    assert time.monotonic() - started < MAX_SECONDS
     for connection in idle:
         connection.close()
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     while psutil.Process(shared.child.pid).num_fds() > before + 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert psutil.Process(shared.child.pid).num_fds() <= before + 5

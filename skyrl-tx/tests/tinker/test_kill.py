@@ -1,5 +1,5 @@
-"""The engine, or the server, is killed while it does what a client asked, and started again: it ends as if nothing had
-been.
+"""The engine or the server is killed while it runs a client's requests: after the restart, results are as without
+the kill.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tx_engine import VOCABULARY
 from tx_process import SECONDS, ServerProcess, process
 from tx_server import BASE_MODEL, config_for
 
-from tx.tinker.database import open_database, reading
 from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.store.database import open_database, reading
 
 T = TypeVar("T")
 Found = tuple[list[float], list[list[int]]]
 N_STEPS = 6
-MOST_TRIES = 20
+MAX_TRIES = 20
 STEP = types.AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
@@ -45,7 +45,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ServerProcess) -> Found:
-    """What comes of the loop when nobody is killed."""
+    """The results of the loop without a kill."""
     return loop(server, lambda ask: ask())
 
 
@@ -57,7 +57,7 @@ def training(server: ServerProcess) -> Iterator[tinker.TrainingClient]:
 
 
 class Killer:
-    """Kills, once, when a request of a kind has begun and is not done yet."""
+    """Kills once, when a request of a kind is running."""
 
     def __init__(self, server: ServerProcess, kind: Kind, kill: Callable[[ServerProcess], None]) -> None:
         self._server = server
@@ -66,7 +66,7 @@ class Killer:
         self.has_killed = False
 
     def __call__(self, ask: Callable[[], T]) -> T:
-        """What comes of it; if the engine was too fast, it was not killed."""
+        """Run a call and kill meanwhile; return its result. Nothing is killed if the engine was too fast."""
         if self.has_killed:
             return ask()
         database = open_database(config_for(self._server.folder).database_url)
@@ -77,15 +77,15 @@ class Killer:
                 return db.exec(select(Request.request_id).where(*begun)).first() is not None
 
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask)
-            while not asked.done() and not self.has_killed:
+            running = pool.submit(ask)
+            while not running.done() and not self.has_killed:
                 self.has_killed = is_at_work() and strike(self._server, is_at_work, self._kill)
             database.dispose()
-            return asked.result(SECONDS)
+            return running.result(SECONDS)
 
 
 def strike(server: ServerProcess, is_the_moment: Callable[[], bool], kill: Callable[[ServerProcess], None]) -> bool:
-    """Stop the engine, and kill unless the moment has passed."""
+    """Pause the engine, and kill unless the moment has passed."""
     engine = server.engine
     engine.suspend()
     if is_the_moment():
@@ -102,7 +102,7 @@ def kill_engine(server: ServerProcess) -> None:
 
 
 def kill_server(server: ServerProcess) -> None:
-    """And start it again; its engine ends by itself."""
+    """Kill and restart the server; its engine exits by itself."""
     engine = server.engine
     server.child.kill()
     server.child.wait()
@@ -112,7 +112,7 @@ def kill_server(server: ServerProcess) -> None:
 
 
 def data(seed: int) -> list[types.Datum]:
-    """Four sequences."""
+    """Return four sequences."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, VOCABULARY, (4, 21))
     weights = random.normal(size=20).astype(np.float32)
@@ -126,7 +126,7 @@ def data(seed: int) -> list[types.Datum]:
 
 
 def step(training: tinker.TrainingClient, number: int) -> list[float]:
-    """Two passes and a step, all sent before any is waited for; the losses."""
+    """Run two passes and a step, all sent before any result is awaited; return the losses."""
     passes = [training.forward_backward(data(2 * number + i), "cross_entropy") for i in range(2)]
     stepped = training.optim_step(STEP)
     losses = [one.result(timeout=SECONDS).metrics["loss:sum"] for one in passes]
@@ -138,21 +138,21 @@ def loss(training: tinker.TrainingClient) -> float:
     return training.forward(data(0), "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
 
 
-def drawn(sampler: tinker.SamplingClient, n_samples: int, max_tokens: int) -> list[list[int]]:
+def draw_samples(sampler: tinker.SamplingClient, n_samples: int, max_tokens: int) -> list[list[int]]:
     params = types.SamplingParams(max_tokens=max_tokens, seed=5, stop=[])
     found = sampler.sample(PROMPT, n_samples, params).result(timeout=SECONDS)
     return [list(one.tokens) for one in found.sequences]
 
 
 def loop(server: ServerProcess, disturbed: Callable[[Callable[[], list[float]]], list[float]]) -> Found:
-    """Losses of each step, and samples in the end."""
+    """Run training steps; return their losses, and samples at the end."""
     client = server.sdk()
     training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result(timeout=SECONDS)
     losses = []
     for number in range(N_STEPS):
         losses += disturbed(lambda number=number: step(training, number))  # type: ignore[misc]
     sampler = training.save_weights_and_get_sampling_client().result(timeout=SECONDS)
-    samples = drawn(sampler, 2, 8)
+    samples = draw_samples(sampler, 2, 8)
     client.close(status="success").result()
     return losses, samples
 
@@ -180,9 +180,9 @@ def test_the_server_is_killed_while_its_engine_trains(server: ServerProcess, und
 def test_the_engine_is_killed_while_it_samples(server: ServerProcess, training: tinker.TrainingClient) -> None:
     step(training, 0)
     sampler = training.save_weights_and_get_sampling_client().result(timeout=SECONDS)
-    expected = drawn(sampler, 32, 100)
+    expected = draw_samples(sampler, 32, 100)
     killer = Killer(server, Kind.SAMPLE, kill_engine)
-    assert killer(lambda: drawn(sampler, 32, 100)) == expected
+    assert killer(lambda: draw_samples(sampler, 32, 100)) == expected
     assert killer.has_killed
 
 
@@ -192,7 +192,7 @@ def test_the_engine_is_killed_while_it_saves(server: ServerProcess, training: ti
     killer = Killer(server, Kind.SAVE_WEIGHTS, kill_engine)
     paths = []
     while not killer.has_killed:
-        assert len(paths) < MOST_TRIES
+        assert len(paths) < MAX_TRIES
         name = str(len(paths))
         paths.append(killer(lambda name=name: training.save_state(name).result(timeout=SECONDS).path))  # type: ignore[misc]
     client = server.sdk()
@@ -212,7 +212,7 @@ def test_the_engine_is_killed_while_it_writes_a_restore_point(
 
     deadline = time.monotonic() + SECONDS
     has_killed = False
-    for number in range(MOST_TRIES):
+    for number in range(MAX_TRIES):
         step(training, number)
         before, points = loss(training), {one.name for one in folder.glob("[0-9]*")}
         while not has_killed and points == {one.name for one in folder.glob("[0-9]*")}:

@@ -1,4 +1,4 @@
-"""What begins ends: room for models, files, and the engine's time are free again as soon as nobody needs them."""
+"""Resources are released once nobody needs them: models, files, and the engine's time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tinker import types
 from tx_engine import engine_for, new_backend, serving_with_engine
 from tx_server import BASE_MODEL, Running, new_model, new_sampler, new_session, result_of, serving, until
 
-from tx.tinker.cleaner import Cleaner
 from tx.tinker.db_models import Kind, Model, RequestStatus, Session, now
+from tx.tinker.server.cleaner import Cleaner
 
 SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
 
@@ -30,7 +30,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
 
 @pytest.fixture
 def http(running: Running) -> Iterator[httpx.Client]:
-    """In the end, all sessions are finished, and there is room again."""
+    """Finishes all sessions at the end, to make room."""
     with running.client() as client:
         yield client
         for session_id in client.get("sessions").json()["sessions"]:
@@ -42,8 +42,8 @@ def new_model_when_there_is_room(http: httpx.Client, session_id: str) -> None:
 
 
 def finish(http: httpx.Client, session_id: str) -> None:
-    told = http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
-    assert told.status_code == 200
+    response = http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
+    assert response.status_code == 200
 
 
 def unload(http: httpx.Client, session_id: str) -> None:
@@ -51,18 +51,20 @@ def unload(http: httpx.Client, session_id: str) -> None:
 
 
 @pytest.mark.parametrize("end", [finish, unload])
-def test_room_is_free_at_once(running: Running, http: httpx.Client, end: Callable[[httpx.Client, str], None]) -> None:
+def test_finishing_a_session_frees_its_models(
+    running: Running, http: httpx.Client, end: Callable[[httpx.Client, str], None]
+) -> None:
     first, second = new_session(http), new_session(http)
     new_model_when_there_is_room(http, first)
     refused = new_model(http, second)
     assert refused.status_code == 400
-    words = "1 models under training, which is the server's limit, --max-models; unload one, end a session that has one"
+    words = "1 models under training, which is the server's limit, --max-models; unload one, end its session"
     assert words in refused.text
     end(http, first)
     assert result_of(http, new_model(http, second))["model_id"] == f"{second}:train:0"
 
 
-def test_room_is_free_when_a_client_is_gone(running: Running, http: httpx.Client) -> None:
+def test_an_expired_session_frees_its_models(running: Running, http: httpx.Client) -> None:
     gone, other = new_session(http), new_session(http)
     new_model_when_there_is_room(http, gone)
     assert new_model(http, other).status_code == 400
@@ -72,7 +74,7 @@ def test_room_is_free_when_a_client_is_gone(running: Running, http: httpx.Client
     assert http.post("session_heartbeat", json={"session_id": gone}).status_code == 410
 
 
-def test_snapshots_go_with_their_session(running: Running) -> None:
+def test_snapshots_are_deleted_with_their_session(running: Running) -> None:
     client = running.sdk()
     training = client.create_lora_training_client(BASE_MODEL, rank=4).result()
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -84,7 +86,7 @@ def test_snapshots_go_with_their_session(running: Running) -> None:
     until(lambda: not folder.exists())
 
 
-def test_a_checkpoint_that_is_deleted_takes_its_files_with_it(running: Running, http: httpx.Client) -> None:
+def test_deleting_a_checkpoint_deletes_its_files(running: Running, http: httpx.Client) -> None:
     session_id = new_session(http)
     new_model_when_there_is_room(http, session_id)
     model_id = f"{session_id}:train:0"
@@ -97,7 +99,7 @@ def test_a_checkpoint_that_is_deleted_takes_its_files_with_it(running: Running, 
     assert not [path for path in folder.parent.rglob("*") if path.is_file()]
 
 
-def test_a_session_that_has_ended_takes_nothing_more(http: httpx.Client) -> None:
+def test_an_ended_session_accepts_no_requests(http: httpx.Client) -> None:
     session_id = new_session(http)
     model_id = f"{session_id}:train:0"
     new_model_when_there_is_room(http, session_id)
@@ -114,10 +116,10 @@ def test_a_session_that_has_ended_takes_nothing_more(http: httpx.Client) -> None
     for path, body in late.items():
         refused = http.post(path, json=body)
         assert refused.status_code == 400, path
-        assert f"session {session_id} is finished; begin a new one" in refused.text
+        assert f"session {session_id} is finished; create a new one" in refused.text
 
 
-def test_what_was_to_be_saved_is_saved_and_nothing_else_is_done(tmp_path: Path, tiny_model: Path) -> None:
+def test_pending_saves_of_an_ended_session_run(tmp_path: Path, tiny_model: Path) -> None:
     with serving(tmp_path / "state", engine=False) as running, running.client() as http:
         session_id = new_session(http)
         model_id = f"{session_id}:train:0"
@@ -140,23 +142,23 @@ def test_what_was_to_be_saved_is_saved_and_nothing_else_is_done(tmp_path: Path, 
         assert running.rows(Kind.SAMPLE)[0].status is RequestStatus.CANCELLED
 
 
-def test_what_nobody_waits_for_costs_no_time(http: httpx.Client) -> None:
-    """A client that gives up says so, and the one that is gone is missed."""
+def test_unwanted_samples_are_cancelled(http: httpx.Client) -> None:
+    """Samples end when a client cancels them or disappears."""
     session_id = new_session(http)
     params = {"max_tokens": 120, "seed": 1, "stop": []}
     long = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": params, "num_samples": 4096}
-    given_up = http.post("asample", json={**long, "base_model": BASE_MODEL})
+    give_up = http.post("asample", json={**long, "base_model": BASE_MODEL})
     gone = http.post("asample", json={**long, "sampling_session_id": new_sampler(http, session_id)})
-    http.post("cancel_future", json={"request_id": given_up.json()["request_id"]})
+    http.post("cancel_future", json={"request_id": give_up.json()["request_id"]})
     finish(http, session_id)
     started = time.monotonic()
     assert result_of(http, http.post("asample", json=SAMPLE))["sequences"]
     assert time.monotonic() - started < 20
-    for one in (given_up, gone):
+    for one in (give_up, gone):
         assert result_of(http, one)["error"] == "the request was cancelled"
 
 
-def test_addresses_outlast_the_server(tmp_path: Path) -> None:
+def test_addresses_survive_a_restart(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as running:
         client = running.sdk()
         training = client.create_lora_training_client(BASE_MODEL, rank=4).result()
@@ -169,7 +171,7 @@ def test_addresses_outlast_the_server(tmp_path: Path) -> None:
         assert (found.status_code, found.text) == (200, '{"r": 4}')
 
 
-async def test_a_model_whose_session_ends_while_it_is_made(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_session_that_ends_during_the_creation_of_its_model(tmp_path: Path, tiny_model: Path) -> None:
     with serving(tmp_path / "state", engine=False, session_timeout_sec=0) as running, running.client() as http:
         session_id = new_session(http)
         new_model(http, session_id)

@@ -11,11 +11,11 @@ from tx.tinker.backends.torch.training import XP as TORCH
 from tx.tinker.losses import LOSSES, token_losses
 
 MASK = np.arange(12) % 3 != 0
-"""Of gspo: the tokens whose mean counts."""
+"""The sequence mask of gspo."""
 
 
 def by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """The loss of a sequence, token by token, as the papers have it."""
+    """Compute the token losses of a sequence by the formulas of the papers."""
     total = torch.zeros((), dtype=torch.float64)
     mean_gap = (lp.detach() - q)[torch.tensor(MASK)].mean()
     for t in range(len(lp)):
@@ -43,11 +43,11 @@ def test_losses_and_gradients_far_from_one(name: str, shift: float) -> None:
     expected_lp = torch.tensor(lp, requires_grad=True)
     expected = by_hand(name, expected_lp, torch.tensor(q), torch.tensor(a))
     expected.backward()
-    given = {"logprobs": q, "advantages": a, "weights": np.ones(12), "sequence_ratio_mask": MASK.astype(float)}
-    given = {key: value for key, value in given.items() if key == "weights" or key in LOSSES[name].needs}
+    inputs = {"logprobs": q, "advantages": a, "weights": np.ones(12), "sequence_ratio_mask": MASK.astype(float)}
+    inputs = {key: value for key, value in inputs.items() if key == "weights" or key in LOSSES[name].needs}
 
     def ours(lp: jax.Array) -> jax.Array:
-        return token_losses(name, XP, lp, given, LOSSES[name].settings).sum()
+        return token_losses(name, XP, lp, inputs, LOSSES[name].settings).sum()
 
     with jax.enable_x64(True):
         value, gradient = jax.value_and_grad(ours)(jnp.asarray(lp))
@@ -56,7 +56,7 @@ def test_losses_and_gradients_far_from_one(name: str, shift: float) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_both_frameworks_agree(name: str) -> None:
+def test_jax_and_torch_agree(name: str) -> None:
     rng = np.random.default_rng(1)
     arrays = {
         key: rng.normal(size=(3, 9)).astype(np.float32)
@@ -72,17 +72,17 @@ def test_both_frameworks_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_counts_nothing_may_be_anything(name: str) -> None:
-    given = {
+def test_masked_values_may_be_anything(name: str) -> None:
+    inputs = {
         "logprobs": np.array([0.0, -1.0]),
         "advantages": np.array([0.0, 2.0]),
         "weights": np.array([0.0, 1.0]),
         "sequence_ratio_mask": np.array([np.nan, 1.0]),
     }
-    given = {key: value for key, value in given.items() if key == "weights" or key in LOSSES[name].needs}
+    inputs = {key: value for key, value in inputs.items() if key == "weights" or key in LOSSES[name].needs}
 
     def total(lp: jax.Array) -> jax.Array:
-        return token_losses(name, XP, lp, given, LOSSES[name].settings).sum()
+        return token_losses(name, XP, lp, inputs, LOSSES[name].settings).sum()
 
     for nonsense in (jnp.nan, jnp.inf, -jnp.inf):
         value, gradient = jax.value_and_grad(total)(jnp.array([nonsense, -0.95]))
@@ -99,7 +99,7 @@ def test_weights_may_be_negative() -> None:
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 @pytest.mark.parametrize(
     ("name", "logprobs", "advantages", "expected", "gradient"),
-    [  # lp is -1 and -2 everywhere, and the mask of gspo 1; by hand
+    [  # computed by hand: lp is -1 and -2 everywhere, and the mask of gspo 1
         *((name, [-1e4, -2.0], [0.0, 3.0], [0.0, -3.0], [0.0, -3.0]) for name in ("importance_sampling", "ppo")),
         ("cispo", [-1e4, -2.0], [0.0, 3.0], [0.0, 6.0], [0.0, -3.0]),
         ("dro", [-1.5, -2.4], [0.0, 3.0], [0.025 * 0.25, 6.0 + 0.025 * 0.16], [0.025, -3.0 + 0.05 * 0.4]),
@@ -116,15 +116,15 @@ def test_without_advantage(
     expected: list[float],
     gradient: list[float],
 ) -> None:
-    """A token does not count, but for its distance in dro, where it was sampled, and for the mean in gspo."""
+    """Such tokens do not count, except for their distance in dro, if they were sampled, and for the mean in gspo."""
     found = values_and_gradients(framework, name, [-1.0, -2.0], logprobs, advantages)
     np.testing.assert_allclose(found, [expected, gradient], rtol=1e-5)
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 @pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
-def test_a_ratio_beyond_all_bounds_is_clipped(name: str, framework: str) -> None:
-    """Neither one that is infinite, nor one that is 0, makes a gradient anything but finite."""
+def test_infinite_and_zero_ratios_are_clipped(name: str, framework: str) -> None:
+    """Ratios of infinity and 0 have finite gradients."""
     high, low = (4.0, 0.0) if name == "cispo" else (1.2, 0.8)
     for gap, bound, advantage in ((1e4, high, 2.0), (-1e4, low, -2.0)):
         value, gradient = values_and_gradients(framework, name, [-1.0], [-1.0 - gap], [advantage])
@@ -133,7 +133,7 @@ def test_a_ratio_beyond_all_bounds_is_clipped(name: str, framework: str) -> None
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_a_sequence_of_gspo_in_which_no_token_counts_has_ratio_one(framework: str) -> None:
+def test_a_fully_masked_sequence_of_gspo_has_ratio_one(framework: str) -> None:
     value, gradient = values_and_gradients(framework, "gspo", [-1.0, -2.0], [-3.0, -2.5], [3.0, -1.0], mask=[0.0, 0.0])
     np.testing.assert_allclose([value, gradient], [[-3.0, 1.0], [-3.0, 1.0]])
 
@@ -146,10 +146,10 @@ def values_and_gradients(
     advantages: list[float],
     mask: list[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token, in float32."""
+    """Compute token losses and gradients in float32."""
     ones = [1.0] * len(lp)
-    given = {"logprobs": logprobs, "advantages": advantages, "weights": ones, "sequence_ratio_mask": mask or ones}
-    arrays = {key: np.array(value, np.float32) for key, value in given.items()}
+    inputs = {"logprobs": logprobs, "advantages": advantages, "weights": ones, "sequence_ratio_mask": mask or ones}
+    arrays = {key: np.array(value, np.float32) for key, value in inputs.items()}
     settings, now = LOSSES[name].settings, np.array(lp, np.float32)
     if framework == "jax":
         found, pull = jax.vjp(lambda lp: token_losses(name, XP, lp, arrays, settings), jnp.asarray(now))

@@ -1,5 +1,5 @@
-"""Many at once, with the real client, a real server and a real engine: nothing waits for ever, and nobody can tell from
-what comes back who else was there.
+"""Many concurrent clients with a real server and engine: none waits forever, and results do not depend on the
+others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def datum(seed: int) -> types.Datum:
 
 
 def live(running: Running, number: int) -> tuple[list[float], list[tuple[list[int], list[float]]]]:
-    """What one client sees: losses of a few steps, and samples after each."""
+    """Run a client: train a few steps and sample after each; return losses and samples."""
     client = running.sdk()
     rank = (2, 4, 8)[number % 3]
     training = client.create_lora_training_client(BASE_MODEL, rank=rank, seed=number).result(timeout=SECONDS)
@@ -74,7 +74,7 @@ def live(running: Running, number: int) -> tuple[list[float], list[tuple[list[in
 
 
 def test_eight_adapters_at_once(running: Running) -> None:
-    """To the last bit the same as each alone."""
+    """Results are bitwise the same as for each client alone."""
     with ThreadPoolExecutor(N_ADAPTERS) as pool:
         together = list(pool.map(lambda number: live(running, number), range(N_ADAPTERS)))
     alone = [live(running, number) for number in range(N_ADAPTERS)]

@@ -1,4 +1,4 @@
-"""The tests of `sdk/client` with the SDK that is installed here and the backend on PyTorch, which compiles nothing.
+"""Run the tests of `sdk/client` with the installed SDK, on the PyTorch backend, which needs no compilation.
 
 `make test-tinker` runs them with every SDK, on JAX, and with more models.
 """
@@ -9,18 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from sdk.environments import SECONDS, run_client, tell
+from sdk.environments import SECONDS, run_client, write_description
 from sdk.models import save
 from tx_process import process
 
 
-@pytest.mark.timeout(2 * SECONDS)  # with the server
+@pytest.mark.timeout(2 * SECONDS)  # includes the server's start
 def test_the_sdk(tmp_path: Path) -> None:
     model = tmp_path / "tiny" / "qwen3"
     save("qwen3", model)
     flags = ("--base-model", str(model), "--max-models=1000", "--backend=torch", "--compress-passes")
     with process(tmp_path / "state", *flags) as server:
         server.wait_for_engine()
-        told = tell(tmp_path / "told.json", model, server.url, is_compressing=True)
-        said = run_client(sys.executable, told, tmp_path)
-    assert " passed" in said
+        description = write_description(tmp_path / "server.json", model, server.url, is_compressing=True)
+        output = run_client(sys.executable, description, tmp_path)
+    assert " passed" in output

@@ -1,4 +1,4 @@
-"""Run by `make test-vllm`: a real vLLM server, which has an environment of its own, samples what JAX trains here."""
+"""Run by `make test-vllm`: a real vLLM server, in its own environment, samples from what JAX trains here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ START_SEC, SECONDS = 240, 120
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose heads are not smaller than vLLM's attention on a CPU takes them."""
+    """A model whose heads are large enough for vLLM's attention on a CPU."""
     folder = tmp_path_factory.mktemp("model")
     new_model("llama", head_dim=32).save_pretrained(folder)
     return folder
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(folder: Path, log: Path) -> Iterator[str]:
-    """The address of a vLLM server of a model."""
+    """Run a vLLM server; yield its address."""
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "0"]
     command += ["--skip-tokenizer-init", "--dtype", "float32"]
     command += ["--enable-lora", "--max-lora-rank", "8", "--max-model-len", "256", "--enforce-eager"]
@@ -57,7 +57,7 @@ def serving(folder: Path, log: Path) -> Iterator[str]:
 
 
 def address_of(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Once it is healthy; it listens at a port of the system's choice."""
+    """Wait until the server is healthy; return its address, whose port the system chooses."""
     deadline = time.monotonic() + START_SEC
     while time.monotonic() < deadline and server.poll() is None:
         for one in psutil.Process(server.pid).net_connections("tcp"):
@@ -116,7 +116,7 @@ def assert_alike(one: SampleResult, other: SampleResult) -> None:
     np.testing.assert_array_equal(one.top_prompt.tokens, other.top_prompt.tokens)
 
 
-def test_it_samples_what_is_sampled_here(backend: JaxBackend, sampler: VllmSampler) -> None:
+def test_samples_match_the_backends(backend: JaxBackend, sampler: VllmSampler) -> None:
     for elsewhere, here in (
         (sampler.base_weights(), backend.base_weights()),
         (sampler.weights_of("m"), backend.weights_of("m")),
@@ -126,7 +126,9 @@ def test_it_samples_what_is_sampled_here(backend: JaxBackend, sampler: VllmSampl
         assert_alike(theirs, ours)
 
 
-def test_weights_are_frozen_and_read_from_folders(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
+def test_weights_are_immutable_and_loaded_from_folders(
+    backend: JaxBackend, sampler: VllmSampler, tmp_path: Path
+) -> None:
     (tmp_path / "saved").mkdir()
     backend.save_weights("m", tmp_path / "saved")
     frozen = [sampler.weights_of("m"), sampler.load_weights(tmp_path / "saved")]
@@ -139,7 +141,7 @@ def test_weights_are_frozen_and_read_from_folders(backend: JaxBackend, sampler: 
         assert_alike(before[0], after[2])
 
 
-def test_what_ends_a_sample_and_seeds(sampler: VllmSampler) -> None:
+def test_stop_conditions_and_seeds(sampler: VllmSampler) -> None:
     params = SamplingParams(max_tokens=12, seed=4)
     one, again = sample(sampler, *[(SampleRequest(PROMPT, params, n_samples=4), None)] * 2)
     assert [list(x.tokens) for x in one.samples] == [list(x.tokens) for x in again.samples]
@@ -153,20 +155,20 @@ def test_what_ends_a_sample_and_seeds(sampler: VllmSampler) -> None:
     assert stopped.samples[0].is_stopped
 
 
-def test_the_likeliest_several_times(sampler: VllmSampler) -> None:
+def test_greedy_samples(sampler: VllmSampler) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0)
     (found,) = sample(sampler, (SampleRequest(PROMPT, params, n_samples=3), None))
     assert len(found.samples) == 3
     assert len({tuple(one.tokens) for one in found.samples}) == 1
 
 
-def test_what_it_refuses_is_the_users_mistake(sampler: VllmSampler) -> None:
+def test_refusals_are_user_errors(sampler: VllmSampler) -> None:
     params = SamplingParams(max_tokens=3)
     with pytest.raises(UserError, match="32"):
         sample(sampler, (SampleRequest(PROMPT, params, n_top_sampled=32), None))
 
 
-def test_a_server_that_has_forgotten_adapters_gets_them_again(sampler: VllmSampler, url: str) -> None:
+def test_a_restarted_server_reloads_adapters(sampler: VllmSampler, url: str) -> None:
     weights = sampler.weights_of("m")
     (before,) = sample(sampler, (scored(), weights))
     httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": weights.name}).raise_for_status()
@@ -174,7 +176,7 @@ def test_a_server_that_has_forgotten_adapters_gets_them_again(sampler: VllmSampl
     assert_alike(before, after)
 
 
-def test_adapters_that_nobody_has_go(sampler: VllmSampler, url: str) -> None:
+def test_unreferenced_adapters_are_deleted(sampler: VllmSampler, url: str) -> None:
     weights = sampler.weights_of("m")
     sample(sampler, (scored(), weights))
     name, folder = weights.name, weights.folder
@@ -187,7 +189,7 @@ def test_adapters_that_nobody_has_go(sampler: VllmSampler, url: str) -> None:
     assert name not in httpx.get(f"{url}/v1/models").text
 
 
-def test_the_server_samples_there(folder: Path, url: str, tmp_path: Path) -> None:
+def test_the_server_uses_vllm(folder: Path, url: str, tmp_path: Path) -> None:
     with process(tmp_path / "state", "--base-model", str(folder), "--external-inference-url", url) as server:
         client = server.sdk()
         trainer = client.create_lora_training_client(str(folder), rank=8, train_unembed=False).result()
@@ -200,9 +202,9 @@ def test_the_server_samples_there(folder: Path, url: str, tmp_path: Path) -> Non
         client.close(status="success").result()
 
 
-def test_what_cannot_be_done(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
+def test_unsupported_requests(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
     backend.create_model("whole", LoraConfig(rank=0))
-    with pytest.raises(UserError, match="parameters are all trained"):
+    with pytest.raises(UserError, match="samples from adapters only"):
         sampler.weights_of("whole")
     nobody = VllmSampler(backend, "http://127.0.0.1:9", "EMPTY", tmp_path, SECONDS)
     with pytest.raises(TinkerError, match=r"the external server at http://127\.0\.0\.1:9 fails"):
@@ -211,11 +213,11 @@ def test_what_cannot_be_done(backend: JaxBackend, sampler: VllmSampler, tmp_path
 
 
 def test_a_rank_above_the_servers_limit(folder: Path, backend: JaxBackend, tmp_path: Path) -> None:
-    """vLLM 0.32 ends with that, so it is a server of this test's own."""
+    """It makes vLLM 0.32 exit, so the test has its own server."""
     backend.create_model("large", LoraConfig(rank=64, train_unembed=False))
     with serving(folder, tmp_path / "vllm.log") as address:
         sampler = VllmSampler(backend, f"{address}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
-        words = r"answers 500 .*LoRA rank 64 is greater.*; is it started with --enable-lora"
+        words = r"returned 500 .*LoRA rank 64 is greater.*; start it with --enable-lora"
         with pytest.raises(TinkerError, match=words):
             sample(sampler, (scored(), sampler.weights_of("large")))
         sampler.close()

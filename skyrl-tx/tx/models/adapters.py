@@ -1,4 +1,4 @@
-"""Adapters from and to folders in the layout of peft."""
+"""Save and load adapters in the layout of peft."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from safetensors.numpy import load_file, save_file
 from tx.models import peft
 from tx.models.checkpoints import MLP, layer_names
 from tx.models.config import LoraConfig, ModelConfig
-from tx.models.lora import HEAD, Adapter, Factors, covered, padded_rank, rank_of, shapes
+from tx.models.lora import HEAD, Adapter, Factors, covered_names, padded_rank, rank_of, shapes
 
 MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", **MLP, HEAD: "lm_head"}
 
 
 def save_adapter(folder: Path, adapter: Adapter, lora: LoraConfig, config: ModelConfig, base_model: str) -> None:
     """Write an adapter into a folder."""
-    modules = [MODULES[name] for name in covered(lora, config)]
+    modules = [MODULES[name] for name in covered_names(lora, config)]
     has_experts = config.moe is not None and lora.train_mlp
-    expert_ranks = {theirs: rank_of(name, lora, config) for name, theirs in MLP.items()} if has_experts else {}
+    expert_ranks = {hf_names: rank_of(name, lora, config) for name, hf_names in MLP.items()} if has_experts else {}
     peft.write_config(folder, lora, base_model, modules, expert_ranks)
     save_file(dict(named_factors(adapter, lora, config)), folder / peft.WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapter(folder: Path, lora: LoraConfig, config: ModelConfig) -> Adapter:
-    """The adapter in a folder.
+    """Load an adapter from a folder.
 
     Raises:
-        ValueError: a tensor is missing, or has another shape than `lora` and the model ask for.
+        ValueError: a tensor is missing, or does not have the shape that `lora` and the model need.
     """
     return adapter_of(load_file(folder / peft.WEIGHTS), lora, config)
 
 
 def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor by its name in peft, (rank, in) and (out, rank), without padding."""
-    for name, path, block, where in _places(lora, config):
+    """Yield tensors by their names in peft, (rank, in) and (out, rank), without padding."""
+    for name, path, block, where in _matrices(lora, config):
         factors = adapter.head if block is None else adapter.blocks[block][name]
         assert factors is not None
         rank = rank_of(name, lora, config)
@@ -47,31 +47,33 @@ def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> It
 
 
 def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: ModelConfig) -> Adapter:
-    """The inverse of `named_factors`."""
+    """Assemble an adapter: the inverse of `named_factors`."""
     arrays: dict[tuple[int | None, str], tuple[np.ndarray, np.ndarray]] = {}
-    for name, path, block, where in _places(lora, config):
+    for name, path, block, where in _matrices(lora, config):
         a, b = arrays.setdefault((block, name), _zeros(name, block, lora, config))
         rank = rank_of(name, lora, config)
         name_of_a, name_of_b = peft.factor_names(path)
-        a[where][..., :rank] = peft.checked(tensors, name_of_a, (rank, a.shape[-2])).T
-        b[where][:rank] = peft.checked(tensors, name_of_b, (b.shape[-1], rank)).T
+        a[where][..., :rank] = peft.get_tensor(tensors, name_of_a, (rank, a.shape[-2])).T
+        b[where][:rank] = peft.get_tensor(tensors, name_of_b, (b.shape[-1], rank)).T
     factors = {place: Factors(jnp.asarray(a), jnp.asarray(b)) for place, (a, b) in arrays.items()}
-    names = [name for name in covered(lora, config) if name != HEAD]
+    names = [name for name in covered_names(lora, config) if name != HEAD]
     blocks = tuple({name: factors[block, name] for name in names} for block in range(len(config.blocks)))
     return Adapter(blocks, factors.get((None, HEAD)))
 
 
-def _places(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
-    """Each matrix with an adapter: its name, its path in the model, its block, and its place in the block's array."""
-    theirs = layer_names(config)
-    names = covered(lora, config)
+def _matrices(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
+    """Yield each matrix with an adapter: its name, its path in the model, its block, and its index in the block's
+    array.
+    """
+    hf_names = layer_names(config)
+    names = covered_names(lora, config)
     layer = 0
     for block, n_layers in enumerate(config.blocks):
         for i in range(n_layers):
             for name in names:
                 if name == HEAD:
                     continue
-                path = f"model.layers.{layer}.{theirs[name].removesuffix('.weight')}"
+                path = f"model.layers.{layer}.{hf_names[name].removesuffix('.weight')}"
                 if "{expert}" not in path:
                     yield name, path, block, (i,)
                     continue

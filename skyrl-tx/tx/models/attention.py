@@ -1,7 +1,7 @@
 """Attention: over whole sequences for training, and over a paged cache for sampling.
 
-Letters: S rows · T positions of a row · K heads of keys and values · G query heads for each of them · H size of a
-head · P positions on a page.
+Letters: S rows · T positions of a row · K heads of keys and values · G query heads for each of them · H size of a head
+· P positions on a page.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 QUERY_BLOCK = 512
-"""Training attends from so many positions at once, so that memory grows with the length and not with its square."""
+"""Number of query positions per block in training, so that memory grows linearly with the length, not quadratically."""
 MASKED = -1e30
 
 
 def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """Turn each pair of a head's dimensions by its position. x (S, T, …, H), positions (S, T), frequencies (H / 2,)."""
+    """Rotate pairs of a head's dimensions by their position. x (S, T, …, H), positions (S, T), frequencies (H / 2,)."""
     angles = positions[..., None].astype(jnp.float32) * frequencies  # (S, T, H / 2)
     angles = angles.reshape(*angles.shape[:2], *(1,) * (x.ndim - 3), angles.shape[-1])
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -26,7 +26,7 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Ar
 
 
 def attend_causally(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-    """Each position sees itself and those before it. queries (S, T, K, G, H); keys, values (S, T, K, H)."""
+    """Attend causally within each row. queries (S, T, K, G, H); keys, values (S, T, K, H)."""
     length = queries.shape[1]
     if length <= QUERY_BLOCK:
         return _attend_from(queries, keys, values, 0)
@@ -58,30 +58,30 @@ def attend_to_pages(
     positions: jax.Array,
     n_pages: jax.Array,
 ) -> jax.Array:
-    """Each position sees what its row has written up to it. Page by page, with a running maximum and sum.
+    """Attend to what each row has written up to the position, page by page, with a running maximum and sum.
 
-    A page that a row does not see changes nothing of it, to the last bit, so that a row's result does not depend on how
-    long the others are (Milakov and Gimelshein, 2018, arXiv:1805.02867).
+    Pages beyond a row's length leave its result bitwise unchanged, so that it does not depend on the lengths of other
+    rows (Milakov and Gimelshein, 2018, arXiv:1805.02867).
 
     Args:
         queries: (S, T, K, G, H)
         keys: (layers, pages, K, H, P), of which `layer` is read
         values: (layers, pages, K, P, H)
-        tables: (S, most pages of a row): where a row's pages are
-        positions: (S, T); a row that is not in use has -1
-        n_pages: how many pages the longest row has
+        tables: (S, max pages of a row): page numbers of each row
+        positions: (S, T); an unused row has -1
+        n_pages: number of pages of the longest row
     """
     page_size = keys.shape[-1]
     scaled = jnp.moveaxis(queries, 1, 3).astype(jnp.float32) * queries.shape[-1] ** -0.5  # (S, K, G, T, H)
 
     def one_page(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        most, total, mixed = state
+        maximum, total, mixed = state
         page = tables[:, i]  # (S,)
         scores = _mix(scaled, keys[layer, page].astype(jnp.float32))  # (S, K, G, T, P)
         seen = i * page_size + jnp.arange(page_size) <= positions[..., None]  # (S, T, P)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        above = jnp.maximum(most, scores.max(axis=-1))
-        shrink = jnp.exp(most - above)
+        above = jnp.maximum(maximum, scores.max(axis=-1))
+        shrink = jnp.exp(maximum - above)
         weights = jnp.exp(scores - above[..., None])
         total = total * shrink + weights.sum(axis=-1)
         mixed = mixed * shrink[..., None] + _mix(weights, values[layer, page].astype(jnp.float32))
@@ -94,7 +94,7 @@ def attend_to_pages(
 
 
 def _mix(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """rows (S, K, G, T, I) times matrices (S, K, I, O). Of a single T, a sum is faster than many small products."""
+    """Multiply rows (S, K, G, T, I) by matrices (S, K, I, O). For T = 1, a sum is faster than many small products."""
     if rows.shape[3] == 1:
         return (rows[..., None] * matrices[:, :, None, None]).sum(axis=-2)
     return jnp.einsum("skgti,skio->skgto", rows, matrices)

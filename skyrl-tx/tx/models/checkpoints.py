@@ -1,4 +1,4 @@
-"""Models from and to Hugging Face folders: names of tensors, and their order (out, in), which is turned round here."""
+"""Load and save models in Hugging Face folders. Tensors there have the order (out, in), here (in, out)."""
 
 from __future__ import annotations
 
@@ -30,60 +30,62 @@ MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down", "router"}
 
 
-Place = Callable[[str, jax.Array], jax.Array]
-"""Puts a weight, by its name in `Params`, where it belongs."""
+PlaceWeight = Callable[[str, jax.Array], jax.Array]
+"""Places a weight on its devices, by its name in `Params`."""
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
-    """What tensors of a layer are called there, without the layer; `{expert}` stands for the number of an expert."""
+    """Return the Hugging Face names of a layer's tensors, without the layer; `{expert}` is an expert's number."""
     names = ATTENTION | (QK_NORM if config.has_qk_norm else {})
     if config.moe is None:
-        return names | {name: f"mlp.{theirs}.weight" for name, theirs in MLP.items()}
-    experts = {name: f"mlp.experts.{{expert}}.{theirs}.weight" for name, theirs in MLP.items()}
+        return names | {name: f"mlp.{hf_name}.weight" for name, hf_name in MLP.items()}
+    experts = {name: f"mlp.experts.{{expert}}.{hf_name}.weight" for name, hf_name in MLP.items()}
     return names | experts | {"router": "mlp.gate.weight"}
 
 
-def load_params(folder: Path, config: ModelConfig, dtype: Any, place: Place | None = None) -> Params:
-    """The weights of the model in a folder, as `dtype`, each placed before the next is read.
+def load_params(folder: Path, config: ModelConfig, dtype: Any, place: PlaceWeight | None = None) -> Params:
+    """Load the weights in a folder as `dtype`; place each before the next is read.
 
     Raises:
-        ModelError: there are no safetensors in it, or one is missing, or has another shape.
+        ModelError: the folder has no safetensors, or a tensor is missing or has the wrong shape.
     """
     with ExitStack() as files:
         tensors = _Tensors(folder, files)
-        return _assembled(lambda name: jnp.asarray(tensors.get(name), dtype=dtype), config, place)
+        return _assemble(lambda name: jnp.asarray(tensors.get(name), dtype=dtype), config, place)
 
 
-def params_of(tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any, place: Place | None = None) -> Params:
-    """The inverse of `named_tensors`."""
-    return _assembled(lambda name: jnp.asarray(tensors[name], dtype=dtype), config, place)
+def params_of(
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any, place: PlaceWeight | None = None
+) -> Params:
+    """Assemble parameters: the inverse of `named_tensors`."""
+    return _assemble(lambda name: jnp.asarray(tensors[name], dtype=dtype), config, place)
 
 
 def named_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a model by its Hugging Face name; contiguous, since safetensors writes what lies in memory."""
+    """Yield the tensors of a model by their Hugging Face names; contiguous, since safetensors writes raw memory."""
     yield "model.embed_tokens.weight", np.asarray(params.embed)
     yield "model.norm.weight", np.asarray(params.norm)
     if params.head is not None:
         yield "lm_head.weight", np.ascontiguousarray(np.asarray(params.head).T)
     layers = ({name: one[i] for name, one in block.items()} for block in params.blocks for i in range(len(block["q"])))
     for number, layer in enumerate(layers):
-        for name, theirs in layer_names(config).items():
-            for full, tensor in _split(theirs, np.asarray(layer[name])):
-                yield f"model.layers.{number}.{full}", np.ascontiguousarray(_turned(name, tensor))
+        for name, hf_name in layer_names(config).items():
+            for full, tensor in _split(hf_name, np.asarray(layer[name])):
+                yield f"model.layers.{number}.{full}", np.ascontiguousarray(_transpose(name, tensor))
 
 
-def _assembled(get: Callable[[str], jax.Array], config: ModelConfig, place: Place | None) -> Params:
+def _assemble(get: Callable[[str], jax.Array], config: ModelConfig, place: PlaceWeight | None) -> Params:
     layers = iter(range(config.n_layers))
     put = place or (lambda _, weight: weight)
     blocks = []
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # a whole weight need not fit on one device
         for n_layers in config.blocks:
-            some = [next(layers) for _ in range(n_layers)]
+            block_layers = [next(layers) for _ in range(n_layers)]
             named = layer_names(config).items()
             blocks.append(
                 {
-                    name: put(name, jnp.stack([_of_layer(get, config, name, theirs, i) for i in some]))
-                    for name, theirs in named
+                    name: put(name, jnp.stack([_layer_tensor(get, config, name, hf_name, i) for i in block_layers]))
+                    for name, hf_name in named
                 }
             )
         return Params(
@@ -94,29 +96,31 @@ def _assembled(get: Callable[[str], jax.Array], config: ModelConfig, place: Plac
         )
 
 
-def _of_layer(get: Callable[[str], jax.Array], config: ModelConfig, name: str, theirs: str, layer: int) -> jax.Array:
-    path = f"model.layers.{layer}.{theirs}"
+def _layer_tensor(
+    get: Callable[[str], jax.Array], config: ModelConfig, name: str, hf_name: str, layer: int
+) -> jax.Array:
+    path = f"model.layers.{layer}.{hf_name}"
     if "{expert}" not in path:
-        turned: jax.Array = _turned(name, get(path))
+        turned: jax.Array = _transpose(name, get(path))
         return turned
     assert config.moe is not None
     return jnp.stack([get(path.format(expert=i)).T for i in range(config.moe.n_experts)])
 
 
-def _turned(name: str, tensor: Any) -> Any:
+def _transpose(name: str, tensor: Any) -> Any:
     return tensor.T if name in MATRICES else tensor
 
 
-def _split(theirs: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    if "{expert}" not in theirs:
-        yield theirs, tensor
+def _split(hf_name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    if "{expert}" not in hf_name:
+        yield hf_name, tensor
     else:
         for i, one in enumerate(tensor):
-            yield theirs.format(expert=i), one
+            yield hf_name.format(expert=i), one
 
 
 class _Tensors:
-    """The tensors of a folder, in one file or in several with an index; read one by one."""
+    """The tensors of a folder, in one file or several with an index; read one by one."""
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
         self._folder = folder
@@ -129,7 +133,7 @@ class _Tensors:
             raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
     def get(self, name: str) -> Any:
-        """A tensor. Raises ModelError where there is none of this name."""
+        """Read a tensor; raise ModelError if it is missing."""
         file = SINGLE if self._index is None else self._index.get(name)
         if file is None or name not in (tensors := self._file(file)).keys():  # noqa: SIM118, not a dict
             raise ModelError(f"{self._folder} has no tensor {name}")

@@ -1,6 +1,6 @@
 """The decoder of Qwen3 (Yang et al., 2025, arXiv:2505.09388) and Llama 3 (Dubey et al., 2024, arXiv:2407.21783).
 
-One function serves training and sampling: what differs is how a layer attends.
+One function serves training and sampling, with different attention.
 
 Letters: S rows · T positions · D hidden size · V vocabulary · R targets of a position.
 """
@@ -21,26 +21,27 @@ from tx.models.moe import mix_experts
 Weights = Mapping[str, jax.Array]
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
-"""From queries (S, T, K, G, H), keys, values (S, T, K, H), the cache and the layer's number to what was attended to, of
-the shape of the queries, and the cache."""
+"""Maps queries (S, T, K, G, H), keys, values (S, T, K, H), the cache and the layer's number to the attention's output,
+in the shape of the queries, and the new cache.
+"""
 
 
 class Params(NamedTuple):
-    """A model's weights, in the order (in, out)."""
+    """The weights of a model, in the order (in, out)."""
 
     embed: jax.Array  # (V, D)
     blocks: tuple[dict[str, jax.Array], ...]  # (layers of the block, …)
     norm: jax.Array  # (D,)
-    head: jax.Array | None  # (D, V); None: the embeddings
+    head: jax.Array | None  # (D, V); None: tied to the embeddings
 
     @property
     def unembed(self) -> jax.Array:
-        """From hidden states to logits (D, V)."""
+        """The output projection (D, V)."""
         return self.embed.T if self.head is None else self.head
 
 
 def normalize(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """RMSNorm over the last dimension, in float32."""
+    """Apply RMSNorm over the last dimension, in float32."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return weight * wide.astype(x.dtype)
@@ -57,13 +58,13 @@ def hidden_states(
     *,
     remat: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """What the head reads (S, T, D), and the cache, which goes from layer to layer.
+    """Return the final hidden states (S, T, D) and the cache.
 
     Args:
         tokens, positions: (S, T)
-        rows: the rows' adapters; None for none
-        attend: how a layer attends; by default to the whole row, causally, without a cache
-        remat: compute a layer once more in the backward pass instead of keeping what it computed
+        rows: the adapters of the rows, if any
+        attend: the attention of a layer; by default causal over the whole row, without a cache
+        remat: recompute layers in the backward pass instead of keeping their activations
     """
     frequencies = jnp.asarray(inverse_frequencies(config), jnp.float32)
     look = attend or (lambda q, k, v, cache, _: (attend_causally(q, k, v), cache))
@@ -96,7 +97,7 @@ def hidden_states(
 
 
 def logits_of(params: Params, rows: Rows | None, hidden: jax.Array) -> jax.Array:
-    """(S, T, V) in float32."""
+    """Return logits (S, T, V) in float32."""
     head = None if rows is None else rows.adapter.head
     scales = None if rows is None else rows.scales
     return project(hidden, params.unembed, head, scales).astype(jnp.float32)

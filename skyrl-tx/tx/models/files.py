@@ -1,4 +1,4 @@
-"""Which files a model's weights are in, and what tells them from another's without reading all of them."""
+"""The weight files of a model, and a fingerprint of them that does not need to read all bytes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ BYTES_OF_TENSOR = 1024
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Of the model in a folder: each tensor's name, type, shape and first bytes, however many files they are in.
+    """Return a fingerprint of the model in a folder: of each tensor's name, type, shape and first bytes.
 
-    It does not depend on the rest of the folder, and is None where that has no safetensors.
+    It is independent of the split into files and of other files, and None if the folder has no safetensors.
 
     Raises:
-        ModelError: a file is missing, or is none.
+        ModelError: a file is missing or invalid.
     """
     found: dict[str, list[Any]] = {}
     for path in _files(folder):
         try:
-            found |= _described(path)
+            found |= _read_header(path)
         except (ValueError, KeyError) as error:
-            raise ModelError(f"{path} is no safetensors file; is it downloaded completely?") from error
+            raise ModelError(f"{path} is not a valid safetensors file; check that the download is complete") from error
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else None
 
 
-def _described(path: Path) -> dict[str, list[Any]]:
-    """See https://huggingface.co/docs/safetensors for the format."""
+def _read_header(path: Path) -> dict[str, list[Any]]:
+    """Read the header and first bytes of each tensor (https://huggingface.co/docs/safetensors describes the format)."""
     found = {}
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -52,7 +52,7 @@ def _files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError) as error:
-            raise ModelError(f"{folder / INDEX} is no index of safetensors: {error!r}") from error
+            raise ModelError(f"{folder / INDEX} is not a valid safetensors index: {error!r}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder} lacks {missing[0]}, which {INDEX} names, and {len(missing) - 1} more")

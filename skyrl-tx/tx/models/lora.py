@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): beside a matrix W stands scale · A B.
+"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685), which add scale · A B to a matrix W.
 
-An adapter is never merged, and never changed in place: training makes a new one, so that whoever holds the old one, a
-sampler for instance, keeps it. The rows of a batch may each have their own.
+An adapter is never merged, and never modified in place: training creates a new one, so that holders of the old one,
+such as samplers, keep it. The rows of a batch may have different adapters.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from tx.models.config import LoraConfig, ModelConfig
 
 RANK_STEP = 8
-"""Ranks are padded with zeros to the next multiple, so that adapters of like rank share compiled programs."""
+"""Ranks are zero-padded to a multiple, so that adapters of similar rank share compiled programs."""
 ATTENTION, MLP, HEAD = ("q", "k", "v", "o"), ("gate", "up", "down"), "head"
 
 
 class Factors(NamedTuple):
-    """A and B of one matrix in the layers of a block: (layers, in, rank) and (layers, rank, out).
+    """A and B of a matrix in the layers of a block: (layers, in, rank) and (layers, rank, out).
 
     For blocks of rows: (layers, blocks, in, rank). Experts are a dimension before `in`. The head has no layers.
     """
@@ -32,28 +32,28 @@ class Factors(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """Factors by the name of the matrix, e.g. ``q``, for each block of layers; and of the head."""
+    """Factors by the name of the matrix, e.g. ``q``, for each block of layers, and the head's."""
 
     blocks: tuple[dict[str, Factors], ...]
     head: Factors | None
 
 
 class Rows(NamedTuple):
-    """The adapters of a batch whose rows are in blocks of one size: all rows of a block have the same."""
+    """The adapters of a batch. Its rows are in blocks of equal size, and a block has one adapter."""
 
     adapter: Adapter
     scales: jax.Array  # (blocks,)
 
 
-def covered(lora: LoraConfig, config: ModelConfig) -> tuple[str, ...]:
-    """The matrices that an adapter covers. A head that is tied to the embeddings has none."""
+def covered_names(lora: LoraConfig, config: ModelConfig) -> tuple[str, ...]:
+    """Return the matrices that an adapter covers. A head that is tied to the embeddings is not one of them."""
     has_head = lora.train_unembed and not config.ties_embeddings
     chosen = ((lora.train_attn, ATTENTION), (lora.train_mlp, MLP), (has_head, (HEAD,)))
     return tuple(name for is_chosen, names in chosen if is_chosen for name in names)
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Dimensions (…, in, out) of the matrices that adapters cover, without the layers."""
+    """Return the dimensions (…, in, out) of the matrices that adapters cover, without the layers."""
     queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
     hidden, middle = config.hidden_size, config.intermediate_size
     experts: tuple[int, ...] = ()
@@ -72,12 +72,12 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def rank_of(name: str, lora: LoraConfig, config: ModelConfig) -> int:
-    """Of the factors of a matrix, without padding."""
+    """Return the rank of a matrix's factors, without padding."""
     return lora.rank if config.moe is None or name not in MLP else lora.expert_rank(config.moe.n_experts)
 
 
 def new_adapter(lora: LoraConfig, config: ModelConfig, seed: int) -> Adapter:
-    """A is uniform within ±1/√in, B zero: at first an adapter changes nothing."""
+    """Create an adapter that changes nothing: A is uniform within ±1/√in, B zero."""
     generator = np.random.default_rng(seed)
 
     def factors(name: str, layers: tuple[int, ...]) -> Factors:
@@ -88,26 +88,28 @@ def new_adapter(lora: LoraConfig, config: ModelConfig, seed: int) -> Adapter:
         a[..., :rank] = generator.uniform(-bound, bound, (*layers, *experts, n_in, rank))
         return Factors(jnp.asarray(a), jnp.zeros((*layers, *experts, padded, n_out), jnp.float32))
 
-    names = covered(lora, config)
+    names = covered_names(lora, config)
     blocks = tuple({name: factors(name, (n,)) for name in names if name != HEAD} for n in config.blocks)
     return Adapter(blocks, factors(HEAD, ()) if HEAD in names else None)
 
 
 def padded_rank(name: str, lora: LoraConfig, config: ModelConfig) -> int:
-    """See `RANK_STEP`."""
+    """Round the rank of a matrix's factors up to a multiple of `RANK_STEP`."""
     return -(-rank_of(name, lora, config) // RANK_STEP) * RANK_STEP
 
 
 @jax.jit
 def rows_of(adapters: Sequence[Adapter], scales: jax.Array) -> Rows:
-    """One adapter after the other for the blocks of a batch; all cover the same matrices with the same padded rank."""
+    """Stack adapters for the blocks of a batch; all cover the same matrices with the same padded rank."""
     blocks = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *(one.blocks for one in adapters))
     heads = [one.head for one in adapters]
     return Rows(Adapter(blocks, jax.tree.map(lambda *parts: jnp.stack(parts), *heads)), scales)
 
 
 def project(x: jax.Array, weight: jax.Array, factors: Factors | None, scales: jax.Array | None) -> jax.Array:
-    """x W, and what adapters add. x (S, T, in), weight (in, out), factors of N blocks (N, in, r) (N, r, out)."""
+    """Return x W plus the adapters' products. x (S, T, in), weight (in, out), factors of N blocks (N, in, r) (N, r,
+    out).
+    """
     out = x @ weight
     if factors is None or scales is None:
         return out

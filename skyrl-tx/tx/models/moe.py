@@ -1,12 +1,11 @@
-"""Mixtures of experts: each token is computed by the few experts that its router chooses.
+"""Mixtures of experts: the router chooses few experts for each token.
 
-Where whole sequences are read, the tokens of each expert are gathered in blocks of fixed size, one expert after the
-other, so that shapes are fixed although nobody knows before how many tokens an expert gets: a block's rest is zeros.
-It costs what is chosen, and less than a block for each expert (Gale et al., 2022, arXiv:2211.15841).
+For whole sequences, the tokens of each expert are gathered in blocks of fixed size, one expert after the other. So
+shapes are static although the number of tokens per expert is not: blocks are padded with zeros. The cost is that of the
+chosen experts plus less than a block per expert (Gale et al., 2022, arXiv:2211.15841).
 
-Where one token of each row is chosen, every expert computes every row, and what was not chosen counts nothing: so a
-row's result does not depend on which rows there are, to the last bit, and a few rows cost what it takes to read the
-weights.
+When each row has one token, every expert computes every row, and experts that were not chosen have share 0. So a row's
+result is bitwise independent of the other rows, and for few rows the cost is that of reading the weights.
 
 Letters: S rows · T positions · D hidden size · E experts · N tokens, S × T · B tokens of a block.
 """
@@ -23,7 +22,7 @@ from tx.models.config import MoeConfig
 from tx.models.lora import MLP, Factors, project
 
 Weights = Mapping[str, jax.Array]
-SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
+MIN_BLOCK, MAX_BLOCK = 8, 128
 
 
 def mix_experts(
@@ -33,7 +32,9 @@ def mix_experts(
     scales: jax.Array | None,
     x: jax.Array,
 ) -> jax.Array:
-    """x (S, T, D), the experts' weights (E, in, out), adapters of n blocks of rows (n, E, in, r), (n, E, r, out)."""
+    """Compute the mixture for x (S, T, D), with weights (E, in, out) and adapters of n blocks of rows (n, E, in, r),
+    (n, E, r, out).
+    """
     best, chosen = route(moe, x, weights["router"])
     experts = {name: weights[name] for name in MLP}
     factors = {name: adapters[name] for name in MLP if name in adapters}
@@ -44,7 +45,7 @@ def mix_experts(
 
 
 def route(moe: MoeConfig, x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How much each of the best experts counts for each token, and which they are. x (S, T, D), router (D, E)."""
+    """Return the shares of the chosen experts of each token, and their indices. x (S, T, D), router (D, E)."""
     odds = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
     best, chosen = jax.lax.top_k(odds, moe.n_active)
     if moe.normalizes_weights:
@@ -53,7 +54,7 @@ def route(moe: MoeConfig, x: jax.Array, router: jax.Array) -> tuple[jax.Array, j
 
 
 def _one_expert(weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array) -> jax.Array:
-    """x (S, T, D), weights (in, out), factors of blocks of rows (blocks, in, r), (blocks, r, out)."""
+    """Compute an expert. x (S, T, D), weights (in, out), factors of row blocks (blocks, in, r), (blocks, r, out)."""
     gate, up = (project(x, weights[name], factors.get(name), scales) for name in ("gate", "up"))
     return project(jax.nn.silu(gate) * up, weights["down"], factors.get("down"), scales)
 
@@ -64,7 +65,7 @@ def _one_expert(weights: Weights, factors: Mapping[str, Factors], scales: jax.Ar
 def _every_expert(
     weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array, shares: jax.Array
 ) -> jax.Array:
-    """shares (S, T, E), mostly 0."""
+    """Sum all experts, weighted by shares (S, T, E), which are mostly 0."""
     by_expert = jax.tree.map(lambda one: jnp.moveaxis(one, 1, 0), factors)
 
     def add(total: jax.Array, part: tuple[jax.Array, Weights, Mapping[str, Factors]]) -> tuple[jax.Array, None]:
@@ -75,41 +76,43 @@ def _every_expert(
     return total
 
 
-# -- those that are chosen
+# -- chosen experts
 
 
 class Blocks(NamedTuple):
-    """Which tokens go where."""
+    """The assignment of tokens to blocks."""
 
     experts: jax.Array  # (blocks,)
-    tokens: jax.Array  # (blocks, B); N: none
-    places: jax.Array  # (N, experts of a token): where its results are, in all blocks
+    tokens: jax.Array  # (blocks, B); N: padding
+    slots: jax.Array  # (N, experts of a token): indices of its results in all blocks
 
 
 def blocks_of(chosen: jax.Array, n_experts: int) -> Blocks:
-    """From the experts of each token (N, experts of a token)."""
+    """Assign tokens to blocks by their experts (N, experts of a token)."""
     n_tokens, n_active = chosen.shape
     n_pairs = n_tokens * n_active
     size = block_size(n_pairs, n_experts)
-    n_blocks = (n_pairs + n_experts * (size - 1)) // size  # at most, where the last one of each expert has one token
+    n_blocks = (
+        n_pairs + n_experts * (size - 1)
+    ) // size  # the maximum: the last block of each expert may have only one token
     counts = jnp.bincount(chosen.reshape(-1), length=n_experts)
-    n_whole = -(-counts // size)  # blocks of each expert
+    n_whole = -(-counts // size)  # blocks per expert
     ends = jnp.cumsum(n_whole)
-    order = jnp.argsort(chosen.reshape(-1), stable=True)  # pairs of a token and an expert, by expert
+    order = jnp.argsort(chosen.reshape(-1), stable=True)  # (token, expert) pairs by expert
     expert = chosen.reshape(-1)[order]
-    number = jnp.arange(n_pairs) - (jnp.cumsum(counts) - counts)[expert]  # among those of the expert
-    place = (ends - n_whole)[expert] * size + number
+    number = jnp.arange(n_pairs) - (jnp.cumsum(counts) - counts)[expert]  # index among those of the expert
+    slot = (ends - n_whole)[expert] * size + number
     return Blocks(
         experts=jnp.minimum(jnp.searchsorted(ends, jnp.arange(n_blocks), side="right"), n_experts - 1),
-        tokens=jnp.full(n_blocks * size, n_tokens).at[place].set(order // n_active).reshape(n_blocks, size),
-        places=jnp.zeros(n_pairs, jnp.int32).at[order].set(place).reshape(n_tokens, n_active),
+        tokens=jnp.full(n_blocks * size, n_tokens).at[slot].set(order // n_active).reshape(n_blocks, size),
+        slots=jnp.zeros(n_pairs, jnp.int32).at[order].set(slot).reshape(n_tokens, n_active),
     )
 
 
 def block_size(n_pairs: int, n_experts: int) -> int:
-    """About half the tokens that an expert gets, so that not much is empty; a power of two."""
-    size = SMALLEST_BLOCK
-    while 4 * size * n_experts <= n_pairs and size < LARGEST_BLOCK:
+    """Return about half the number of tokens per expert, so that few slots are empty; a power of two."""
+    size = MIN_BLOCK
+    while 4 * size * n_experts <= n_pairs and size < MAX_BLOCK:
         size *= 2
     return size
 
@@ -122,13 +125,13 @@ def _chosen_experts(
     best: jax.Array,
     chosen: jax.Array,
 ) -> jax.Array:
-    """best, chosen (S, T, experts of a token). All rows have the same adapter."""
+    """Compute the chosen experts. best, chosen (S, T, experts of a token). All rows have the same adapter."""
     assert scales is None or len(scales) == 1, "whole sequences are read with one adapter at a time"
     n_experts = weights["gate"].shape[0]
     tokens = x.reshape(-1, x.shape[-1])
     blocks = blocks_of(chosen.reshape(len(tokens), -1), n_experts)
     rows = jnp.take(tokens, blocks.tokens, axis=0, mode="fill", fill_value=0)  # (blocks, B, D)
-    mixed = _by_blocks(blocks.experts, weights, factors, scales, rows).reshape(-1, x.shape[-1])[blocks.places]
+    mixed = _by_blocks(blocks.experts, weights, factors, scales, rows).reshape(-1, x.shape[-1])[blocks.slots]
     return jnp.einsum("nad,na->nd", mixed, best.reshape(len(tokens), -1)).reshape(x.shape)
 
 
@@ -140,10 +143,10 @@ def _by_blocks(
     scales: jax.Array | None,
     rows: jax.Array,
 ) -> jax.Array:
-    """What the expert of each block makes of its rows (blocks, B, D).
+    """Apply the expert of each block to its rows (blocks, B, D).
 
-    The gradient computes a block once more (twice, where layers are computed once more, too), and adds in place to what
-    is known of its expert: JAX's own would make an array of the size of all experts for each block.
+    The gradient recomputes each block (twice if layers are rematerialized, too), and accumulates in place per expert:
+    JAX's own would allocate an array of the size of all experts for each block.
     """
     return jax.lax.map(
         lambda part: _one_expert(*_of_expert(part[0], weights, factors), scales, part[1][None])[0], (experts, rows)
@@ -167,8 +170,8 @@ def _backward(kept: Residuals, gradients: jax.Array) -> tuple[Any, ...]:
     experts, weights, factors, scales, rows = kept
 
     def one_block(totals: Any, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        expert, some, gradient = part
-        _, back = jax.vjp(_one_expert, *_of_expert(expert, weights, factors), scales, some[None])
+        expert, block_rows, gradient = part
+        _, back = jax.vjp(_one_expert, *_of_expert(expert, weights, factors), scales, block_rows[None])
         of_weights, of_factors, of_scales, of_rows = back(gradient[None])
         total_weights, total_factors, total_scales = totals
         totals = (
@@ -178,10 +181,10 @@ def _backward(kept: Residuals, gradients: jax.Array) -> tuple[Any, ...]:
         )
         return totals, of_rows[0]
 
-    told = (weights, factors, scales)
-    nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), told)
-    totals, of_rows = jax.lax.scan(one_block, nothing, (experts, rows, gradients))
-    return None, *jax.tree.map(lambda total, one: total.astype(one.dtype), totals, told), of_rows
+    inputs = (weights, factors, scales)
+    zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.float32), inputs)
+    totals, of_rows = jax.lax.scan(one_block, zeros, (experts, rows, gradients))
+    return None, *jax.tree.map(lambda total, one: total.astype(one.dtype), totals, inputs), of_rows
 
 
 _by_blocks.defvjp(_forward, _backward)

@@ -1,7 +1,7 @@
-"""How a model lies on several devices, which compute as one.
+"""The sharding of a model over several devices.
 
-Along `tp`, matrices are cut where heads and hidden units do not depend on each other; along `fsdp`, across, and the
-rows of a micro-batch are divided. What a device has not is fetched when it is needed: the compiler sees to that.
+Axis `tp` splits matrices where heads and hidden units are independent; axis `fsdp` splits their other dimension, and
+the rows of a micro-batch. The compiler inserts the communication.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tx.models.config import ModelError
 
 T = TypeVar("T")
 FSDP, TP = "fsdp", "tp"
-COLUMNS = ("q", "k", "v", "gate", "up", "head")  # (…, in, out): each device has some of what comes out
-ROWS = ("o", "down", "embed")  # (…, in, out): each device has some of what goes in
+COLUMNS = ("q", "k", "v", "gate", "up", "head")  # (…, in, out): split by outputs
+ROWS = ("o", "down", "embed")  # (…, in, out): split by inputs
 
 
 def mesh_of(n_fsdp: int, n_tp: int) -> Mesh:
-    """The first devices there are, as a grid; one alone for 1 and 1.
+    """Return a grid of the first devices; for 1 × 1, a single device.
 
     Raises:
-        ModelError: there are not so many.
+        ModelError: there are not enough devices.
     """
     devices = jax.devices()
     if n_fsdp * n_tp > len(devices):
@@ -38,7 +38,7 @@ def mesh_of(n_fsdp: int, n_tp: int) -> Mesh:
 
 
 def place_weight(mesh: Mesh, name: str, weight: jax.Array) -> jax.Array:
-    """A weight of `Params`, by its name there, where it belongs."""
+    """Shard a weight by its name in `Params`."""
     before = [None] * (weight.ndim - 2)
     if name in COLUMNS:
         return _place(mesh, weight, [*before, FSDP, TP])
@@ -48,27 +48,27 @@ def place_weight(mesh: Mesh, name: str, weight: jax.Array) -> jax.Array:
 
 
 def place_rows(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """Rows (M, …) of a micro-batch, divided among devices."""
+    """Divide the rows (M, …) of a micro-batch among devices."""
     return _place(mesh, rows, [FSDP])
 
 
 def place_heads(mesh: Mesh, cache: jax.Array) -> jax.Array:
-    """A cache (layers, pages, K, …), each device with some of the heads."""
+    """Shard a cache (layers, pages, K, …) by heads."""
     return _place(mesh, cache, [None, None, TP])
 
 
 def place_whole(mesh: Mesh, tree: T) -> T:
-    """Arrays, of an adapter for instance, whole on each device.
+    """Replicate arrays, e.g. of an adapter, on each device.
 
-    What lies there is also told apart by the compiler from what was just made, for which it would make its programs
-    once more.
+    The compiler distinguishes explicitly placed arrays from new ones; without the placement, it would compile programs
+    twice.
     """
     placed: T = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     return placed
 
 
 def _place(mesh: Mesh, array: jax.Array | np.ndarray, axes: Sequence[str | None]) -> jax.Array:
-    """What cannot be cut evenly is not cut."""
+    """Shard an array; axes that do not divide evenly are replicated."""
     even = [
         axis if axis and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(axes, array.shape[: len(axes)], strict=True)

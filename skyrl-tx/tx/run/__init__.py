@@ -1,1 +1,1 @@
-"""The command `tx`."""
+"""The `tx` command."""

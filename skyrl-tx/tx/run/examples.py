@@ -1,4 +1,4 @@
-"""Rows of a dataset file to what is trained on: tokens, and which of them count."""
+"""Convert the rows of a dataset file to training data: tokens and loss weights."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import numpy as np
 
 from tx.tinker.types import Datum, UserError
 
-KINDS = "'messages' (a list with role and content), 'prompt' and 'completion', or 'text'"
+ROW_FORMATS = "'messages' (a list with role and content), 'prompt' and 'completion', or 'text'"
 Message = Mapping[str, Any]
 
 
 def read_rows(file: Path) -> list[Mapping[str, Any]]:
-    """The rows of a `.jsonl`, `.json` or `.parquet` file.
+    """Read the rows of a `.jsonl`, `.json` or `.parquet` file.
 
     Raises:
-        UserError: it is not there, is of another kind, holds no row, or one is no object; the message says where.
+        UserError: the file is missing, malformed or empty, or a row is not an object; the message names the position.
     """
     if not file.is_file():
-        raise UserError(f"--dataset {file}: there is no such file")
+        raise UserError(f"--dataset {file}: file not found")
     try:
         rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
     except ValueError as error:
-        raise UserError(f"--dataset {file} is no {file.suffix or '.jsonl'}: {error}") from error
+        raise UserError(f"--dataset {file} is not a valid {file.suffix or '.jsonl'} file: {error}") from error
     if not rows:
         raise UserError(f"--dataset {file} has no rows")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise UserError(f"--dataset {file}, row {number} is {str(row)[:100]!r}; a row has {KINDS}")
+            raise UserError(f"--dataset {file}, row {number} is {str(row)[:100]!r}; a row has {ROW_FORMATS}")
     return rows
 
 
@@ -45,12 +45,14 @@ def _parquet_rows(file: Path) -> list[Mapping[str, Any]]:
 def _json_rows(file: Path) -> list[Mapping[str, Any]]:
     text = file.read_text("utf-8")
     if file.suffix == ".json":
-        told = json.loads(text)
-        if not isinstance(told, list):
-            raise UserError(f"--dataset {file} is no list of rows; have a row on each line, and name it .jsonl")
-        return told
+        content = json.loads(text)
+        if not isinstance(content, list):
+            raise UserError(f"--dataset {file} is not a list of rows; put one row on each line and name it .jsonl")
+        return content
     rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # texts in it may hold other ends of lines
+    for number, line in enumerate(
+        text.split("\n"), start=1
+    ):  # not splitlines(): strings may contain other line separators
         if not line.strip():
             continue
         try:
@@ -60,33 +62,34 @@ def _json_rows(file: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
-class Examples:
-    """Makes data of rows, with a model's tokenizer and its chat template."""
+class ExampleBuilder:
+    """Converts rows to data with the tokenizer and chat template of a model."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
-        """`folder` is the model's; what is longer than `max_length` tokens loses its end."""
+        """Load the tokenizer in `folder`. Rows are truncated to `max_length` tokens."""
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._max_length = max_length
 
-    def of_row(self, number: int, row: Mapping[str, Any]) -> list[Datum]:
-        """The data of a row: several where the template shows earlier replies otherwise than the last one.
+    def convert(self, number: int, row: Mapping[str, Any]) -> list[Datum]:
+        """Return the data of a row: more than one if the template renders earlier replies differently from the last
+        one.
 
         Raises:
-            UserError: the row is of another kind, or nothing of it counts.
+            UserError: the row has an unknown format, or no trained token.
         """
         try:
             data = [self._datum(text, spans) for text, spans in self._texts(row)]
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"row {number}: {error or type(error).__name__}; a row has {KINDS}") from error
+            raise UserError(f"row {number}: {error or type(error).__name__}; a row has {ROW_FORMATS}") from error
         counting = [datum for datum in data if datum.inputs["weights"].any()]
         if not counting:
-            raise UserError(f"row {number}: no token of it counts within --max-length {self._max_length}")
+            raise UserError(f"row {number}: no trained token within --max-length {self._max_length}")
         return counting
 
     def _texts(self, row: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Texts, and from where to where characters count in each."""
+        """Yield texts with the character spans that are trained on."""
         if "messages" in row:
             yield from self._conversation(row["messages"], is_last_only=False)
         elif "prompt" in row and "completion" in row and not isinstance(row["prompt"], str):
@@ -112,14 +115,14 @@ class Examples:
             before = self._render(messages[:i], add_generation_prompt=True)
             after = self._render(messages[: i + 1])
             if not after.startswith(before):
-                raise ValueError("the chat template writes a reply otherwise than it asks for one")
+                raise ValueError("the chat template renders a reply differently from its generation prompt")
             if spans and not before.startswith(text):
                 yield text, spans
                 spans = []
             text = after
             spans.append((len(before), len(after)))
         if not spans:
-            raise ValueError("it has no message of the assistant")
+            raise ValueError("there is no assistant message")
         yield text, spans
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

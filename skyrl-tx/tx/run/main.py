@@ -11,19 +11,19 @@ USAGE = """usage: tx COMMAND …
   tx serve --base-model MODEL     serve a model to Tinker clients (tx serve --help)
   tx train --base-model MODEL --dataset FILE --output-dir FOLDER
                                   fine-tune an adapter on a file, without a server (tx train --help)
-  tx status                       what a server does
-  tx version                      the versions of this package and of what it computes with
+  tx status                       show the state of a server
+  tx version                      show the versions of this package and of JAX
 """
 
 
 def main() -> None:
-    """Do the command."""
+    """Dispatch to the subcommand."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h", "help"):
         sys.stdout.write(USAGE)
         return
     if name not in COMMANDS:
-        sys.exit(f"tx: there is no command {name!r}\n\n{USAGE}")
+        sys.exit(f"tx: unknown command {name!r}\n\n{USAGE}")
     COMMANDS[name](arguments)
 
 

@@ -1,4 +1,4 @@
-"""`tx status`: what a server does, in a terminal."""
+"""`tx status`: print the state of a server."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_SEC = 10
-MOST_RUNS = 20
+MAX_RUNS = 20
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Ask, and print; status 1 where nobody answers, or the engine is not there."""
+    """Query the server and print a report; exit with status 1 if the server or its engine is unavailable."""
     parser = argparse.ArgumentParser(prog="tx status", description=__doc__)
     parser.add_argument(
         "--url",
@@ -30,33 +30,35 @@ def main(arguments: Sequence[str]) -> None:
     try:
         text, is_up = report(url)
     except urllib.error.HTTPError as error:
-        sys.exit(f"tx status: {url} answers {error.code} {error.reason}; is TINKER_API_KEY a key of this server?")
+        sys.exit(
+            f"tx status: {url} returned {error.code} {error.reason}; check that TINKER_API_KEY is a key of this server"
+        )
     except (OSError, ValueError) as error:
-        sys.exit(f"tx status: nobody answers at {url} ({error}); start a server with tx serve, or give its --url")
+        sys.exit(f"tx status: no response from {url} ({error}); start a server with tx serve, or set --url")
     sys.stdout.write(text)
     if not is_up:
         sys.exit(1)
 
 
 def report(url: str) -> tuple[str, bool]:
-    """What to print, and whether the engine is there."""
+    """Return the report, and whether the engine is up."""
     served = json.loads(_get(f"{url}/api/v1/get_server_capabilities"))["supported_models"]
-    runs = json.loads(_get(f"{url}/api/v1/training_runs?limit={MOST_RUNS}"))
-    told = numbers(_get(f"{url}/metrics"))
-    is_up = bool(told.get("tx_engine_up", {}).get("", 0))
+    runs = json.loads(_get(f"{url}/api/v1/training_runs?limit={MAX_RUNS}"))
+    metrics = parse_metrics(_get(f"{url}/metrics"))
+    is_up = bool(metrics.get("tx_engine_up", {}).get("", 0))
     lines = [
         f"{url}: {', '.join(str(one['model_name']) for one in served) or 'no model yet'}",
-        f"engine: {'up' if is_up else 'not there; the server log says why'}",
-        *_counted("requests that wait", told.get("tx_requests_pending", {})),
-        *_counted("engine", told.get("tx_engine", {})),
+        f"engine: {'up' if is_up else 'down; the server log has the reason'}",
+        *_format_counts("pending requests", metrics.get("tx_requests_pending", {})),
+        *_format_counts("engine", metrics.get("tx_engine", {})),
         f"training runs: {runs['cursor']['total_count']}",
-        *(f"  {_line(run)}" for run in runs["training_runs"]),
+        *(f"  {_format_run(run)}" for run in runs["training_runs"]),
     ]
     return "\n".join(lines) + "\n", is_up
 
 
-def numbers(text: str) -> dict[str, dict[str, float]]:
-    """What `/metrics` says: by the name of a gauge or counter, and by its labels in one string."""
+def parse_metrics(text: str) -> dict[str, dict[str, float]]:
+    """Parse `/metrics`: values by metric name, then by the label values joined with spaces."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,12 +66,12 @@ def numbers(text: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def _counted(title: str, counts: Mapping[str, float]) -> list[str]:
-    told = [f"{name.replace('_', ' ')} {count:,.0f}" for name, count in counts.items() if count]
-    return [f"{title}: {', '.join(told)}"] if told else []
+def _format_counts(title: str, counts: Mapping[str, float]) -> list[str]:
+    metrics = [f"{name.replace('_', ' ')} {count:,.0f}" for name, count in counts.items() if count]
+    return [f"{title}: {', '.join(metrics)}"] if metrics else []
 
 
-def _line(run: Mapping[str, Any]) -> str:
+def _format_run(run: Mapping[str, Any]) -> str:
     age = datetime.now(UTC) - datetime.fromisoformat(run["last_request_time"])
     rank = f"rank {run['lora_rank']}" if run.get("is_lora") else "all parameters"
     return f"{run['training_run_id']}  {run['base_model']}  {rank}  last request {age.total_seconds():,.0f} s ago"

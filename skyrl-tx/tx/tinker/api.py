@@ -1,7 +1,7 @@
 """The server: `python -m tx.tinker.api --base-model Qwen/Qwen3-0.6B`.
 
-It talks to clients and to the database. What is computed, the engine computes, in a process of its own, which this one
-starts and looks after.
+It serves clients and writes their requests to the database. The engine computes them in a separate process, which the
+server starts and supervises.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from tx.tinker.auth import KeyFirst
-from tx.tinker.cleaner import Cleaner
 from tx.tinker.config import TxConfig, parse_config
-from tx.tinker.http_body import BodyLimit
-from tx.tinker.http_log import RequestLog
-from tx.tinker.replies import add_error_replies
 from tx.tinker.routes import downloads, futures, monitoring, runs, sampling, sessions, training
-from tx.tinker.service import Service
-from tx.tinker.state_lock import StateLock, StateTakenError
+from tx.tinker.server.auth import KeyCheck
+from tx.tinker.server.body_limit import BodyLimit
+from tx.tinker.server.cleaner import Cleaner
+from tx.tinker.server.replies import add_error_replies
+from tx.tinker.server.request_log import RequestLog
+from tx.tinker.server.service import Service
+from tx.tinker.store.state_lock import StateLock, StateTakenError
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-LAST_REPLIES_SEC = 5
+SHUTDOWN_SEC = 5
 
 
 def create_app(config: TxConfig, service: Service | None = None) -> FastAPI:
-    """The application, whose service begins and ends with it."""
+    """Create the application. The service starts and stops with it."""
     served = service or Service(config)
 
     @asynccontextmanager
@@ -47,14 +47,14 @@ def create_app(config: TxConfig, service: Service | None = None) -> FastAPI:
         app.include_router(module.router, prefix=PREFIX)
     app.include_router(monitoring.router)
     add_error_replies(app)
-    app.add_middleware(BodyLimit, most_bytes=config.max_body_bytes)
-    app.add_middleware(KeyFirst, config=config)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(KeyCheck, config=config)
     app.add_middleware(RequestLog, metrics=served.metrics)
     return app
 
 
 class Server(uvicorn.Server):
-    """Lets polls go when it is told to end, so that it does not wait for them; ends where no engine can be started."""
+    """A server that releases held polls on shutdown and exits if the engine is unusable."""
 
     def __init__(self, config: TxConfig, service: Service) -> None:
         super().__init__(
@@ -65,43 +65,43 @@ class Server(uvicorn.Server):
                 root_path=config.root_path,
                 access_log=False,
                 log_level="warning",
-                timeout_graceful_shutdown=LAST_REPLIES_SEC,
+                timeout_graceful_shutdown=SHUTDOWN_SEC,
             )
         )
         self._service = service
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; whether to end."""
+        """Return whether to exit. Called ten times per second."""
         return await super().on_tick(counter) or self.is_unusable
 
     @property
     def is_unusable(self) -> bool:
-        """Whether the engine cannot serve what this server was told to."""
+        """True if the engine cannot serve with these settings."""
         return self._service.supervisor is not None and self._service.supervisor.unusable is not None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Start listening and log the addresses."""
         await super().startup(sockets)
         config = self._service.config
-        for one in self.servers:
-            for bound in one.sockets:
+        for server in self.servers:
+            for bound in server.sockets:
                 host, port = bound.getsockname()[:2]
                 where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 logger.info("serving %s at %s, state in %s", config.model_name, where, config.checkpoints_base)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On a signal."""
+        """Release held polls on a signal, so that shutdown does not wait for them."""
         super().handle_exit(sig, frame)
         self._service.promises.release()
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m tx.tinker.api") -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     config = parse_config(arguments, program=program)
     config.checkpoints_base.mkdir(parents=True, exist_ok=True)
     if not config.api_keys and config.host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("no API keys: whoever reaches %s port %d may use this server", config.host, config.port)
+        logger.warning("no API keys: anyone who can reach %s port %d can use this server", config.host, config.port)
     with StateLock(config, "server") as lock:
         if config.start_engine:
             try:
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m tx.ti
         server = Server(config, service)
         server.run()
     if server.is_unusable:
-        sys.exit(1)  # the log has said why
+        sys.exit(1)  # the supervisor has logged the reason
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The settings of the server and of its engine; each field is a flag of both, `--base-model` for `base_model`.
+"""Settings of the server and its engine; each field is a flag of both, `--base-model` for `base_model`.
 
-What is secret is read from the environment or from a file, and never stands on a command line.
+Secrets come from the environment or a file, never from the command line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from tx.flags import JsonObject, add_flag, flag, problems_of
+from tx.flags import JsonObject, add_flag, flag, format_errors
 from tx.tinker.backends.factory import BackendName, settings_of
 
 DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
@@ -32,171 +32,176 @@ SECRET_FIELDS = frozenset({"database_url", "api_keys", "external_inference_api_k
 
 
 def state_folder() -> Path:
-    """Where checkpoints are kept unless told otherwise: where a user's data belongs, which outlasts restarts, the
-    cleaning of caches and of temporary folders, and is found again from whatever folder the server is started.
+    """Return the default folder for checkpoints.
+
+    User data belongs there: it survives reboots and cache cleaning, and does not depend on the working directory.
     """
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "skyrl-tx"
 
 
-def _whole_path(value: object) -> object:
+def _absolute_path(value: object) -> object:
     return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
 
 
 Text = Annotated[str, MinLen(1)]
-Folder = Annotated[Path, BeforeValidator(_whole_path)]
+Folder = Annotated[Path, BeforeValidator(_absolute_path)]
 
 
 class NoKeysError(Exception):
-    """Keys are asked for, and there are none."""
+    """API keys are required, but none are given."""
 
 
 class TxConfig(BaseModel):
-    """All settings."""
+    """Settings of the server and its engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     base_model: Text
-    """The model to train and to sample from: the name of a Hugging Face repository, or a folder."""
+    """The model to train and sample: a Hugging Face repository or a folder."""
 
     served_model_name: Text | None = None
-    """What clients call the base model; without it, what `base_model` says. They may say `base_model`, too."""
+    """The name of the base model for clients, `base_model` by default. Clients may use `base_model`, too."""
 
     backend: BackendName = "jax"
-    """What computes; torch takes more models of Hugging Face, and needs the extra skyrl-tx[torch]."""
+    """The compute backend; torch supports more Hugging Face models and needs the extra skyrl-tx[torch]."""
 
     backend_config: JsonObject = Field(default_factory=dict)
-    """The backend's own settings, as JSON, e.g. '{"dtype": "bfloat16"}'."""
+    """Settings of the backend, as JSON, e.g. '{"dtype": "bfloat16"}'."""
 
     checkpoints_base: Folder = Field(default_factory=state_folder)
-    """The folder of checkpoints. The default is in $XDG_DATA_HOME, ~/.local/share where that is unset."""
+    """The folder of checkpoints. The default is in $XDG_DATA_HOME, or ~/.local/share if that is unset."""
 
     database_url: str = ""
-    """Of SQLAlchemy, for SQLite or PostgreSQL; from TX_DATABASE_URL as well, which hides a password. Without it,
-    `tinker.db` in `checkpoints_base`, so that checkpoints and what is known of them stay together."""
+    """SQLAlchemy URL of SQLite or PostgreSQL; set TX_DATABASE_URL instead to hide a password. The default is
+    `tinker.db` in `checkpoints_base`, so that checkpoints and their records stay together.
+    """
 
     max_lora_rank: Annotated[int, Ge(1)] = 256
-    """The largest rank of an adapter."""
+    """Maximum rank of an adapter."""
 
     train_all: bool = True
-    """Whether rank 0 is served, which trains all parameters: such a model takes four times the base model's memory."""
+    """Accept rank 0, which trains all parameters: such a model takes four times the memory of the base model."""
 
     max_models: Annotated[int, Ge(1)] = 64
-    """Models under training at once; more are refused until one is unloaded or its session ends."""
+    """Maximum number of models under training; more are refused until one is unloaded or its session ends."""
 
     max_models_per_user: Annotated[int, Ge(1)] | None = None
-    """Of those, models of one API key; no limit of its own by default."""
+    """Maximum number of models per API key; unlimited by default."""
 
     host: str = "127.0.0.1"
-    """The address to listen at. Before it is 0.0.0.0, give API keys: else all may use it."""
+    """The address to listen on. Set API keys before you use 0.0.0.0: otherwise anyone may use the server."""
 
     port: Annotated[int, Ge(0), Le(65535)] = 8000
-    """The port to listen at; 0 takes a free one."""
+    """The port to listen on; 0 picks a free one."""
 
     root_path: str = ""
-    """What a proxy before the server takes off the path, e.g. /tinker: download addresses have it."""
+    """The path prefix that a reverse proxy strips, e.g. /tinker; download addresses include it."""
 
     start_engine: bool = True
-    """Whether the server starts an engine and looks after it; without, start `python -m tx.tinker.engine` yourself."""
+    """Start and supervise an engine; with --no-start-engine, run `python -m tx.tinker.engine` yourself."""
 
     api_keys_file: Folder | None = None
-    """A file of keys that clients may have, one a line; TX_API_KEYS has them with commas. None of both: no check."""
+    """A file of accepted API keys, one per line; TX_API_KEYS holds them separated by commas. Without either, no key is
+    needed.
+    """
 
     api_keys: tuple[SecretStr, ...] = ()
-    """The keys themselves; from `api_keys_file` and TX_API_KEYS."""
+    """The accepted API keys, from `api_keys_file` and TX_API_KEYS."""
 
     session_timeout_sec: Annotated[float, Ge(-1)] = 300
-    """A session that was not heard of for so long ends, and its models are unloaded; -1: never."""
+    """Seconds without a request or heartbeat until a session ends and its models are unloaded; -1 disables this."""
 
     session_cleanup_interval_sec: Annotated[float, Gt(0)] = 60
-    """How often to look for sessions and checkpoints whose time is over."""
+    """Seconds between checks for stale sessions and expired checkpoints."""
 
     hold_sec: Annotated[float, Gt(0), Le(40)] = 25
-    """How long a client's poll waits for a result before it is told to ask again; clients give up after 45."""
+    """Seconds that a client's poll waits for a result before the client must poll again; clients time out after 45."""
 
     max_queued_requests: Annotated[int, Ge(1)] = 4096
-    """Requests of one model or sampling session that wait for their result; a client that sends more is slowed down."""
+    """Maximum number of pending requests per model or sampling session; beyond it, clients are slowed down."""
 
     max_queued_bytes: Annotated[int, Ge(1)] = 4 << 30
-    """What those requests may hold together."""
+    """Maximum bytes of those requests together."""
 
     max_body_bytes: Annotated[int, Ge(1024)] = 256 << 20
-    """The largest body of a request, decompressed."""
+    """Maximum size of a request body, decompressed."""
 
     compress_passes: bool = False
-    """Whether clients are to compress what they send to train on: worth it where the network is slower than zstd."""
+    """Ask clients to compress training data: worthwhile if the network is slower than zstd."""
 
     retention_sec: Annotated[float, Gt(0)] = 24 * 3600
-    """For how long a result can be asked for again, and a sampler without a name may be unused; then it is deleted."""
+    """Seconds that results can be fetched again, and that unnamed samplers are kept without use; then they are deleted.
+    """
 
     url_lifetime_sec: Annotated[float, Gt(0)] = 3600
-    """For how long a download address of external weights is good."""
+    """Seconds that a download address of external weights is valid."""
 
     external_inference_url: str | None = None
-    """Of a server with the OpenAI interface, e.g. vLLM, to sample there."""
+    """URL of a server with the OpenAI API, e.g. vLLM, that does the sampling."""
 
     external_inference_api_key: SecretStr = SecretStr("EMPTY")
-    """For that server; from TX_EXTERNAL_INFERENCE_API_KEY."""
+    """API key of that server; from TX_EXTERNAL_INFERENCE_API_KEY."""
 
     external_inference_answer_sec: Annotated[float, Gt(0)] = 3600
-    """How long that server may take for an answer."""
+    """Timeout for a response of that server."""
 
     external_inference_lora_base: Folder | None = None
-    """The folder where that server finds adapters."""
+    """The folder from which that server loads adapters."""
 
     @field_validator("base_model")
     @classmethod
-    def _is_there(cls, base_model: str) -> str:
+    def _check_folder(cls, base_model: str) -> str:
         if base_model.startswith(("/", "./", "../", "~")) and not Path(base_model).expanduser().is_dir():
-            raise ValueError("there is no such folder; give one, or the name of a Hugging Face repository")
+            raise ValueError("the folder does not exist; use an existing folder or a Hugging Face repository")
         return base_model
 
     @model_validator(mode="after")
-    def _fits_backend(self) -> Self:
+    def _check_backend(self) -> Self:
         settings_of(self.backend, self.backend_config)
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _with_database(cls, told: Any) -> Any:
-        if isinstance(told, Mapping) and not told.get("database_url"):
-            base = _whole_path(told.get("checkpoints_base") or state_folder())
-            return {**told, "database_url": f"sqlite:///{base}/tinker.db"}
-        return told
+    def _default_database(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping) and not settings.get("database_url"):
+            base = _absolute_path(settings.get("checkpoints_base") or state_folder())
+            return {**settings, "database_url": f"sqlite:///{base}/tinker.db"}
+        return settings
 
     @property
     def model_name(self) -> str:
-        """What clients call the base model."""
+        """The name of the base model for clients."""
         return self.served_model_name or self.base_model
 
     @property
     def tokenizer(self) -> str | None:
-        """Where clients find it: the repository, or the folder, which is of use on this machine only."""
+        """The tokenizer for clients: the repository, or the folder, which is useful on this machine only."""
         folder = Path(self.base_model).expanduser()
         where = str(folder.absolute()) if folder.is_dir() else self.base_model
-        return None if ":" in where else where  # clients cut it there
+        return None if ":" in where else where  # clients cut the name at a colon
 
 
 def parse_config(
     arguments: Sequence[str] | None = None, *, program: str, environment: Mapping[str, str] | None = None
 ) -> TxConfig:
-    """The settings of a command line; ends the process with a message if they are wrong, or `--help` is asked."""
+    """Parse a command line; exit with a message if a setting is invalid, or after `--help`."""
     parser = argument_parser(program)
     return config_of(parser, parser.parse_args(arguments), os.environ if environment is None else environment)
 
 
 def config_of(parser: argparse.ArgumentParser, parsed: argparse.Namespace, environment: Mapping[str, str]) -> TxConfig:
-    """The settings of a command line that `argument_parser` has parsed, and that may have more."""
-    told = {name: getattr(parsed, name) for name in TxConfig.model_fields if hasattr(parsed, name)}
+    """Return the settings of a parsed command line, which may have additional arguments."""
+    settings = {name: getattr(parsed, name) for name in TxConfig.model_fields if hasattr(parsed, name)}
     try:
-        return TxConfig(**_secrets(told, environment), **told)
+        return TxConfig(**_secrets(settings, environment), **settings)
     except ValidationError as error:
-        parser.error(problems_of(error))
+        parser.error(format_errors(error))
     except (OSError, json.JSONDecodeError, NoKeysError) as error:
         parser.error(str(error))
 
 
 def argument_parser(program: str) -> argparse.ArgumentParser:
-    """A flag for each field that is not secret, and `--no-…` for what is switched on."""
+    """Create a parser with a flag for each field that is not secret."""
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     for name in TxConfig.model_fields:
         if name not in SECRET_FIELDS - {"database_url"}:
@@ -204,27 +209,31 @@ def argument_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _secrets(told: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that the environment and the file of keys tell."""
-    lines = Path(told["api_keys_file"]).expanduser().read_text("utf-8").splitlines() if "api_keys_file" in told else []
+def _secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Read the secret fields from the environment and the key file."""
+    lines = (
+        Path(settings["api_keys_file"]).expanduser().read_text("utf-8").splitlines()
+        if "api_keys_file" in settings
+        else []
+    )
     keys = [key.strip() for key in (*lines, *environment.get(API_KEYS, "").split(",")) if key.strip()]
-    if not keys and ("api_keys_file" in told or API_KEYS in environment):
-        where = told.get("api_keys_file", API_KEYS)
+    if not keys and ("api_keys_file" in settings or API_KEYS in environment):
+        where = settings.get("api_keys_file", API_KEYS)
         raise NoKeysError(
-            f"{where} has no key, and without any, everybody may use the server; give one, or leave it out"
+            f"{where} has no key, and without keys anyone could use the server; add a key, or leave it out"
         )
     secrets: dict[str, Any] = {"api_keys": tuple(SecretStr(key) for key in keys)}
     if environment.get(EXTERNAL_KEY):
         secrets["external_inference_api_key"] = SecretStr(environment[EXTERNAL_KEY])
-    if environment.get(DATABASE_URL) and "database_url" not in told:
+    if environment.get(DATABASE_URL) and "database_url" not in settings:
         secrets["database_url"] = environment[DATABASE_URL]
     return secrets
 
 
 def arguments_of(config: TxConfig) -> list[str]:
-    """A command line with the same settings, but for the secrets, which `environment_of` has."""
-    told = config.model_dump(mode="json", exclude=set(SECRET_FIELDS) | {"api_keys_file", "start_engine"})
-    return [_argument(name, value) for name, value in told.items() if value is not None]
+    """Return a command line with the same settings, except for secrets: `environment_of` has those."""
+    settings = config.model_dump(mode="json", exclude=set(SECRET_FIELDS) | {"api_keys_file", "start_engine"})
+    return [_argument(name, value) for name, value in settings.items() if value is not None]
 
 
 def _argument(name: str, value: object) -> str:
@@ -234,7 +243,7 @@ def _argument(name: str, value: object) -> str:
 
 
 def environment_of(config: TxConfig) -> dict[str, str]:
-    """The variables that tell the engine what no command line may say."""
+    """Return the environment variables that carry the secrets to the engine."""
     return {
         DATABASE_URL: config.database_url,
         EXTERNAL_KEY: config.external_inference_api_key.get_secret_value(),

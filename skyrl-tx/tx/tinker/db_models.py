@@ -1,7 +1,7 @@
-"""The tables. They are the queue between the server and the engine, and what both find again after a restart.
+"""The tables: the queue between server and engine, and the state that both recover after a restart.
 
 A request is accepted when its row is committed. The engine takes the pending rows of a model in the order of their
-numbers; the server answers from the rows that are done, as often as it is asked.
+numbers. The server answers from finished rows, as often as clients ask.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, Column, Integer, LargeBinary, UniqueConstraint
 from sqlmodel import Field, SQLModel
 
-BigNumber = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up Integer keys only
+BigNumber = BigInteger().with_variant(Integer, "sqlite")  # SQLite autoincrements Integer keys only
 
 
 def now() -> datetime:
-    """In UTC, which it says, as all times in the tables do: SQLModel's `UTCDateTime` keeps them."""
+    """Return the current time in UTC. All times in the tables have a time zone (SQLModel's `UTCDateTime`)."""
     return datetime.now(UTC)
 
 
 class Kind(StrEnum):
-    """Of a request."""
+    """The kind of a request."""
 
     CREATE_MODEL = "create_model"
     LOAD_WEIGHTS = "load_weights"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 class RequestStatus(StrEnum):
-    """Of a request."""
+    """The status of a request."""
 
     PENDING = "pending"
     DONE = "done"
@@ -45,7 +45,7 @@ class RequestStatus(StrEnum):
 
 
 class SessionStatus(StrEnum):
-    """Of a client's session."""
+    """The status of a client's session."""
 
     ACTIVE = "active"
     FINISHED = "finished"
@@ -53,21 +53,21 @@ class SessionStatus(StrEnum):
 
 
 class ModelStatus(StrEnum):
-    """Of a model: it is there once its first request is done."""
+    """The status of a model, which is ready once its first request is done."""
 
     PENDING = "pending"
     READY = "ready"
     FAILED = "failed"
-    UNLOADING = "unloading"  # after what was asked of it before
+    UNLOADING = "unloading"  # after the requests before it
     UNLOADED = "unloaded"
 
 
 GONE = (ModelStatus.FAILED, ModelStatus.UNLOADED)
-"""Models that will not be there again."""
+"""Statuses of models that are gone for good."""
 
 
 class CheckpointKind(StrEnum):
-    """What a checkpoint is for; also the second segment of its path."""
+    """The kind of a checkpoint, and the second segment of its path."""
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
@@ -75,7 +75,7 @@ class CheckpointKind(StrEnum):
 
 
 class Session(SQLModel, table=True):
-    """A client from its beginning to its end."""
+    """The session of a client."""
 
     __tablename__ = "sessions"
 
@@ -89,11 +89,11 @@ class Session(SQLModel, table=True):
     status: SessionStatus = Field(default=SessionStatus.ACTIVE, index=True)
     end_reason: str | None = None
     created_at: datetime = Field(default_factory=now)
-    last_seen_at: datetime = Field(default_factory=now)  # a heartbeat, or anything else
+    last_seen_at: datetime = Field(default_factory=now)  # by a heartbeat or any other request
 
 
 class Model(SQLModel, table=True):
-    """A model under training, which is also called a training run. Its id is `<session>:train:<number>`."""
+    """A model under training, also called a training run. Its id is `<session>:train:<number>`."""
 
     __tablename__ = "models"
 
@@ -102,25 +102,25 @@ class Model(SQLModel, table=True):
     model_seq_id: int
     base_model: str
     rank: int
-    lora: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))  # `LoraConfig`, the seed chosen
+    lora: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))  # `LoraConfig`, with the chosen seed
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     status: ModelStatus = Field(default=ModelStatus.PENDING, index=True)
     created_at: datetime = Field(default_factory=now)
     last_request_at: datetime = Field(default_factory=now)
     restored_until: int = Field(
         default=0, sa_column=Column(BigNumber, nullable=False)
-    )  # the last request that its newest restore point has seen
-    lost_because: str | None = None  # the engine could not bring it back; what is asked of it waits for one that can
+    )  # the last request that its newest restore point includes
+    lost_because: str | None = None  # why the engine could not restore it; its requests wait for an engine that can
 
 
 class Request(SQLModel, table=True):
-    """Something the engine is to do, and what came of it. The client knows it by its number, as text."""
+    """A request to the engine and its result. Clients know its number, as text."""
 
     __tablename__ = "requests"
     __table_args__ = (
         UniqueConstraint("model_id", "seq_id"),
         UniqueConstraint("sampling_session_id", "sample_seq_id"),
-        {"sqlite_autoincrement": True},  # so that no number is given twice, although old rows are deleted
+        {"sqlite_autoincrement": True},  # numbers of deleted rows are never reused
     )
 
     request_id: int | None = Field(default=None, sa_column=Column(BigNumber, primary_key=True, autoincrement=True))
@@ -129,22 +129,22 @@ class Request(SQLModel, table=True):
     owner: str = "local"
     session_id: str | None = Field(default=None, index=True)
     model_id: str | None = Field(default=None, index=True)
-    seq_id: int | None = None  # unique in a model: the same twice is the same request
+    seq_id: int | None = None  # unique per model: a repeated number is the same request
     sampling_session_id: str | None = Field(default=None, index=True)
     sample_seq_id: int | None = Field(default=None, sa_column=Column(BigNumber))
     payload: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
-    payload_hash: str  # to tell a repeated request from another with its number
+    payload_hash: str  # distinguishes a repeated request from a different one with the same number
     result: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
     is_result_protobuf: bool = False
     error: str | None = None
-    error_category: str | None = None  # "user", "server"
-    n_tries: int = 0  # by engines that died meanwhile
+    error_category: str | None = None  # "user" or "server"
+    n_tries: int = 0  # engines that died while it was running
     created_at: datetime = Field(default_factory=now)
     completed_at: datetime | None = Field(default=None, index=True)
 
 
 class SamplingSession(SQLModel, table=True):
-    """Weights that a client samples from, which never change: the base model's, a checkpoint's, or a snapshot."""
+    """Immutable weights that a client samples from: the base model's, a checkpoint's, or a snapshot's."""
 
     __tablename__ = "sampling_sessions"
     __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
@@ -153,13 +153,13 @@ class SamplingSession(SQLModel, table=True):
     session_id: str = Field(foreign_key="sessions.session_id", index=True)
     seq_id: int
     base_model: str
-    model_path: str | None = None  # of a checkpoint
-    model_id: str | None = None  # of a snapshot: whose it is
+    model_path: str | None = None  # for a checkpoint
+    model_id: str | None = None  # for a snapshot: its model
     created_at: datetime = Field(default_factory=now)
 
 
 class Checkpoint(SQLModel, table=True):
-    """A folder of weights, `tinker://<model>/<kind>/<name>`; the row is written when the folder is complete."""
+    """A folder of weights, `tinker://<model>/<kind>/<name>`; the row is written once the folder is complete."""
 
     __tablename__ = "checkpoints"
 
@@ -176,12 +176,12 @@ class Checkpoint(SQLModel, table=True):
 
     @property
     def path(self) -> str:
-        """As clients know it."""
+        """The path that clients use."""
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
 
 class BaseWeights(SQLModel, table=True):
-    """Which weights the name of a base model stands for."""
+    """The fingerprint of the weights of a base model."""
 
     __tablename__ = "base_weights"
 
@@ -190,7 +190,7 @@ class BaseWeights(SQLModel, table=True):
 
 
 class EngineState(SQLModel, table=True):
-    """What the engine says of itself; one row."""
+    """The state that the engine reports; one row."""
 
     __tablename__ = "engine_state"
 
@@ -199,8 +199,10 @@ class EngineState(SQLModel, table=True):
     vocab_size: int
     max_context: int
     eos_ids: list[int] = Field(sa_column=Column(JSON, nullable=False))
-    can_train_all: bool  # rank 0
-    has_tokenizer: bool  # stop strings need one
+    can_train_all: bool  # supports rank 0
+    has_tokenizer: bool  # required for stop strings
     started_at: datetime = Field(default_factory=now)
-    last_seen_at: datetime = Field(default_factory=now)  # written every second
-    status: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))  # for the status page
+    last_seen_at: datetime = Field(default_factory=now)  # updated every second
+    status: dict[str, Any] = Field(
+        default_factory=dict, sa_column=Column(JSON, nullable=False)
+    )  # shown on the status page

@@ -1,4 +1,4 @@
-"""What the server answers to a request that it does not accept."""
+"""Errors for requests that the server does not accept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ BUSY_SEC = 1.0
 
 
 class Refusal(UserError):
-    """With an HTTP status that clients understand: they raise at 400, 401, 404, 410 and 422, and come again after 429.
+    """A refused request, with an HTTP status that clients handle: 400, 401, 404, 410 and 422 raise, 429 retries.
 
-    409 is never used, since clients repeat it for minutes.
+    409 is never used, since clients retry it for minutes.
     """
 
     def __init__(self, status: int, message: str, *, retry_after: float | None = None) -> None:
@@ -22,15 +22,15 @@ class Refusal(UserError):
 
 
 def refuse(message: str) -> NoReturn:
-    """It is the user's mistake."""
+    """Refuse a request with status 400: the user made a mistake."""
     raise Refusal(400, message)
 
 
 def not_found(message: str) -> NoReturn:
-    """There is no such thing, or it is another user's."""
+    """Refuse a request with status 404: the object does not exist or belongs to another user."""
     raise Refusal(404, message)
 
 
 def busy(message: str) -> NoReturn:
-    """Later, perhaps."""
+    """Refuse a request with status 429: the client should retry later."""
     raise Refusal(429, message, retry_after=BUSY_SEC)

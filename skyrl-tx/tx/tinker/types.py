@@ -1,4 +1,4 @@
-"""The nouns that the server, the engine and its backends speak. What goes over the wire is in `wire/`."""
+"""Types shared by the server, the engine and the backends. The wire formats are in `wire/`."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MOST_STOP_TOKENS = 16
-"""That end a sample, in one request."""
-MOST_TOP = 32
-"""Of the likeliest tokens that can be told for a position."""
+MAX_STOP_TOKENS = 16
+"""Maximum number of stop tokens or strings per request."""
+MAX_TOP = 32
+"""Maximum number of most likely tokens reported per position."""
 
 
 class TinkerError(Exception):
-    """What goes wrong with a request."""
+    """A request failed."""
 
 
 class UserError(TinkerError):
-    """It is the user's: the message says which value, and what to do."""
+    """The user made a mistake; the message names the value and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A sequence to learn from: position i is read, and predicts `inputs["target_tokens"][i]`."""
+    """A training sequence: position i is read and predicts `inputs["target_tokens"][i]`."""
 
     tokens: np.ndarray  # (N,) int32
-    inputs: Mapping[str, np.ndarray]  # each (N,), or (N, K) for several targets
+    inputs: Mapping[str, np.ndarray]  # each (N,), or (N, K) for K targets per position
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass over data, and the backward pass unless `is_forward_only`."""
+    """A forward pass over data, and a backward pass unless `is_forward_only`."""
 
     model_id: str
     data: Sequence[Datum]
@@ -42,7 +42,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass found, for each datum; `loss` is the sum."""
+    """The result of a pass per datum; `loss` is the sum."""
 
     loss: float
     logprobs: Sequence[np.ndarray]  # (N,) or (N, K) float32
@@ -51,19 +51,19 @@ class PassResult:
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """Of one step: AdamW (Loshchilov and Hutter, 2017, arXiv:1711.05101)."""
+    """Settings of one AdamW step (Loshchilov and Hutter, 2017, arXiv:1711.05101)."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-12
     weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # of all gradients together; 0: none
+    grad_clip_norm: float = 0.0  # global norm; 0 disables clipping
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Of one request."""
+    """Sampling settings of a request."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -76,7 +76,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Samples after a prompt, and what to say of the prompt."""
+    """A request to sample continuations of a prompt, and optionally log-probs of the prompt."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -84,12 +84,12 @@ class SampleRequest:
     wants_prompt_logprobs: bool = False
     n_top_prompt: int = 0
     n_top_sampled: int = 0
-    owner: str = ""  # owners take turns, and the requests of each
+    owner: str = ""  # samples are scheduled fairly among owners
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The most likely tokens of some positions, the first the likeliest."""
+    """The most likely tokens at each position, in decreasing order."""
 
     tokens: np.ndarray  # (n, k) int32
     logprobs: np.ndarray  # (n, k) float32
@@ -97,18 +97,18 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of the samples."""
+    """One sampled sequence."""
 
     tokens: Sequence[int]
-    logprobs: Sequence[float]  # of the distribution sampled from, before top-k and top-p
-    is_stopped: bool  # by a stop token or string, and not by the length
+    logprobs: Sequence[float]  # of the distribution before top-k and top-p
+    is_stopped: bool  # True if a stop token or string ended it, False if the length did
     top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """What a request asked for."""
+    """The result of a sample request."""
 
     samples: Sequence[Sample]
     prompt_logprobs: np.ndarray | None = None  # (N,) float32; the first is NaN
-    top_prompt: TopLogprobs | None = None  # its first row is of no position
+    top_prompt: TopLogprobs | None = None  # the first row is empty

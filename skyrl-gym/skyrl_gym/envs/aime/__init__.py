@@ -1,1 +1,1 @@
-"""Competition maths, in the manner of DAPO."""
+"""Competition maths, as in DAPO."""

@@ -6,29 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_gym import maths
-from skyrl_gym.envs.aime.grading import GRADERS, reward_of
-from skyrl_gym.envs.one_reply_env import OneReplyEnv
-from skyrl_gym.envs.row import answer_of
+from skyrl_gym.envs.aime.grading import GRADERS, to_reward
+from skyrl_gym.envs.row import read_answer
+from skyrl_gym.envs.single_turn_env import SingleTurnEnv
 
 
-class AIMEEnv(OneReplyEnv):
+class AIMEEnv(SingleTurnEnv):
     r"""One competition problem, one reply.
 
-    `extras` is the row, as DAPO's data set has it: ``reward_model["ground_truth"]`` is the answer; a row without
-    `reward_model` may have `reward_spec` instead. `env_config` may choose a `grader`: ``minerva`` (the default) reads
-    the last ``Answer: …``, ``strict_box`` the last ``\boxed{…}`` to the letter, ``math_verify`` what the reply marks as
-    its answer, in any notation. `metadata` has `acc`, `pred` and `undecided`, which says why math-verify could not
-    decide upon an answer. It is wrong then, and the metric of that name counts it.
+    `extras` is a row of DAPO's dataset: ``reward_model["ground_truth"]`` is the answer; rows without `reward_model` may
+    have `reward_spec` instead. `env_config` may choose a `grader`: ``minerva`` (the default) reads the last
+    ``Answer: …``, ``strict_box`` the last ``\boxed{…}`` verbatim, ``math_verify`` the marked answer of the reply, in
+    any notation. `metadata` has `acc`, `pred` and `undecided`, the reason if math-verify cannot decide on an answer.
+    Such an answer counts as wrong, and the metric `undecided` counts it.
 
     Raises:
-        AssertionError, ValueError: the row has no ground truth, or one of a strange kind; the grader is unknown.
+        AssertionError: the row has no ground truth.
+        ValueError: the ground truth is neither text nor a whole number, or the grader is unknown.
         ModuleNotFoundError: the grader needs a package that is not installed.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         grader = maths.choose_grader("aime", env_config, GRADERS, "minerva")
-        super().__init__(answer_of(extras, ("reward_model", "reward_spec")), grader)
+        super().__init__(read_answer(extras, ("reward_model", "reward_spec")), grader)
 
-    def outcome(self, grade: maths.Grade) -> tuple[float, dict[str, Any]]:
-        """Reward and metadata of a grade."""
-        return reward_of(grade), {"acc": grade.is_correct, "pred": grade.answer}
+    def score(self, grade: maths.Grade) -> tuple[float, dict[str, Any]]:
+        """Return +1 for a right answer, else -1, and the parsed answer."""
+        return to_reward(grade), {"acc": grade.is_correct, "pred": grade.answer}

@@ -1,4 +1,4 @@
-r"""Grade the answer to a competition problem as DAPO does: +1 or -1, from the end of the reply."""
+r"""Grading of competition problems as in DAPO: +1 or -1 for the answer at the end of the reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INVALID = "[INVALID]"
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n<]+)", re.IGNORECASE)
 
-# The normalisation of Lewkowycz et al. 2022 (Minerva), appendix D. The order counts.
+# The normalisation of Lewkowycz et al. 2022 (Minerva), appendix D. The order matters.
 _REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
     *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
@@ -36,7 +36,7 @@ _REWRITTEN = (
 
 
 class Score(TypedDict):
-    """score: 1 or -1. acc: whether the answer is right. pred: the answer, normalised; None where no box holds one."""
+    """A graded reply. score: 1 or -1. acc: True if the answer is right. pred: the normalised answer, if any."""
 
     score: float
     acc: bool
@@ -44,7 +44,7 @@ class Score(TypedDict):
 
 
 def normalize_answer(answer: str) -> str:
-    r"""An answer without what says nothing: units, words, ``$``, boxes, ``x =`` before and commas within a number."""
+    r"""Remove units, words, ``$``, boxes, a leading ``x =`` and the commas of a number from an answer."""
     answer = answer.rpartition("=")[2]
     for before, after in _REPLACED:
         answer = answer.replace(before, after)
@@ -54,28 +54,28 @@ def normalize_answer(answer: str) -> str:
         answer = pattern.sub(template, answer)
     answer = answer.replace("$", "")
     digits = answer.replace(",", "")
-    is_integer = digits.isascii() and digits.isdigit()  # "²" is a digit as well, but not of an integer
+    is_integer = digits.isascii() and digits.isdigit()  # "²" is a digit too, but not of an integer
     return (digits if is_integer else answer).strip()
 
 
 def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> Score:
-    r"""1 for the right answer, -1 for any other and for none.
+    r"""Return score 1 for the right answer, -1 for a wrong one or none.
 
-    By default the answer is the last ``Answer: …`` in the last 300 characters, and it is compared as `normalize_answer`
-    leaves it; with `strict_box_verify`, it is the last ``\boxed{…}`` in the last 100, compared to the letter.
+    By default the answer is the last ``Answer: …`` in the last 300 characters, compared after `normalize_answer`. With
+    `strict_box_verify` it is the last ``\boxed{…}`` in the last 100 characters, compared verbatim.
     """
     grader = grade_strict_box if strict_box_verify else grade_minerva
     grade = grader(solution_str, str(ground_truth))
-    return Score(score=reward_of(grade), acc=grade.is_correct, pred=grade.answer)
+    return Score(score=to_reward(grade), acc=grade.is_correct, pred=grade.answer)
 
 
-def reward_of(grade: Grade) -> float:
-    """+1 or -1."""
+def to_reward(grade: Grade) -> float:
+    """Return +1 for a correct grade, else -1."""
     return 1.0 if grade.is_correct else -1.0
 
 
 def grade_minerva(reply: str, ground_truth: str) -> Grade:
-    """Compare the last ``Answer: …`` of the last 300 characters, normalised; ``[INVALID]`` where there is none."""
+    """Compare the last ``Answer: …`` of the last 300 characters, normalised; ``[INVALID]`` without one."""
     answers = _ANSWER.findall(reply[-END_CHARS:])
     if not answers:
         return Grade(INVALID, False)
@@ -84,7 +84,7 @@ def grade_minerva(reply: str, ground_truth: str) -> Grade:
 
 
 def grade_strict_box(reply: str, ground_truth: str) -> Grade:
-    r"""Compare the last ``\boxed{…}`` of the last 100 characters, to the letter."""
+    r"""Compare the last ``\boxed{…}`` of the last 100 characters, verbatim."""
     answer = last_boxed(reply[-BOX_END_CHARS:])
     return Grade(answer, answer is not None and answer == ground_truth)
 
@@ -94,4 +94,4 @@ GRADERS: Mapping[str, Grader] = {
     "strict_box": grade_strict_box,
     "math_verify": maths.grade,
 }
-"""What ``environment.skyrl_gym.aime.grader`` chooses from."""
+"""The values of ``environment.skyrl_gym.aime.grader``."""

@@ -1,4 +1,4 @@
-"""Grade the answer to a word problem: a number, in the way that GSM8K's own solutions end, ``#### 42``."""
+"""Grading of word problems, whose solutions in GSM8K end with a number: ``#### 42``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from skyrl_gym.maths import Grade, Grader
 
 Method = Literal["strict", "flexible"]
 
-# [0-9], not \d: the strict format is one of ASCII digits, and "٤٢" is not in it.
+# [0-9], not \d: the strict format allows ASCII digits only, not "٤٢".
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """The number that a reply gives as its answer, as it is written there but without commas; None without one.
+    """Return the answer of a reply as written but without commas, or None without an answer.
 
-    strict: what follows the first ``#### ``, exactly: ``#### 42.`` gives ``42.``, and ``#### $42`` nothing.
-    flexible: the last thing with a digit in it that looks like a number. A full stop at its end is the sentence's.
+    strict: the number after the first ``#### ``, exactly: ``#### 42.`` gives ``42.``, and ``#### $42`` nothing.
+    flexible: the last token with a digit that looks like a number, without a full stop at its end.
     """
     if method == "strict":
         found = _STRICT.search(solution_str)
@@ -35,14 +35,14 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
 def compute_score(
     solution_str: str, ground_truth: str, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right answer, `format_score` for a wrong one, 0 for none.
+    """Return `score` for the right answer, `format_score` for a wrong one, and 0 for none.
 
-    Answers are compared as text: ``42.0`` is not ``42``. Commas count on neither side.
+    Answers are compared as text, ignoring commas: ``42.0`` is not ``42``.
     """
-    found = _grade(solution_str, str(ground_truth), method)
-    if found.answer is None:
+    grade = _grade(solution_str, str(ground_truth), method)
+    if grade.answer is None:
         return 0.0
-    return score if found.is_correct else format_score
+    return score if grade.is_correct else format_score
 
 
 def _grade(reply: str, ground_truth: str, method: Method) -> Grade:
@@ -55,4 +55,4 @@ GRADERS: Mapping[str, Grader] = {
     "flexible": partial(_grade, method="flexible"),
     "math_verify": maths.grade,
 }
-"""What ``environment.skyrl_gym.gsm8k.grader`` and ``….gsm8k_multi_turn.grader`` choose from."""
+"""The values of ``environment.skyrl_gym.gsm8k.grader`` and ``….gsm8k_multi_turn.grader``."""

@@ -1,4 +1,4 @@
-"""GSM8K, several replies: the model may try until it is right or its turns are used up."""
+"""GSM8K, several replies: the model may try until its answer is right or its turns run out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from skyrl_gym import maths
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.gsm8k.grading import GRADERS
-from skyrl_gym.envs.row import answer_of, max_turns_of
+from skyrl_gym.envs.row import read_answer, read_max_turns
 from skyrl_gym.metrics import default_aggregate_metrics
 
 MAX_TURNS = 5
 FORMAT_REWARD = 0.2
 
-THINK_ON = (
+TRY_AGAIN = (
     "Think about your answer once more, step by step. End with your answer so far, in the form '#### ANSWER', "
     "where ANSWER is a number."
 )
@@ -24,23 +24,22 @@ ANSWER_NOW = "This is your last turn. Give nothing but your final answer, in the
 class GSM8kMultiTurnEnv(BaseTextEnv):
     """One word problem, up to `max_turns` replies: ``extras["max_turns"]``, else the row's ``extra_info``, else 5.
 
-    A turn is worth 1 when its answer is right, which ends the episode; ``0.2 / max_turns`` when it is wrong; 0 when
-    there is none. So a model that only keeps to the format gets 0.2 in all. The row and `env_config` are those of
-    `GSM8kEnv`.
+    A turn has reward 1 for a right answer, which ends the episode, ``0.2 / max_turns`` for a wrong one, and 0 for none.
+    So a model that only keeps to the format gets 0.2 in total. The row and `env_config` are those of `GSM8kEnv`.
 
-    Raises: what `GSM8kEnv` raises, and ValueError for a `max_turns` that is no positive whole number.
+    Raises the errors of `GSM8kEnv`, and ValueError if `max_turns` is not a positive whole number.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         super().__init__()
-        self.ground_truth = answer_of(extras)
-        self.max_turns = max_turns_of(extras, MAX_TURNS)
+        self.ground_truth = read_answer(extras)
+        self.max_turns = read_max_turns(extras, MAX_TURNS)
         self._grader = maths.choose_grader("gsm8k_multi_turn", env_config, GRADERS, "strict")
         self._n_undecided = 0
         self._is_done = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Grade the reply, and ask for another unless it is right or the last."""
+        """Grade the reply, and ask for another one unless it is right or the last."""
         if self._is_done:
             raise RuntimeError(
                 f"this episode ended after turn {self.turns}; make a new GSM8kMultiTurnEnv for the next one"
@@ -58,18 +57,18 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns played; with ``math_verify``, also how many answers it could not decide upon."""
-        doubts = {"undecided": self._n_undecided} if self._grader is maths.grade else {}
-        return {"steps": self.turns} | doubts
+        """Return the number of turns and, with ``math_verify``, of answers that it could not decide on."""
+        undecided = {"undecided": self._n_undecided} if self._grader is maths.grade else {}
+        return {"steps": self.turns} | undecided
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Mean turns of an episode, as `avg_steps`, and the means of the rest."""
+        """Return the mean number of turns as `avg_steps`, and the means of the other metrics."""
         means = default_aggregate_metrics(metrics)
         return {"avg_steps" if key == "steps" else key: value for key, value in means.items()}
 
     def _observations(self) -> ConversationType:
         if self._is_done:
             return []
-        is_last_next = self.turns + 1 == self.max_turns
-        return [{"role": "user", "content": ANSWER_NOW if is_last_next else THINK_ON}]
+        is_next_last = self.turns + 1 == self.max_turns
+        return [{"role": "user", "content": ANSWER_NOW if is_next_last else TRY_AGAIN}]

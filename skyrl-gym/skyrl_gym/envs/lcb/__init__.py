@@ -1,1 +1,1 @@
-"""Programming tasks, in the manner of LiveCodeBench."""
+"""Programming tasks, as in LiveCodeBench."""

@@ -1,4 +1,4 @@
-"""A programming task: one reply, whose last block of code must pass all tests."""
+"""Programming tasks with one reply, whose last code block must pass all tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, limits_of, read_tests
-from skyrl_gym.envs.row import ground_truth_of, settings_of
+from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, limits_per_test, parse_tests
+from skyrl_gym.envs.row import parse_settings, read_ground_truth
 from skyrl_gym.isolation.program import Demand, level_for
 
 
@@ -17,12 +17,12 @@ class LCBEnvConfig:
     """`environment.skyrl_gym.lcb`."""
 
     timeout: float = 6.0
-    """Seconds that a program may compute for one test. A busy machine may take four times as long."""
+    """Seconds of CPU time of a program per test. The limit in wall time is four times as long."""
     total_timeout: float = 120.0
-    """The same, for all tests of a task; what takes longer is wrong."""
+    """Seconds of CPU time of a program for all tests of a task; a slower program counts as wrong."""
     memory_mb: int = 1024
     isolation: Demand = "best"
-    """`namespaces` refuses to run on a machine that cannot close programs off."""
+    """Isolation of programs: `best` for the machine, or `namespaces`, which raises if the machine has none."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "total_timeout", "memory_mb"):
@@ -32,24 +32,24 @@ class LCBEnvConfig:
 
 
 class LCBEnv(BaseTextEnv):
-    """1 if the program in the reply passes all tests in `reward_spec["ground_truth"]`, else 0.
+    """The reward is 1 if the program in the reply passes all tests in `reward_spec["ground_truth"]`, else 0.
 
-    Programs run closed off: see `skyrl_gym.isolation`. `metadata` has `parsed_code`, and how the program failed.
+    `skyrl_gym.isolation` isolates programs. `metadata` has `parsed_code` and `failure`, the way the program failed.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         super().__init__()
-        self._settings = settings_of("lcb", env_config, LCBEnvConfig)
-        self.tests = read_tests(ground_truth_of(extras))
+        self._settings = parse_settings("lcb", env_config, LCBEnvConfig)
+        self.tests = parse_tests(read_ground_truth(extras))
         self._level = level_for(self._settings.isolation)
         self._verdict = Verdict(0, len(self.tests), "none")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Run the program."""
+        """Run the program on the tests."""
         self.turns += 1
         code = extract_code(action)
         if code is not None:
-            limits = limits_of(self._settings.timeout, self._settings.memory_mb << 20)
+            limits = limits_per_test(self._settings.timeout, self._settings.memory_mb << 20)
             self._verdict = grade(code, self.tests, limits, self._settings.total_timeout, self._level)
         return BaseTextEnvStepOutput(
             observations=[],
@@ -59,7 +59,7 @@ class LCBEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Which part of the tests it passed, and whether there was a program, and whether that met a limit."""
+        """Return the fraction of passed tests, and flags for a reply with code and for a program that hit a limit."""
         failure = self._verdict.failure
         return {
             "passed_tests": self._verdict.n_passed / self._verdict.n_tests,

@@ -1,6 +1,6 @@
-"""Run a program on the tests of its task.
+"""Grading of a program on the tests of its task.
 
-Source of the format of tests and of the comparison: LiveCodeBench (Jain et al., 2024, arXiv:2403.07974).
+Source of the test format and of the comparison: LiveCodeBench (Jain et al., 2024, arXiv:2403.07974).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from skyrl_gym.isolation.program import Call, Level, Limits, Outcome, Stdin, run_program
+from skyrl_gym.isolation.program import FunctionCall, Level, Limits, ProgramResult, Stdin, run_program
 
 FENCE = "```"
 OPENING = re.compile(r"```[^\n`]*\n")
-MOST_NUMBER_CHARS = 400
-PATIENCE = 4.0  # seconds by the clock for a second of computing
+MAX_NUMBER_CHARS = 400
+WALL_TIME_FACTOR = 4.0  # seconds of wall time allowed per second of CPU time
 
 PRELUDE = """
 import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, typing
@@ -31,44 +31,44 @@ from math import *
 from typing import *
 inf = float("inf")
 """
-"""What solutions take for granted where tasks of this kind come from."""
+"""The names that solutions expect on the sites where such tasks come from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """One test: how to run the program, and what must come out."""
+    """One test: how to run the program, and the expected output."""
 
-    run: Stdin | Call
-    output: Any  # text for a `Stdin`, a value for a `Call`
+    run: Stdin | FunctionCall
+    output: Any  # text for a `Stdin`, a value for a `FunctionCall`
 
-    def is_passed(self, outcome: Outcome) -> bool:
-        """Whether the program did what it should."""
-        if not outcome.is_success:
+    def is_passed(self, result: ProgramResult) -> bool:
+        """Return True if the program gave the expected output."""
+        if not result.is_success:
             return False
         if isinstance(self.run, Stdin):
-            return is_same_output(outcome.stdout, self.output)
+            return is_same_output(result.stdout, self.output)
         try:
-            return bool(outcome.value == self.output)
+            return bool(result.value == self.output)
         except (ValueError, RecursionError):
             return False
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many tests a program passed before it failed one, and how it failed."""
+    """The number of tests that a program passed before its first failure, and the kind of failure."""
 
     n_passed: int
     n_tests: int
-    failure: str | None = None  # "wrong", "error", or the limit that it met
+    failure: str | None = None  # "wrong", "error", or the limit that it hit
 
     @property
     def is_correct(self) -> bool:
-        """Whether it passed them all."""
+        """True if the program passed all tests."""
         return self.n_passed == self.n_tests
 
 
 def extract_code(reply: str) -> str | None:
-    """The last fenced block of a reply; None without one. A block that is still open is none."""
+    """Return the last closed fenced block of a reply, or None without one."""
     code, position = None, 0
     while opening := OPENING.search(reply, position):
         end = reply.find(FENCE, opening.end())
@@ -78,48 +78,49 @@ def extract_code(reply: str) -> str | None:
     return code
 
 
-def read_tests(ground_truth: Any) -> list[Test]:
-    """The tests of a task: a list, or its JSON, of `{"input", "output", "testtype", "metadata": {"func_name"}}`.
+def parse_tests(ground_truth: Any) -> list[Test]:
+    """Parse the tests of a task: a list, or its JSON, of `{"input", "output", "testtype", "metadata": {"func_name"}}`.
 
     Raises:
-        ValueError: they cannot be read, or there are none.
+        ValueError: the tests cannot be parsed, or there are none.
     """
     try:
-        told = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-        tests = [_test(one) for one in told]
+        records = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        tests = [_parse_test(record) for record in records]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the tests cannot be read ({error!r}): {str(ground_truth)[:200]}") from error
+        raise ValueError(f"the tests cannot be parsed ({error!r}): {str(ground_truth)[:200]}") from error
     if not tests:
         raise ValueError("the task has no tests: ground_truth is an empty list")
     return tests
 
 
-def limits_of(cpu_seconds: float, memory_bytes: int) -> Limits:
-    """Of one test. What counts is what a program computes, so that a verdict does not hang on what else is running; one
-    that sleeps is ended by the clock.
+def limits_per_test(cpu_seconds: float, memory_bytes: int) -> Limits:
+    """Return the limits of one test.
+
+    CPU time counts, so a verdict does not depend on the load of the machine. Wall time only ends programs that sleep.
     """
-    return Limits(seconds=PATIENCE * cpu_seconds, cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
+    return Limits(seconds=WALL_TIME_FACTOR * cpu_seconds, cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
 
 
 def grade(
     code: str, tests: Sequence[Test], limits: Limits, total_seconds: float, level: Level | None = None
 ) -> Verdict:
-    """Run the program on the tests, up to the first that it fails; it may compute `total_seconds` for all of them."""
+    """Run a program on the tests until it fails one, with `total_seconds` of CPU time for all of them."""
     n_passed, seconds = 0, 0.0
-    with closing(run_program(code, [test.run for test in tests], limits, level, prelude=PRELUDE)) as outcomes:
-        for test, outcome in zip(tests, outcomes, strict=True):
-            if not test.is_passed(outcome):
-                return Verdict(n_passed, len(tests), _failure(outcome))
+    with closing(run_program(code, [test.run for test in tests], limits, level, prelude=PRELUDE)) as results:
+        for test, result in zip(tests, results, strict=True):
+            if not test.is_passed(result):
+                return Verdict(n_passed, len(tests), _failure(result))
             n_passed += 1
-            seconds += max(outcome.cpu_seconds, outcome.seconds / PATIENCE)
+            seconds += max(result.cpu_seconds, result.seconds / WALL_TIME_FACTOR)
             if seconds > total_seconds and n_passed < len(tests):
                 return Verdict(n_passed, len(tests), "time")
     return Verdict(n_passed, len(tests))
 
 
-def is_same_output(found: str, expected: str) -> bool:
-    """Whether two outputs are the same line by line, but for space around a line, and for how numbers are written."""
-    lines, expected_lines = found.strip().split("\n"), expected.strip().split("\n")
+def is_same_output(actual: str, expected: str) -> bool:
+    """Return True if two outputs are equal line by line, ignoring space around lines and the notation of numbers."""
+    lines, expected_lines = actual.strip().split("\n"), expected.strip().split("\n")
     return len(lines) == len(expected_lines) and all(
         line.strip() == other.strip() or _are_same_numbers(line.split(), other.split())
         for line, other in zip(lines, expected_lines, strict=True)
@@ -134,7 +135,7 @@ def _are_same_numbers(words: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    if not word.isascii() or len(word) > MOST_NUMBER_CHARS or "_" in word:
+    if not word.isascii() or len(word) > MAX_NUMBER_CHARS or "_" in word:
         return None
     try:
         number = Decimal(word)
@@ -143,21 +144,21 @@ def _number(word: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-def _test(told: Any) -> Test:
-    if not isinstance(told, Mapping):
-        raise TypeError(f"a test is an object, not {told!r}")
-    kind = told.get("testtype", "stdin")
+def _parse_test(record: Any) -> Test:
+    if not isinstance(record, Mapping):
+        raise TypeError(f"a test must be an object, not {record!r}")
+    kind = record.get("testtype", "stdin")
     if kind == "stdin":
-        return Test(Stdin(str(told["input"])), str(told["output"]))
+        return Test(Stdin(str(record["input"])), str(record["output"]))
     if kind != "functional":
         raise ValueError(f"testtype={kind!r} is neither 'stdin' nor 'functional'")
-    metadata = told.get("metadata") or {}
+    metadata = record.get("metadata") or {}
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
-    args = [json.loads(line) for line in str(told["input"]).split("\n") if line.strip()]
-    return Test(Call(str(metadata["func_name"]), args), json.loads(told["output"]))
+    args = [json.loads(line) for line in str(record["input"]).split("\n") if line.strip()]
+    return Test(FunctionCall(str(metadata["func_name"]), args), json.loads(record["output"]))
 
 
-def _failure(outcome: Outcome) -> str:
-    if outcome.is_success:
+def _failure(result: ProgramResult) -> str:
+    if result.is_success:
         return "wrong"
-    return "error" if outcome.end == "exit" else outcome.end
+    return "error" if result.end == "exit" else result.end

@@ -1,1 +1,1 @@
-"""Products of two numbers."""
+"""Multiplication of two numbers."""

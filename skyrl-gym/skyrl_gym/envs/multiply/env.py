@@ -1,4 +1,4 @@
-r"""Multiply two numbers: the example of SkyRL's tutorial, whose answer stands in ``\boxed{…}``."""
+r"""Multiplication of two numbers with an answer in ``\boxed{…}``: the example of SkyRL's tutorial."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_gym.envs.row import answer_of, max_turns_of
+from skyrl_gym.envs.row import read_answer, read_max_turns
 
 MAX_TURNS = 5
 FORMAT_REWARD = 0.5
 
-# One scan finds the first box that is not empty. That it need not be closed keeps a long row of open ones linear.
+# One scan finds the first box that is not empty. Matching unclosed boxes too keeps a long row of them linear.
 _FIRST_BOX = re.compile(r"\\boxed\{([^}]+)(\})?")
 
 
 class MultiplyEnv(BaseTextEnv):
     r"""One product, up to `max_turns` replies; the first ``\boxed{…}`` of each counts.
 
-    `extras` is the row: ``reward_spec["ground_truth"]`` is the product, compared as text. With one turn, which is what
-    the trainer allows unless `generator.max_turns` says more, a reply is worth 1 when it is right and 0 when it is not.
-    With several, the model is told what is wrong and tries again: a right answer is worth 1 and ends the episode, a
-    wrong one in a box on the last turn 0.5, and all else 0. An environment made without `max_turns` allows 5 turns.
+    `extras` is the row: ``reward_spec["ground_truth"]`` is the product, compared as text. With one turn, the default of
+    `generator.max_turns`, the reward is 1 for a right reply and 0 for a wrong one. With several, the model gets
+    feedback and tries again: a right answer has reward 1 and ends the episode, a wrong boxed answer on the last turn
+    has 0.5, and everything else 0. An environment made without `max_turns` allows 5 turns.
 
     Raises:
-        AssertionError, ValueError: the row has no ground truth, or one of a strange kind; `max_turns` is less than 1.
+        AssertionError: the row has no ground truth.
+        ValueError: the ground truth is neither text nor a whole number, or `max_turns` is less than 1.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         super().__init__()
-        self.ground_truth = answer_of(extras)
-        self.max_turns = max_turns_of(extras, MAX_TURNS)
+        self.ground_truth = read_answer(extras)
+        self.max_turns = read_max_turns(extras, MAX_TURNS)
         self._is_correct = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judge the reply, and say what is wrong unless it was the last."""
+        """Grade the reply, and return feedback unless it is the last."""
         if self._is_done:
             raise RuntimeError(f"this episode ended after turn {self.turns}; make a new MultiplyEnv for the next one")
         self.turns += 1
@@ -49,7 +50,7 @@ class MultiplyEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns played, and 1 if the answer was found."""
+        """Return the number of turns, and 1 if the answer was found."""
         return {"steps": self.turns, "correct": int(self._is_correct)}
 
     @property
@@ -63,8 +64,8 @@ class MultiplyEnv(BaseTextEnv):
     def _reward(self, answer: str | None) -> float:
         if self._is_correct:
             return 1.0
-        is_consoled = self._is_done and self.max_turns > 1 and answer is not None
-        return FORMAT_REWARD if is_consoled else 0.0
+        has_format_reward = self._is_done and self.max_turns > 1 and answer is not None
+        return FORMAT_REWARD if has_format_reward else 0.0
 
 
 def _feedback(answer: str | None) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Games of OpenSpiel: one move at a time (`env`), and whole games (`game_env`)."""
+"""OpenSpiel games: single moves (`env`) and whole games (`game_env`)."""

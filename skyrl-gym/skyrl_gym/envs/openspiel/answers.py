@@ -1,9 +1,9 @@
-r"""Answers: which legal move a reply names, if any.
+r"""Parsing of replies: find the legal move that a reply names, if any.
 
-The answer is what stands in the last ``\boxed{}`` or ``<action></action>``, or else the last line with anything in it.
-Thoughts are not answers: what comes before ``</think>``, or after a ``<think>`` that is never closed, is dropped. In
-the answer, a move is found by its whole text, by the number that the prompt shows beside it, or as the last move that
-is mentioned as a word of its own. An empty answer names no move.
+The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is not empty.
+Thoughts are not answers: text before ``</think>``, or after a ``<think>`` that is never closed, is dropped. An answer
+names a move by its whole text, by its number in the prompt, or by mentioning it as a separate word; the last mention
+counts. An empty answer names no move.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skyrl_gym.envs.openspiel.moves import LegalMoves, Move, lower_ascii
+from skyrl_gym.tools.calls import strip_thoughts
 
 MAX_REPLY_TAIL = 20_000
-"""Characters at the end of a reply in which the answer is looked for."""
+"""Number of characters at the end of a reply that are searched for the answer."""
 
 MAX_ANSWER_LENGTH = 2_000
-"""Characters at the end of an answer in which a move is looked for."""
+"""Number of characters at the end of an answer that are searched for a move."""
 
 MAX_WRAP = 12
-"""Quotes, brackets and marks that may stand on one side of a move."""
+"""Maximum number of quotes, brackets and marks on one side of a move."""
 
 _OPENING = frozenset("([{<\"'“‘«`*_~$\\|")
 _CLOSING = frozenset(")]}>\"'”’»`*_~$\\|.,;:!?。，；：！？")
@@ -40,11 +41,11 @@ Way = Literal["text", "number", "mention", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """What a reply came to, e.g. ``ParsedAnswer(answer="I play b1.", move=<b1>, way="mention")``.
+    """A parsed reply, e.g. ``ParsedAnswer(answer="I play b1.", move=<b1>, way="mention")``.
 
-    answer: the part of the reply that was read.
-    move: the legal move that it names; None when it names none.
-    way: how the move was found.
+    answer: the part of the reply that holds the answer.
+    move: the legal move that it names, or None.
+    way: the way in which the move was found.
     """
 
     answer: str
@@ -53,36 +54,31 @@ class ParsedAnswer:
 
 
 def parse_answer(reply: str, legal: LegalMoves) -> ParsedAnswer:
-    """The legal move that `reply` names. Nothing that a model writes raises."""
+    """Find the legal move that `reply` names. Never raises."""
     answer = final_answer(reply)
     text = _as_text(answer)
     if not text:
         return ParsedAnswer(answer, None, "none")
-    if move := _named(text, legal):
+    if move := _find_by_name(text, legal):
         return ParsedAnswer(answer, move, "text")
-    if move := _numbered(text, legal):
+    if move := _find_by_number(text, legal):
         return ParsedAnswer(answer, move, "number")
-    if move := _mentioned(text, legal):
+    if move := _find_mention(text, legal):
         return ParsedAnswer(answer, move, "mention")
     return ParsedAnswer(answer, None, "none")
 
 
 def final_answer(reply: str) -> str:
-    """The part of a reply that answers; empty when there is none."""
-    spoken = without_thoughts(reply)[-MAX_REPLY_TAIL:]
-    marked = max(_last_box(spoken), _last_action(spoken))
+    """Return the part of a reply that holds the answer; empty if there is none."""
+    visible = strip_thoughts(reply)[-MAX_REPLY_TAIL:]
+    marked = max(_last_box(visible), _last_action(visible))
     if marked[0] >= 0:
         return marked[1].strip()
-    return next((line.strip() for line in reversed(spoken.splitlines()) if line.strip()), "")
-
-
-def without_thoughts(reply: str) -> str:
-    """What a reply says after its thoughts. Of thoughts that never end, nothing is left."""
-    return reply.rpartition("</think>")[2].partition("<think>")[0]
+    return next((line.strip() for line in reversed(visible.splitlines()) if line.strip()), "")
 
 
 def _last_box(text: str) -> tuple[int, str]:
-    """Where the last closed ``\\boxed{}`` begins, the inner one of two, and what is in it; -1 when there is none."""
+    """Return the start and the content of the last closed ``\\boxed{}``, the inner of nested ones; -1 without one."""
     opened: list[re.Match[str]] = []
     last = (-1, "")
     for brace in _BRACES.finditer(text):
@@ -94,14 +90,14 @@ def _last_box(text: str) -> tuple[int, str]:
 
 
 def _last_action(text: str) -> tuple[int, str]:
-    """Where the last closed ``<action>`` begins, and what is in it; -1 when there is none."""
+    """Return the start and the content of the last closed ``<action>``; -1 without one."""
     end = text.rfind("</action>")
     start = text.rfind("<action>", 0, max(end, 0))
     return (start, text[start + len("<action>") : end]) if start >= 0 else (-1, "")
 
 
 def _as_text(answer: str) -> str:
-    """An answer on one line, out of LaTeX, cut to the words at its end where it is long."""
+    """Put an answer on one line, remove LaTeX, and truncate a long answer to the words at its end."""
     words = answer.split()
     text = " ".join(words)
     if len(text) > MAX_ANSWER_LENGTH:
@@ -111,20 +107,20 @@ def _as_text(answer: str) -> str:
     return _LATEX_ESCAPE.sub(r"\1", text)
 
 
-def _named(text: str, legal: LegalMoves) -> Move | None:
+def _find_by_name(text: str, legal: LegalMoves) -> Move | None:
     by_name = legal.by_name
     return by_name.get(text) or (None if legal.is_case_sensitive else by_name.get(lower_ascii(text)))
 
 
-def _numbered(text: str, legal: LegalMoves) -> Move | None:
-    """The move whose shown number is all that `text` says, as in ``3``, ``(3).`` or ``Index 3``."""
+def _find_by_number(text: str, legal: LegalMoves) -> Move | None:
+    """Return the move if `text` is nothing but its number, as in ``3``, ``(3).`` or ``Index 3``."""
     bare = text.rstrip(".,;:!? " + _AROUND_NUMBER).lstrip(_AROUND_NUMBER)
     number = _NUMBER.fullmatch(bare) if len(bare) <= 80 else None
     return legal.by_number.get(int(number[1])) if number else None
 
 
-def _mentioned(text: str, legal: LegalMoves) -> Move | None:
-    """The last move that `text` mentions; of moves that end at the same place, the longest."""
+def _find_mention(text: str, legal: LegalMoves) -> Move | None:
+    """Return the last move that `text` mentions; of several that end at the same position, the longest."""
     texts = [text] if legal.is_case_sensitive else [text, lower_ascii(text)]
     found = [
         (_last_mention(within, name), len(name), move)
@@ -137,7 +133,7 @@ def _mentioned(text: str, legal: LegalMoves) -> Move | None:
 
 
 def _last_mention(text: str, name: str) -> int:
-    """Where the last mention of `name` as a word of its own ends; -1 when there is none."""
+    """Return the end of the last mention of `name` as a separate word; -1 without one."""
     start = text.rfind(name)
     while start >= 0:
         end = start + len(name)
@@ -148,7 +144,7 @@ def _last_mention(text: str, name: str) -> int:
 
 
 def _is_opened(text: str, start: int) -> bool:
-    """Whether only quotes, brackets and marks stand between `start` and the beginning, a space or a colon."""
+    """Return True if only quotes, brackets and marks separate `start` from a space, a colon or the text's start."""
     for before in range(start - 1, start - 2 - MAX_WRAP, -1):
         if before < 0 or text[before] in " :：":
             return True
@@ -158,7 +154,7 @@ def _is_opened(text: str, start: int) -> bool:
 
 
 def _is_closed(text: str, end: int) -> bool:
-    """Whether only quotes, brackets and the ends of sentences stand between `end` and the end or a space."""
+    """Return True if only quotes, brackets and punctuation separate `end` from the end of the text or a space."""
     for after in range(end, end + 1 + MAX_WRAP):
         if after >= len(text) or text[after] == " ":
             return True

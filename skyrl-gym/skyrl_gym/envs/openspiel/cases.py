@@ -1,4 +1,4 @@
-"""Cases: a game of OpenSpiel with its parameters, such as ``hex(board_size=5)``."""
+"""Cases: OpenSpiel games with their parameters, such as ``hex(board_size=5)``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from skyrl_gym.optional import how_to_install
+from skyrl_gym.optional import install_command
 
 Game = Any
 """A `pyspiel.Game`; the module has no type stubs."""
@@ -35,7 +35,7 @@ BOARD_SIZE_CASES = (
     "chess",
     "checkers",
 )
-"""Board games of growing size: a template for a `cases` of your own."""
+"""Board games of growing size, as a template for your own `cases`."""
 
 FOCUS_CASES = (
     "clobber(columns=5,rows=5)",
@@ -56,7 +56,7 @@ FOCUS_CASES = (
     "liars_dice",
     "othello",
 )
-"""The first cases of `AVAILABLE_CASES`: those with the clearest signal for learning."""
+"""The first cases of `AVAILABLE_CASES`: those with the clearest learning signal."""
 
 AVAILABLE_CASES = (
     *FOCUS_CASES,
@@ -78,7 +78,7 @@ AVAILABLE_CASES = (
     "dots_and_boxes(num_cols=4,num_rows=4)",
     "dots_and_boxes(num_cols=5,num_rows=5)",
 )
-"""The cases that tasks are made from when nothing is configured."""
+"""The default cases."""
 
 DEFAULT_GAME_LIST = (
     "leduc_poker",
@@ -102,28 +102,28 @@ DEFAULT_GAME_LIST = (
     "dots_and_boxes",
     "clobber",
 )
-"""The games that `game_configs` gives parameters to when there is no `game_list`."""
+"""The default `game_list` for `game_configs`."""
 
 GAME_ALIASES = {"latent_tic_tac_toe": "latent_ttt", "phantom_tic_tac_toe": "phantom_ttt"}
 PARAMETER_ALIASES = {("go", "go_board_size"): "board_size"}
 
 
 def open_spiel() -> Any:
-    """The module `pyspiel`. Raises `ImportError` with the command that installs it."""
+    """Import the module `pyspiel`. Raises `ImportError` with the command that installs it."""
     try:
         return importlib.import_module("pyspiel")
     except ImportError as problem:
         raise ImportError(
-            f"OpenSpiel environments need the package open_spiel ({problem}): {how_to_install('openspiel')}"
+            f"OpenSpiel environments need the package open_spiel ({problem}): {install_command('openspiel')}"
         ) from problem
 
 
 @functools.lru_cache(maxsize=1024)
 def canonical(case: str) -> str:
-    """`case` under OpenSpiel's own names, its parameters sorted: ``go(go_board_size=9)`` is ``go(board_size=9)``.
+    """Rewrite `case` with OpenSpiel's names and sorted parameters: ``go(go_board_size=9)`` is ``go(board_size=9)``.
 
     Raises:
-        ValueError: OpenSpiel has no such game, or the game no such parameter; the message names the nearest one.
+        ValueError: OpenSpiel has no such game, or the game no such parameter; the message names the closest one.
     """
     name, parameters = _parse(case)
     return _text(name, parameters)
@@ -131,17 +131,17 @@ def canonical(case: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def load_game(case: str) -> Game:
-    """The game of a case, shared by all who ask for it: games do not change.
+    """Load the game of a case. Games are immutable and cached.
 
     Raises:
-        ValueError: OpenSpiel cannot load it, or its tasks could not be made again from a seed or shown as text.
+        ValueError: OpenSpiel cannot load the game, or its tasks cannot be reproduced from a seed or shown as text.
     """
     spiel = open_spiel()
     try:
         game = spiel.load_game(canonical(case))
-    except (spiel.SpielError, IndexError) as problem:  # of IndexError: a parameter without default is missing
+    except (spiel.SpielError, IndexError) as problem:  # IndexError: a parameter without default is missing
         raise ValueError(f"OpenSpiel cannot load the case {case!r}: {problem}") from problem
-    reason = _unsuitable(spiel, game)
+    reason = _find_obstacle(spiel, game)
     if reason:
         raise ValueError(f"the case {case!r} cannot be played here: {reason}; choose another game")
     return game
@@ -153,40 +153,40 @@ def resolve_cases(
     game_configs: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     game_types: Sequence[str] | str | None = None,
 ) -> tuple[str, ...]:
-    """The cases that a configuration means, in order.
+    """Return the cases of a configuration, in order.
 
-    `cases` comes first; then one case for each parameter set of each game of `game_list` (``{"hex": [{"board_size":
-    5}]}`` in `game_configs`; a game without any is played as it is); then `AVAILABLE_CASES`. Of these, `game_types`
-    keeps those it names, by game (``hex``) or by case (``hex(board_size=5)``).
+    The cases are `cases`; without it, one case for each parameter set of each game of `game_list` (``{"hex":
+    [{"board_size": 5}]}`` in `game_configs`; a game without parameter sets has its defaults); without either,
+    `AVAILABLE_CASES`. `game_types` then selects some by game (``hex``) or by case (``hex(board_size=5)``).
 
     Raises:
-        ValueError: a name is unknown, or nothing is left.
+        ValueError: a name is unknown, or no case is selected.
     """
     chosen = [canonical(case) for case in _names(cases)]
     if not chosen and (game_list or game_configs):
-        chosen = _configured(_names(game_list) or list(DEFAULT_GAME_LIST), game_configs or {})
+        chosen = _cases_of_games(_names(game_list) or list(DEFAULT_GAME_LIST), game_configs or {})
     chosen = chosen or [canonical(case) for case in AVAILABLE_CASES]
-    wanted = [canonical(name) for name in _names(game_types)]
-    kept = [case for case in chosen if not wanted or any(_is_of_type(case, type_) for type_ in wanted)]
-    if not kept:
-        raise ValueError(f"game_types={wanted} matches none of the cases {chosen}")
-    return tuple(kept)
+    types = [canonical(name) for name in _names(game_types)]
+    selected = [case for case in chosen if not types or any(_is_of_type(case, game_type) for game_type in types)]
+    if not selected:
+        raise ValueError(f"game_types={types} matches none of the cases {chosen}")
+    return tuple(selected)
 
 
-def _unsuitable(spiel: Any, game: Game) -> str:
-    """Why tasks cannot be made from `game`; empty when they can."""
+def _find_obstacle(spiel: Any, game: Game) -> str:
+    """Return the reason why tasks cannot be made from `game`; empty if they can."""
     kind = game.get_type()
     if kind.dynamics == spiel.GameType.Dynamics.MEAN_FIELD:
         return "it is a mean-field game, which has no single player's move"
     if kind.chance_mode == spiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
-        return "it draws its chance events itself, so that no seed brings a position back"
+        return "it draws its chance events itself, so positions cannot be reproduced from a seed"
     if kind.provides_information_state_string or kind.provides_observation_string:
         return ""
     is_open = kind.information == spiel.GameType.Information.PERFECT_INFORMATION
-    return "" if is_open else "it does not say in text what a player knows"
+    return "" if is_open else "it cannot show a player's knowledge as text"
 
 
-def _configured(games: Sequence[str], configs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def _cases_of_games(games: Sequence[str], configs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     unused = sorted({canonical(name) for name in configs} - {canonical(name) for name in games})
     if unused:
         raise ValueError(f"game_configs has {', '.join(unused)}, but game_list does not: {list(games)}")
@@ -198,12 +198,12 @@ def _configured(games: Sequence[str], configs: Mapping[str, Sequence[Mapping[str
     ]
 
 
-def _is_of_type(case: str, wanted: str) -> bool:
-    return case == wanted or case.startswith(f"{wanted}(")
+def _is_of_type(case: str, game_type: str) -> bool:
+    return case == game_type or case.startswith(f"{game_type}(")
 
 
 def _names(value: Sequence[str] | str | None) -> list[str]:
-    """Names as a list: a single string holds them separated by commas, of which those inside parentheses are not."""
+    """Return names as a list. A single string separates them by commas, except for commas inside parentheses."""
     parts = _split(value) if isinstance(value, str) else list(value or ())
     return [part.strip() for part in parts if part.strip()]
 
@@ -228,11 +228,11 @@ def _parse(case: str) -> tuple[str, dict[str, Any]]:
     try:
         parsed = spiel.game_parameters_from_string(case.strip())
     except spiel.SpielError as problem:
-        raise ValueError(f"the case {case!r} cannot be read: {problem}") from problem
-    given = {key.strip(): value for key, value in parsed.items()}
-    name = given.pop("name").strip()
+        raise ValueError(f"the case {case!r} cannot be parsed: {problem}") from problem
+    values = {key.strip(): value for key, value in parsed.items()}
+    name = values.pop("name").strip()
     name = GAME_ALIASES.get(name, name)
-    parameters = {PARAMETER_ALIASES.get((name, key), key): value for key, value in given.items()}
+    parameters = {PARAMETER_ALIASES.get((name, key), key): value for key, value in values.items()}
     _check_known("game", name, _games(), case)
     for parameter in parameters:
         _check_known(f"parameter of {name}", parameter, _games()[name], case)
@@ -241,17 +241,17 @@ def _parse(case: str) -> tuple[str, dict[str, Any]]:
 
 @functools.cache
 def _games() -> dict[str, list[str]]:
-    """The parameters of each game that OpenSpiel has."""
+    """Return the parameters of each of OpenSpiel's games."""
     return {kind.short_name: sorted(kind.parameter_specification) for kind in open_spiel().registered_games()}
 
 
-def _check_known(what: str, name: str, known: Iterable[str], case: str) -> None:
-    """Raise before OpenSpiel does, which would also write to the terminal."""
+def _check_known(kind: str, name: str, known: Iterable[str], case: str) -> None:
+    """Raise for an unknown name before OpenSpiel does, which would also write to the terminal."""
     if name in (known := list(known)):
         return
     nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(known) or 'none'}"
-    raise ValueError(f"the case {case!r} names an unknown {what}, {name!r}; {hint}")
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known) or 'none'}"
+    raise ValueError(f"the case {case!r} names an unknown {kind}, {name!r}; {hint}")
 
 
 def _text(name: str, parameters: Mapping[str, Any]) -> str:
@@ -261,7 +261,7 @@ def _text(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """A parameter as OpenSpiel writes it; a game within a game is a dict with its name."""
+    """Format a parameter as OpenSpiel does; a nested game is a dict with its name."""
     if isinstance(value, Mapping):
         inner = {key: value[key] for key in value if key != "name"}
         return f"{value['name']}({','.join(f'{key}={_value(inner[key])}' for key in sorted(inner))})"

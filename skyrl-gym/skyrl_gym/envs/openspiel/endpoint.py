@@ -1,4 +1,4 @@
-"""An endpoint: a language model behind an OpenAI-compatible URL."""
+"""A language model behind an OpenAI-compatible URL."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import urllib3
 
 from skyrl_gym import error
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_gym.envs.openspiel.options import finite_number, given, reject_unknown, whole_number
+from skyrl_gym.envs.openspiel.options import finite_number, reject_unknown, set_options, whole_number
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_LONGEST_PAUSE_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 30.0
 _MAX_REPLY_BYTES = 32 * 1024 * 1024
 
 
 class EndpointError(error.Error):
-    """An endpoint does not answer, or not as it should. Whoever waits for its reply cannot go on."""
+    """An endpoint does not reply, or its reply is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig:
-    """Where a model is, and how it is asked.
+    """The address of a model, and the parameters of requests.
 
-    base_url: what ``/chat/completions`` follows, e.g. ``http://127.0.0.1:8000/v1``.
-    model: the name that the endpoint knows it by.
+    base_url: the URL before ``/chat/completions``, e.g. ``http://127.0.0.1:8000/v1``.
+    model: the model's name at the endpoint.
     api_key_env: the environment variable that holds the key; empty for none.
     sampling_params: further fields of the request, e.g. ``{"temperature": 1.0, "max_tokens": 1024}``.
-    timeout_seconds: for one request, from connecting to the last byte.
-    n_attempts: requests before giving up, with pauses between them.
+    timeout_seconds: of one request, from connecting to the last byte.
+    n_attempts: maximum number of requests, with pauses between them.
     """
 
     base_url: str
@@ -46,9 +46,9 @@ class EndpointConfig:
 
     def __post_init__(self) -> None:
         if not str(self.base_url).startswith(("http://", "https://")):
-            raise ValueError(f"base_url={self.base_url!r} must begin with http:// or https://")
+            raise ValueError(f"base_url={self.base_url!r} must start with http:// or https://")
         if not isinstance(self.model, str) or not self.model:
-            raise ValueError(f"model={self.model!r} must be the name that {self.base_url} knows the model by")
+            raise ValueError(f"model={self.model!r} must be the name of a model at {self.base_url}")
         if not isinstance(self.sampling_params, Mapping):
             raise ValueError(
                 f"sampling_params={self.sampling_params!r} must be a mapping, such as {{temperature: 1.0}}"
@@ -60,9 +60,9 @@ class EndpointConfig:
             raise ValueError(f"api_key_env={self.api_key_env!r} names an environment variable that is not set")
 
     @staticmethod
-    def of(options: Mapping[str, Any] | None) -> EndpointConfig:
-        """The configuration in `options`. Raises `ValueError` where one is missing, unknown or wrong."""
-        options = given(options)
+    def from_options(options: Mapping[str, Any] | None) -> EndpointConfig:
+        """Create the configuration from options. Raises `ValueError` if one is missing, unknown or invalid."""
+        options = set_options(options)
         reject_unknown(options, [option.name for option in fields(EndpointConfig)], "the endpoint")
         missing = [name for name in ("base_url", "model") if name not in options]
         if missing:
@@ -71,16 +71,16 @@ class EndpointConfig:
 
 
 class ChatEndpoint:
-    """A model that answers a conversation: ``reply = endpoint(messages)``. It blocks until the reply is there.
+    """A model that replies to a conversation: ``reply = endpoint(messages)``. The call blocks until the reply.
 
     Raises:
-        EndpointError: there was no reply in `n_attempts` requests, or it was none of a chat completion.
+        EndpointError: there was no reply in `n_attempts` requests, or it was not a chat completion.
     """
 
     def __init__(self, config: EndpointConfig) -> None:
         self.config = config
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=1)
-        self._jitter = random.Random()  # its own: the program's may be part of what is resumed
+        self._jitter = random.Random()  # separate, because a resumed run restores the global generator
 
     def __call__(self, messages: ConversationType) -> str:
         problem = ""
@@ -109,7 +109,7 @@ class ChatEndpoint:
         return f"the model {self.config.model!r} at {self.config.base_url}"
 
     def _post(self, messages: ConversationType) -> tuple[int, Mapping[str, str], bytes]:
-        """One request: status, headers and body."""
+        """Send one request; return status, headers and body."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.config.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ[self.config.api_key_env]}"
@@ -135,26 +135,26 @@ class ChatEndpoint:
         except (ValueError, KeyError, IndexError, TypeError) as problem:
             raise EndpointError(f"{self._name} sent no chat completion ({problem!r}): {body[:500]!r}") from problem
         if content is not None and not isinstance(content, str):
-            raise EndpointError(f"{self._name} sent a message that is no text: {content!r}")
-        return content or ""  # null: all that the model wrote were thoughts
+            raise EndpointError(f"{self._name} sent a message that is not text: {content!r}")
+        return content or ""  # null if the model wrote nothing but thoughts
 
 
 def _body(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
-    """The whole body, unless it takes too long or is too large: a timeout of urllib3 is one of each single read."""
+    """Read the whole body until the deadline and up to a maximum size; a timeout of urllib3 limits only each read."""
     body = bytearray()
     while chunk := response.read1(65536):
         body += chunk
         if time.monotonic() > deadline:
-            raise urllib3.exceptions.TimeoutError("the reply came too slowly")
+            raise urllib3.exceptions.TimeoutError("the reply took too long")
         if len(body) > _MAX_REPLY_BYTES:
             raise urllib3.exceptions.HTTPError(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
     return bytes(body)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """How long the endpoint asks to wait, in seconds; 0 where it does not say so in a number."""
+    """Return the delay in seconds that the endpoint asks for; 0 if it does not give a number."""
     try:
         pause = float(headers.get("Retry-After", "0"))
     except ValueError:
         return 0.0
-    return min(max(pause, 0.0), _LONGEST_PAUSE_SECONDS)
+    return min(max(pause, 0.0), _MAX_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""One move in a game of OpenSpiel: is it legal, and what does it lead to?"""
+"""Single moves in OpenSpiel games, rewarded for being legal or for their outcome."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.openspiel.answers import ParsedAnswer, parse_answer
-from skyrl_gym.envs.openspiel.options import given, row_facts, row_options
+from skyrl_gym.envs.openspiel.options import read_extra_info, row_options, set_options
 from skyrl_gym.envs.openspiel.rewards import move_value
-from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, task_of_row
+from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
 
 MAX_LOGGED_ANSWER = 200
-"""Characters of an answer that are kept in `metadata`."""
+"""Maximum number of characters of an answer in `metadata`."""
 
 
 class OpenSpielEnv(BaseTextEnv):
-    """One turn: the model names a move, and is rewarded from 0 to 1.
+    """One turn, in which the model names a move and gets a reward from 0 to 1.
 
     `extras` is a row of `OpenSpielTasks.rows`: `extra_info` has the position, as `serialized_game_and_state` or as the
     `task_id` of the configured tasks; `reward_spec.method` may name the reward mode. `env_config` has the fields of
-    `TaskConfig`; what it sets goes before what the row says.
+    `TaskConfig` and takes precedence over the row.
 
-    An answer that names no legal move is worth 0. In mode ``outcome`` a legal one is worth the mean of `n_playouts`
-    random games that it begins, which are the same ones whenever this move is made in this task.
+    An answer without a legal move has reward 0. In mode ``outcome`` the reward of a legal move is the mean result of
+    `n_playouts` random games after it. These games depend only on the task and the move.
 
     Raises:
         ImportError: OpenSpiel is not installed.
-        ValueError: the row or the configuration is not as described; the message names the value.
+        ValueError: the row or the configuration is invalid; the message names the value.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         extras = extras or {}
-        self.config = TaskConfig.of(_row_options(extras) | given(env_config))
-        self.task = task_of_row(row_facts(extras), self.config)
+        self.config = TaskConfig.from_options(_row_options(extras) | set_options(env_config))
+        self.task = read_task(read_extra_info(extras), self.config)
         self.parsed: ParsedAnswer | None = None
         self.value: float | None = None
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Score the move that the model's reply names."""
         if self.parsed is not None:
-            raise RuntimeError("this task has had its answer; make a new OpenSpielEnv for the next one")
+            raise RuntimeError("this task has been answered; make a new OpenSpielEnv for the next one")
         self.turns += 1
         self.parsed = parse_answer(action, self.task.legal)
         is_legal = self.parsed.move is not None
@@ -61,7 +61,7 @@ class OpenSpielEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """1 if the answer was a legal move, and what it led to; nothing before there is an answer."""
+        """Return 1 if the answer was a legal move, and its outcome; nothing before the answer."""
         if self.parsed is None:
             return {}
         metrics: dict[str, Any] = {"legal": int(self.parsed.move is not None)}
@@ -76,7 +76,7 @@ class OpenSpielEnv(BaseTextEnv):
 
 
 def describe(parsed: ParsedAnswer) -> dict[str, Any]:
-    """What an answer came to, for `metadata`: the move and its id, or None, and how it was read."""
+    """Describe a parsed answer for `metadata`: the move and its id, or None, and the way it was found."""
     return {
         "action": parsed.move and parsed.move.action,
         "move": parsed.move and parsed.move.text,
@@ -86,7 +86,7 @@ def describe(parsed: ParsedAnswer) -> dict[str, Any]:
 
 
 def _row_options(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a row brings along. Its method may be SkyRL's ``rule``, which leaves the mode open."""
+    """Return the options of a row. SkyRL's method ``rule`` leaves the reward mode to the configuration."""
     method = (extras.get("reward_spec") or {}).get("method")
     mode = {} if method in (None, "", "rule") else {"reward_mode": method}
     return mode | row_options(extras, TASK_OPTIONS)

@@ -1,4 +1,4 @@
-"""A whole game of OpenSpiel, turn by turn, against opponents."""
+"""Whole OpenSpiel games against opponents, turn by turn."""
 
 from __future__ import annotations
 
@@ -15,27 +15,36 @@ from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.envs.openspiel.env import describe
 from skyrl_gym.envs.openspiel.match import Match, Opponent, Turn
 from skyrl_gym.envs.openspiel.opponents import LanguageModel, MctsConfig, MctsOpponent, PolicyOpponent, RandomOpponent
-from skyrl_gym.envs.openspiel.options import finite_number, given, one_of, row_facts, row_options, whole_number
+from skyrl_gym.envs.openspiel.options import (
+    finite_number,
+    one_of,
+    read_extra_info,
+    row_options,
+    set_options,
+    whole_number,
+)
 from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
-from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, task_of_row
+from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
 
 OPPONENTS = ("random", "mcts", "policy")
 ILLEGAL_RULES = ("retry", "lose", "random")
 MAX_DEALS = 10
-"""How often a game is begun again that ended before the seat's first turn."""
+"""Maximum number of starts of a game that ends before the seat's first turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class GameConfig:
-    """How a game is played and scored, besides what `tasks` says about its beginning.
+    """The rules and the reward of a game; `tasks` configures its starting position.
 
     opponent: ``random``, ``mcts`` (options in `mcts`), or ``policy``, a language model (options in `policy`).
-    seat: the player that the model is; by default, the players take turns from task to task.
-    illegal: what an answer does that is no legal move. ``retry``: the model is told so, up to `n_retries` times in a
-        row, and then loses; one slip does not throw a game away, yet answering is learned, for tries take turns and
-        whoever never finds a legal move loses. ``lose``: at once. ``random``: a random move is played instead.
+    seat: the player of the model; by default, it alternates from task to task.
+    illegal: the rule for answers without a legal move. ``retry``: the model may answer again, up to `n_retries` times
+    in
+        a row, and then loses. So one slip does not lose a game, but the format is still learned, because tries use up
+        turns. ``lose``: the model loses at once. ``random``: a random move replaces the answer.
     legal_move_reward: added to the reward of a turn with a legal move.
-    max_turns: the game is scored where it stands after so many turns of the model; the trainer's own limit holds too.
+    max_turns: the game is scored in its current state after this many turns of the model; the trainer's limit also
+        applies.
     """
 
     tasks: TaskConfig = field(default_factory=TaskConfig)
@@ -59,17 +68,17 @@ class GameConfig:
             whole_number(self.max_turns, "max_turns", 1)
 
     @staticmethod
-    def of(options: Mapping[str, Any] | None = None) -> GameConfig:
-        """The configuration in `options`: the fields above but `tasks`, and those of `TaskConfig`.
+    def from_options(options: Mapping[str, Any] | None = None) -> GameConfig:
+        """Create the configuration from options: the fields above except `tasks`, and those of `TaskConfig`.
 
         Raises:
-            ValueError: an option is unknown or has a value that it may not have.
+            ValueError: an option is unknown or has an invalid value.
         """
-        options = given(options)
+        options = set_options(options)
         own = {name: options.pop(name) for name in _GAME_OPTIONS if name in options}
-        own["mcts"] = MctsConfig.of(own.get("mcts"))
-        own["policy"] = EndpointConfig.of(own["policy"]) if "policy" in own else None
-        return GameConfig(tasks=TaskConfig.of(options), **own)
+        own["mcts"] = MctsConfig.from_options(own.get("mcts"))
+        own["policy"] = EndpointConfig.from_options(own["policy"]) if "policy" in own else None
+        return GameConfig(tasks=TaskConfig.from_options(options), **own)
 
 
 _GAME_OPTIONS = frozenset(option.name for option in fields(GameConfig)) - {"tasks"}
@@ -78,22 +87,21 @@ _GAME_OPTIONS = frozenset(option.name for option in fields(GameConfig)) - {"task
 class OpenSpielGameEnv(BaseTextEnv):
     """A game in which the model plays one seat to the end.
 
-    `extras` is a row of `OpenSpielTasks.game_rows`: `extra_info` has the position from which the game is played, and
-    may have any option of `GameConfig`; `env_config` has such options too, and goes before the row. The position is
-    added to the row's prompt; after each turn of the model come the others' moves, the new position and its legal
-    moves.
+    `extras` is a row of `OpenSpielTasks.game_rows`: `extra_info` has the starting position and may have any option of
+    `GameConfig`; `env_config` has such options too and takes precedence over the row. `init` adds the position to the
+    row's prompt. Each observation shows the others' moves, the new position and its legal moves.
 
     The reward of the last turn is the seat's scaled return: 0 for the worst outcome of the game and for a game lost by
-    illegal answers, 1 for the best. A game that is not over when the turns are used up is worth the mean of
-    `n_playouts` random games that go on from there.
+    illegal answers, 1 for the best. A game that is not over after the last turn gets the mean result of `n_playouts`
+    random continuations.
 
-    All that is drawn follows from the seed, the task id and the moves, so that the same replies play the same game;
-    what a language model answers is its own affair. `language_model` takes the place of the endpoint in `policy`.
+    All randomness follows from the seed, the task id and the moves, so the same replies play the same game, except
+    against a language model. `language_model` replaces the endpoint in `policy`.
 
     Raises:
         ImportError: OpenSpiel is not installed.
-        ValueError: the row or the configuration is not as described; the message names the value.
-        EndpointError: from `init` and `step`, when the opponent cannot be reached: the game has no result.
+        ValueError: the row or the configuration is invalid; the message names the value.
+        EndpointError: the opponent cannot be reached during `init` or `step`, so the game has no result.
     """
 
     def __init__(
@@ -104,8 +112,9 @@ class OpenSpielGameEnv(BaseTextEnv):
     ) -> None:
         super().__init__()
         extras = extras or {}
-        self.config = GameConfig.of(row_options(extras, TASK_OPTIONS | _GAME_OPTIONS) | given(env_config))
-        self.task = task_of_row(row_facts(extras), self.config.tasks)
+        options = row_options(extras, TASK_OPTIONS | _GAME_OPTIONS) | set_options(env_config)
+        self.config = GameConfig.from_options(options)
+        self.task = read_task(read_extra_info(extras), self.config.tasks)
         self.seat = _seat(self.config, self.task.task_id, self.task.game)
         self.max_turns = _turn_limit(self.config, extras, self.task.game)
         self.n_legal = 0
@@ -119,10 +128,10 @@ class OpenSpielGameEnv(BaseTextEnv):
         self._turn: Turn | None = None
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Begin the game: the prompt, and after its last words the first decision of the seat."""
-        self._begin()
+        """Start the game; append the seat's first decision to the prompt."""
+        self._start()
         decision = self._decision()
-        *before, last = prompt or [{"role": "user", "content": prompts.introduction(self.task.game)}]
+        *before, last = prompt or [{"role": "user", "content": prompts.format_introduction(self.task.game)}]
         if last["role"] == "user" and isinstance(last["content"], str):
             messages = [*before, {**last, "content": f"{last['content']}\n\n{decision}"}]
         else:
@@ -130,16 +139,16 @@ class OpenSpielGameEnv(BaseTextEnv):
         return messages, {"seat": self.seat, "case": self.task.case, "task_id": self.task.task_id}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Play the move that the model's reply names, then everybody else's up to its next turn."""
+        """Play the move that the model's reply names, and the others' moves up to its next turn."""
         if self._turn is None:
-            raise RuntimeError("call init before step: the others may have to move first")
+            raise RuntimeError("call init before step, because another player may have to move first")
         if self.outcome is not None:
             raise RuntimeError(f"this game ended after turn {self.turns}; make a new OpenSpielGameEnv for the next one")
         self.turns += 1
         parsed = parse_answer(action, self._turn.legal)
         observations = self._play(parsed.move.action) if parsed.move else self._after_illegal_answer()
         if self.outcome is None and self.turns >= self.max_turns:
-            self.outcome = self._value_here()
+            self.outcome = self._estimate_value()
         components = {"outcome": self.outcome or 0.0}
         if self.config.legal_move_reward:
             components["legal"] = self.config.legal_move_reward if parsed.move else 0.0
@@ -151,7 +160,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns, the share of legal answers, and how the game ended; nothing before the first turn."""
+        """Return the number of turns, the fraction of legal answers, and the result; nothing before the first turn."""
         if not self.turns:
             return {}
         metrics: dict[str, Any] = {
@@ -162,7 +171,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         if self.outcome is not None:
             metrics |= {"outcome": self.outcome, "won": int(self._has_won())}
         if self.config.opponent == "policy":
-            policies = [other for other in self._opponents.values() if isinstance(other, PolicyOpponent)]
+            policies = [opponent for opponent in self._opponents.values() if isinstance(opponent, PolicyOpponent)]
             metrics["opponent_illegal"] = sum(policy.n_illegal for policy in policies)
         return metrics
 
@@ -171,10 +180,10 @@ class OpenSpielGameEnv(BaseTextEnv):
         if self._endpoint is not None:
             self._endpoint.close()
 
-    def _begin(self) -> None:
-        """Play up to the seat's first decision, and begin again where the game ends before it."""
+    def _start(self) -> None:
+        """Play up to the seat's first decision; restart the game if it ends before."""
         if self._turn is not None:
-            raise RuntimeError("this game has begun; make a new OpenSpielGameEnv for the next one")
+            raise RuntimeError("this game has started; make a new OpenSpielGameEnv for the next one")
         for _ in range(MAX_DEALS):
             self._match.advance()
             if not self._match.is_over:
@@ -188,7 +197,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         )
 
     def _seat_opponents(self) -> dict[int, Opponent]:
-        """A new opponent for every other seat."""
+        """Create an opponent for every other seat."""
         return {player: self._new_opponent() for player in range(self.task.game.num_players()) if player != self.seat}
 
     def _new_opponent(self) -> Opponent:
@@ -199,11 +208,11 @@ class OpenSpielGameEnv(BaseTextEnv):
         assert self._model is not None
         return PolicyOpponent(self._model, self.config.tasks.max_listed_moves, self.config.n_retries)
 
-    def _decision(self, *news: str) -> str:
+    def _decision(self, *events: str) -> str:
         assert self._turn is not None
         turn = self._turn
-        listed = self.config.tasks.max_listed_moves
-        return prompts.decision(turn.state, turn.player, turn.legal, listed, (*news, *turn.events))
+        max_listed_moves = self.config.tasks.max_listed_moves
+        return prompts.format_decision(turn.state, turn.player, turn.legal, max_listed_moves, (*events, *turn.events))
 
     def _play(self, action: int) -> ConversationType:
         self.n_legal += 1
@@ -212,32 +221,32 @@ class OpenSpielGameEnv(BaseTextEnv):
         return self._after_play()
 
     def _after_illegal_answer(self) -> ConversationType:
-        """What the rule for illegal answers wants."""
+        """Apply the rule for illegal answers."""
         if self.config.illegal == "random":
             assert self._turn is not None
-            drawn = self._rng.choice(self._turn.legal.moves)
-            self._match.play(drawn.action)
-            return self._after_play(prompts.played_at_random(drawn.text))
+            random_move = self._rng.choice(self._turn.legal.moves)
+            self._match.play(random_move.action)
+            return self._after_play(prompts.format_random_move(random_move.text))
         self._n_illegal_in_a_row += 1
         n_left = min(1 + self.config.n_retries - self._n_illegal_in_a_row, self.max_turns - self.turns)
         if self.config.illegal == "retry" and n_left > 0:
-            return [{"role": "user", "content": prompts.illegal_answer(n_left)}]
+            return [{"role": "user", "content": prompts.format_illegal_answer(n_left)}]
         self.outcome = 0.0
         return []
 
-    def _after_play(self, *news: str) -> ConversationType:
-        """The next decision, or the outcome."""
+    def _after_play(self, *events: str) -> ConversationType:
+        """Return the next decision, or set the outcome."""
         if self._match.is_over:
             self.outcome = scaled_return(self.task.game, self._match.state.returns(), self.seat)
             return []
         self._turn = self._match.turn()
-        return [{"role": "user", "content": self._decision(*news)}]
+        return [{"role": "user", "content": self._decision(*events)}]
 
-    def _value_here(self) -> float:
+    def _estimate_value(self) -> float:
         return playout_value(self._match.state, self.seat, self.config.tasks.n_playouts, self._rng)
 
     def _has_won(self) -> bool:
-        """Whether the game ended, nobody has more, and somebody has less; alone, more than half of what there is."""
+        """Return True if the game has ended with the best return, not shared by all; alone, with more than half."""
         if not self._match.is_over:
             return False
         returns = self._match.state.returns()
@@ -256,19 +265,19 @@ class OpenSpielGameEnv(BaseTextEnv):
 
 
 def _endpoint(config: GameConfig) -> ChatEndpoint | None:
-    """The language model that the configuration names, where it wants one."""
+    """Create the endpoint of a language model if the configuration has one as opponent."""
     if config.opponent != "policy":
         return None
     if config.policy is None:
         raise ValueError(
-            "opponent=policy needs a model to play: set policy.base_url and policy.model to an OpenAI-compatible "
-            "endpoint, such as http://127.0.0.1:8000/v1"
+            "opponent=policy needs a model: set policy.base_url and policy.model to an OpenAI-compatible endpoint, "
+            "such as http://127.0.0.1:8000/v1"
         )
     return ChatEndpoint(config.policy)
 
 
 def _seat(config: GameConfig, task_id: int, game: Game) -> int:
-    """Who the model is: the configured seat, or each player in turn from task to task."""
+    """Return the model's seat: the configured one, or one that alternates from task to task."""
     seat = config.seat if config.seat is not None else task_id % game.num_players()
     if seat >= game.num_players():
         raise ValueError(f"seat={seat}, but {game} has {game.num_players()} players, counted from 0")
@@ -276,7 +285,7 @@ def _seat(config: GameConfig, task_id: int, game: Game) -> int:
 
 
 def _turn_limit(config: GameConfig, extras: Mapping[str, Any], game: Game) -> int:
-    """The turns that the model may take: the least of the limits there are, or what the longest game could need."""
+    """Return the model's maximum number of turns: the smallest limit, or enough for the longest possible game."""
     limits = [] if config.max_turns is None else [config.max_turns]
     if extras.get("max_turns") is not None:
         limits.append(whole_number(extras["max_turns"], "max_turns", 1))

@@ -1,4 +1,4 @@
-"""A match: one game from a position to its end, with a chair for every player."""
+"""A match: one game from a position to its end, with an opponent in every other seat."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from skyrl_gym.envs.openspiel.states import advance_chance, apply_jointly, is_si
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A decision that one player has to make.
+    """A decision of one player.
 
-    legal: what they may do.
-    events: what others have played since this player's last turn, e.g. ``("Player 1 played b3.",)``; empty in games
-        with hidden information, where it may not be known.
+    legal: the player's legal moves.
+    events: the moves of others since this player's last turn, e.g. ``("Player 1 played b3.",)``; empty in games with
+        hidden information, where they may be secret.
     """
 
     state: State
@@ -28,17 +28,17 @@ class Turn:
 
 
 class Opponent(Protocol):
-    """Someone who plays one seat of a match."""
+    """A player of one seat of a match."""
 
     def choose(self, turn: Turn, rng: random.Random) -> int:
-        """The id of a legal action. What is drawn comes from `rng`, so that a match can be played again."""
+        """Return the id of a legal action. All randomness comes from `rng`, so that matches are reproducible."""
 
 
 class Match:
-    """A game in which one seat is played from outside, with `play`, and the others by opponents.
+    """A game in which `play` plays one seat, and opponents play the others.
 
-    Everything that is drawn comes from `rng`, in the order of play: the same moves meet the same cards, dice and random
-    opponents.
+    All randomness comes from `rng`, in the order of play: with the same moves, cards, dice and random opponents are the
+    same.
     """
 
     def __init__(self, state: State, seat: int, opponents: Mapping[int, Opponent], rng: random.Random) -> None:
@@ -54,15 +54,15 @@ class Match:
 
     @property
     def is_over(self) -> bool:
-        """Whether the game has ended."""
+        """True if the game has ended."""
         return bool(self.state.is_terminal())
 
     def turn(self) -> Turn:
-        """The decision of the seat."""
-        return self._turn_of(self.seat)
+        """Return the decision of the seat."""
+        return self._new_turn(self.seat)
 
     def play(self, action: int) -> None:
-        """Play a legal action of the seat, and let the game go on to the seat's next decision or the end."""
+        """Play a legal action of the seat, and advance to the seat's next decision or the end."""
         if is_simultaneous(self.state):
             self._play_together({self.seat: action})
         else:
@@ -70,7 +70,7 @@ class Match:
         self.advance()
 
     def advance(self) -> None:
-        """Let chance and the opponents play up to the seat's next decision or the end."""
+        """Play chance events and opponents up to the seat's next decision or the end."""
         while not self.state.is_terminal() and not self._is_seats_turn():
             if self.state.is_chance_node():
                 advance_chance(self.state, self._rng)
@@ -86,7 +86,7 @@ class Match:
         return int(self.state.current_player()) == self.seat
 
     def _play_together(self, actions: Mapping[int, int]) -> None:
-        """All players at once: nobody sees what another one plays."""
+        """Play a move of every player at once; no player sees another's move before choosing."""
         others = {
             player: self._choice(player)
             for player in self._opponents
@@ -94,25 +94,25 @@ class Match:
         }
         joint = {**actions, **others}
         for player in sorted(joint):
-            self._note(player, joint[player])
+            self._log_move(player, joint[player])
         apply_jointly(self.state, joint, self._rng)
 
     def _play_alone(self, player: int, action: int) -> None:
-        self._note(player, action)
+        self._log_move(player, action)
         self.state.apply_action(action)
 
     def _choice(self, player: int) -> int:
-        action = self._opponents[player].choose(self._turn_of(player), self._rng)
+        action = self._opponents[player].choose(self._new_turn(player), self._rng)
         assert action in legal_actions(self.state, player), f"player {player} chose {action}, which is not legal"
         return action
 
-    def _note(self, player: int, action: int) -> None:
+    def _log_move(self, player: int, action: int) -> None:
         if self._is_open:
             move = next(move for move in legal_moves(self.state, player).moves if move.action == action)
             self._log.append((player, move.text))
 
-    def _turn_of(self, player: int) -> Turn:
-        news = self._log[self._seen[player] :]
+    def _new_turn(self, player: int) -> Turn:
+        unseen = self._log[self._seen[player] :]
         self._seen[player] = len(self._log)
-        events = tuple(f"Player {who} played {text}." for who, text in news if who != player)
+        events = tuple(f"Player {other} played {text}." for other, text in unseen if other != player)
         return Turn(self.state, player, legal_moves(self.state, player), events)

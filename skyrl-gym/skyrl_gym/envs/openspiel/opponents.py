@@ -1,4 +1,4 @@
-"""Opponents: who plays the seats that the model does not."""
+"""Opponents, which play the seats that the model does not."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.answers import parse_answer
 from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel
 from skyrl_gym.envs.openspiel.match import Turn
-from skyrl_gym.envs.openspiel.options import finite_number, given, reject_unknown, whole_number
+from skyrl_gym.envs.openspiel.options import finite_number, reject_unknown, set_options, whole_number
 from skyrl_gym.envs.openspiel.states import legal_actions
 
-_GUESSABLE = frozenset({"euchre", "gin_rummy", "kuhn_poker", "leduc_poker", "oh_hell", "universal_poker"})
-"""Games in which OpenSpiel guesses well what is hidden. Most others it refuses; in hearts it guesses positions that
-cannot be, on which its search crashes the process."""
+_CAN_SAMPLE_HIDDEN = frozenset({"euchre", "gin_rummy", "kuhn_poker", "leduc_poker", "oh_hell", "universal_poker"})
+"""Games whose hidden information OpenSpiel can sample. It refuses most others; in hearts it samples impossible
+positions, on which its search crashes the process.
+"""
 
 
 class LanguageModel(Protocol):
-    """What answers a conversation: a function from messages to the reply.
+    """A function that maps the messages of a conversation to the reply, and raises if it has none.
 
-    It may block, for environments are called in threads; it is no coroutine. It raises when it has no answer.
+    It is not a coroutine function; it may block, because environments are called in threads.
     """
 
     def __call__(self, messages: ConversationType, /) -> str: ...
@@ -32,12 +33,12 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MctsConfig:
-    """How far Monte-Carlo tree search looks. 100 simulations cost 1 ms in hex 5x5, 150 ms in chess.
+    """The effort of Monte-Carlo tree search. 100 simulations cost 1 ms in hex 5x5, 150 ms in chess.
 
-    n_simulations: random games for one search.
-    uct_c: how much it explores.
-    n_worlds: in games with hidden information, how many guesses at what is hidden are searched, each on its own.
-    max_memory_mb: of one search tree.
+    n_simulations: random games per search.
+    uct_c: the exploration constant.
+    n_worlds: in games with hidden information, the number of sampled states to search, each separately.
+    max_memory_mb: maximum size of a search tree.
     """
 
     n_simulations: int = 100
@@ -51,29 +52,30 @@ class MctsConfig:
         finite_number(self.uct_c, "uct_c", at_least=0.0)
 
     @staticmethod
-    def of(options: Mapping[str, Any] | None) -> MctsConfig:
-        """The configuration in `options`. Raises `ValueError` where one is unknown or wrong."""
-        options = given(options)
+    def from_options(options: Mapping[str, Any] | None) -> MctsConfig:
+        """Create the configuration from options. Raises `ValueError` if one is unknown or invalid."""
+        options = set_options(options)
         reject_unknown(options, [option.name for option in fields(MctsConfig)], "mcts")
         return MctsConfig(**options)
 
 
 class RandomOpponent:
-    """Plays any legal move, all with the same probability."""
+    """An opponent that plays legal moves uniformly at random."""
 
     def choose(self, turn: Turn, rng: random.Random) -> int:
-        """See `Opponent.choose`."""
+        """Choose a legal move uniformly at random."""
         return rng.choice(turn.legal.moves).action
 
 
 class MctsOpponent:
-    """Plays what Monte-Carlo tree search finds.
+    """An opponent that plays by Monte-Carlo tree search.
 
-    Where information is hidden, it does not look: it guesses `n_worlds` times what is hidden, from what its player
-    knows, searches each guess, and plays the move that most searches found.
+    It does not use hidden information: it samples `n_worlds` states that agree with its player's knowledge, searches
+    each of them, and plays the move that is found most often.
 
     Raises:
-        ValueError: the game has simultaneous moves, rewards along the way, or secrets that OpenSpiel does not guess.
+        ValueError: the game has simultaneous moves, intermediate rewards, or hidden information that OpenSpiel cannot
+            sample.
     """
 
     def __init__(self, game: Game, config: MctsConfig) -> None:
@@ -85,8 +87,8 @@ class MctsOpponent:
             reason = "its players move at the same time"
         elif kind.reward_model != spiel.GameType.RewardModel.TERMINAL:
             reason = "it gives rewards before its end"
-        elif not is_open and kind.short_name not in _GUESSABLE:
-            reason = "what is hidden in it cannot be guessed"
+        elif not is_open and kind.short_name not in _CAN_SAMPLE_HIDDEN:
+            reason = "its hidden information cannot be sampled"
         if reason:
             raise ValueError(f"opponent=mcts cannot play {game}: {reason}; use opponent=random or policy")
         self._game = game
@@ -94,10 +96,10 @@ class MctsOpponent:
         self._is_open = is_open
 
     def choose(self, turn: Turn, rng: random.Random) -> int:
-        """See `Opponent.choose`."""
+        """Choose the move that most searches find."""
         if self._is_open:
             return self._search(turn.state, rng)
-        worlds = [self._guess(turn, rng) for _ in range(self._config.n_worlds)]
+        worlds = [self._sample_world(turn, rng) for _ in range(self._config.n_worlds)]
         votes = Counter(self._search(world, rng) for world in worlds)
         return max(votes, key=lambda action: (votes[action], -action))
 
@@ -110,26 +112,26 @@ class MctsOpponent:
             self._config.uct_c,
             self._config.n_simulations,
             self._config.max_memory_mb,
-            True,  # stop where a win is proven
+            True,  # stop when a win is proven
             rng.getrandbits(31),
             False,
         )
         return int(bot.step(state))
 
-    def _guess(self, turn: Turn, rng: random.Random) -> State:
-        """A state that could be the true one, as far as the player knows."""
+    def _sample_world(self, turn: Turn, rng: random.Random) -> State:
+        """Sample a state that agrees with the player's knowledge."""
         world = turn.state.resample_from_infostate(turn.player, rng.random)
         assert legal_actions(world, turn.player) == legal_actions(turn.state, turn.player)
         return world
 
 
 class PolicyOpponent:
-    """Plays what a language model answers, which reads what the trained one would read in this seat.
+    """A language model as opponent. It reads the same prompts as the trained model would in this seat.
 
-    It keeps its own conversation. After `n_retries` illegal answers in a row a random move is played for it: the game
-    is not won by the other side's bad spelling. `n_illegal` counts such answers.
+    It keeps its own conversation. After `n_retries` retries, a random move replaces another illegal answer, so that no
+    game is won by the opponent's bad formatting. `n_illegal` counts illegal answers.
 
-    What the model raises is passed on: a game without an opponent has no result.
+    Errors of the model are propagated, because a game without an opponent has no result.
     """
 
     def __init__(self, model: LanguageModel, max_listed_moves: int, n_retries: int) -> None:
@@ -138,11 +140,11 @@ class PolicyOpponent:
         self._max_listed_moves = max_listed_moves
         self._n_retries = n_retries
         self._messages: ConversationType = []
-        self._news: tuple[str, ...] = ()
+        self._pending_events: tuple[str, ...] = ()
 
     def choose(self, turn: Turn, rng: random.Random) -> int:
-        """See `Opponent.choose`."""
-        self._hear(self._decision(turn))
+        """Choose the move that the model names, or a random one."""
+        self._add_message(self._format_decision(turn))
         for n_left in range(self._n_retries, -1, -1):
             reply = self._model([dict(message) for message in self._messages])
             if not isinstance(reply, str):
@@ -152,15 +154,15 @@ class PolicyOpponent:
                 return move.action
             self.n_illegal += 1
             if n_left:
-                self._hear(prompts.illegal_answer(n_left))
+                self._add_message(prompts.format_illegal_answer(n_left))
         move = rng.choice(turn.legal.moves)
-        self._news = (prompts.played_at_random(move.text),)
+        self._pending_events = (prompts.format_random_move(move.text),)
         return move.action
 
-    def _decision(self, turn: Turn) -> str:
-        events, self._news = self._news + turn.events, ()
-        decision = prompts.decision(turn.state, turn.player, turn.legal, self._max_listed_moves, events)
-        return decision if self._messages else f"{prompts.introduction(turn.state.get_game())}\n\n{decision}"
+    def _format_decision(self, turn: Turn) -> str:
+        events, self._pending_events = self._pending_events + turn.events, ()
+        decision = prompts.format_decision(turn.state, turn.player, turn.legal, self._max_listed_moves, events)
+        return decision if self._messages else f"{prompts.format_introduction(turn.state.get_game())}\n\n{decision}"
 
-    def _hear(self, text: str) -> None:
+    def _add_message(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})

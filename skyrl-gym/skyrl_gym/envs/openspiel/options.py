@@ -1,4 +1,4 @@
-"""Options: configuration and dataset rows, plain and checked, as the fields of a dataclass."""
+"""Options in the configuration and in dataset rows: conversion to plain Python, and validation."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def plain(value: Any) -> Any:
-    """Mappings as dicts, sequences and arrays as lists, numbers of numpy as Python's; anything else as it is."""
+def to_python(value: Any) -> Any:
+    """Convert mappings to dicts, sequences and arrays to lists, and numpy scalars to Python numbers."""
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_python(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): plain(value[key]) for key in value}
+        return {str(key): to_python(value[key]) for key in value}
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         return value
-    return [plain(item) for item in value]
+    return [to_python(item) for item in value]
 
 
-def given(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options that are set: parquet and YAML store one that is not as None."""
-    return {name: value for name, value in plain(options or {}).items() if value is not None}
+def set_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options that are not None, which is how parquet and YAML store a missing option."""
+    return {name: value for name, value in to_python(options or {}).items() if value is not None}
 
 
-def row_facts(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra_info` of a dataset row, which may be stored as JSON. Raises `ValueError` when it holds no mapping."""
+def read_extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `extra_info` of a dataset row, which may be JSON. Raises `ValueError` if it is not a mapping."""
     facts = extras.get("extra_info")
     if isinstance(facts, str):
         try:
             facts = json.loads(facts)
         except json.JSONDecodeError as problem:
-            raise ValueError(f"extra_info is text, but no JSON: {problem}; got {facts!r}") from problem
+            raise ValueError(f"extra_info is text but not JSON: {problem}; got {facts!r}") from problem
     if facts is not None and not isinstance(facts, Mapping):
         raise ValueError(f"extra_info must be a mapping, got {type(facts).__name__}: {facts!r}")
-    return given(facts)
+    return set_options(facts)
 
 
 def row_options(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The options called `names` that a row brings along, in columns of its own or in `extra_info`.
+    """Return the options in `names` that a row has as columns or in `extra_info`, which takes precedence.
 
-    ``max_turns`` beside them is the trainer's.
+    The column ``max_turns`` is excluded, because the trainer writes it.
     """
-    columns = given({name: extras[name] for name in names if name in extras and name != "max_turns"})
-    return columns | {name: value for name, value in row_facts(extras).items() if name in names}
+    columns = set_options({name: extras[name] for name in names if name in extras and name != "max_turns"})
+    return columns | {name: value for name, value in read_extra_info(extras).items() if name in names}
 
 
 def reject_unknown(options: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise `ValueError` for the first option that is not `known`, naming the nearest one that is."""
+    """Raise `ValueError` for the first option that is not `known`, with the closest known name."""
     for name in options:
         if name in known:
             continue
         nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(sorted(known))}"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are: {', '.join(sorted(known))}"
         raise ValueError(f"{where} has no option {name!r} (={options[name]!r}); {hint}")
 
 
 def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
-    """`value` as an int. Raises `ValueError` when it is none, or too small."""
+    """Convert `value` to an int. Raises `ValueError` if it is not a whole number, or too small."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -72,7 +72,7 @@ def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
 
 
 def finite_number(value: Any, name: str, at_least: float | None = None) -> float:
-    """`value` as a float. Raises `ValueError` when it is no finite number, or too small."""
+    """Convert `value` to a float. Raises `ValueError` if it is not a finite number, or too small."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name}={value!r} must be a finite number")
     if at_least is not None and value < at_least:
@@ -81,7 +81,7 @@ def finite_number(value: Any, name: str, at_least: float | None = None) -> float
 
 
 def one_of(value: Any, name: str, choices: Collection[str]) -> str:
-    """`value`, which must be one of `choices`; raises `ValueError` when it is not."""
+    """Return `value` as text. Raises `ValueError` if it is not one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
     return str(value)

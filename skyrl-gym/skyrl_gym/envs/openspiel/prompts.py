@@ -1,4 +1,4 @@
-"""Prompts: a decision in words, for the model and for whoever it plays against."""
+"""Prompts that describe a decision, for the trained model and for language models that it plays against."""
 
 from __future__ import annotations
 
@@ -92,38 +92,40 @@ RULES = {
     ),
     "tic_tac_toe": "Player 0 has x, player 1 has o; (row, column). Three in a row win.",
 }
-"""What the position does not say by itself. A game that is not here is shown without it."""
+"""Rules that the position does not show, by game. Other games are shown without rules."""
 
 _OBSERVED = frozenset({"battleship", "blackjack"})
-"""Games with hidden information whose observation says all that a player knows, and in more readable words."""
+"""Games with hidden information whose observation string is complete and more readable than the information state."""
 
 
-def introduction(game: Game) -> str:
-    """Which game is played, and its rules in brief; the same for every player."""
+def format_introduction(game: Game) -> str:
+    """Format the name of a game and a summary of its rules, which are the same for every player."""
     rules = RULES.get(game.get_type().short_name)
     return f"Game: {str(game).removesuffix('()')}" + (f"\n{rules}" if rules else "")
 
 
-def decision(state: State, player: int, legal: LegalMoves, max_listed_moves: int, events: Sequence[str] = ()) -> str:
-    """A decision of `player`: what happened since the last one, what they see, what they may do, how to answer."""
-    happened = ["\n".join(events)] if events else []
-    position = f"You are player {player}.\nCurrent state (your turn):\n{observation(state, player)}"
-    return "\n\n".join([*happened, position, move_list(legal, max_listed_moves), ANSWER_FORMAT])
+def format_decision(
+    state: State, player: int, legal: LegalMoves, max_listed_moves: int, events: Sequence[str] = ()
+) -> str:
+    """Format a decision of `player`: events since the last one, observation, legal moves, and answer format."""
+    event_lines = ["\n".join(events)] if events else []
+    position = f"You are player {player}.\nCurrent state (your turn):\n{format_observation(state, player)}"
+    return "\n\n".join([*event_lines, position, format_moves(legal, max_listed_moves), ANSWER_FORMAT])
 
 
-def illegal_answer(n_left: int) -> str:
-    """What a player reads whose answer was no legal action, and who may answer again."""
+def format_illegal_answer(n_left: int) -> str:
+    """Format the feedback after an illegal answer when `n_left` tries are left."""
     tries = "1 more try" if n_left == 1 else f"{n_left} more tries"
     return f"That is not a legal action; it is still your turn, and you have {tries}. {ANSWER_FORMAT}"
 
 
-def played_at_random(move: str) -> str:
-    """What a player reads for whom a move was drawn."""
+def format_random_move(move: str) -> str:
+    """Format the feedback after a random move replaced an illegal answer."""
     return f"Your answer was not a legal action; a random one was played for you: {move}."
 
 
-def move_list(legal: LegalMoves, max_listed_moves: int) -> str:
-    """The legal moves with their numbers, one a line; of more than `max_listed_moves`, the first ones."""
+def format_moves(legal: LegalMoves, max_listed_moves: int) -> str:
+    """Format the first `max_listed_moves` legal moves with their numbers, one per line."""
     shown = legal.moves[:max_listed_moves]
     lines = [f"{move.number}: {move.text}" for move in shown]
     if len(shown) < len(legal.moves):
@@ -131,12 +133,12 @@ def move_list(legal: LegalMoves, max_listed_moves: int) -> str:
     return "\n".join(["Legal actions:", *lines])
 
 
-def observation(state: State, player: int) -> str:
-    """The state as `player` sees it. What is hidden from them is not in it."""
+def format_observation(state: State, player: int) -> str:
+    """Format the state as `player` sees it, without information that is hidden from them."""
     kind = state.get_game().get_type()
     is_open = kind.information == open_spiel().GameType.Information.PERFECT_INFORMATION
-    wants_observation = is_open or kind.short_name in _OBSERVED or not kind.provides_information_state_string
-    if wants_observation and kind.provides_observation_string:
+    prefers_observation = is_open or kind.short_name in _OBSERVED or not kind.provides_information_state_string
+    if prefers_observation and kind.provides_observation_string:
         text = state.observation_string(player)
     elif is_open:
         text = str(state)

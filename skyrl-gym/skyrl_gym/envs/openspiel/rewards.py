@@ -1,4 +1,4 @@
-"""Rewards: a move by what it leads to, a game by how it ended; both from 0, the worst, to 1."""
+"""Rewards of moves, by their outcome in random games, and of finished games; from 0, the worst, to 1."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from skyrl_gym.envs.openspiel.states import apply_move, random_step
 REWARD_MODES = ("outcome", "legal")
 
 PRACTICAL_UTILITIES = {"gin_rummy": (-50.0, 50.0), "hearts": (0.0, 26.0)}
-"""Where the utilities that a game can have say little about those that it does have, by its name without parameters.
+"""Realistic bounds of the utility where OpenSpiel's are far from usual results, by game without parameters.
 
-gin_rummy: the bounds, ±123, need a hand of court cards against a gin; a gin against an average hand is worth about 50.
-hearts: 36 is for the jack of diamonds, which counts only with the parameter `jd_bonus`.
+gin_rummy: the bounds, ±123, need a hand of court cards against a gin; a gin against an average hand gives about 50.
+hearts: the bound 36 includes the jack of diamonds, which counts only with the parameter `jd_bonus`.
 """
 
 
 def utility_range(game: Game) -> tuple[float, float]:
-    """The lowest and the highest return that is told apart. Raises `ValueError` where the game has no such range."""
+    """Return the bounds to which returns are clipped. Raises `ValueError` if they are equal."""
     low, high = PRACTICAL_UTILITIES.get(str(game).removesuffix("()"), (game.min_utility(), game.max_utility()))
     if not low < high:
         raise ValueError(
-            f"the utilities of the game {game} go from {low} to {high}, which tells no outcomes apart; choose another "
+            f"the utilities of the game {game} range from {low} to {high}, so returns cannot be scaled; choose another "
             "case, or reward_mode=legal"
         )
     return low, high
 
 
 def scaled_return(game: Game, returns: Sequence[float], player: int) -> float:
-    """The return of `player` as a number from 0 to 1, what lies outside `utility_range` cut off."""
+    """Scale the return of `player` from `utility_range` to the range from 0 to 1, and clip it."""
     low, high = utility_range(game)
     return min(1.0, max(0.0, (returns[player] - low) / (high - low)))
 
 
 def playout_value(state: State, player: int, n_playouts: int, rng: random.Random) -> float:
-    """The mean scaled return of `player` when everyone plays at random from `state` on."""
+    """Return the mean scaled return of `player` if everyone plays at random from `state` on."""
     game = state.get_game()
     return sum(scaled_return(game, _playout(state, rng), player) for _ in range(n_playouts)) / n_playouts
 
 
 def move_value(state: State, player: int, action: int, n_playouts: int, seed: str) -> float:
-    """What a legal `action` of `player` leads to in the mean, from 0 to 1.
+    """Return the mean scaled return of `player` after a legal `action`, from 0 to 1.
 
-    The playouts are drawn from `seed` and the action, so that a move is always worth the same. Where all players move
-    at once, each playout draws the others' moves.
+    The playouts are seeded with `seed` and the action, so the value of a move is deterministic. In a simultaneous game,
+    each playout draws the others' moves.
     """
     rng = random.Random(f"{seed}/{action}")
     total = 0.0

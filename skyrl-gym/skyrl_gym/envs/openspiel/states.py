@@ -1,6 +1,6 @@
-"""States of play: how a game goes on, with all that is drawn coming from a seeded generator.
+"""Game states and their transitions, with all randomness from a seeded generator.
 
-A state that a model is shown is always a decision: of the player to move or, where all move at once, of a seat.
+The states shown to a model are decisions: of the player to move or, in simultaneous games, of a seat.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel
 
 
 def opening(game: Game, seed: int, n_random_steps: int) -> State:
-    """The decision that `seed` leads to: `n_random_steps` random moves, dealt cards and dice included, from the root.
+    """Return the decision after `n_random_steps` random moves from the root, including dealt cards and dice.
 
-    Where these end the game, the decision is the first one of the game.
+    If these moves end the game, return the first decision of the game.
 
     Raises:
         ValueError: the game has no decision at all.
@@ -30,7 +30,7 @@ def opening(game: Game, seed: int, n_random_steps: int) -> State:
         state = game.new_initial_state()
         advance_chance(state, random.Random(seed))
     if state.is_terminal() or not any(legal_actions(state, player) for player in range(game.num_players())):
-        raise ValueError(f"the game {game} offers no decision from its beginning (seed {seed}); choose another case")
+        raise ValueError(f"the game {game} has no decision at its start (seed {seed}); choose another case")
     return state
 
 
@@ -41,7 +41,7 @@ def advance_chance(state: State, rng: random.Random) -> None:
 
 
 def random_step(state: State, rng: random.Random) -> None:
-    """One chance event, or one move of each player to move, drawn at random."""
+    """Apply one random chance event, or one random move of each player to move."""
     if state.is_chance_node():
         state.apply_action(_chance_event(state, rng))
     elif is_simultaneous(state):
@@ -51,7 +51,7 @@ def random_step(state: State, rng: random.Random) -> None:
 
 
 def apply_move(state: State, player: int, action: int, rng: random.Random) -> None:
-    """Play a legal `action` of `player`; where all move at once, the others' moves are drawn."""
+    """Play a legal `action` of `player`; in a simultaneous game, the others move at random."""
     if is_simultaneous(state):
         apply_jointly(state, {player: action}, rng)
     else:
@@ -59,7 +59,7 @@ def apply_move(state: State, player: int, action: int, rng: random.Random) -> No
 
 
 def apply_jointly(state: State, actions: Mapping[int, int], rng: random.Random) -> None:
-    """Play one action of every player at once; those missing in `actions` are drawn."""
+    """Play one action of every player at once; players missing in `actions` move at random."""
     joint = [
         actions[player] if player in actions else _random_action(state, player, rng)
         for player in range(state.num_players())
@@ -68,33 +68,33 @@ def apply_jointly(state: State, actions: Mapping[int, int], rng: random.Random) 
 
 
 def is_simultaneous(state: State) -> bool:
-    """Whether all players are to move at once."""
+    """Return True if all players move at once."""
     return bool(state.is_simultaneous_node())
 
 
 def player_to_move(state: State, seat: int) -> int:
-    """Whose decision this is: `seat` where all move at once."""
+    """Return the player to move, which is `seat` if all players move at once."""
     return seat if is_simultaneous(state) else int(state.current_player())
 
 
 def legal_actions(state: State, player: int) -> list[int]:
-    """The ids of what `player` may do now; empty when it is not their turn."""
+    """Return the ids of the legal actions of `player`; empty if it is not their turn."""
     return list(state.legal_actions(player))
 
 
 def serialize(game: Game, state: State) -> str:
-    """Text from which `deserialize` makes the game and the state again."""
+    """Return a text from which `deserialize` restores the game and the state."""
     return str(open_spiel().serialize_game_and_state(game, state))
 
 
 def deserialize(text: str) -> tuple[Game, State]:
-    """The game and the state that `serialize` wrote. Raises `ValueError` for anything else."""
+    """Return the game and the state that `serialize` wrote. Raises `ValueError` for anything else."""
     spiel = open_spiel()
     try:
         game, state = spiel.deserialize_game_and_state(text)
     except (spiel.SpielError, ValueError, IndexError, TypeError) as problem:
         raise ValueError(
-            f"serialized_game_and_state is no state of OpenSpiel {spiel.__version__}: {problem}; got {text!r}"
+            f"serialized_game_and_state is not a state of OpenSpiel {spiel.__version__}: {problem}; got {text!r}"
         ) from problem
     return game, state
 
@@ -105,5 +105,5 @@ def _chance_event(state: State, rng: random.Random) -> int:
 
 
 def _random_action(state: State, player: int, rng: random.Random) -> int:
-    """A player without a choice at this node passes with action 0, as OpenSpiel wants it."""
+    """Return a random action; a player without a choice at this node passes with action 0, as OpenSpiel requires."""
     return rng.choice(legal_actions(state, player) or [0])

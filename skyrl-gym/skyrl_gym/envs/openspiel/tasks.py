@@ -1,4 +1,4 @@
-"""Tasks: positions by number. The same configuration and task id always give the same position."""
+"""Tasks: numbered positions. The same configuration and task id always give the same position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.cases import Game, State, load_game, resolve_cases
 from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
-from skyrl_gym.envs.openspiel.options import given, one_of, reject_unknown, whole_number
+from skyrl_gym.envs.openspiel.options import one_of, reject_unknown, set_options, whole_number
 from skyrl_gym.envs.openspiel.rewards import REWARD_MODES, utility_range
 from skyrl_gym.envs.openspiel.states import deserialize, opening, player_to_move, serialize
 
@@ -24,17 +24,18 @@ _OPTION_ALIASES = {"num_tasks_per_game": "num_tasks_per_case"}
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """Which positions there are, how they are shown and how a move is scored.
+    """The set of positions, their prompts and the reward of a move.
 
-    cases: game load strings; see `resolve_cases` for what else they come from.
-    num_tasks_per_case: positions of each case.
-    max_random_steps: random moves from the beginning of a game to its position, dealt cards and dice included. With 0,
-        all positions of a game without chance are the same one.
+    cases: load strings of games; `resolve_cases` describes the alternatives.
+    num_tasks_per_case: number of positions of each case.
+    max_random_steps: random moves from the start of a game to its position, including dealt cards and dice. With 0, all
+        positions of a game without chance are the same.
     seed: task k of every case is drawn with ``seed + k``.
-    reward_mode: ``outcome``, the mean of `n_playouts` random games from the move on; or ``legal``, 1 for a legal move.
-    n_playouts: how many random games; one costs 0.1 to 3 ms.
-    max_listed_moves: legal moves that a prompt lists; any more are legal, but the model must know their text.
-    seat: who the model is where all players move at once; by default, the players take turns from task to task.
+    reward_mode: ``outcome``, the mean result of `n_playouts` random games after the move; or ``legal``, 1 for a legal
+        move.
+    n_playouts: number of random games; one costs 0.1 to 3 ms.
+    max_listed_moves: maximum number of legal moves in a prompt; the model may also play others by their text.
+    seat: the model's player where all players move at once; by default, it alternates from task to task.
     """
 
     cases: tuple[str, ...] = field(default_factory=resolve_cases)
@@ -55,32 +56,32 @@ class TaskConfig:
             whole_number(self.seat, "seat", 0)
 
     @staticmethod
-    def of(options: Mapping[str, Any] | None = None) -> TaskConfig:
-        """The configuration in `options`: the fields above, and `game_list`, `game_configs` and `game_types`.
+    def from_options(options: Mapping[str, Any] | None = None) -> TaskConfig:
+        """Create the configuration from options: the fields above, `game_list`, `game_configs` and `game_types`.
 
-        Where `game_types` is not given, the environment variable GAME_TYPES (``hex,go``) may.
+        The environment variable GAME_TYPES (``hex,go``) is the default of `game_types`.
 
         Raises:
-            ValueError: an option is unknown or has a value that it may not have.
+            ValueError: an option is unknown or has an invalid value.
         """
-        named = {_OPTION_ALIASES.get(name, name): value for name, value in given(options).items()}
-        reject_unknown(named, TASK_OPTIONS, "the OpenSpiel configuration")
-        choice = {name: named.pop(name) for name in _CASE_OPTIONS if name in named}
-        choice.setdefault("game_types", os.environ.get("GAME_TYPES"))
-        return TaskConfig(cases=resolve_cases(**choice), **named)
+        values = {_OPTION_ALIASES.get(name, name): value for name, value in set_options(options).items()}
+        reject_unknown(values, TASK_OPTIONS, "the OpenSpiel configuration")
+        case_options = {name: values.pop(name) for name in _CASE_OPTIONS if name in values}
+        case_options.setdefault("game_types", os.environ.get("GAME_TYPES"))
+        return TaskConfig(cases=resolve_cases(**case_options), **values)
 
 
 TASK_OPTIONS = frozenset({*(option.name for option in fields(TaskConfig)), *_CASE_OPTIONS, *_OPTION_ALIASES})
-"""Every name that `TaskConfig.of` takes."""
+"""Every option of `TaskConfig.from_options`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSpielTask:
-    """One position, with the player whose move is asked for.
+    """One position and the player to move.
 
-    task_id: the id, from 0 up to the number of tasks.
+    task_id: the id, from 0 to the number of tasks - 1.
     case: e.g. ``hex(board_size=5)``.
-    player: who is to move, or the seat where all move at once.
+    player: the player to move, or the seat where all players move at once.
     """
 
     task_id: int
@@ -93,13 +94,13 @@ class OpenSpielTask:
 
     @property
     def prompt(self) -> str:
-        """The position in words, and what to answer."""
-        decision = prompts.decision(self.state, self.player, self.legal, self.config.max_listed_moves)
-        return f"{prompts.introduction(self.game)}\n\n{decision}"
+        """The description of the game and the position."""
+        decision = prompts.format_decision(self.state, self.player, self.legal, self.config.max_listed_moves)
+        return f"{prompts.format_introduction(self.game)}\n\n{decision}"
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What brings the position back, as JSON can hold it; `legal_actions` are pairs of id and text."""
+        """The JSON values from which `read_task` restores the position; `legal_actions` are pairs of id and text."""
         return {
             "serialized_game_and_state": serialize(self.game, self.state),
             "game_short_name": self.game.get_type().short_name,
@@ -116,24 +117,24 @@ class OpenSpielTasks:
     """All tasks of a configuration: `num_tasks_per_case` of the first case, then of the second, and so on.
 
     Raises:
-        ValueError: a case cannot be loaded, or an option has a value that it may not have.
+        ValueError: a case cannot be loaded, or an option has an invalid value.
     """
 
     def __init__(self, config: TaskConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = config if isinstance(config, TaskConfig) else TaskConfig.of(config)
+        self.config = config if isinstance(config, TaskConfig) else TaskConfig.from_options(config)
         for case in self.config.cases:
             self._check(case)
 
     @property
     def total(self) -> int:
-        """How many tasks there are."""
+        """The number of tasks."""
         return len(self.config.cases) * self.config.num_tasks_per_case
 
     def __len__(self) -> int:
         return self.total
 
     def generate(self, task_id: int) -> OpenSpielTask:
-        """The task `task_id`, modulo the number of tasks."""
+        """Return the task `task_id`, modulo the number of tasks."""
         task_id = whole_number(task_id, "task_id") % self.total
         case_index, task_index = divmod(task_id, self.config.num_tasks_per_case)
         case = self.config.cases[case_index]
@@ -142,17 +143,17 @@ class OpenSpielTasks:
         return _task(task_id, case, game, state, self.config)
 
     def rows(self, task_ids: Iterable[int]) -> list[dict[str, Any]]:
-        """Dataset rows that ask for one move each, as JSON and parquet can hold them."""
+        """Return dataset rows for single moves, with values that JSON and parquet can store."""
         return [self._row(self.generate(task_id)) for task_id in task_ids]
 
     def game_rows(self, task_ids: Iterable[int]) -> list[dict[str, Any]]:
-        """Dataset rows from whose positions whole games are played; the environment adds the position to the prompt.
+        """Return dataset rows for whole games from their positions, which the environment adds to the prompt.
 
-        With ``max_random_steps=0`` games are played from their beginning.
+        With ``max_random_steps=0`` games are played from the start.
         """
         rows = []
         for task in map(self.generate, task_ids):
-            prompt = [{"role": "user", "content": prompts.introduction(task.game)}]
+            prompt = [{"role": "user", "content": prompts.format_introduction(task.game)}]
             rows.append(self._row(task) | {"prompt": prompt, "env_class": "openspiel_game"})
         return rows
 
@@ -184,38 +185,38 @@ class OpenSpielTasks:
             )
 
 
-def task_of_row(facts: Mapping[str, Any], config: TaskConfig) -> OpenSpielTask:
-    """The task of a row's `extra_info`: from its serialised state, or else from its `task_id` under `config`.
+def read_task(facts: Mapping[str, Any], config: TaskConfig) -> OpenSpielTask:
+    """Return the task of a row's `extra_info`, from its serialised state or else from its `task_id` under `config`.
 
     Raises:
-        ValueError: the row has neither, or its state is not one in which it says who is to move and what is legal.
+        ValueError: the row has neither, or its state contradicts its player or its legal actions.
     """
     text = facts.get("serialized_game_and_state")
     if text is None and facts.get("task_id") is None:
         raise ValueError(
             f"extra_info has neither serialized_game_and_state nor task_id; it has {sorted(facts)}. "
-            "OpenSpielTasks.rows makes rows that have both"
+            "OpenSpielTasks.rows creates rows that have both"
         )
     task_id = whole_number(facts.get("task_id", 0), "task_id")
     if text is None:
-        return _tasks_of(config).generate(task_id)
+        return _cached_tasks(config).generate(task_id)
     game, state = deserialize(text)
     if state.is_terminal() or state.is_chance_node():
-        raise ValueError(f"serialized_game_and_state is no decision of a player; got {text!r}")
+        raise ValueError(f"serialized_game_and_state is not a decision of a player; got {text!r}")
     task = _task(task_id, str(facts.get("case", game)), game, state, config, _row_player(facts, game, state))
     _check_legal(task, facts.get("legal_actions"))
     return task
 
 
 @functools.lru_cache(maxsize=16)
-def _tasks_of(config: TaskConfig) -> OpenSpielTasks:
+def _cached_tasks(config: TaskConfig) -> OpenSpielTasks:
     return OpenSpielTasks(config)
 
 
 def _task(
     task_id: int, case: str, game: Game, state: State, config: TaskConfig, seat: int | None = None
 ) -> OpenSpielTask:
-    """The task of a decision. `seat` is who is asked where all move at once; by default, players take turns."""
+    """Create the task of a decision. `seat` is the player if all move at once; it alternates by default."""
     if seat is None:
         seat = config.seat if config.seat is not None else task_id % game.num_players()
     player = player_to_move(state, seat)
@@ -226,7 +227,7 @@ def _task(
 
 
 def _row_player(facts: Mapping[str, Any], game: Game, state: State) -> int | None:
-    """The player that the row asks; None where it leaves that to the configuration."""
+    """Return the player in the row, or None if the row leaves it to the configuration."""
     if facts.get("current_player") is None:
         return None
     player = whole_number(facts["current_player"], "current_player", 0)
@@ -239,7 +240,7 @@ def _row_player(facts: Mapping[str, Any], game: Game, state: State) -> int | Non
 
 
 def _check_legal(task: OpenSpielTask, recorded: Any) -> None:
-    """Raise when the row lists other legal actions than its state has: it comes from another version of the game."""
+    """Raise if the row's legal actions are not those of its state, because another version of the game wrote it."""
     if recorded is None:
         return
     ids = [entry["id"] if isinstance(entry, Mapping) else entry[0] for entry in recorded]
@@ -247,5 +248,5 @@ def _check_legal(task: OpenSpielTask, recorded: Any) -> None:
     if ids != legal:
         raise ValueError(
             f"task {task.task_id} of {task.case}: the row lists the legal actions {ids}, but its state has {legal}; "
-            "make the rows again with this version of OpenSpiel"
+            "regenerate the rows with this version of OpenSpiel"
         )

@@ -1,1 +1,1 @@
-"""Questions that are answered with the help of a search engine."""
+"""Questions to answer with a search engine."""

@@ -1,4 +1,4 @@
-"""A question, a search engine, and an answer."""
+"""Questions to answer with a search engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_gym.envs.asking_env import AskingEnv
-from skyrl_gym.envs.row import ground_truth_of, max_turns_of, settings_of
+from skyrl_gym.envs.exact_match import parse_targets
+from skyrl_gym.envs.query_env import QueryEnv
+from skyrl_gym.envs.row import parse_settings, read_ground_truth, read_max_turns
 from skyrl_gym.envs.search.grading import compute_score
 from skyrl_gym.envs.tags import first_between
-from skyrl_gym.exact_match import targets_of
 from skyrl_gym.tools.search import SearchToolGroup
 
 MAX_TURNS = 2
@@ -24,12 +24,12 @@ class SearchEnvConfig:
     search_url: str = "http://127.0.0.1:8000/retrieve"
     topk: int = 3
     timeout: float = 30
-    """Seconds of one attempt to reach the search engine."""
+    """Time limit of a request to the search engine, in seconds."""
     tell_failures: bool = False
-    """Let the model read that the search engine failed, as if it were a result. Otherwise the rollout is invalid."""
+    """Show failures of the search engine to the model as a result. Otherwise a failure makes the rollout invalid."""
 
     def tool_group(self) -> SearchToolGroup:
-        """The tool of these settings."""
+        """Create the search tool with these settings."""
         return SearchToolGroup(
             search_url=self.search_url,
             topk=self.topk,
@@ -39,28 +39,29 @@ class SearchEnvConfig:
         )
 
 
-class SearchEnv(AskingEnv):
-    """The model asks `<search>…</search>`, reads `<information>…</information>`, and answers `<answer>…</answer>`.
+class SearchEnv(QueryEnv):
+    """The model writes `<search>…</search>`, reads `<information>…</information>`, and writes `<answer>…</answer>`.
 
-    1 for an answer that is one of `reward_spec["ground_truth"]["target"]`, else 0. Only what the model wrote is read:
-    an answer in a document is nobody's. Turns: the row's `max_turns`, else two.
+    The reward is 1 for an answer that is one of `reward_spec["ground_truth"]["target"]`, else 0. Only the model's own
+    text is read, so an answer in a retrieved document does not count. The row may set `max_turns`; the default is 2.
 
-    Raises: `ToolFailure` from `step` where the search engine fails, unless `tell_failures` is set.
+    Raises:
+        ToolFailure: the search engine fails during `step`, unless `tell_failures` is set.
     """
 
     answer_tags = ("<answer>", "</answer>")
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        settings = settings_of("search", env_config, SearchEnvConfig)
-        super().__init__(max_turns_of(extras, MAX_TURNS))
-        self.ground_truth = ground_truth_of(extras)
-        targets_of(self.ground_truth)
+        settings = parse_settings("search", env_config, SearchEnvConfig)
+        super().__init__(read_max_turns(extras, MAX_TURNS))
+        self.ground_truth = read_ground_truth(extras)
+        parse_targets(self.ground_truth)
         self.tool_group = settings.tool_group()
         self.init_tool_groups([self.tool_group])
         self._n_searches = 0
 
-    def ask(self, action: str) -> tuple[str, dict[str, Any]]:
-        """Search."""
+    def execute(self, action: str) -> tuple[str, dict[str, Any]]:
+        """Search for the query in a reply."""
         query = first_between(action, "<search>", "</search>")
         self._n_searches += query is not None
         found = self._execute_tool(self.tool_group.get_name(), "search", [query])
@@ -68,9 +69,9 @@ class SearchEnv(AskingEnv):
         return f"\n<information>{found}</information>\n", metadata
 
     def score(self, replies: list[str]) -> float:
-        """Exact match of the last answer."""
+        """Score the last answer by exact match."""
         return compute_score("\n".join(replies), self.ground_truth)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns, and how many of them asked the search engine."""
+        """Return the numbers of turns and of searches."""
         return super().get_metrics() | {"searches": self._n_searches}

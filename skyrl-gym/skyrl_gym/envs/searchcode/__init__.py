@@ -1,1 +1,1 @@
-"""Questions that are answered with the help of a search engine and of Python."""
+"""Questions to answer with a search engine and Python."""

@@ -1,1 +1,1 @@
-"""Questions that are answered with a SQL query."""
+"""Questions to answer with a SQL query."""

@@ -1,4 +1,4 @@
-"""A question to a database: look around in it, then give the query that answers."""
+"""Questions to a database: the model explores it with queries, then gives the query that answers the question."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_gym.envs.asking_env import AskingEnv
-from skyrl_gym.envs.row import ground_truth_of, max_turns_of, settings_of
-from skyrl_gym.envs.sql.grading import Match, compute_score, conversation_of, extract_query
+from skyrl_gym.envs.query_env import QueryEnv
+from skyrl_gym.envs.row import parse_settings, read_ground_truth, read_max_turns
+from skyrl_gym.envs.sql.grading import Match, compute_score, extract_query, join_replies
 from skyrl_gym.tools.sql import SQLCodeExecutorToolGroup
 
 MAX_TURNS = 5
@@ -27,47 +27,51 @@ class SQLEnvConfig:
     db_path: str = "/home/ray/default/sql_data"
     """The folder of all databases: `SynSQL-2.5M/databases`, `spider/database` and `bird/train/train_databases`."""
     match: Match = "exact"
-    """`exact`: the rows of the right query, as often and, where it orders them, in the order it gives them. `set`: the
-    same rows at all."""
+    """`exact`: the same rows as the ground truth, equally often and, if it has an order, in that order. `set`: the same
+    rows, ignoring order and repetitions."""
 
 
-class SQLEnv(AskingEnv):
-    """The model asks with `<sql>…</sql>` and ends with `<solution>…</solution>`, thinking in `<think>…</think>`.
+class SQLEnv(QueryEnv):
+    """The model queries with `<sql>…</sql>`, thinks in `<think>…</think>`, and ends with `<solution>…</solution>`.
 
-    -1 for a wrong format, 1 for a query whose result is that of `reward_spec["ground_truth"]`, else 0. The row names
-    the database by `data` (synsql, spider or bird) and `db_id`. Databases are only read.
+    The reward is -1 for a wrong format, 1 for a query with the result of `reward_spec["ground_truth"]`, else 0. The row
+    names the database by `data` (synsql, spider or bird) and `db_id`. Databases are opened read-only.
 
     Raises:
-        FileNotFoundError: there is no such database.
+        AssertionError: the row has no `db_id` or no ground truth.
+        NotImplementedError: the row's `data` is unknown.
+        FileNotFoundError: the database does not exist.
     """
 
     answer_tags = ("<solution>", "</solution>")
 
     def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        super().__init__(max_turns_of(extras, MAX_TURNS))
-        self._settings = settings_of("text2sql", env_config, SQLEnvConfig)
-        assert "db_id" in extras, f"db_id field is required: name the database; the row has {sorted(extras)}"
+        super().__init__(read_max_turns(extras, MAX_TURNS))
+        self._settings = parse_settings("text2sql", env_config, SQLEnvConfig)
+        assert "db_id" in extras, (
+            f"db_id field is required: add the database's name to the row, which has {sorted(extras)}"
+        )
         self.db_id = str(extras["db_id"])
-        self.gold_sql = str(ground_truth_of(extras))
+        self.gold_sql = str(read_ground_truth(extras))
         self.db_file = self._folder(extras.get("data")) / self.db_id / f"{self.db_id}.sqlite"
         if not self.db_file.is_file():
             raise FileNotFoundError(
-                f"there is no database {self.db_file}; set environment.skyrl_gym.text2sql.db_path to the folder above"
+                f"the database {self.db_file} does not exist; set environment.skyrl_gym.text2sql.db_path to its root"
             )
         self.tool_group = SQLCodeExecutorToolGroup(str(self.db_file.parents[1]))
         self.init_tool_groups([self.tool_group])
 
-    def ask(self, action: str) -> tuple[str, dict[str, Any]]:
-        """Ask the database."""
-        told = (self.db_id, extract_query(action), self.max_turns - self.turns)
-        found = self._execute_tool(self.tool_group.get_name(), "sql", told)
-        return found, {"tool_group": self.tool_group.get_name(), "tool_name": "sql", "tool_input": told}
+    def execute(self, action: str) -> tuple[str, dict[str, Any]]:
+        """Run the query in a reply."""
+        group, tool_input = self.tool_group.get_name(), (self.db_id, extract_query(action), self.max_turns - self.turns)
+        result = self._execute_tool(group, "sql", tool_input)
+        return result, {"tool_group": group, "tool_name": "sql", "tool_input": tool_input}
 
     def score(self, replies: list[str]) -> float:
-        """Format and result of the solution."""
-        return compute_score(conversation_of(replies), self.gold_sql, self.db_file, self._settings.match)
+        """Score the format and the result of the solution."""
+        return compute_score(join_replies(replies), self.gold_sql, self.db_file, self._settings.match)
 
     def _folder(self, data: Any) -> Path:
         if data not in FOLDERS:
-            raise NotImplementedError(f"data={data!r} of the row is none of {', '.join(FOLDERS)}")
+            raise NotImplementedError(f"data={data!r} of the row is unknown; use one of {', '.join(FOLDERS)}")
         return Path(self._settings.db_path) / FOLDERS[data]

@@ -18,7 +18,7 @@ def new(**env_config: Any) -> AIMEEnv:
     ("reply", "reward", "pred"),
     [("6 * 7 = 42\nAnswer: 42", 1.0, "42"), ("Answer: 41", -1.0, "41"), ("42", -1.0, "[INVALID]")],
 )
-def test_one_reply_is_an_episode(reply: str, reward: float, pred: str) -> None:
+def test_episode_has_one_reply(reply: str, reward: float, pred: str) -> None:
     with new() as env:
         assert env.init(PROMPT) == (PROMPT, {})
         assert env.step(reply) == {
@@ -31,7 +31,7 @@ def test_one_reply_is_an_episode(reply: str, reward: float, pred: str) -> None:
         assert env.get_metrics() == {}
 
 
-def test_the_grader_is_chosen_by_the_configuration() -> None:
+def test_env_config_chooses_the_grader() -> None:
     replies = [r"\boxed{42}", "Answer: 42", r"Answer: \frac{84}{2}"]
     rewards = {
         grader: [new(grader=grader).step(reply)["reward"] for reply in replies]
@@ -40,7 +40,7 @@ def test_the_grader_is_chosen_by_the_configuration() -> None:
     assert rewards == {"minerva": [-1, 1, -1], "strict_box": [1, -1, -1], "math_verify": [1, 1, 1]}
 
 
-def test_an_answer_that_cannot_be_decided_is_wrong_and_says_so() -> None:
+def test_undecided_answer_counts_as_wrong() -> None:
     env = new(grader="math_verify")
     assert env.get_metrics() == {"undecided": 0}
     step = env.step("Answer: " + "1" * 10_000)
@@ -54,7 +54,7 @@ def test_reward_model_comes_before_reward_spec() -> None:
     assert AIMEEnv({}, {"reward_spec": {"ground_truth": "41"}}).ground_truth == "41"
 
 
-def test_a_row_needs_a_ground_truth() -> None:
+def test_ground_truth_is_required() -> None:
     for message in ("reward_model field is required", "reward_spec field is required"):
         with pytest.raises(AssertionError, match=message):
             AIMEEnv(None, {})
@@ -62,7 +62,7 @@ def test_a_row_needs_a_ground_truth() -> None:
         AIMEEnv({}, {"reward_model": {"style": "rule"}})
 
 
-def test_what_is_wrong_with_a_configuration_is_said_before_the_first_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_config_raises_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"aime\.grader=strict is unknown; use one of minerva, strict_box, math_verify"
     ):

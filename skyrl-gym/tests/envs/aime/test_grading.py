@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_gym import maths
-from skyrl_gym.envs.aime.grading import GRADERS, compute_score, normalize_answer, reward_of
+from skyrl_gym.envs.aime.grading import GRADERS, compute_score, normalize_answer, to_reward
 from skyrl_gym.maths import Grade
 
 MEGABYTE = 1 << 20
@@ -107,7 +107,7 @@ def test_strict_box_reads_the_last_box(reply: str, truth: str, pred: str | None,
 
 
 @given(st.text())
-def test_whatever_a_model_writes_is_scored(reply: str) -> None:
+def test_any_reply_is_scored(reply: str) -> None:
     for is_strict in (False, True):
         assert compute_score("Answer: " + reply, "no such answer", is_strict)["score"] == -1
     normal = normalize_answer(reply)
@@ -116,7 +116,7 @@ def test_whatever_a_model_writes_is_scored(reply: str) -> None:
 
 
 @pytest.mark.parametrize("unit", ["Answer:", "Answer: $", "$", r"\boxed{", r"\text{", "frac", "=", "\n", "a "])
-def test_a_megabyte_is_read_at_once(unit: str) -> None:
+def test_parsing_is_linear(unit: str) -> None:
     text = unit * (MEGABYTE // len(unit))
     began = time.process_time()
     compute_score(text, "42")
@@ -124,7 +124,7 @@ def test_a_megabyte_is_read_at_once(unit: str) -> None:
     assert time.process_time() - began < 0.5
 
 
-def test_the_rest() -> None:
+def test_defaults_and_other_types() -> None:
     assert GRADERS["math_verify"] is maths.grade
-    assert [reward_of(Grade("42", is_correct)) for is_correct in (True, False)] == [1.0, -1.0]
+    assert [to_reward(Grade("42", is_correct)) for is_correct in (True, False)] == [1.0, -1.0]
     assert compute_score("Answer: 42", 42)["acc"]  # type: ignore[arg-type]

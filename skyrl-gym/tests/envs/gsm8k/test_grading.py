@@ -39,7 +39,7 @@ MEGABYTE = 1 << 20
         ("\x00\ud800#### 42", "42"),
     ],
 )
-def test_strict_takes_the_first_number_after_four_hashes(reply: str, answer: str | None) -> None:
+def test_strict_reads_the_first_number_after_four_hashes(reply: str, answer: str | None) -> None:
     assert extract_solution(reply, "strict") == answer
     assert extract_solution(reply) == answer
 
@@ -59,7 +59,7 @@ def test_strict_takes_the_first_number_after_four_hashes(reply: str, answer: str
         ("", None),
     ],
 )
-def test_flexible_takes_the_last_number(reply: str, answer: str | None) -> None:
+def test_flexible_reads_the_last_number(reply: str, answer: str | None) -> None:
     assert extract_solution(reply, "flexible") == answer
 
 
@@ -70,13 +70,13 @@ def test_a_number_in_the_format_is_found_in_any_text(number: str, before: str, a
 
 
 @given(st.text())
-def test_whatever_a_model_writes_is_scored(reply: str) -> None:
+def test_any_reply_is_scored(reply: str) -> None:
     for method in ("strict", "flexible"):
         assert compute_score(reply, "no number", method) == 0
 
 
 @pytest.mark.parametrize("unit", ["#", "#### ", "1", "-", "1,", ".", "- ", "#### -"])
-def test_a_megabyte_is_read_at_once(unit: str) -> None:
+def test_parsing_is_linear(unit: str) -> None:
     text = unit * (MEGABYTE // len(unit))
     began = time.process_time()
     extract_solution(text, "strict")
@@ -94,7 +94,7 @@ def test_compute_score() -> None:
 
 
 @pytest.mark.parametrize(("reply", "truth"), [("#### 1,000", "1000"), ("#### 1000", "1,000"), ("#### 42", " 42 ")])
-def test_commas_do_not_count(reply: str, truth: str) -> None:
+def test_commas_are_ignored(reply: str, truth: str) -> None:
     assert compute_score(reply, truth) == 1.0
 
 
@@ -109,7 +109,7 @@ def test_an_unknown_method_is_named() -> None:
         extract_solution("42", method)
 
 
-def test_the_graders() -> None:
+def test_graders() -> None:
     assert GRADERS["strict"]("#### 41 then 42", "42") == Grade("41", False)
     assert GRADERS["flexible"]("#### 41 then 42", "42") == Grade("42", True)
     assert GRADERS["flexible"]("", "42") == Grade(None, False)

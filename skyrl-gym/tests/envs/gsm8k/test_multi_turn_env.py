@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_gym.envs.gsm8k.multi_turn_env import ANSWER_NOW, THINK_ON, GSM8kMultiTurnEnv
+from skyrl_gym.envs.gsm8k.multi_turn_env import ANSWER_NOW, TRY_AGAIN, GSM8kMultiTurnEnv
 from skyrl_gym.metrics import default_aggregate_metrics
 
 
@@ -16,12 +16,12 @@ def asked(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-def test_five_turns_of_the_right_format_make_a_fifth() -> None:
+def test_format_rewards_add_up_to_a_fifth() -> None:
     env = new()
     steps = [env.step("#### 41") for _ in range(5)]
     assert [step["reward"] for step in steps] == [pytest.approx(0.04)] * 5
     assert [step["done"] for step in steps] == [False] * 4 + [True]
-    assert [step["observations"] for step in steps] == [asked(THINK_ON)] * 3 + [asked(ANSWER_NOW), []]
+    assert [step["observations"] for step in steps] == [asked(TRY_AGAIN)] * 3 + [asked(ANSWER_NOW), []]
     assert env.get_metrics() == {"steps": 5}
     with pytest.raises(RuntimeError, match="ended after turn 5"):
         env.step("#### 42")
@@ -42,12 +42,12 @@ def test_one_turn() -> None:
     assert (step["reward"], step["done"], step["observations"]) == (0.2, True, [])
 
 
-def test_two_turns_ask_for_the_answer_at_once() -> None:
+def test_second_of_two_turns_asks_for_the_final_answer() -> None:
     assert new(max_turns=2).step("")["observations"] == asked(ANSWER_NOW)
 
 
-def test_the_observations_name_the_format() -> None:
-    assert "'#### ANSWER'" in THINK_ON
+def test_observations_name_the_format() -> None:
+    assert "'#### ANSWER'" in TRY_AGAIN
     assert "'#### ANSWER'" in ANSWER_NOW
 
 
@@ -83,7 +83,7 @@ def test_metrics_of_a_batch() -> None:
     assert aggregate([]) == default_aggregate_metrics([]) == {}
 
 
-def test_a_row_needs_a_ground_truth() -> None:
+def test_ground_truth_is_required() -> None:
     with pytest.raises(AssertionError, match="reward_spec field is required"):
         GSM8kMultiTurnEnv(env_config={}, extras={})
     with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_gym.envs.lcb.env import LCBEnv
-from skyrl_gym.envs.lcb.grading import extract_code, is_same_output, read_tests
+from skyrl_gym.envs.lcb.grading import extract_code, is_same_output, parse_tests
 
 SUMS = [{"input": f"{n}\n{n + 1}\n", "output": f"{2 * n + 1}\n", "testtype": "stdin"} for n in range(3)]
 CALLS = [
@@ -20,7 +20,7 @@ RIGHT = "print(int(input()) + int(input()))"
 
 
 def play(reply: str, tests: Any = SUMS, **settings: Any) -> tuple[float | None, str | None, dict[str, Any]]:
-    """Reward, failure and metrics."""
+    """Return reward, failure and metrics."""
     with LCBEnv(env_config=settings, extras={"reward_spec": {"ground_truth": json.dumps(tests)}}) as env:
         output = env.step(reply)
         assert output["done"]
@@ -50,7 +50,7 @@ def fenced(code: str) -> str:
         ("import os; os._exit(0)", 0.0, "wrong"),
     ],
 )
-def test_programs_that_read_and_print(code: str, reward: float, failure: str | None) -> None:
+def test_stdin_programs(code: str, reward: float, failure: str | None) -> None:
     assert play(fenced(code), timeout=1.0)[:2] == (reward, failure)
 
 
@@ -68,7 +68,7 @@ def test_programs_that_read_and_print(code: str, reward: float, failure: str | N
         ("def add(a, n): print('[4, 5]')", 0.0),
     ],
 )
-def test_functions_that_are_called(code: str, reward: float) -> None:
+def test_functional_programs(code: str, reward: float) -> None:
     assert play(fenced(code), CALLS)[0] == reward
 
 
@@ -81,7 +81,7 @@ def test_functions_that_are_called(code: str, reward: float) -> None:
         ({"isolation": "vm"}, "isolation='vm' should be 'best' or 'namespaces'"),
     ],
 )
-def test_settings_are_checked_at_once(settings: dict[str, Any], message: str) -> None:
+def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"environment\.skyrl_gym\.lcb\.{message}"):
         play("", **settings)
 
@@ -93,13 +93,13 @@ def test_metrics() -> None:
     assert play(fenced("while True: pass"), timeout=0.3)[2]["met_limit"]
 
 
-def test_all_tests_together_have_their_time() -> None:
+def test_total_time_is_limited() -> None:
     slow = f"import time\nwhile time.process_time() < 0.4: pass\n{RIGHT}"
     assert play(fenced(slow), total_timeout=0.5)[:2] == (0.0, "time")
     assert play(fenced(slow), total_timeout=60)[:2] == (1.0, None)
 
 
-def test_a_program_that_only_waits_is_ended() -> None:
+def test_sleeping_program_is_ended() -> None:
     assert play(fenced("import time; time.sleep(60)"), timeout=0.2)[:2] == (0.0, "time")
 
 
@@ -117,18 +117,18 @@ def test_a_program_that_only_waits_is_ended() -> None:
         ("```\n```", ""),
     ],
 )
-def test_the_last_block_is_the_program(reply: str, code: str | None) -> None:
+def test_last_code_block_is_extracted(reply: str, code: str | None) -> None:
     assert extract_code(reply) == code
 
 
 @given(st.lists(st.sampled_from(["```", "\n", "x", "`", "python"])).map("".join) | st.text())
-def test_any_reply_has_a_program_or_none(reply: str) -> None:
+def test_extracted_code_is_part_of_the_reply(reply: str) -> None:
     code = extract_code(reply)
     assert code is None or code in reply
 
 
 @pytest.mark.parametrize("piece", ["```", "```\n", "`", "```x", "\n```python"])
-def test_a_megabyte_takes_no_time(piece: str) -> None:
+def test_extraction_is_linear(piece: str) -> None:
     started = time.process_time()
     extract_code(piece * (1_000_000 // len(piece)))
     assert time.process_time() - started < 5
@@ -170,6 +170,6 @@ def test_outputs_are_compared_by_line_and_number(found: str, expected: str, same
         json.dumps([CALLS[0] | {"metadata": None}]),
     ],
 )
-def test_tests_that_cannot_be_read_are_named(ground_truth: Any) -> None:
+def test_invalid_tests_raise(ground_truth: Any) -> None:
     with pytest.raises(ValueError, match="tests"):
-        read_tests(ground_truth)
+        parse_tests(ground_truth)

@@ -1,6 +1,6 @@
-"""Many programs are scored, a quarter of which do harm: right verdicts, and nothing left.
+"""Many programs, a quarter of them hostile, get the right verdicts and leave nothing behind.
 
-TEST_PROGRAMS=1000 scores a thousand.
+TEST_PROGRAMS=1000 grades a thousand.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PROBES = ["import os; os.kill(1, 9)", "import socket; socket.create_connection((
 
 
 def programs() -> list[tuple[str, float]]:
-    """Programs and what they deserve, shuffled."""
+    """Return programs and their expected rewards, shuffled."""
     harm = [source for source, _ in HOSTILE.values()] + PROBES
-    chosen = [(harm[i % len(harm)], 0.0) for i in range(N_PROGRAMS // 4)]
-    chosen += [(RIGHT[i % len(RIGHT)], 1.0) for i in range(N_PROGRAMS // 2)]
-    chosen += [(WRONG[i % len(WRONG)], 0.0) for i in range(N_PROGRAMS - len(chosen))]
-    random.Random(0).shuffle(chosen)
-    return chosen
+    sample = [(harm[i % len(harm)], 0.0) for i in range(N_PROGRAMS // 4)]
+    sample += [(RIGHT[i % len(RIGHT)], 1.0) for i in range(N_PROGRAMS // 2)]
+    sample += [(WRONG[i % len(WRONG)], 0.0) for i in range(N_PROGRAMS - len(sample))]
+    random.Random(0).shuffle(sample)
+    return sample
 
 
-def held() -> tuple[int, int, int]:
-    """Return how many children, descriptors and threads this process has."""
+def count_resources() -> tuple[int, int, int]:
+    """Return the numbers of children, descriptors and threads of this process."""
     me = psutil.Process()
     return len(me.children(recursive=True)), me.num_fds(), threading.active_count()
 
@@ -53,12 +53,12 @@ def reward(source: str) -> float:
 def test_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = Traces()
     traces.record(monkeypatch)
-    chosen = programs()
-    reward(RIGHT[0])  # what is found out once, is known now
-    before, memory = held(), psutil.Process().memory_info().rss
+    sample = programs()
+    reward(RIGHT[0])  # finds out the isolation level
+    before, memory = count_resources(), psutil.Process().memory_info().rss
     with ThreadPoolExecutor(N_THREADS) as pool:
-        rewards = list(pool.map(reward, [source for source, _ in chosen]))
-    assert rewards == [deserved for _, deserved in chosen]
-    assert held() == before
+        rewards = list(pool.map(reward, [source for source, _ in sample]))
+    assert rewards == [expected for _, expected in sample]
+    assert count_resources() == before
     assert (traces.processes(), traces.folders()) == (set(), set())
     assert psutil.Process().memory_info().rss < memory + (256 << 20)

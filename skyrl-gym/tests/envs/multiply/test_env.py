@@ -36,7 +36,7 @@ def test_one_turn_is_right_or_wrong(reply: str, reward: float, parsed: str | Non
     assert step == {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": parsed}}
 
 
-def test_a_wrong_answer_may_be_mended() -> None:
+def test_model_may_correct_a_wrong_answer() -> None:
     env = new(max_turns=3)
     first, second, third = env.step("84"), env.step(r"\boxed{85}"), env.step(r"\boxed{84}")
     assert [step["reward"] for step in (first, second, third)] == [0.0, 0.0, 1.0]
@@ -57,25 +57,25 @@ def test_the_last_of_several_turns(last: str, reward: float) -> None:
     assert env.get_metrics() == {"steps": 2, "correct": int(reward == 1)}
 
 
-def test_five_turns_where_nobody_says_how_many() -> None:
+def test_max_turns_defaults_to_five() -> None:
     env = new()
     assert [env.step(r"\boxed{85}")["reward"] for _ in range(5)] == [0, 0, 0, 0, 0.5]
     with pytest.raises(RuntimeError, match="ended after turn 5"):
         env.step(r"\boxed{84}")
 
 
-def test_nothing_comes_after_the_right_answer() -> None:
+def test_step_after_the_right_answer_raises() -> None:
     env = new()
     env.step(r"\boxed{84}")
     with pytest.raises(RuntimeError, match="ended after turn 1"):
         env.step(r"\boxed{84}")
 
 
-def test_the_product_may_be_a_number() -> None:
+def test_ground_truth_may_be_a_number() -> None:
     assert new(84).step(r"\boxed{84}")["reward"] == 1.0
 
 
-def test_a_row_needs_a_ground_truth_and_a_turn() -> None:
+def test_ground_truth_and_a_positive_max_turns_are_required() -> None:
     with pytest.raises(AssertionError, match="reward_spec field is required"):
         MultiplyEnv(env_config=None, extras={})
     with pytest.raises(AssertionError, match="ground_truth is required in reward_spec field"):
@@ -85,13 +85,13 @@ def test_a_row_needs_a_ground_truth_and_a_turn() -> None:
 
 
 @given(st.lists(st.sampled_from([r"\boxed{", "}", "84", "{", "\n", "é"])).map("".join))
-def test_the_box_is_the_one_of_the_tutorial(reply: str) -> None:
+def test_box_matches_that_of_the_tutorial(reply: str) -> None:
     box = re.search(r"\\boxed\{([^}]+)\}", reply)
     assert new().step(reply)["metadata"]["parsed_answer"] == (box[1] if box else None)
 
 
 @pytest.mark.parametrize("unit", [r"\boxed{", r"\boxed{}", "{", "}", "\\"])
-def test_a_megabyte_is_read_at_once(unit: str) -> None:
+def test_parsing_is_linear(unit: str) -> None:
     env, reply = new(max_turns=1), unit * (MEGABYTE // len(unit))
     began = time.process_time()
     env.step(reply)

@@ -12,14 +12,14 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_game_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests may have chosen games."""
+def clear_game_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignore the user's GAME_TYPES."""
     monkeypatch.delenv("GAME_TYPES", raising=False)
 
 
 @dataclass
 class ModelServer:
-    """An HTTP server that speaks the chat protocol: `answer` turns messages into a reply, or a status and a body."""
+    """An HTTP server of chat completions: `answer` maps messages to a reply, or to a status and a body."""
 
     answer: Callable[[list[dict[str, Any]]], str | tuple[int, bytes]] = lambda messages: "a1"
     headers: dict[str, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class ModelServer:
     clients: set[Any] = field(default_factory=set)
     url: str = ""
 
-    def reply_to(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+    def handle(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
         request = json.loads(body)
         self.requests.append({"path": path, "headers": headers, "body": request})
         reply = self.answer(request["messages"])
@@ -39,18 +39,18 @@ class ModelServer:
 
 @pytest.fixture
 def model_server() -> Iterator[ModelServer]:
-    """A server on a free port of this machine, gone after the test."""
-    told = ModelServer()
+    """Run a server on a free local port during the test."""
+    model = ModelServer()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            told.clients.add(self.client_address)
+            model.clients.add(self.client_address)
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            status, reply = told.reply_to(self.path, dict(self.headers), body)
+            status, reply = model.handle(self.path, dict(self.headers), body)
             self.send_response(status)
-            for name, value in told.headers.items():
+            for name, value in model.headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(reply)))
             with contextlib.suppress(ConnectionError):  # the client may have given up
@@ -58,14 +58,14 @@ def model_server() -> Iterator[ModelServer]:
                 self.wfile.write(reply)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is written."""
+            """Do not log requests."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    told.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield told
+    model.url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield model
     server.shutdown()
     server.server_close()
     thread.join(timeout=10)

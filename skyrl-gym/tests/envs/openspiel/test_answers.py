@@ -19,7 +19,7 @@ POKER = legal_moves(POKER_STATE, POKER_STATE.current_player())
 CHESS = legal_moves(load_game("chess").new_initial_state(), 1)
 
 
-def chosen(reply: str, legal: LegalMoves = HEX) -> str | None:
+def parse(reply: str, legal: LegalMoves = HEX) -> str | None:
     move = parse_answer(reply, legal).move
     return move.text if move else None
 
@@ -43,7 +43,7 @@ FORMS = (
 
 @st.composite
 def decisions(draw: st.DrawFn) -> LegalMoves:
-    """The legal moves at a random decision of a random case."""
+    """Draw the legal moves of a random decision of a random case."""
     game = load_game(draw(st.sampled_from(AVAILABLE_CASES)))
     state = opening(game, draw(st.integers(0, 10_000)), draw(st.integers(0, 40)))
     players = [player for player in range(game.num_players()) if legal_actions(state, player)]
@@ -64,7 +64,7 @@ def test_every_legal_move_is_read_from_its_text_and_from_its_number(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(legal=decisions(), noise=st.data())
-def test_what_is_read_stands_in_the_answer_as_a_word(legal: LegalMoves, noise: st.DataObject) -> None:
+def test_parsed_move_is_a_word_of_the_answer(legal: LegalMoves, noise: st.DataObject) -> None:
     words = st.sampled_from([move.text for move in legal.moves])
     marks = st.sampled_from([" ", " ", "\n", ",", "-", "+", "/", "=", "(", ")", "x", "7", "**", ": ", "\\boxed{", "}"])
     reply = "".join(noise.draw(st.lists(words | marks | st.text(max_size=2), max_size=8)))
@@ -78,10 +78,10 @@ def test_what_is_read_stands_in_the_answer_as_a_word(legal: LegalMoves, noise: s
 
 @settings(max_examples=300, deadline=None)
 @given(word=st.text(alphabet="ab12-/+=x#&", min_size=1, max_size=5))
-def test_a_word_that_is_no_move_and_no_number_is_not_read(word: str) -> None:
+def test_other_words_name_no_move(word: str) -> None:
     legal = {move.text for move in HEX.moves} | {str(move.number) for move in HEX.moves}
     is_number = word.removeprefix("#") in {str(move.number) for move in HEX.moves}
-    assert (chosen(word) is not None) == (word in legal or is_number)
+    assert (parse(word) is not None) == (word in legal or is_number)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_a_word_that_is_no_move_and_no_number_is_not_read(word: str) -> None:
         "a1\u200b",
     ],
 )
-def test_what_names_no_move_is_no_move(reply: str) -> None:
-    assert chosen(reply) is None
+def test_reply_without_a_move(reply: str) -> None:
+    assert parse(reply) is None
 
 
 @pytest.mark.parametrize(
@@ -163,54 +163,54 @@ def test_what_names_no_move_is_no_move(reply: str) -> None:
         ("\ud800 b2", "b2"),
     ],
 )
-def test_the_last_answer_counts(reply: str, move: str) -> None:
-    assert chosen(reply) == move
+def test_last_answer_counts(reply: str, move: str) -> None:
+    assert parse(reply) == move
 
 
-def test_words_are_read_in_any_case_where_that_is_clear() -> None:
-    assert chosen("I CALL.", POKER) == "Call"
-    assert chosen("\\boxed{raise}", POKER) == "Raise"
-    assert chosen("recall the raised", POKER) is None
+def test_case_is_ignored_if_unambiguous() -> None:
+    assert parse("I CALL.", POKER) == "Call"
+    assert parse("\\boxed{raise}", POKER) == "Raise"
+    assert parse("recall the raised", POKER) is None
 
 
-def test_chess_tells_a_pawn_from_a_bishop() -> None:
-    assert chosen("b4", CHESS) == "b4"
-    assert chosen("B4", CHESS) is None
-    assert chosen("Nf3!?", CHESS) == "Nf3"
-    assert chosen("Nf3+", CHESS) is None
+def test_chess_distinguishes_pawns_from_bishops() -> None:
+    assert parse("b4", CHESS) == "b4"
+    assert parse("B4", CHESS) is None
+    assert parse("Nf3!?", CHESS) == "Nf3"
+    assert parse("Nf3+", CHESS) is None
 
 
-def test_of_two_castlings_the_one_that_is_written_is_meant() -> None:
+def test_long_castling_is_not_read_as_short_castling() -> None:
     state = load_game("chess").new_initial_state("r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1")
     legal = legal_moves(state, 1)
-    assert chosen("I castle: O-O-O", legal) == "O-O-O"
-    assert chosen("I castle: O-O", legal) == "O-O"
+    assert parse("I castle: O-O-O", legal) == "O-O-O"
+    assert parse("I castle: O-O", legal) == "O-O"
     without_long = LegalMoves(tuple(move for move in legal.moves if move.text != "O-O-O"), is_case_sensitive=True)
-    assert chosen("I castle: O-O-O", without_long) is None
+    assert parse("I castle: O-O-O", without_long) is None
 
 
-def test_the_longer_of_two_moves_at_the_same_place_is_meant() -> None:
+def test_longest_move_at_a_position_counts() -> None:
     texts = {move.text for move in BACKGAMMON.moves}
     double = next(text for text in texts if text.endswith(")"))
     single = double.rpartition(" ")[0]
-    assert chosen(f"I play {double}", BACKGAMMON) == double
-    assert chosen(f"I play {single}", BACKGAMMON) == single
+    assert parse(f"I play {double}", BACKGAMMON) == double
+    assert parse(f"I play {single}", BACKGAMMON) == single
 
 
-def test_a_single_letter_is_a_move_only_on_its_own() -> None:
+def test_single_letter_is_a_move_only_alone() -> None:
     legal = legal_moves(load_game("oware").new_initial_state(), 0)
     letter = legal.moves[0].text
     assert letter == "A"
-    assert chosen("**a**", legal) == letter
-    assert chosen("I play a move", legal) is None
+    assert parse("**a**", legal) == letter
+    assert parse("I play a move", legal) is None
 
 
-def test_how_a_move_was_found_is_told() -> None:
+def test_way_is_reported() -> None:
     ways = {reply: parse_answer(reply, HEX).way for reply in ("b1", "1", "so b1", "so")}
     assert ways == {"b1": "text", "1": "number", "so b1": "mention", "so": "none"}
 
 
-def test_the_part_that_was_read_is_told() -> None:
+def test_answer_is_reported() -> None:
     assert final_answer("<think>a1</think>\nSo:\n  b1  \n\n") == "b1"
     assert final_answer("x \\boxed{ a {b} c } y") == "a {b} c"
 
@@ -235,7 +235,7 @@ def test_the_part_that_was_read_is_told() -> None:
         "\ud800" * 1_000_000,
     ],
 )
-def test_a_megabyte_is_read_at_once(reply: str) -> None:
+def test_parsing_is_linear(reply: str) -> None:
     legal = legal_moves(load_game("amazons").new_initial_state(), 0)
     for moves in (HEX, legal):
         begun = time.process_time()
@@ -244,7 +244,7 @@ def test_a_megabyte_is_read_at_once(reply: str) -> None:
 
 
 def backgammon_with_two_ways() -> LegalMoves:
-    """A decision in which two actions have the same text."""
+    """Return a decision in which two actions have the same text."""
     for seed in range(100):
         state = opening(load_game("backgammon"), seed, 0)
         legal = legal_moves(state, state.current_player())

@@ -16,13 +16,13 @@ from skyrl_gym.envs.openspiel.cases import (
 )
 
 
-def test_every_case_that_comes_with_the_package_loads() -> None:
+def test_every_available_case_loads() -> None:
     for case in (*AVAILABLE_CASES, *BOARD_SIZE_CASES, *DEFAULT_GAME_LIST):
         assert canonical(case) == case
         assert load_game(case).num_players() >= 1
 
 
-def test_the_lists_have_the_documented_sizes_and_the_focus_comes_first() -> None:
+def test_case_lists_have_the_documented_sizes_and_order() -> None:
     sizes = [len(set(cases)) for cases in (BOARD_SIZE_CASES, FOCUS_CASES, AVAILABLE_CASES, DEFAULT_GAME_LIST)]
     assert sizes == [16, 17, 34, 20]
     assert AVAILABLE_CASES[:17] == FOCUS_CASES
@@ -40,7 +40,7 @@ def test_the_lists_have_the_documented_sizes_and_the_focus_comes_first() -> None
         ("goofspiel(imp_info=True,num_cards=4)", "goofspiel(imp_info=True,num_cards=4)"),
     ],
 )
-def test_a_case_has_one_name(written: str, meant: str) -> None:
+def test_canonical_name_of_a_case(written: str, meant: str) -> None:
     assert canonical(written) == meant
     assert str(load_game(written)).removesuffix("()") in (meant, str(load_game(meant)).removesuffix("()"))
 
@@ -49,7 +49,7 @@ def test_a_case_has_one_name(written: str, meant: str) -> None:
     ("case", "message"),
     [
         ("hexx", "unknown game, 'hexx'; did you mean 'hex'"),
-        ("othello(board_size=6)", "unknown parameter of othello, 'board_size'; there are: none"),
+        ("othello(board_size=6)", "unknown parameter of othello, 'board_size'; known: none"),
         ("hex(bord_size=6)", "did you mean 'board_size'"),
         ("hex(board_size=5", "must be a game with its parameters"),
         ("hex((board_size=5)", r"has 2 '\(' and 1 '\)'"),
@@ -60,7 +60,7 @@ def test_a_case_has_one_name(written: str, meant: str) -> None:
         ("negotiation", "draws its chance events itself"),
     ],
 )
-def test_a_case_that_cannot_be_played_is_named_with_the_reason(case: str, message: str) -> None:
+def test_unplayable_case_is_refused_with_the_reason(case: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_game(case)
 
@@ -72,11 +72,11 @@ def test_a_misspelt_case_writes_nothing_to_the_terminal(capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_a_choice_all_cases_are_played() -> None:
+def test_all_cases_are_played_by_default() -> None:
     assert resolve_cases() == AVAILABLE_CASES
 
 
-def test_cases_go_before_game_lists() -> None:
+def test_cases_take_precedence_over_game_lists() -> None:
     assert resolve_cases(["pig", "go(go_board_size=9)"], game_list=["hex"]) == ("pig", "go(board_size=9)")
 
 
@@ -86,7 +86,7 @@ def test_game_configs_make_a_case_for_each_parameter_set() -> None:
     assert cases == ("pig", "hex(board_size=3)", "hex(board_size=4)", "breakthrough(columns=5,rows=6)")
 
 
-def test_game_configs_without_a_list_go_into_the_default_one() -> None:
+def test_game_configs_apply_to_the_default_game_list() -> None:
     cases = resolve_cases(game_configs={"go": [{"go_board_size": 9}]})
     assert len(cases) == len(DEFAULT_GAME_LIST)
     assert cases[DEFAULT_GAME_LIST.index("go")] == "go(board_size=9)"
@@ -98,23 +98,23 @@ def test_game_configs_of_a_game_that_is_not_listed_are_refused() -> None:
 
 
 @pytest.mark.parametrize("game_types", ["hex,go, chess ", ["hex", "go", "chess", " "]])
-def test_game_types_keep_games_by_their_whole_name(game_types: str | list[str]) -> None:
-    kept = resolve_cases(game_types=game_types)
-    assert {case.split("(")[0] for case in kept} == {"hex", "go", "chess"}
-    assert len([case for case in kept if case.startswith("hex(")]) == 4
+def test_game_types_select_games_by_their_whole_name(game_types: str | list[str]) -> None:
+    selected = resolve_cases(game_types=game_types)
+    assert {case.split("(")[0] for case in selected} == {"hex", "go", "chess"}
+    assert len([case for case in selected if case.startswith("hex(")]) == 4
 
 
-def test_game_types_keep_single_cases() -> None:
-    kept = resolve_cases(game_types="breakthrough(rows=6,columns=6),go(go_board_size=9)")
-    assert kept == ("breakthrough(columns=6,rows=6)", "go(board_size=9)")
+def test_game_types_select_single_cases() -> None:
+    selected = resolve_cases(game_types="breakthrough(rows=6,columns=6),go(go_board_size=9)")
+    assert selected == ("breakthrough(columns=6,rows=6)", "go(board_size=9)")
 
 
-def test_game_types_that_keep_nothing_are_named() -> None:
+def test_game_types_that_match_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"game_types=\['chess'\] matches none of the cases \['hex'\]"):
         resolve_cases("hex", game_types=["chess"])
 
 
-def test_without_open_spiel_making_an_environment_names_the_extra() -> None:
+def test_missing_open_spiel_names_the_extra() -> None:
     code = """
 import sys
 sys.modules["pyspiel"] = None

@@ -17,8 +17,8 @@ MESSAGES = [{"role": "user", "content": "Your move — ♞?"}]
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses between attempts are noted, and taken at a thousandth of their length."""
+def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Record the pauses between attempts, and shorten them to a thousandth."""
     pauses: list[float] = []
     sleep = time.sleep
 
@@ -30,12 +30,14 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-def endpoint_of(url: str, **options: Any) -> ChatEndpoint:
-    return ChatEndpoint(EndpointConfig.of({"base_url": url, "model": "frozen", "timeout_seconds": 5.0, **options}))
+def make_endpoint(url: str, **options: Any) -> ChatEndpoint:
+    return ChatEndpoint(
+        EndpointConfig.from_options({"base_url": url, "model": "frozen", "timeout_seconds": 5.0, **options})
+    )
 
 
 def open_sockets() -> int:
-    """The sockets that this process holds."""
+    """Return the number of open sockets of this process."""
     links = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed in the meantime
@@ -43,10 +45,10 @@ def open_sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def test_a_conversation_is_answered(model_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_gets_a_reply(model_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROZEN_KEY", "secret")
     model_server.answer = lambda messages: messages[-1]["content"] + " Nf3"
-    endpoint = endpoint_of(
+    endpoint = make_endpoint(
         model_server.url + "/",
         api_key_env="FROZEN_KEY",  # pragma: allowlist secret
         sampling_params={"temperature": 0.5, "model": "other"},
@@ -59,16 +61,16 @@ def test_a_conversation_is_answered(model_server: Any, monkeypatch: pytest.Monke
     assert request["headers"]["Authorization"] == "Bearer secret"
 
 
-def test_without_a_key_none_is_sent(model_server: Any) -> None:
-    endpoint = endpoint_of(model_server.url)
+def test_no_authorization_without_a_key(model_server: Any) -> None:
+    endpoint = make_endpoint(model_server.url)
     endpoint(MESSAGES)
     endpoint.close()
     assert "Authorization" not in model_server.requests[0]["headers"]
 
 
-def test_one_connection_serves_a_whole_game_and_is_closed(model_server: Any) -> None:
+def test_one_connection_is_reused_and_closed(model_server: Any) -> None:
     before = open_sockets()
-    endpoint = endpoint_of(model_server.url)
+    endpoint = make_endpoint(model_server.url)
     for _ in range(5):
         endpoint(MESSAGES)
     assert len(model_server.clients) == 1
@@ -81,37 +83,37 @@ def test_one_connection_serves_a_whole_game_and_is_closed(model_server: Any) -> 
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])
-def test_a_busy_endpoint_is_asked_again(model_server: Any, status: int, short_pauses: list[float]) -> None:
+def test_busy_endpoint_is_retried(model_server: Any, status: int, recorded_pauses: list[float]) -> None:
     replies: list[Any] = [(status, b"busy"), (status, b"busy"), "b2"]
     model_server.answer = lambda messages: replies.pop(0)
-    endpoint = endpoint_of(model_server.url)
+    endpoint = make_endpoint(model_server.url)
     assert endpoint(MESSAGES) == "b2"
     endpoint.close()
-    assert len(short_pauses) == 2
-    assert short_pauses[0] <= 0.5 <= short_pauses[1] <= 1.0
+    assert len(recorded_pauses) == 2
+    assert recorded_pauses[0] <= 0.5 <= recorded_pauses[1] <= 1.0
 
 
-def test_an_endpoint_says_how_long_to_wait_within_bounds(model_server: Any, short_pauses: list[float]) -> None:
+def test_retry_after_is_respected_within_bounds(model_server: Any, recorded_pauses: list[float]) -> None:
     for header, pause in {"7": 7.0, "100000": 30.0}.items():
         replies: list[Any] = [(429, b""), "b2"]
         model_server.answer = lambda messages, replies=replies: replies.pop(0)
         model_server.headers = {"Retry-After": header}
-        endpoint = endpoint_of(model_server.url)
+        endpoint = make_endpoint(model_server.url)
         assert endpoint(MESSAGES) == "b2"
         endpoint.close()
-        assert short_pauses[-1] == pause
+        assert recorded_pauses[-1] == pause
     model_server.headers = {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}
     replies = [(429, b""), "b2"]
     model_server.answer = lambda messages: replies.pop(0)
-    endpoint = endpoint_of(model_server.url)
+    endpoint = make_endpoint(model_server.url)
     endpoint(MESSAGES)
     endpoint.close()
-    assert short_pauses[-1] <= 0.5
+    assert recorded_pauses[-1] <= 0.5
 
 
-def test_after_the_last_attempt_the_reason_is_raised(model_server: Any) -> None:
+def test_last_problem_is_raised_after_the_last_attempt(model_server: Any) -> None:
     model_server.answer = lambda messages: (503, b"no GPU today")
-    endpoint = endpoint_of(model_server.url, n_attempts=3)
+    endpoint = make_endpoint(model_server.url, n_attempts=3)
     with pytest.raises(EndpointError, match=r"'frozen' at http.* gave no reply in 3 attempts; .*503: no GPU today"):
         endpoint(MESSAGES)
     endpoint.close()
@@ -119,10 +121,10 @@ def test_after_the_last_attempt_the_reason_is_raised(model_server: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404, 422])
-def test_a_refusal_is_not_repeated(model_server: Any, status: int) -> None:
+def test_refusal_is_not_retried(model_server: Any, status: int) -> None:
     model_server.answer = lambda messages: (status, b"unknown model")
     model_server.headers = {"Location": model_server.url}
-    endpoint = endpoint_of(model_server.url)
+    endpoint = make_endpoint(model_server.url)
     with pytest.raises(EndpointError, match=f"refused: status {status}: unknown model"):
         endpoint(MESSAGES)
     endpoint.close()
@@ -132,44 +134,44 @@ def test_a_refusal_is_not_repeated(model_server: Any, status: int) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"hello", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"text": "a"}]}', b"\xff"]
 )
-def test_what_is_no_chat_completion_is_an_error(model_server: Any, body: bytes) -> None:
+def test_invalid_chat_completion_raises(model_server: Any, body: bytes) -> None:
     model_server.answer = lambda messages: (200, body)
-    endpoint = endpoint_of(model_server.url)
+    endpoint = make_endpoint(model_server.url)
     with pytest.raises(EndpointError, match="sent no chat completion"):
         endpoint(MESSAGES)
     endpoint.close()
 
 
-def test_a_message_must_be_text_but_may_be_empty(model_server: Any) -> None:
+def test_content_must_be_text_but_may_be_empty(model_server: Any) -> None:
     for content, reply in (("null", ""), ('""', "")):
         model_server.answer = lambda messages, content=content: (
             200,
             b'{"choices": [{"message": {"content": %s}}]}' % content.encode(),
         )
-        endpoint = endpoint_of(model_server.url)
+        endpoint = make_endpoint(model_server.url)
         assert endpoint(MESSAGES) == reply
         endpoint.close()
     model_server.answer = lambda messages: (200, b'{"choices": [{"message": {"content": [1]}}]}')
-    endpoint = endpoint_of(model_server.url)
-    with pytest.raises(EndpointError, match="a message that is no text"):
+    endpoint = make_endpoint(model_server.url)
+    with pytest.raises(EndpointError, match="a message that is not text"):
         endpoint(MESSAGES)
     endpoint.close()
 
 
-def test_nobody_there_is_an_error() -> None:
+def test_unreachable_endpoint_raises() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    endpoint = endpoint_of(url, n_attempts=2)
+    endpoint = make_endpoint(url, n_attempts=2)
     with pytest.raises(EndpointError, match="gave no reply in 2 attempts"):
         endpoint(MESSAGES)
     endpoint.close()
 
 
-def test_an_endpoint_that_hangs_is_given_up(model_server: Any) -> None:
+def test_hanging_endpoint_times_out(model_server: Any) -> None:
     released = threading.Event()
     model_server.answer = lambda messages: "late" if released.wait(20) else "later"
-    endpoint = endpoint_of(model_server.url, timeout_seconds=0.2, n_attempts=2)
+    endpoint = make_endpoint(model_server.url, timeout_seconds=0.2, n_attempts=2)
     begun = time.monotonic()
     with pytest.raises(EndpointError, match="gave no reply in 2 attempts"):
         endpoint(MESSAGES)
@@ -178,8 +180,8 @@ def test_an_endpoint_that_hangs_is_given_up(model_server: Any) -> None:
     endpoint.close()
 
 
-def test_an_endpoint_that_drips_is_given_up() -> None:
-    """Every byte comes in time, but the whole reply does not."""
+def test_slow_endpoint_times_out() -> None:
+    """Every byte arrives in time, but the whole reply does not."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = threading.Event()
 
@@ -196,9 +198,9 @@ def test_an_endpoint_that_drips_is_given_up() -> None:
 
         thread = threading.Thread(target=drip)
         thread.start()
-        endpoint = endpoint_of(f"http://127.0.0.1:{server.getsockname()[1]}/v1", timeout_seconds=0.4, n_attempts=1)
+        endpoint = make_endpoint(f"http://127.0.0.1:{server.getsockname()[1]}/v1", timeout_seconds=0.4, n_attempts=1)
         begun = time.monotonic()
-        with pytest.raises(EndpointError, match="came too slowly"):
+        with pytest.raises(EndpointError, match="took too long"):
             endpoint(MESSAGES)
         assert time.monotonic() - begun < 60
         done.set()
@@ -207,10 +209,10 @@ def test_an_endpoint_that_drips_is_given_up() -> None:
         assert not thread.is_alive()
 
 
-def test_a_reply_without_end_is_given_up(model_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_reply_is_refused(model_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "_MAX_REPLY_BYTES", 1000)
     model_server.answer = lambda messages: "x" * 100_000
-    endpoint = endpoint_of(model_server.url, n_attempts=1)
+    endpoint = make_endpoint(model_server.url, n_attempts=1)
     with pytest.raises(EndpointError, match="more than 1000 bytes"):
         endpoint(MESSAGES)
     endpoint.close()
@@ -221,7 +223,7 @@ def test_a_reply_without_end_is_given_up(model_server: Any, monkeypatch: pytest.
     [
         ({}, "has no base_url and no model"),
         ({"base_url": "http://x"}, "has no model"),
-        ({"base_url": "localhost:8000", "model": "m"}, "base_url='localhost:8000' must begin with http"),
+        ({"base_url": "localhost:8000", "model": "m"}, "base_url='localhost:8000' must start with http"),
         ({"base_url": "http://x", "model": ""}, "model='' must be the name"),
         ({"base_url": "http://x", "model": "m", "timeout": 3}, "did you mean 'timeout_seconds'"),
         ({"base_url": "http://x", "model": "m", "timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
@@ -231,10 +233,10 @@ def test_a_reply_without_end_is_given_up(model_server: Any, monkeypatch: pytest.
         ({"base_url": "http://x", "model": "m", "api_key_env": "NOT_SET"}, "'NOT_SET' names an environment variable"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_config_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EndpointConfig.of(options)
+        EndpointConfig.from_options(options)
 
 
-def test_the_error_survives_pickling() -> None:
+def test_error_can_be_pickled() -> None:
     assert str(pickle.loads(pickle.dumps(EndpointError("why")))) == "why"

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import skyrl_gym
-from skyrl_gym.checkup import Checkup
+from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES
 from skyrl_gym.envs.openspiel.env import OpenSpielEnv
 from skyrl_gym.envs.openspiel.rewards import move_value
@@ -22,7 +22,7 @@ def extras(task_id: int = 0, **more: Any) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("prompt", "env_class")} | {"max_turns": 1, **more}
 
 
-def test_a_legal_move_is_worth_what_it_leads_to() -> None:
+def test_reward_of_a_legal_move_is_its_outcome() -> None:
     env = OpenSpielEnv(env_config={}, extras=extras(1))
     task = TASKS.generate(1)
     move = task.legal.moves[3]
@@ -44,7 +44,7 @@ def test_a_legal_move_is_worth_what_it_leads_to() -> None:
 
 @pytest.mark.parametrize("reply", ["", "   ", "a", "I pass", "<think>a1", "\\boxed{}", "\x00", "\ud800"])
 @pytest.mark.parametrize("mode", ["outcome", "legal"])
-def test_what_is_no_legal_move_is_worth_nothing(reply: str, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reply_without_a_legal_move_has_reward_0(reply: str, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     env = OpenSpielEnv({"reward_mode": mode}, extras())
     out = env.step(reply)
     assert out["reward"] == 0.0
@@ -54,13 +54,13 @@ def test_what_is_no_legal_move_is_worth_nothing(reply: str, mode: str, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_square_that_is_taken_is_no_legal_move(capfd: pytest.CaptureFixture[str]) -> None:
+def test_move_to_a_taken_square_has_reward_0(capfd: pytest.CaptureFixture[str]) -> None:
     env = OpenSpielEnv({"reward_mode": "legal"}, extras())
     assert env.step("c3")["reward"] == 0.0  # the first random move of this task is action 12, c3
     assert capfd.readouterr() == ("", "")
 
 
-def test_in_legal_mode_a_legal_move_is_worth_1() -> None:
+def test_legal_move_has_reward_1_in_legal_mode() -> None:
     env = OpenSpielEnv({"reward_mode": "legal"}, extras())
     out = env.step("the answer is 0")
     assert (out["reward"], out["metadata"]["reward_components"]) == (1.0, {"legal": 1.0})
@@ -68,13 +68,13 @@ def test_in_legal_mode_a_legal_move_is_worth_1() -> None:
     assert env.get_metrics() == {"legal": 1}
 
 
-def test_the_same_answer_is_always_worth_the_same() -> None:
+def test_reward_is_deterministic() -> None:
     move = TASKS.generate(2).legal.moves[0].text
     rewards = {OpenSpielEnv({}, extras(2)).step(move)["reward"] for _ in range(5)}
     assert len(rewards) == 1
 
 
-def test_a_row_with_only_an_id_has_the_same_reward() -> None:
+def test_row_with_only_a_task_id_has_the_same_reward() -> None:
     config = {"cases": list(TASKS.config.cases), "num_tasks_per_case": 5}
     move = TASKS.generate(3).legal.moves[0].text
     by_id = OpenSpielEnv(config, {"extra_info": {"task_id": 3}}).step(move)["reward"]
@@ -92,7 +92,7 @@ def test_every_case_can_be_played_and_scored() -> None:
     assert tasks.total == 2 * len(AVAILABLE_CASES)
 
 
-def test_the_configuration_goes_before_the_row_and_the_row_before_the_defaults() -> None:
+def test_precedence_of_config_row_and_defaults() -> None:
     row = extras(0, reward_spec={"method": "legal"})
     assert OpenSpielEnv({}, row).config.reward_mode == "legal"
     assert OpenSpielEnv({"reward_mode": "outcome"}, row).config.reward_mode == "outcome"
@@ -101,17 +101,17 @@ def test_the_configuration_goes_before_the_row_and_the_row_before_the_defaults()
 
 
 @pytest.mark.parametrize("config", [{"reward_mode": "win"}, {"n_playout": 3}, {"n_playouts": 0}])
-def test_a_configuration_that_cannot_be_is_refused(config: dict[str, Any]) -> None:
+def test_invalid_config_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(config))):
         OpenSpielEnv(config, extras())
 
 
-def test_a_reward_mode_of_a_row_that_is_unknown_is_refused() -> None:
+def test_unknown_reward_mode_of_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="reward_mode='win' is unknown"):
         OpenSpielEnv({}, extras(0, reward_spec={"method": "win"}))
 
 
-def test_a_task_is_answered_once() -> None:
+def test_second_answer_raises() -> None:
     env = OpenSpielEnv({}, extras())
     assert env.get_metrics() == {}
     env.step("a1")
@@ -125,13 +125,13 @@ def test_extra_info_may_be_json_text() -> None:
     assert OpenSpielEnv({}, row).task.task_id == 4
 
 
-def test_a_long_answer_is_cut_in_the_metadata() -> None:
+def test_long_answer_is_truncated_in_the_metadata() -> None:
     out = OpenSpielEnv({}, extras()).step("x" * 1_000_000)
     assert len(out["metadata"]["answer"]) == 200
     json.dumps(out["metadata"])
 
 
-def test_it_is_made_from_the_registry() -> None:
+def test_registry_makes_it() -> None:
     skyrl_gym.register("one_move", "skyrl_gym.envs.openspiel.env:OpenSpielEnv")
     (row,) = TASKS.rows([0])
     with skyrl_gym.make("one_move", env_config={}, extras=extras()) as env:
@@ -145,7 +145,7 @@ def test_it_is_made_from_the_registry() -> None:
 
 
 @pytest.mark.parametrize("case", ["chess", "goofspiel(num_cards=8)", "hearts"])
-def test_it_bears_what_training_does_to_it(case: str) -> None:
+def test_it_passes_the_checkup(case: str) -> None:
     (row,) = OpenSpielTasks({"cases": [case]}).rows([1])
     findings = list(Checkup(EnvSpec("one_move", "skyrl_gym.envs.openspiel.env:OpenSpielEnv"), row, {}).run())
-    assert [finding for finding in findings if finding.verdict != "kept"] == []
+    assert [finding for finding in findings if finding.verdict != "passed"] == []

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import skyrl_gym
-from skyrl_gym.checkup import Checkup
+from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.endpoint import EndpointError
@@ -20,14 +20,14 @@ from skyrl_gym.envs.registration import EnvSpec
 TIC_TAC_TOE = {"cases": ["tic_tac_toe"], "max_random_steps": 0, "num_tasks_per_case": 1}
 
 
-def row_of(task_id: int = 0, **options: Any) -> dict[str, Any]:
+def make_row(task_id: int = 0, **options: Any) -> dict[str, Any]:
     (row,) = OpenSpielTasks(TIC_TAC_TOE | options).game_rows([task_id])
     return row
 
 
 def new_game(row: dict[str, Any] | None = None, **config: Any) -> OpenSpielGameEnv:
-    """A game that has begun."""
-    row = row_of() if row is None else row
+    """Return a game that has been started."""
+    row = make_row() if row is None else row
     extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
     env = OpenSpielGameEnv(env_config=config, extras=extras)
     env.init(row["prompt"])
@@ -35,7 +35,7 @@ def new_game(row: dict[str, Any] | None = None, **config: Any) -> OpenSpielGameE
 
 
 def play_at_random(env: OpenSpielGameEnv, seed: int = 0) -> list[dict[str, Any]]:
-    """Every step of a game in which the seat plays at random."""
+    """Play the seat at random; return every step."""
     rng = random.Random(seed)
     steps: list[dict[str, Any]] = []
     while not steps or not steps[-1]["done"]:
@@ -44,8 +44,8 @@ def play_at_random(env: OpenSpielGameEnv, seed: int = 0) -> list[dict[str, Any]]
     return steps
 
 
-def test_the_first_decision_follows_the_prompt() -> None:
-    row = row_of()
+def test_first_decision_is_appended_to_the_prompt() -> None:
+    row = make_row()
     env = OpenSpielGameEnv({"seat": 1}, row)
     (message,), facts = env.init(row["prompt"])
     assert facts == {"seat": 1, "case": "tic_tac_toe", "task_id": 0}
@@ -65,9 +65,9 @@ def test_the_first_decision_follows_the_prompt() -> None:
         ([], ["user"]),
     ],
 )
-def test_the_prompt_of_a_row_is_kept(prompt: ConversationType, roles: list[str]) -> None:
+def test_prompt_of_the_row_is_kept(prompt: ConversationType, roles: list[str]) -> None:
     before = json.dumps(prompt)
-    messages, _ = OpenSpielGameEnv({"seat": 0}, row_of()).init(prompt)
+    messages, _ = OpenSpielGameEnv({"seat": 0}, make_row()).init(prompt)
     assert [message["role"] for message in messages] == roles
     assert json.dumps(prompt) == before
     assert "Legal actions:" in messages[-1]["content"]
@@ -75,7 +75,7 @@ def test_the_prompt_of_a_row_is_kept(prompt: ConversationType, roles: list[str])
         assert messages[0]["content"].startswith("Play well.")
 
 
-def test_a_game_is_played_to_its_end_and_worth_its_scaled_return() -> None:
+def test_reward_of_a_finished_game_is_its_scaled_return() -> None:
     outcomes = set()
     for seed in range(12):
         env = new_game(seat=0, seed=seed)
@@ -97,7 +97,7 @@ def test_a_game_is_played_to_its_end_and_worth_its_scaled_return() -> None:
     assert outcomes >= {0.0, 1.0}
 
 
-def test_each_turn_tells_what_the_others_played_and_what_is_legal_now() -> None:
+def test_observations_show_the_others_moves_and_the_legal_moves() -> None:
     env = new_game(seat=0)
     (message,) = env.step("x(1,1)")["observations"]
     assert message["content"].startswith("Player 1 played o(")
@@ -107,10 +107,10 @@ def test_each_turn_tells_what_the_others_played_and_what_is_legal_now() -> None:
 
 @pytest.mark.parametrize("opponent", ["random", "mcts"])
 @pytest.mark.parametrize("case", ["backgammon", "leduc_poker", "hex(board_size=5)", "goofspiel(num_cards=8)"])
-def test_the_same_replies_play_the_same_game(case: str, opponent: str) -> None:
+def test_same_replies_play_the_same_game(case: str, opponent: str) -> None:
     if case.startswith("goofspiel") and opponent == "mcts":
         opponent = "random"
-    row = row_of(3, cases=[case], max_random_steps=2, num_tasks_per_case=5)
+    row = make_row(3, cases=[case], max_random_steps=2, num_tasks_per_case=5)
     config = {"opponent": opponent, "mcts": {"n_simulations": 2, "n_worlds": 2}, "max_turns": 12}
     games = [play_at_random(new_game(row, **config), seed=1) for _ in range(2)]
     assert games[0] == games[1]
@@ -118,18 +118,18 @@ def test_the_same_replies_play_the_same_game(case: str, opponent: str) -> None:
     assert other_seed != games[0]
 
 
-def test_the_players_take_turns_from_task_to_task_unless_a_seat_is_set() -> None:
+def test_seat_alternates_unless_it_is_set() -> None:
     options = {"num_tasks_per_case": 4}
-    assert [new_game(row_of(k, **options)).seat for k in range(4)] == [0, 1, 0, 1]
-    assert [new_game(row_of(k, **options), seat=1).seat for k in range(4)] == [1, 1, 1, 1]
+    assert [new_game(make_row(k, **options)).seat for k in range(4)] == [0, 1, 0, 1]
+    assert [new_game(make_row(k, **options), seat=1).seat for k in range(4)] == [1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"seat=2, but tic_tac_toe\(\) has 2 players"):
         new_game(seat=2)
 
 
-def test_an_illegal_answer_may_be_corrected() -> None:
+def test_illegal_answer_may_be_corrected() -> None:
     env = new_game(seat=0, n_retries=2)
     first = env.step("z9")
-    assert first["observations"] == [{"role": "user", "content": prompts.illegal_answer(2)}]
+    assert first["observations"] == [{"role": "user", "content": prompts.format_illegal_answer(2)}]
     assert (first["reward"], first["done"]) == (0.0, False)
     assert "1 more try" in env.step("")["observations"][0]["content"]
     corrected = env.step("x(1,1)")
@@ -138,7 +138,7 @@ def test_an_illegal_answer_may_be_corrected() -> None:
     assert env.get_metrics()["legal"] == 0.25
 
 
-def test_who_finds_no_legal_move_loses() -> None:
+def test_repeated_illegal_answers_lose() -> None:
     env = new_game(seat=0, n_retries=1)
     assert not env.step("z9")["done"]
     last = env.step("z9")
@@ -147,12 +147,12 @@ def test_who_finds_no_legal_move_loses() -> None:
     assert env.get_metrics() == {"steps": 2, "legal": 0.0, "finished": 0, "outcome": 0.0, "won": 0}
 
 
-def test_an_illegal_answer_may_lose_at_once() -> None:
+def test_illegal_answer_may_lose_at_once() -> None:
     last = new_game(seat=0, illegal="lose").step("z9")
     assert (last["reward"], last["done"]) == (0.0, True)
 
 
-def test_for_an_illegal_answer_a_move_may_be_drawn() -> None:
+def test_random_move_may_replace_an_illegal_answer() -> None:
     env = new_game(seat=0, illegal="random")
     out = env.step("z9")
     drawn = out["observations"][0]["content"].splitlines()[0]
@@ -171,10 +171,8 @@ def test_legal_moves_may_be_rewarded() -> None:
 
 
 @pytest.mark.parametrize(("trainer", "configured"), [(2, None), (None, 2), (9, 2), (2, 9)])
-def test_a_game_that_is_cut_off_is_worth_what_random_games_make_of_it(
-    trainer: int | None, configured: int | None
-) -> None:
-    row = row_of(0, cases=["hex(board_size=7)"]) | ({} if trainer is None else {"max_turns": trainer})
+def test_unfinished_game_is_scored_by_random_games(trainer: int | None, configured: int | None) -> None:
+    row = make_row(0, cases=["hex(board_size=7)"]) | ({} if trainer is None else {"max_turns": trainer})
     config = {} if configured is None else {"max_turns": configured}
     env = new_game(row, seat=0, n_playouts=50, **config)
     first, last = play_at_random(env)
@@ -186,48 +184,48 @@ def test_a_game_that_is_cut_off_is_worth_what_random_games_make_of_it(
     assert env.get_metrics()["finished"] == 0
 
 
-def test_the_last_turn_leaves_no_try_for_an_illegal_answer() -> None:
+def test_no_retry_after_the_last_turn() -> None:
     env = new_game(seat=0, max_turns=2, n_retries=5)
     assert "1 more try" in env.step("z9")["observations"][0]["content"]
     last = env.step("z9")
     assert (last["reward"], last["done"]) == (0.0, True)
 
 
-def test_without_limits_the_longest_game_fits() -> None:
+def test_default_turn_limit_fits_the_longest_game() -> None:
     assert new_game(seat=0, n_retries=1).max_turns == 18
 
 
-def test_a_game_that_ends_before_the_seats_turn_is_begun_again_and_then_refused() -> None:
-    """In this nim the first to move takes the only object: whoever else sits there never has a turn."""
-    row = row_of(0, cases=["nim(pile_sizes=1;0)"])
+def test_game_that_ends_before_the_seats_turn_is_restarted_and_then_refused() -> None:
+    """In this nim the first player takes the only object, so the second player never has a turn."""
+    row = make_row(0, cases=["nim(pile_sizes=1;0)"])
     with pytest.raises(ValueError, match="ended 10 times before the first turn of seat=1"):
         new_game(row, seat=1)
     assert new_game(row, seat=0).step("0")["done"]
 
 
-def test_a_game_has_an_order_of_calls() -> None:
-    env = OpenSpielGameEnv({}, row_of())
+def test_wrong_order_of_calls_raises() -> None:
+    env = OpenSpielGameEnv({}, make_row())
     assert env.get_metrics() == {}
     with pytest.raises(RuntimeError, match="call init before step"):
         env.step("0")
     env.init([])
-    with pytest.raises(RuntimeError, match="has begun"):
+    with pytest.raises(RuntimeError, match="has started"):
         env.init([])
     play_at_random(env)
     with pytest.raises(RuntimeError, match="make a new OpenSpielGameEnv"):
         env.step("0")
 
 
-def test_options_come_from_the_configuration_then_the_row_then_the_defaults() -> None:
-    row = row_of()
+def test_precedence_of_config_row_and_defaults() -> None:
+    row = make_row()
     row["extra_info"] |= {"opponent": "mcts", "illegal": "lose"}
     env = new_game(row)
     assert (env.config.opponent, env.config.illegal) == ("mcts", "lose")
     section = OmegaConf.create({"opponent": "random", "mcts": {"n_simulations": 7}, "cases": ["hex"]})
     assert OpenSpielGameEnv(section, row).config.opponent == "random"
     assert OpenSpielGameEnv(section, row).config.mcts.n_simulations == 7
-    assert OpenSpielGameEnv({}, row_of() | {"illegal": "random"}).config.illegal == "random"
-    assert GameConfig.of({}).illegal == "retry"
+    assert OpenSpielGameEnv({}, make_row() | {"illegal": "random"}).config.illegal == "random"
+    assert GameConfig.from_options({}).illegal == "retry"
 
 
 @pytest.mark.parametrize(
@@ -244,9 +242,9 @@ def test_options_come_from_the_configuration_then_the_row_then_the_defaults() ->
         ({"opponent": "policy", "policy": {"model": "m"}}, "has no base_url"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_named(config: dict[str, Any], message: str) -> None:
+def test_invalid_config_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        OpenSpielGameEnv(config, row_of())
+        OpenSpielGameEnv(config, make_row())
 
 
 def test_self_play_against_a_model_behind_a_url(model_server: Any) -> None:
@@ -270,7 +268,7 @@ def test_self_play_against_a_model_behind_a_url(model_server: Any) -> None:
     assert second[2]["content"].startswith("Player 1 played o(")
 
 
-def test_an_opponent_that_cannot_be_reached_is_no_loss_and_no_win(model_server: Any) -> None:
+def test_unreachable_opponent_raises(model_server: Any) -> None:
     policy = {"base_url": model_server.url, "model": "frozen", "n_attempts": 1}
     model_server.answer = lambda messages: (500, b"out of memory")
     with pytest.raises(EndpointError, match="out of memory"):
@@ -283,14 +281,14 @@ def test_an_opponent_that_cannot_be_reached_is_no_loss_and_no_win(model_server: 
         assert "outcome" not in env.get_metrics()
 
 
-def test_a_language_model_may_be_given_as_a_function() -> None:
+def test_language_model_may_be_a_function() -> None:
     asked: list[ConversationType] = []
 
     def model(messages: ConversationType) -> str:
         asked.append(messages)
         return "nonsense"
 
-    row = row_of()
+    row = make_row()
     env = OpenSpielGameEnv({"opponent": "policy", "seat": 1, "n_retries": 1}, row, language_model=model)
     env.init(row["prompt"])
     assert len(asked) == 2
@@ -298,14 +296,14 @@ def test_a_language_model_may_be_given_as_a_function() -> None:
     assert env.get_metrics()["opponent_illegal"] == len(asked)
 
 
-def test_every_other_seat_has_a_conversation_of_its_own() -> None:
+def test_every_opponent_has_a_separate_conversation() -> None:
     asked: list[ConversationType] = []
 
     def model(messages: ConversationType) -> str:
         asked.append(messages)
         return "0"
 
-    row = row_of(0, cases=["hearts"], max_random_steps=0)
+    row = make_row(0, cases=["hearts"], max_random_steps=0)
     env = OpenSpielGameEnv({"opponent": "policy", "seat": 0, "max_turns": 4}, row, language_model=model)
     env.init(row["prompt"])
     play_at_random(env)
@@ -315,9 +313,9 @@ def test_every_other_seat_has_a_conversation_of_its_own() -> None:
     assert len({messages[0]["content"] for messages in asked}) == 3
 
 
-def test_it_is_made_from_the_registry() -> None:
+def test_registry_makes_it() -> None:
     skyrl_gym.register("whole_game", "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv")
-    row = row_of()
+    row = make_row()
     extras = {key: value for key, value in row.items() if key != "prompt"} | {"max_turns": 3}
     with skyrl_gym.make("whole_game", env_config={"seat": 0}, extras=extras) as env:
         env.init(row["prompt"])
@@ -328,8 +326,8 @@ def test_it_is_made_from_the_registry() -> None:
 
 @pytest.mark.parametrize("opponent", ["random", "mcts"])
 @pytest.mark.parametrize("case", ["chess", "backgammon", "leduc_poker"])
-def test_it_bears_what_training_does_to_it(case: str, opponent: str) -> None:
-    row = row_of(1, cases=[case], num_tasks_per_case=2)
+def test_it_passes_the_checkup(case: str, opponent: str) -> None:
+    row = make_row(1, cases=[case], num_tasks_per_case=2)
     settings = {"opponent": opponent, "mcts": {"n_simulations": 3, "n_worlds": 2}}
     findings = list(Checkup(EnvSpec("game", "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv"), row, settings).run())
-    assert [finding for finding in findings if finding.verdict != "kept"] == []
+    assert [finding for finding in findings if finding.verdict != "passed"] == []

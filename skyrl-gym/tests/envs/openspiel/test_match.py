@@ -11,7 +11,7 @@ from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, open
 
 
 class Scripted:
-    """Plays these actions in order, and keeps the turns that it was given."""
+    """Plays given actions in order, and records its turns."""
 
     def __init__(self, *actions: int) -> None:
         self.actions = list(actions)
@@ -22,7 +22,7 @@ class Scripted:
         return self.actions.pop(0)
 
 
-def test_the_others_play_until_it_is_the_seats_turn() -> None:
+def test_opponents_play_until_the_seats_turn() -> None:
     other = Scripted(4, 8)
     match = Match(load_game("tic_tac_toe").new_initial_state(), 1, {0: other}, random.Random(0))
     match.advance()
@@ -34,7 +34,7 @@ def test_the_others_play_until_it_is_the_seats_turn() -> None:
     assert match.turn().events == ("Player 0 played x(2,2).",)
 
 
-def test_several_others_play_in_their_order() -> None:
+def test_several_opponents_play_in_order() -> None:
     others = {player: Scripted(1, 1, 1) for player in (0, 2)}
     state = opening(load_game("leduc_poker(players=3)"), 0, 0)
     match = Match(state, 1, others, random.Random(0))
@@ -45,13 +45,13 @@ def test_several_others_play_in_their_order() -> None:
     assert match.state.current_player() == 1
 
 
-def test_what_others_play_is_not_told_where_information_is_hidden() -> None:
+def test_events_are_empty_in_games_with_hidden_information() -> None:
     match = Match(opening(load_game("leduc_poker"), 0, 0), 1, {0: Scripted(2)}, random.Random(0))
     match.advance()
     assert match.turn().events == ()
 
 
-def test_nobody_sees_a_bid_before_all_have_bid() -> None:
+def test_simultaneous_bids_are_secret() -> None:
     other = Scripted(6, 5)
     state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
     match = Match(state, 0, {1: other}, random.Random(0))
@@ -65,7 +65,7 @@ def test_nobody_sees_a_bid_before_all_have_bid() -> None:
     assert match.state.history() == [7, 6, 0, 5]
 
 
-def test_the_state_that_a_match_begins_with_is_left_alone() -> None:
+def test_initial_state_is_not_modified() -> None:
     state = opening(load_game("hex(board_size=5)"), 0, 0)
     match = Match(state, 0, {1: RandomOpponent()}, random.Random(0))
     match.play(3)
@@ -74,7 +74,7 @@ def test_the_state_that_a_match_begins_with_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("case", AVAILABLE_CASES)
-def test_every_case_is_played_to_its_end_with_decisions_of_the_seat_only(case: str) -> None:
+def test_every_case_is_played_to_its_end(case: str) -> None:
     game = load_game(case)
     for seat in range(game.num_players()):
         opponents = {player: RandomOpponent() for player in range(game.num_players()) if player != seat}
@@ -89,7 +89,7 @@ def test_every_case_is_played_to_its_end_with_decisions_of_the_seat_only(case: s
         assert match.state.is_terminal()
 
 
-def test_the_same_moves_meet_the_same_dice() -> None:
+def test_same_moves_meet_the_same_dice() -> None:
     histories = set()
     for _ in range(3):
         game, own = load_game("backgammon"), random.Random(5)
@@ -101,7 +101,7 @@ def test_the_same_moves_meet_the_same_dice() -> None:
     assert len(histories) == 1
 
 
-def test_an_opponent_that_plays_what_is_not_legal_is_a_defect() -> None:
+def test_illegal_move_of_an_opponent_is_an_assertion_error() -> None:
     match = Match(load_game("tic_tac_toe").new_initial_state(), 1, {0: Scripted(99)}, random.Random(0))
     with pytest.raises(AssertionError, match="player 0 chose 99"):
         match.advance()

@@ -31,7 +31,7 @@ def first_decision(case: str, player: int = 0) -> LegalMoves:
         ),
     ],
 )
-def test_moves_read_as_players_write_them(case: str, player: int, text: str, raw: str) -> None:
+def test_text_of_moves(case: str, player: int, text: str, raw: str) -> None:
     state = opening(load_game(case), 0, 0)
     first = legal_moves(state, state.current_player() if not is_simultaneous(state) else player).moves[0]
     assert (first.text, first.raw) == (text, raw)
@@ -59,7 +59,7 @@ def test_numbers_count_from_zero() -> None:
     assert [move.number for move in first_decision("hex(board_size=3)").moves] == list(range(9))
 
 
-def test_a_bid_has_its_own_number() -> None:
+def test_bid_is_numbered_by_its_value() -> None:
     state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
     state.apply_actions([2, 0])
     assert [(move.number, move.text) for move in legal_moves(state, 0).moves][:3] == [
@@ -69,7 +69,7 @@ def test_a_bid_has_its_own_number() -> None:
     ]
 
 
-def test_a_number_that_is_the_text_of_a_move_is_given_to_no_other() -> None:
+def test_number_that_is_a_moves_text_is_not_used_for_another_move() -> None:
     seen_mixed = False
     for seed in range(20):
         for legal in walk("dou_dizhu", seed):
@@ -80,14 +80,14 @@ def test_a_number_that_is_the_text_of_a_move_is_given_to_no_other() -> None:
     assert seen_mixed
 
 
-def test_moves_that_read_alike_are_told_apart_by_their_ids() -> None:
+def test_moves_with_equal_texts_are_distinguished_by_their_ids() -> None:
     moves = next(legal for legal in walk("backgammon", 0) if any("(" in move.text for move in legal.moves)).moves
     double = next(move for move in moves if move.text.endswith(")"))
     assert double.text.endswith(f" ({double.action})")
     assert double.text.removesuffix(f" ({double.action})") in {move.text for move in moves}
 
 
-def test_names_are_read_in_any_case_unless_that_is_ambiguous_or_the_game_tells_cases_apart() -> None:
+def test_case_of_names_is_ignored_unless_it_matters() -> None:
     poker = first_decision("leduc_poker")
     assert poker.by_name["call"] is poker.by_name["Call"]
     chess = legal_moves(load_game("chess").new_initial_state(), 1)
@@ -99,13 +99,13 @@ def test_names_are_read_in_any_case_unless_that_is_ambiguous_or_the_game_tells_c
     assert "bc" not in clash.by_name
 
 
-def test_lower_case_keeps_every_length() -> None:
+def test_lower_ascii_preserves_the_length() -> None:
     text = "ABCz İßΣ１"
     assert lower_ascii(text) == "abcz İßΣ１"
 
 
 def walk(case: str, seed: int) -> list[LegalMoves]:
-    """The legal moves of every decision of a random game."""
+    """Return the legal moves of every decision of a random game."""
     state, rng, decisions = opening(load_game(case), seed, 0), random.Random(seed), []
     while not state.is_terminal():
         if not state.is_chance_node():

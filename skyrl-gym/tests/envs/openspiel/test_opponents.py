@@ -16,7 +16,7 @@ from skyrl_gym.envs.openspiel.opponents import MctsConfig, MctsOpponent, PolicyO
 from skyrl_gym.envs.openspiel.states import opening
 
 
-def turn_of(state: State, events: tuple[str, ...] = ()) -> Turn:
+def make_turn(state: State, events: tuple[str, ...] = ()) -> Turn:
     player = state.current_player()
     return Turn(state, player, legal_moves(state, player), events)
 
@@ -28,33 +28,33 @@ def tic_tac_toe(*actions: int) -> State:
     return state
 
 
-def test_the_random_opponent_plays_every_move_alike() -> None:
-    turn, rng = turn_of(tic_tac_toe(0, 1, 2, 4)), random.Random(0)
+def test_random_opponent_plays_uniformly() -> None:
+    turn, rng = make_turn(tic_tac_toe(0, 1, 2, 4)), random.Random(0)
     counts = Counter(RandomOpponent().choose(turn, rng) for _ in range(1000))
     assert set(counts) == {3, 5, 6, 7, 8}
     assert all(150 < count < 250 for count in counts.values())
 
 
-def test_search_takes_a_win_and_stops_a_loss() -> None:
+def test_search_finds_a_win_and_prevents_a_loss() -> None:
     game = load_game("tic_tac_toe")
     opponent = MctsOpponent(game, MctsConfig(n_simulations=200))
     for seed in range(5):
-        assert opponent.choose(turn_of(tic_tac_toe(0, 3, 1, 4)), random.Random(seed)) == 2  # x completes the row
-        assert opponent.choose(turn_of(tic_tac_toe(0, 8, 1)), random.Random(seed)) == 2  # o stops it
+        assert opponent.choose(make_turn(tic_tac_toe(0, 3, 1, 4)), random.Random(seed)) == 2  # x completes the row
+        assert opponent.choose(make_turn(tic_tac_toe(0, 8, 1)), random.Random(seed)) == 2  # o stops it
 
 
-def test_search_follows_from_the_generator_and_leaves_the_state_alone() -> None:
+def test_search_is_deterministic_and_does_not_modify_the_state() -> None:
     game = load_game("hex(board_size=5)")
     opponent = MctsOpponent(game, MctsConfig(n_simulations=3))
     state = opening(game, 0, 2)
-    choices = [opponent.choose(turn_of(state), random.Random(seed)) for seed in range(20)]
-    assert choices == [opponent.choose(turn_of(state), random.Random(seed)) for seed in range(20)]
+    choices = [opponent.choose(make_turn(state), random.Random(seed)) for seed in range(20)]
+    assert choices == [opponent.choose(make_turn(state), random.Random(seed)) for seed in range(20)]
     assert len(set(choices)) > 1
     assert state.history() == opening(game, 0, 2).history()
 
 
-def test_search_does_not_look_at_hidden_cards() -> None:
-    """The same knowledge gives the same moves, whatever the other one holds."""
+def test_search_does_not_use_hidden_cards() -> None:
+    """The same knowledge gives the same move, whatever the opponent's cards."""
     game = load_game("leduc_poker")
     choices = []
     for hidden in (0, 1, 2, 4):
@@ -62,7 +62,7 @@ def test_search_does_not_look_at_hidden_cards() -> None:
         for action in (3, hidden):  # the own card, the other's
             state.apply_action(action)
         opponent = MctsOpponent(game, MctsConfig(n_simulations=50, n_worlds=5))
-        choices.append([opponent.choose(turn_of(state), random.Random(seed)) for seed in range(10)])
+        choices.append([opponent.choose(make_turn(state), random.Random(seed)) for seed in range(10)])
     assert choices == choices[:1] * 4
 
 
@@ -77,7 +77,7 @@ def test_search_plays_whole_games_with_hidden_cards(case: str) -> None:
                 state.apply_action(rng.choice([action for action, _ in state.chance_outcomes()]))
             if state.is_terminal():
                 break
-            action = opponent.choose(turn_of(state), rng)
+            action = opponent.choose(make_turn(state), rng)
             assert action in state.legal_actions()
             state.apply_action(action)
 
@@ -87,11 +87,11 @@ def test_search_plays_whole_games_with_hidden_cards(case: str) -> None:
     [
         ("goofspiel", "its players move at the same time"),
         ("cribbage", "it gives rewards before its end"),
-        ("liars_dice", "what is hidden in it cannot be guessed"),
-        ("hearts", "what is hidden in it cannot be guessed"),
+        ("liars_dice", "its hidden information cannot be sampled"),
+        ("hearts", "its hidden information cannot be sampled"),
     ],
 )
-def test_search_says_which_games_it_cannot_play(case: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_search_refuses_unsupported_games(case: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=f"cannot play {case}.*: {reason}; use opponent=random or policy"):
         MctsOpponent(load_game(case), MctsConfig())
     assert capfd.readouterr() == ("", "")
@@ -105,13 +105,13 @@ def test_search_says_which_games_it_cannot_play(case: str, reason: str, capfd: p
         ({"uct_c": -1}, "uct_c=-1 must be at least 0"),
     ],
 )
-def test_a_search_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_search_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MctsConfig.of(options)
+        MctsConfig.from_options(options)
 
 
 def scripted(*replies: str) -> tuple[Callable[[ConversationType], str], list[ConversationType]]:
-    """A model that gives these replies, and what it was asked."""
+    """Return a model that gives these replies, and a list of its conversations."""
     asked: list[ConversationType] = []
     left = list(replies)
 
@@ -122,67 +122,67 @@ def scripted(*replies: str) -> tuple[Callable[[ConversationType], str], list[Con
     return model, asked
 
 
-def test_a_policy_reads_what_the_trained_model_would_read_in_its_seat() -> None:
+def test_policy_reads_the_prompts_of_its_seat() -> None:
     model, asked = scripted("<think>centre</think>\\boxed{o(1,1)}", "I take \\boxed{o(2,2)}.")
     opponent = PolicyOpponent(model, max_listed_moves=100, n_retries=0)
     state = tic_tac_toe(0)
-    first = turn_of(state, ("Player 0 played x(0,0).",))
+    first = make_turn(state, ("Player 0 played x(0,0).",))
     assert opponent.choose(first, random.Random(0)) == 4
-    introduction = prompts.introduction(state.get_game())
-    decision = prompts.decision(state, 1, first.legal, 100, first.events)
+    introduction = prompts.format_introduction(state.get_game())
+    decision = prompts.format_decision(state, 1, first.legal, 100, first.events)
     assert "You are player 1." in decision
     assert asked[0] == [{"role": "user", "content": f"{introduction}\n\n{decision}"}]
-    second = turn_of(tic_tac_toe(0, 4, 1))
+    second = make_turn(tic_tac_toe(0, 4, 1))
     assert opponent.choose(second, random.Random(0)) == 8
     assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
     assert asked[1][1]["content"] == "<think>centre</think>\\boxed{o(1,1)}"
-    assert asked[1][2]["content"] == prompts.decision(second.state, 1, second.legal, 100)
+    assert asked[1][2]["content"] == prompts.format_decision(second.state, 1, second.legal, 100)
 
 
-def test_a_policy_may_correct_itself() -> None:
+def test_policy_may_correct_an_illegal_answer() -> None:
     model, asked = scripted("e9", "b9", "\\boxed{o(1,1)}")
     opponent = PolicyOpponent(model, 100, n_retries=2)
-    assert opponent.choose(turn_of(tic_tac_toe(0)), random.Random(0)) == 4
+    assert opponent.choose(make_turn(tic_tac_toe(0)), random.Random(0)) == 4
     assert opponent.n_illegal == 2
-    assert asked[2][2] == {"role": "user", "content": prompts.illegal_answer(2)}
-    assert asked[2][4] == {"role": "user", "content": prompts.illegal_answer(1)}
+    assert asked[2][2] == {"role": "user", "content": prompts.format_illegal_answer(2)}
+    assert asked[2][4] == {"role": "user", "content": prompts.format_illegal_answer(1)}
 
 
-def test_for_a_policy_that_does_not_a_move_is_drawn_and_it_is_told() -> None:
+def test_random_move_is_played_and_reported_after_illegal_answers() -> None:
     model, asked = scripted("", "", "\\boxed{0}")
     opponent = PolicyOpponent(model, 100, n_retries=1)
-    turn = turn_of(tic_tac_toe(0))
+    turn = make_turn(tic_tac_toe(0))
     drawn = opponent.choose(turn, random.Random(7))
     assert drawn == random.Random(7).choice(turn.legal.moves).action
     text = next(move.text for move in turn.legal.moves if move.action == drawn)
-    opponent.choose(turn_of(tic_tac_toe(0, drawn, 8 if drawn != 8 else 7)), random.Random(0))
-    assert asked[2][-1]["content"].startswith(prompts.played_at_random(text))
+    opponent.choose(make_turn(tic_tac_toe(0, drawn, 8 if drawn != 8 else 7)), random.Random(0))
+    assert asked[2][-1]["content"].startswith(prompts.format_random_move(text))
     assert [message["role"] for message in asked[2]] == ["user", "assistant", "user", "assistant", "user"]
     assert opponent.n_illegal == 2
 
 
-def test_a_policy_that_fails_fails_the_game() -> None:
+def test_errors_of_the_policy_are_propagated() -> None:
     def broken(messages: ConversationType) -> str:
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError, match="gone"):
-        PolicyOpponent(broken, 100, 3).choose(turn_of(tic_tac_toe()), random.Random(0))
+        PolicyOpponent(broken, 100, 3).choose(make_turn(tic_tac_toe()), random.Random(0))
 
 
-def test_a_model_that_returns_no_text_is_a_mistake_of_its_author() -> None:
+def test_model_must_return_text() -> None:
     with pytest.raises(TypeError, match="must return its reply as text, got None"):
-        PolicyOpponent(lambda messages: None, 100, 3).choose(turn_of(tic_tac_toe()), random.Random(0))  # type: ignore[arg-type]
+        PolicyOpponent(lambda messages: None, 100, 3).choose(make_turn(tic_tac_toe()), random.Random(0))  # type: ignore[arg-type]
 
 
-def test_a_model_cannot_change_the_conversation_it_is_shown() -> None:
+def test_model_cannot_modify_its_conversation() -> None:
     def meddling(messages: ConversationType) -> str:
         messages[0]["content"] = "changed"
         messages.clear()
         return "0"
 
     opponent = PolicyOpponent(meddling, 100, 0)
-    opponent.choose(turn_of(tic_tac_toe()), random.Random(0))
+    opponent.choose(make_turn(tic_tac_toe()), random.Random(0))
     model, asked = scripted("0")
     opponent._model = model
-    opponent.choose(turn_of(tic_tac_toe(0, 1)), random.Random(0))
+    opponent.choose(make_turn(tic_tac_toe(0, 1)), random.Random(0))
     assert asked[0][0]["content"].startswith("Game: tic_tac_toe")

@@ -28,13 +28,11 @@ from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, open
         ("cribbage", [1121.0, -907.0], 0, (1121 + 1149) / 2298),
     ],
 )
-def test_a_return_is_scaled_to_what_the_game_can_give(
-    case: str, returns: list[float], player: int, reward: float
-) -> None:
+def test_return_is_scaled_to_the_utility_range(case: str, returns: list[float], player: int, reward: float) -> None:
     assert scaled_return(load_game(case), returns, player) == pytest.approx(reward)
 
 
-def test_every_case_is_worth_between_0_and_1() -> None:
+def test_rewards_of_every_case_are_between_0_and_1() -> None:
     for case in AVAILABLE_CASES:
         game = load_game(case)
         state = opening(game, 1, 4)
@@ -43,7 +41,7 @@ def test_every_case_is_worth_between_0_and_1() -> None:
             assert 0.0 <= move_value(state, player, action, 3, "0/1") <= 1.0
 
 
-def test_a_winning_move_is_worth_1_and_a_losing_one_0() -> None:
+def test_value_of_a_winning_and_a_losing_move() -> None:
     state = load_game("nim(pile_sizes=1;2)").new_initial_state()  # the last to take loses
     values = {
         state.action_to_string(action): move_value(state, 0, action, 200, "0/0") for action in state.legal_actions()
@@ -52,7 +50,7 @@ def test_a_winning_move_is_worth_1_and_a_losing_one_0() -> None:
     assert values["pile:1, take:1;"] == pytest.approx(0.5, abs=0.1)  # the other takes one of two, or both
 
 
-def test_a_value_is_the_mean_over_random_games() -> None:
+def test_value_is_the_mean_over_random_games() -> None:
     state = load_game("tic_tac_toe").new_initial_state()
     for action in (0, 2):
         state.apply_action(action)
@@ -61,7 +59,7 @@ def test_a_value_is_the_mean_over_random_games() -> None:
         assert value == pytest.approx(exact_value(state.child(action)), abs=0.02)
 
 
-def test_a_move_has_one_value_whatever_was_asked_before() -> None:
+def test_value_of_a_move_is_deterministic() -> None:
     state = opening(load_game("hex(board_size=5)"), 0, 0)
     first = [move_value(state, 0, action, 4, "0/7") for action in (0, 12)]
     random.random()
@@ -70,7 +68,7 @@ def test_a_move_has_one_value_whatever_was_asked_before() -> None:
     assert len(seeds) > 1
 
 
-def test_scoring_leaves_the_state_alone() -> None:
+def test_scoring_does_not_modify_the_state() -> None:
     state = opening(load_game("goofspiel(num_cards=8)"), 0, 0)
     before = str(state)
     move_value(state, 1, 3, 2, "0/0")
@@ -78,7 +76,7 @@ def test_scoring_leaves_the_state_alone() -> None:
     assert str(state) == before
 
 
-def test_where_all_move_at_once_the_own_move_is_kept() -> None:
+def test_own_move_is_kept_in_simultaneous_games() -> None:
     state = opening(load_game("goofspiel(num_cards=2,points_order=descending)"), 0, 0)
     assert is_simultaneous(state)
     high, low = (move_value(state, 0, action, 400, "0/0") for action in (1, 0))
@@ -87,13 +85,13 @@ def test_where_all_move_at_once_the_own_move_is_kept() -> None:
     assert low == pytest.approx(0.25, abs=0.05)
 
 
-def test_a_game_without_a_range_of_utilities_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"utilities of the game 2048\(max_tile=0\) go from 0.0 to nan"):
+def test_game_without_a_utility_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"utilities of the game 2048\(max_tile=0\) range from 0.0 to nan"):
         utility_range(load_game("2048(max_tile=0)"))
 
 
 def exact_value(state: State) -> float:
-    """The mean scaled return of player 0 over all games of random play from `state` on."""
+    """Return the mean scaled return of player 0 over all games of random play from `state` on."""
     if state.is_terminal():
         return float(state.returns()[0] + 1) / 2
     actions = state.legal_actions()

@@ -31,11 +31,11 @@ from skyrl_gym.envs.openspiel.states import (
         ("leduc_poker", 1, [0, 5, 1, 2]),
     ],
 )
-def test_a_seed_leads_to_the_recorded_moves(case: str, seed: int, history: list[int]) -> None:
+def test_seed_gives_the_recorded_moves(case: str, seed: int, history: list[int]) -> None:
     assert opening(load_game(case), seed, 4).history() == history
 
 
-def test_a_game_that_the_random_moves_end_is_shown_from_its_first_decision() -> None:
+def test_first_decision_is_used_if_the_random_moves_end_the_game() -> None:
     game = load_game("leduc_poker")
     for seed in (0, 42):
         state = opening(game, seed, 4)
@@ -44,7 +44,7 @@ def test_a_game_that_the_random_moves_end_is_shown_from_its_first_decision() -> 
 
 
 @pytest.mark.parametrize("n_random_steps", [0, 1, 4, 23, 60])
-def test_every_case_shows_a_decision_of_a_player(n_random_steps: int) -> None:
+def test_opening_of_every_case_is_a_decision(n_random_steps: int) -> None:
     for case in AVAILABLE_CASES:
         game = load_game(case)
         for seed in range(4):
@@ -56,18 +56,18 @@ def test_every_case_shows_a_decision_of_a_player(n_random_steps: int) -> None:
             assert legal_actions(state, player)
 
 
-def test_the_same_seed_deals_the_same_cards_and_another_seed_others() -> None:
+def test_seed_determines_the_cards() -> None:
     game = load_game("gin_rummy")
     assert str(opening(game, 3, 0)) == str(opening(game, 3, 0))
     assert str(opening(game, 3, 0)) != str(opening(game, 4, 0))
 
 
 def test_a_game_without_decisions_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"hex\(board_size=0\) offers no decision"):
+    with pytest.raises(ValueError, match=r"hex\(board_size=0\) has no decision at its start"):
         opening(load_game("hex(board_size=0)"), 0, 0)
 
 
-def test_chance_events_come_with_their_probabilities() -> None:
+def test_chance_events_follow_their_probabilities() -> None:
     game = load_game("pig(piglet=True)")  # a 1, or anything else
     drawn = []
     for seed in range(600):
@@ -80,7 +80,7 @@ def test_chance_events_come_with_their_probabilities() -> None:
     assert 70 < drawn.count(ones[0]) < 130
 
 
-def test_where_all_move_at_once_the_others_moves_are_drawn() -> None:
+def test_others_move_at_random_in_simultaneous_games() -> None:
     game = load_game("goofspiel(num_cards=8,points_order=descending)")
     others = set()
     for seed in range(40):
@@ -94,13 +94,13 @@ def test_where_all_move_at_once_the_others_moves_are_drawn() -> None:
     assert len(others) > 5
 
 
-def test_a_move_that_is_given_is_not_drawn() -> None:
+def test_given_move_is_played() -> None:
     state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
     apply_jointly(state, {0: 2, 1: 5}, random.Random(0))
     assert state.history() == [2, 5]
 
 
-def test_every_case_comes_back_from_its_text() -> None:
+def test_serialization_round_trip_of_every_case() -> None:
     for case in AVAILABLE_CASES:
         state = opening(load_game(case), 5, 9)
         game, again = deserialize(serialize(state.get_game(), state))
@@ -110,6 +110,6 @@ def test_every_case_comes_back_from_its_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "hello", "[Game]\nhexx()\n[State]\n1\n", "[Meta]\nVersion: 1\n[Game]\n"])
-def test_other_text_is_no_state(text: str) -> None:
-    with pytest.raises(ValueError, match="serialized_game_and_state is no state of OpenSpiel"):
+def test_invalid_state_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="serialized_game_and_state is not a state of OpenSpiel"):
         deserialize(text)

@@ -11,12 +11,12 @@ import pytest
 
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.states import opening, serialize
-from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig, task_of_row
+from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig, read_task
 
 TWO_CASES = {"cases": ["hex(board_size=5)", "leduc_poker"], "num_tasks_per_case": 3, "seed": 10}
 
 
-def test_a_task_id_is_a_case_and_a_seed() -> None:
+def test_task_id_determines_case_and_seed() -> None:
     tasks = OpenSpielTasks(TWO_CASES)
     assert tasks.total == len(tasks) == 6
     for task_id in range(6):
@@ -32,12 +32,12 @@ def test_task_ids_wrap_around() -> None:
     assert tasks.generate(7).facts == tasks.generate(1).facts
 
 
-def test_the_recorded_positions_come_from_the_configuration() -> None:
+def test_recorded_positions_are_reproduced() -> None:
     tasks = OpenSpielTasks({"cases": ["hex(board_size=5)"], "num_tasks_per_case": 43, "max_random_steps": 4})
     assert [tasks.generate(k).state.history() for k in (0, 1, 42)] == [[12, 14, 1, 9], [4, 19, 2, 10], [20, 3, 0, 10]]
 
 
-def test_by_default_all_cases_have_a_hundred_tasks_which_differ() -> None:
+def test_every_case_has_a_hundred_different_tasks_by_default() -> None:
     tasks = OpenSpielTasks()
     assert tasks.config.cases == AVAILABLE_CASES
     assert tasks.total == 3400
@@ -46,23 +46,23 @@ def test_by_default_all_cases_have_a_hundred_tasks_which_differ() -> None:
     assert len(positions) > 95  # a few are reached in two orders
 
 
-def test_where_all_move_at_once_the_players_take_turns_unless_a_seat_is_set() -> None:
+def test_seat_alternates_in_simultaneous_games_unless_it_is_set() -> None:
     options = {"cases": ["goofspiel(num_cards=8)"], "num_tasks_per_case": 4}
     assert [OpenSpielTasks(options).generate(k).player for k in range(4)] == [0, 1, 0, 1]
     assert [OpenSpielTasks(options | {"seat": 1}).generate(k).player for k in range(4)] == [1, 1, 1, 1]
 
 
-def test_the_facts_bring_a_task_back() -> None:
+def test_task_is_restored_from_its_facts() -> None:
     task = OpenSpielTasks({"cases": ["goofspiel(num_cards=8)"]}).generate(3)
     facts = json.loads(json.dumps(task.facts))
     assert facts["legal_actions"] == [[move.action, move.text] for move in task.legal.moves]
     assert (facts["task_id"], facts["current_player"], facts["num_players"]) == (3, 1, 2)
     assert facts["game_short_name"] == "goofspiel"
-    again = task_of_row(facts, TaskConfig())
+    again = read_task(facts, TaskConfig())
     assert (again.prompt, again.player, again.task_id) == (task.prompt, 1, 3)
 
 
-def test_a_row_asks_the_tasks_question() -> None:
+def test_row_of_a_task() -> None:
     tasks = OpenSpielTasks(TWO_CASES | {"reward_mode": "legal"})
     (row,) = tasks.rows([4])
     assert row["prompt"] == [{"role": "user", "content": tasks.generate(4).prompt}]
@@ -72,7 +72,7 @@ def test_a_row_asks_the_tasks_question() -> None:
     assert row["extra_info"]["legal_actions"][0].keys() == {"id", "text"}
 
 
-def test_a_game_row_only_introduces_the_game() -> None:
+def test_prompt_of_a_game_row_is_the_introduction() -> None:
     (row,) = OpenSpielTasks(TWO_CASES).game_rows([0])
     assert row["env_class"] == "openspiel_game"
     (message,) = row["prompt"]
@@ -80,47 +80,47 @@ def test_a_game_row_only_introduces_the_game() -> None:
     assert "Legal actions" not in message["content"]
 
 
-def test_rows_of_every_case_come_back_from_parquet(tmp_path: Path) -> None:
+def test_rows_survive_parquet(tmp_path: Path) -> None:
     tasks = OpenSpielTasks({"num_tasks_per_case": 1})
     rows = tasks.rows(range(tasks.total)) + tasks.game_rows(range(tasks.total))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     frame = pq.read_table(tmp_path / "train.parquet").to_pylist()
     assert frame == rows
     for row in frame[: tasks.total]:
-        assert task_of_row(row["extra_info"], TaskConfig()).prompt == row["prompt"][0]["content"]
+        assert read_task(row["extra_info"], TaskConfig()).prompt == row["prompt"][0]["content"]
 
 
-def test_a_row_with_only_a_task_id_is_made_from_the_configuration() -> None:
-    config = TaskConfig.of(TWO_CASES)
-    assert task_of_row({"task_id": 4}, config).facts == OpenSpielTasks(config).generate(4).facts
+def test_row_with_only_a_task_id_uses_the_config() -> None:
+    config = TaskConfig.from_options(TWO_CASES)
+    assert read_task({"task_id": 4}, config).facts == OpenSpielTasks(config).generate(4).facts
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"serialized_game_and_state": None, "task_id": None}, "neither serialized_game_and_state nor task_id"),
-        ({"serialized_game_and_state": "nonsense"}, "no state of OpenSpiel"),
+        ({"serialized_game_and_state": "nonsense"}, "not a state of OpenSpiel"),
         ({"task_id": "four"}, "task_id='four' must be a whole number"),
         ({"current_player": 1}, "current_player=1, but its state has player 0 to move"),
         ({"legal_actions": [[0, "a1"]]}, r"lists the legal actions \[0\], but its state has"),
     ],
 )
-def test_a_row_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+def test_inconsistent_row_is_refused(change: dict[str, Any], message: str) -> None:
     facts = OpenSpielTasks(TWO_CASES).generate(0).facts | change
     with pytest.raises(ValueError, match=message):
-        task_of_row({key: value for key, value in facts.items() if value is not None}, TaskConfig())
+        read_task({key: value for key, value in facts.items() if value is not None}, TaskConfig())
 
 
-def test_a_finished_game_and_a_chance_event_are_no_task() -> None:
+def test_finished_games_and_chance_events_are_refused() -> None:
     game = load_game("leduc_poker")
     state = game.new_initial_state()
-    with pytest.raises(ValueError, match="is no decision of a player"):
-        task_of_row({"serialized_game_and_state": serialize(game, state)}, TaskConfig())
+    with pytest.raises(ValueError, match="is not a decision of a player"):
+        read_task({"serialized_game_and_state": serialize(game, state)}, TaskConfig())
     for action in (0, 1, 2, 0):  # two cards, a raise, a fold
         state.apply_action(action)
     assert state.is_terminal()
-    with pytest.raises(ValueError, match="is no decision of a player"):
-        task_of_row({"serialized_game_and_state": serialize(game, state)}, TaskConfig())
+    with pytest.raises(ValueError, match="is not a decision of a player"):
+        read_task({"serialized_game_and_state": serialize(game, state)}, TaskConfig())
 
 
 @pytest.mark.parametrize(
@@ -132,25 +132,25 @@ def test_a_finished_game_and_a_chance_event_are_no_task() -> None:
         ({"num_tasks_per_case": 1.5}, "num_tasks_per_case=1.5 must be a whole number"),
         ({"max_random_step": 3}, "did you mean 'max_random_steps'"),
         ({"cases": ["hex"], "seat": 2}, "seat=2, but the case 'hex' has 2 players"),
-        ({"cases": ["2048(max_tile=0)"]}, "tells no outcomes apart"),
+        ({"cases": ["2048(max_tile=0)"]}, "returns cannot be scaled"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_config_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OpenSpielTasks(options)
 
 
-def test_the_older_name_of_an_option_is_understood() -> None:
-    assert TaskConfig.of({"num_tasks_per_game": 7}).num_tasks_per_case == 7
+def test_option_alias_is_accepted() -> None:
+    assert TaskConfig.from_options({"num_tasks_per_game": 7}).num_tasks_per_case == 7
 
 
-def test_game_types_come_from_the_environment_where_they_are_not_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_game_types_default_to_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GAME_TYPES", "chess, checkers")
-    assert TaskConfig.of({}).cases == ("chess", "checkers")
-    assert TaskConfig.of({"game_types": ["othello"]}).cases == ("othello",)
+    assert TaskConfig.from_options({}).cases == ("chess", "checkers")
+    assert TaskConfig.from_options({"game_types": ["othello"]}).cases == ("othello",)
 
 
-def test_tasks_that_are_all_the_same_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_identical_tasks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     options = {"cases": ["hex", "leduc_poker"], "max_random_steps": 0}
     with caplog.at_level(logging.WARNING):
         tasks = OpenSpielTasks(options)

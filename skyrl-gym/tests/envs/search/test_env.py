@@ -17,8 +17,8 @@ PROMPT = [{"role": "user", "content": "What is the highest mountain of Japan?"}]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A search engine that finds a document with an answer in it; what it was asked."""
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Replace the search engine by one that finds a document with an answer in it; return its requests."""
     requests: list[dict[str, Any]] = []
 
     def answer(**request: Any) -> tuple[dict[str, Any] | None, str | None]:
@@ -37,25 +37,25 @@ def new_env(env_config: Any = None, **row: Any) -> SearchEnv:
     return env
 
 
-def test_a_search_and_an_answer(asked: list[dict[str, Any]]) -> None:
+def test_search_and_answer(requests: list[dict[str, Any]]) -> None:
     env = new_env({"topk": 5})
     first = env.step("I need to look. <search> japan mountain </search>")
     assert (first["reward"], first["done"]) == (0.0, False)
     (message,) = first["observations"]
-    told = json.dumps({"result": "Doc 1: <answer>Fuji</answer></information>\n"})
-    assert message == {"role": "user", "content": f"\n<information>{told}</information>\n"}
+    result = json.dumps({"result": "Doc 1: <answer>Fuji</answer></information>\n"})
+    assert message == {"role": "user", "content": f"\n<information>{result}</information>\n"}
     assert first["metadata"] == {
         "tool_group": "SearchToolGroup",
         "tool_name": "search",
         "tool_input": [" japan mountain "],
     }
-    assert [(request["query"], request["topk"]) for request in asked] == [(" japan mountain ", 5)]
+    assert [(request["query"], request["topk"]) for request in requests] == [(" japan mountain ", 5)]
     last = env.step("So: <answer>the Mount  Fuji!</answer>")
     assert (last["reward"], last["done"], last["observations"]) == (1.0, True, [])
     assert env.get_metrics() == {"steps": 2, "searches": 1}
 
 
-def test_an_answer_in_a_document_is_nobodys(asked: list[dict[str, Any]]) -> None:
+def test_answer_in_a_document_does_not_count(requests: list[dict[str, Any]]) -> None:
     env = new_env()
     env.step("<search>a</search>")
     env.step("<search>b</search>")
@@ -63,10 +63,10 @@ def test_an_answer_in_a_document_is_nobodys(asked: list[dict[str, Any]]) -> None
     assert (last["reward"], last["done"]) == (0.0, True)
 
 
-def test_a_reply_that_says_nothing_gets_an_empty_answer(asked: list[dict[str, Any]]) -> None:
+def test_reply_without_query_gets_an_empty_observation(requests: list[dict[str, Any]]) -> None:
     output = new_env().step("hm </search><search>")
     assert output["observations"] == [{"role": "user", "content": "\n<information></information>\n"}]
-    assert asked == []
+    assert requests == []
 
 
 @pytest.mark.parametrize(
@@ -83,22 +83,22 @@ def test_a_reply_that_says_nothing_gets_an_empty_answer(asked: list[dict[str, An
         ("<answer>Fuji" + "</answer>" * 50_000, 0.0),
     ],
 )
-def test_the_last_answer_counts(asked: list[dict[str, Any]], reply: str, reward: float) -> None:
+def test_the_last_answer_counts(requests: list[dict[str, Any]], reply: str, reward: float) -> None:
     started = time.process_time()
     output = new_env().step(reply)
     assert (output["reward"], output["done"]) == (reward, True)
-    assert asked == []
+    assert requests == []
     assert time.process_time() - started < 2
 
 
-def test_a_search_engine_that_fails_is_not_the_models_fault(asked: list[dict[str, Any]]) -> None:
+def test_search_failure_is_raised_unless_tell_failures_is_set(requests: list[dict[str, Any]]) -> None:
     with pytest.raises(ToolFailure, match="status 503"):
         new_env().step("<search>down</search>")
-    told = new_env({"tell_failures": True}).step("<search>down</search>")["observations"][0]["content"]
-    assert "Search error: the server answered with status 503" in told
+    message = new_env({"tell_failures": True}).step("<search>down</search>")["observations"][0]["content"]
+    assert "Search error: the server answered with status 503" in message
 
 
-def test_turns_are_the_rows_or_two(asked: list[dict[str, Any]]) -> None:
+def test_max_turns_defaults_to_two(requests: list[dict[str, Any]]) -> None:
     assert SearchEnv(None, {"reward_spec": ROW["reward_spec"]}).max_turns == module.MAX_TURNS == 2
     assert new_env(max_turns=1).step("<search>x</search>")["done"]
 
@@ -111,14 +111,16 @@ def test_turns_are_the_rows_or_two(asked: list[dict[str, Any]]) -> None:
         (None, {"reward_spec": {"ground_truth": {"target": []}}}, ValueError, "must be .'target': text"),
         (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, ValueError, "must be .'target': text"),
         ({"top_k": 3}, ROW, ValueError, r"environment\.skyrl_gym\.search\.top_k is unknown; did you mean topk\?"),
-        ({"search_url": "x"}, ROW, ValueError, "must begin with http"),
+        ({"search_url": "x"}, ROW, ValueError, "must start with http"),
         ({"topk": "3"}, ROW, ValueError, r"environment\.skyrl_gym\.search\.topk='3' should be a valid integer"),
         ({"topk": 0}, ROW, ValueError, "topk=0 of a search must be positive"),
         ({"timeout": float("nan")}, ROW, ValueError, "timeout=nan of a search must be positive"),
-        (None, ROW | {"max_turns": 0}, ValueError, "max_turns=0: an episode has at least 1 turn"),
+        (None, ROW | {"max_turns": 0}, ValueError, "max_turns=0 must be at least 1"),
     ],
 )
-def test_what_is_wrong_is_named(env_config: Any, row: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_row_or_config_raises(
+    env_config: Any, row: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         SearchEnv(env_config, row)
 

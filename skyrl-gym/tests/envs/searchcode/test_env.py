@@ -13,7 +13,7 @@ ROW: dict[str, Any] = {"reward_spec": {"ground_truth": "42"}, "max_turns": 3}
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search engine that knows the answer, in the format of an answer, or is down."""
+    """Replace the search engine by one that returns the answer in the right format, or is down."""
 
     def answer(**request: Any) -> tuple[dict[str, Any] | None, str | None]:
         return (None, "down") if request["query"] == "down" else ({"result": [[{"contents": "#### 42"}]]}, None)
@@ -43,7 +43,7 @@ def test_python_search_and_a_solution() -> None:
         assert env.get_metrics() == {"steps": 3}
 
 
-def test_what_tools_say_is_not_scored() -> None:
+def test_tool_output_is_not_scored() -> None:
     env = new_env()
     env.step("<tool><python>print('#' * 4, 42)</python></tool>")
     env.step("<tool><search>answer</search></tool>")
@@ -51,7 +51,7 @@ def test_what_tools_say_is_not_scored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "message"),
     [
         ("", "Call a tool with <tool>"),
         ("<tool>python</tool>", "Write the tool's name as a tag"),
@@ -62,19 +62,19 @@ def test_what_tools_say_is_not_scored() -> None:
         ("<tool>" * 100_000, "Call a tool with <tool>"),
     ],
 )
-def test_a_call_that_is_wrong_is_explained(reply: str, told: str) -> None:
+def test_wrong_call_is_explained(reply: str, message: str) -> None:
     output = new_env().step(reply)
-    assert output["observations"][0]["content"].startswith(told)
+    assert output["observations"][0]["content"].startswith(message)
     assert (output["reward"], output["done"]) == (0.0, False)
 
 
-def test_a_search_engine_that_fails_is_not_the_models_fault() -> None:
+def test_search_failure_is_raised_unless_tell_failures_is_set() -> None:
     with pytest.raises(ToolFailure):
         new_env().step("<tool><search>down</search></tool>")
     output = new_env(tell_failures=True).step("<tool><search>down</search></tool>")
     assert "Search error: down" in output["observations"][0]["content"]
 
 
-def test_a_program_has_its_time() -> None:
+def test_python_timeout() -> None:
     output = new_env(python_timeout=0.5).step("<tool><python>while True: pass</python></tool>")
     assert output["observations"][0]["content"].endswith("Execution timed out after 0.5 seconds.")

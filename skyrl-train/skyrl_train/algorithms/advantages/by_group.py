@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from skyrl_train.algorithms.advantages.groups import (
     ROUNDING,
     are_equal,
@@ -16,6 +14,7 @@ from skyrl_train.algorithms.advantages.groups import (
 )
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
+from skyrl_train.lazy import torch
 
 
 @register_advantage_estimator("grpo", compares="samples", per_token=False, whitens=False)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from skyrl_train.algorithms.advantages.groups import Cells, on_sampled_tokens, prompt_groups
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
+from skyrl_train.lazy import torch
 
 
 @register_advantage_estimator("reinforce++", compares="baseline", per_token=True, whitens=True)

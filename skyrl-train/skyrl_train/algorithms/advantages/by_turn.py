@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from skyrl_train.algorithms.advantages.by_token import generalised_advantages, reward_to_go
 from skyrl_train.algorithms.advantages.groups import Cells, on_sampled_tokens, prompt_groups
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
+from skyrl_train.lazy import torch
 
 
 def turn_index(response_mask: torch.Tensor) -> torch.Tensor:

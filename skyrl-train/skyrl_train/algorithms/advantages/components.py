@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from skyrl_train.algorithms.advantages.by_group import group_normalised
 from skyrl_train.algorithms.advantages.groups import on_sampled_tokens
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.lazy import torch
 
 
 @register_advantage_estimator("gdpo", compares="parts", per_token=False, whitens=True)

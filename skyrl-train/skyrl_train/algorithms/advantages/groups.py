@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
+from skyrl_train.lazy import torch
 
 ROUNDING = 1e-6  # values that differ by no more than the rounding of a sum are equal; relative above 1
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.lazy import torch
 
 
 @register_policy_loss("regular")

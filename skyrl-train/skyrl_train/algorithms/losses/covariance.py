@@ -6,13 +6,12 @@ losses are called with the whole mini-batch.
 
 from __future__ import annotations
 
-import torch
-
 from skyrl_train.algorithms.losses.clipped import pessimistic_surrogate
 from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.lazy import torch
 
 
 @register_policy_loss("clip_cov", whole_batch=True)

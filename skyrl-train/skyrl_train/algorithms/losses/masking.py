@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-
-import torch
+from typing import TypeAlias
 
 from skyrl_train.algorithms.registry import PolicyLoss
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.lazy import torch
 
-LossOutput = tuple[torch.Tensor, dict[str, torch.Tensor]]
+LossOutput: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 """The loss of each token (B, R), and metrics (B, R) by name that are averaged over trained tokens."""
 
 

@@ -5,13 +5,12 @@ A trajectory of several rows has one ratio, and in `luspo` one length, for each 
 
 from __future__ import annotations
 
-import torch
-
 from skyrl_train.algorithms.losses.clipped import pessimistic_surrogate
 from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, within_mask
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.lazy import torch
 
 
 @register_policy_loss("gspo_token", loss_reduction="sequence_mean")

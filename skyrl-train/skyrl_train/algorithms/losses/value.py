@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from skyrl_train.algorithms.losses.masking import LossOutput
+from skyrl_train.lazy import torch
 
 
 def value_loss(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from skyrl_train.algorithms.losses.masking import LossOutput, Tokens, importance_ratio, within_mask
 from skyrl_train.algorithms.registry import register_policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.lazy import torch
 
 
 @register_policy_loss("policy_gradient", reads_eps_clip=False)

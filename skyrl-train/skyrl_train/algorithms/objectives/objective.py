@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-
+from skyrl_train.lazy import torch
 from skyrl_train.types import Metrics, TrainingBatch
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from skyrl_train.algorithms.contract import ResolvedPolicyLoss
 from skyrl_train.algorithms.entropy import top_entropy_mask
 from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
@@ -13,6 +11,7 @@ from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weight
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.lazy import torch
 from skyrl_train.types import Metrics, MetricSums, TokenScores, TrainingBatch
 
 

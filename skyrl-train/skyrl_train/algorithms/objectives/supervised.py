@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.config.algorithm import LossReduction
+from skyrl_train.lazy import torch
 from skyrl_train.types import Metrics, MetricSums, TokenScores, TrainingBatch
 
 

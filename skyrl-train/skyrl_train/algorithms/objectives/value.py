@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from skyrl_train.algorithms.losses import value_loss
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
+from skyrl_train.lazy import torch
 from skyrl_train.types import Metrics, MetricSums, TrainingBatch, ValueScores
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.contract import is_reward
+from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInterface, RolloutRequest

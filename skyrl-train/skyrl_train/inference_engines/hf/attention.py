@@ -25,7 +25,7 @@ MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others i
 
 
 @dataclass(slots=True)
-class Run:
+class RowRun:
     """n sequences of T new tokens each, in neighbouring regions of the same size."""
 
     tokens: slice  # of the tokens of the pass
@@ -63,7 +63,7 @@ class _Stored:
     """Keys or values as attention receives them: the pool of a layer, and the runs of the pass."""
 
     pool: torch.Tensor  # (size, heads, d)
-    runs: Sequence[Run]
+    runs: Sequence[RowRun]
 
 
 class PackedCache:
@@ -103,7 +103,7 @@ class PackedCache:
         return 0
 
 
-def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> Iterator[Run]:
+def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> Iterator[RowRun]:
     """Join compatible neighbouring rows into runs. `size` of the memory is set for isolated rows."""
     can_join = _can_join if size is None else _can_join_isolated
     first, n_tokens = 0, 0
@@ -118,10 +118,10 @@ def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> 
         first, n_tokens = end, tokens.stop
 
 
-def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor) -> Run:
+def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor) -> RowRun:
     n_new = rows[0].n_new
     lengths = [row.sequence.n_cached + n_new for row in rows]
-    return Run(
+    return RowRun(
         tokens=tokens,
         start=rows[0].start,
         capacity=rows[0].region.capacity,
@@ -153,7 +153,7 @@ def padded_length(row: Row) -> int:
     return UNIT * (1 << (n_units - 1).bit_length() if n_units <= n_max else -(-n_units // n_max) * n_max)
 
 
-def _isolated(run: Run, rows: Sequence[Row], size: int) -> Run:
+def _isolated(run: RowRun, rows: Sequence[Row], size: int) -> RowRun:
     """Return the run padded to its `padded_length`, with keys in place if evenly spaced, else copied."""
     length = padded_length(rows[0])
     if length == 0:
@@ -204,7 +204,7 @@ def _attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    run: Run,
+    run: RowRun,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:

@@ -21,9 +21,9 @@ from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import RegionTable
-from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Scheduler, Step
+from skyrl_train.inference_engines.hf.scheduler import CachedSequence, EngineStep, Scheduler
 from skyrl_train.inference_engines.hf.support import check_supported
-from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
+from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineThread, SteppedEngine
 from skyrl_train.models.loading import autocast, default_device, load_model, load_tokenizer
@@ -170,7 +170,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._head.release()
 
     @torch.inference_mode()
-    def _forward(self, step: Step) -> list[Choice]:
+    def _forward(self, step: EngineStep) -> list[SampledToken]:
         """Run one forward pass; return the next tokens of the complete rows, in order."""
         self._memory.copy(step.copies)
         device = self._model.device

@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EngineStep:
     """One forward pass, and the copies to make before it."""
 
     copies: list[Copy]
@@ -87,13 +87,13 @@ class Scheduler:
                 self._table.give_back(sequence.region)
         return over
 
-    def next_step(self) -> Step:
+    def next_step(self) -> EngineStep:
         """Return the next forward pass. At least one sequence is waiting or running."""
         for sequence in list(self.running):  # in the order of their arrival
             if sequence.region is not None:
                 self._make_room(sequence)
         self._admit()
-        return Step(self._table.take_copies(), self._rows())
+        return EngineStep(self._table.take_copies(), self._rows())
 
     def restart_all(self) -> None:
         """Drop all regions; every sequence waits and is read again."""

@@ -25,7 +25,7 @@ from vllm.v1.executor import Executor
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.base import SamplingParams as OurParams
-from skyrl_train.inference_engines.sampling import Choice
+from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.vllm.sampler import REQUEST, from_columns, install_sampler
 
@@ -51,7 +51,7 @@ class Output(NamedTuple):
     """The output of a step for one request."""
 
     request_id: str
-    choices: list[Choice]
+    choices: list[SampledToken]
     n_reused: int | None  # prompt tokens taken from the cache; None after the first output
     is_over: bool
 

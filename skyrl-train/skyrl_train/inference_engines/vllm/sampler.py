@@ -16,7 +16,7 @@ import torch
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplerOutput
 
 from skyrl_train.inference_engines.base import EngineRequest
-from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens
+from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
@@ -60,7 +60,7 @@ class PositionSampler:
         return Draw(request.sampling, request.seed, memoryview(token_ids), len(request.prompt_ids), self._eos_ids)
 
 
-def to_columns(choices: Sequence[Choice]) -> LogprobsTensors:
+def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:
     """Pack choices into columns that vLLM passes on as log-probs. NaN and -1 stand for missing values."""
     tops = [choice.top_logprobs or {} for choice in choices]
     n_top = max(len(top) for top in tops)
@@ -79,10 +79,12 @@ def to_columns(choices: Sequence[Choice]) -> LogprobsTensors:
     return LogprobsTensors(torch.from_numpy(token_ids), torch.from_numpy(values), ranks)
 
 
-def from_columns(columns: LogprobsLists) -> list[Choice]:
+def from_columns(columns: LogprobsLists) -> list[SampledToken]:
     """Unpack the choices of one request."""
     return [
-        Choice(token_ids[0], values[0], _value_or_none(values[1]), _value_or_none(values[2]), _top(token_ids, values))
+        SampledToken(
+            token_ids[0], values[0], _value_or_none(values[1]), _value_or_none(values[2]), _top(token_ids, values)
+        )
         for token_ids, values in zip(columns.logprob_token_ids.tolist(), columns.logprobs.tolist(), strict=True)
     ]
 

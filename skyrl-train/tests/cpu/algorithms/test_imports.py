@@ -1,4 +1,4 @@
-"""`skyrl_train.algorithms` imports quickly and depends on torch only."""
+"""`skyrl_train.algorithms` loads PyTorch at its first use, and no other heavy package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 CODE = "import sys, skyrl_train.algorithms; print(*{name.partition('.')[0] for name in sys.modules})"
 
 
-def test_algorithms_load_neither_ray_nor_an_engine_nor_transformers() -> None:
+def test_importing_algorithms_loads_no_heavy_package() -> None:
     loaded = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout.split()
-    assert "torch" in loaded
-    assert not {"ray", "vllm", "sglang", "transformers"} & set(loaded)
+    assert not {"torch", "ray", "vllm", "sglang", "transformers"} & set(loaded)

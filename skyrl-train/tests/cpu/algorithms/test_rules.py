@@ -152,52 +152,6 @@ PROBLEMS: list[Case] = [
         "trainer.algorithm.policy_loss_type=dual_clip",
         [[loss("dppo")], [f"{CORRECTION}.token_tis_ratio_clip_high=3.0", loss("rollout_is")]],
     ),
-    (
-        ["trainer.placement.colocate_all=false", "trainer.placement.policy_num_gpus_per_node=4"],
-        "trainer.placement.ref_num_gpus_per_node=1 must equal trainer.placement.policy_num_gpus_per_node=4 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_gpus_per_node=4 or "
-        "trainer.placement.colocate_policy_ref=false",
-        [
-            ["trainer.placement.policy_num_gpus_per_node=4", "generator.num_inference_engines=2"],
-            [
-                "trainer.placement.colocate_all=false",
-                "trainer.placement.colocate_policy_ref=false",
-                "trainer.placement.policy_num_gpus_per_node=4",
-            ],
-            [
-                "trainer.placement.colocate_all=false",
-                "trainer.placement.policy_num_gpus_per_node=4",
-                "trainer.algorithm.use_kl_loss=false",
-            ],
-        ],
-    ),
-    (
-        ["trainer.placement.colocate_all=false", "trainer.placement.ref_num_nodes=2"],
-        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_nodes=1 or "
-        "trainer.placement.colocate_policy_ref=false",
-        [],
-    ),
-    (
-        [
-            *["trainer.placement.colocate_all=false", "trainer.placement.ref_num_nodes=2", NO_KL],
-            "trainer.algorithm.use_kl_in_reward=true",
-        ],
-        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_nodes=1 or "
-        "trainer.placement.colocate_policy_ref=false",
-        [],
-    ),
-    (
-        [
-            *["trainer.placement.colocate_all=false", "trainer.placement.ref_num_nodes=2", NO_KL],
-            *["trainer.algorithm.advantage_estimator=on_policy_distillation", "trainer.ref.model.path=teacher"],
-        ],
-        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 when "
-        "trainer.placement.colocate_policy_ref=true; set trainer.placement.ref_num_nodes=1 or "
-        "trainer.placement.colocate_policy_ref=false",
-        [],
-    ),
 ]
 
 WARNINGS: list[Case] = [

@@ -9,10 +9,12 @@ import torch
 
 from skyrl_train.algorithms import policy_loss
 from skyrl_train.algorithms.advantages import group_statistics
-from skyrl_train.algorithms.contract import MASK, estimator_traits, observe_estimator
+from skyrl_train.algorithms.contract import estimator_traits, example_mask, observe_estimator
 from skyrl_train.algorithms.inputs import readable_inputs, required_inputs
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorTraits, Registry
 from skyrl_train.config import AlgorithmConfig, GdpoConfig
+
+MASK = example_mask()
 
 
 def package_names(registry: Registry) -> list[str]:

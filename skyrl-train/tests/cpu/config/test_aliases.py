@@ -61,7 +61,7 @@ def test_the_alias_tables_are_disjoint() -> None:
         ("algorithm.adv_estimator", "grpo", "trainer.algorithm.advantage_estimator", "grpo"),
         ("trainer.test_freq", 50, "trainer.eval_interval", 50),
         ("trainer.max_actor_ckpt_to_keep", None, "trainer.max_ckpts_to_keep", -1),
-        ("generator.inference_engine.num_engines", 4, "generator.num_inference_engines", 4),
+        ("generator.inference_engine.num_engines", 1, "generator.num_inference_engines", 1),
         ("trainer.algorithm.use_abs_kl", True, "trainer.algorithm.kl_estimator_type", "abs"),
         ("trainer.algorithm.use_abs_kl", False, "trainer.algorithm.kl_estimator_type", "k3"),
         ("trainer.algorithm.use_tis", True, "trainer.algorithm.off_policy_correction.tis_ratio_type", "token"),

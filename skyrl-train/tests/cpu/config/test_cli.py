@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from skyrl_train.config import get_default_config, load_config, parse_cli, rewrite_overrides
+from skyrl_train.config import get_default_config, load_config, parse_cli, rewrite_overrides, to_yaml
 from skyrl_train.config.base import value_at
 from skyrl_train.errors import ConfigError
 
@@ -46,7 +47,7 @@ from skyrl_train.errors import ConfigError
         ("+trainer.algorithm.custom={tau:0.3}", "trainer.algorithm.custom", {"tau": 0.3}),
         ("trainer.algorithm={custom:{tau:0.3}}", "trainer.algorithm.custom.tau", 0.3),
         ("trainer.algorithm.custom.a.b=[1,x]", "trainer.algorithm.custom", {"a": {"b": [1, "x"]}}),
-        ("trainer.algorithm.custom.run=${trainer.run_name}", "trainer.algorithm.custom.run", "test_run"),
+        ("trainer.algorithm.custom.folder=${trainer.output_dir}", "trainer.algorithm.custom.folder", "outputs"),
         ("trainer.algorithm.gdpo.weights.format=0.5", "trainer.algorithm.gdpo.weights", {"format": 0.5}),
         ("+trainer.algorithm.gdpo.weights.exact-match=1", "trainer.algorithm.gdpo.weights", {"exact-match": 1.0}),
         ("trainer.algorithm.kl_estimator_type=k3+", "trainer.algorithm.kl_estimator_type", "k3+"),
@@ -67,7 +68,9 @@ def test_overrides_are_applied(override: str, key: str, value: object) -> None:
 
 
 def test_without_overrides_the_default_configuration_is_loaded() -> None:
-    assert parse_cli([]) == load_config(get_default_config()) == load_config()
+    defaults = get_default_config()
+    defaults.trainer.run_name = "r"
+    assert parse_cli(["trainer.run_name=r"]) == load_config(defaults) == load_config({"trainer": {"run_name": "r"}})
 
 
 def test_several_custom_keys_are_merged() -> None:
@@ -114,8 +117,69 @@ actor_rollout_ref.actor.use_kl_loss=False algorithm.kl_ctrl.kl_coef=0.01 algorit
 @pytest.mark.parametrize("command", [GSM8K, CATCH, PPO, DAPO, VERL_DAPO, VERL_PPO])
 def test_published_commands_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    cfg = parse_cli(command.split())
-    assert cfg.trainer.run_name in ("gsm8k_test", "test_run")
+    one_device = ["trainer.placement.policy_num_gpus_per_node=1", "generator.num_inference_engines=1"]
+    assert parse_cli([*command.split(), *one_device, "generator.backend=auto"]).trainer.epochs == 1
+
+
+def test_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    with pytest.raises(ConfigError) as error:
+        parse_cli(GSM8K.split())
+    for key in ("trainer.placement.policy_num_gpus_per_node=4", "generator.num_inference_engines=4"):
+        assert f"{key}: this version trains and samples on one device" in str(error.value)
+    assert "generator.backend=vllm: vLLM is not installed" in str(error.value)
+
+
+def test_a_run_without_a_name_gets_a_new_one() -> None:
+    assert re.fullmatch(r"skyrl-\d{8}-\d{6}", parse_cli([]).trainer.run_name)
+    assert re.fullmatch(r"catch-\d{8}-\d{6}", parse_cli(["trainer.project_name=catch"]).trainer.run_name)
+
+
+def test_wandb_variables_name_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"API_KEY": "k", "PROJECT": "bandit", "NAME": "first"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    trainer = parse_cli(["trainer.logger=wandb"]).trainer
+    assert (trainer.project_name, trainer.run_name) == ("bandit", "first")
+    trainer = parse_cli(["trainer.logger=wandb", "trainer.run_name=second"]).trainer
+    assert (trainer.project_name, trainer.run_name) == ("bandit", "second")
+    assert parse_cli(["trainer.logger=console"]).trainer.project_name == "skyrl"
+
+
+FILE = """
+trainer: {epochs: 7, run_name: from_file, logger: console, algorithm: {custom: {tau: 0.3}}}
+generator: {n_samples_per_prompt: 4}
+"""
+
+
+def test_overrides_win_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    argv = ["trainer.epochs=2", "trainer.algorithm.custom.beta=1", "~generator.n_samples_per_prompt"]
+    cfg = parse_cli(argv, file=tmp_path / "run.yaml")
+    assert (cfg.trainer.epochs, cfg.trainer.run_name, cfg.trainer.logger) == (2, "from_file", ["console"])
+    assert cfg.trainer.algorithm.custom == {"tau": 0.3, "beta": 1}
+    assert cfg.generator.n_samples_per_prompt == load_config().generator.n_samples_per_prompt
+
+
+def test_a_saved_configuration_is_read_back(tmp_path: Path) -> None:
+    cfg = parse_cli(["trainer.epochs=3", "trainer.output_dir='a b'"])
+    (tmp_path / "run.yaml").write_text(to_yaml(cfg))
+    assert parse_cli([], file=tmp_path / "run.yaml") == cfg
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "No such file"),
+        ("trainer: {epochs: ", "cannot be read"),
+        ("- trainer", "must be a mapping of sections"),
+        ("trainer: {epoch: 3}", "did you mean trainer.epochs"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str | None, expected: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        parse_cli([], file=tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +296,8 @@ def run_script(folder: Path, *argv: str, script: str = SCRIPT) -> subprocess.Com
 
 
 def test_a_hydra_script_reads_the_packaged_configuration_and_writes_no_files(tmp_path: Path) -> None:
-    argv = ["trainer.seed=7", "actor_rollout_ref.rollout.n=2", "environment.skyrl_gym.search.topk=3"]
+    argv = ["trainer.seed=7", "trainer.run_name=r", "actor_rollout_ref.rollout.n=2"]
+    argv += ["environment.skyrl_gym.search.topk=3"]
     argv += ["trainer.algorithm.custom.tau=0.3", "trainer.algorithm.gdpo.weights={format:0.5}"]
     done = run_script(tmp_path, *argv)
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,9 @@ def message(*pairs: tuple[str, Any]) -> str:
 
 
 def test_without_a_source_the_default_configuration_is_loaded() -> None:
-    assert load_config() == load_config(None) == load_config({}) == load_config(get_default_config())
+    named = {"trainer": {"run_name": "r"}}
+    assert load_config(named) == load_config(OmegaConf.merge(get_default_config(), named))
+    assert load_config().trainer.epochs == load_config(None).trainer.epochs == load_config({}).trainer.epochs
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,11 @@ def test_without_a_source_the_default_configuration_is_loaded() -> None:
         ([("trainer.run_name", "r")], "trainer.ckpt_path", "outputs/skyrl/r/ckpts"),
         ([("trainer.run_name", "r")], "trainer.export_path", "outputs/skyrl/r/export"),
         ([("trainer.ckpt_path", "$HOME/ckpts")], "trainer.ckpt_path", os.path.expanduser("~/ckpts")),
-        ([("trainer.output_dir", "~/runs")], "trainer.export_path", os.path.expanduser("~/runs/skyrl/test_run/export")),
+        (
+            [("trainer.output_dir", "~/runs"), ("trainer.run_name", "r")],
+            "trainer.export_path",
+            os.path.expanduser("~/runs/skyrl/r/export"),
+        ),
         ([("trainer.policy.model.path", "~/model")], "trainer.ref.model.path", os.path.expanduser("~/model")),
         (
             [("trainer.critic.model.path", "$HOME/c"), ("trainer.algorithm.advantage_estimator", "gae")],

@@ -23,8 +23,7 @@ from rule_coverage import (
 from skyrl_train.config import OffPolicyCorrectionConfig, SkyRLConfig, load_config, parse_cli, validate_cfg, validation
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.validation import INTERVALS, RULES, WARNINGS, find_problems
-from skyrl_train.config.wandb_login import wandb_login_problem
+from skyrl_train.config.validation import INTERVALS, RULES, WARNINGS, find_problems, wandb_login_problem
 from skyrl_train.errors import ConfigError
 
 GAE = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
@@ -85,6 +84,36 @@ PROBLEMS: list[Case] = [
         "generator.max_input_length=256 must be at least trainer.max_prompt_length=512; "
         "try generator.max_input_length=512 or more, or null for the model's context length",
         [],
+    ),
+    (
+        ["trainer.placement.policy_num_gpus_per_node=8"],
+        "trainer.placement.policy_num_gpus_per_node=8: this version trains and samples on one device; set "
+        "trainer.placement.policy_num_gpus_per_node=1",
+        [["trainer.placement.policy_num_gpus_per_node=1"]],
+    ),
+    (
+        ["trainer.placement.colocate_all=false"],
+        "trainer.placement.colocate_all=false: in this version training and rollouts share one device; set "
+        "trainer.placement.colocate_all=true",
+        [["trainer.placement.colocate_all=true"]],
+    ),
+    (
+        ["generator.engine_init_kwargs.block_size=32"],
+        "generator.engine_init_kwargs={block_size:32} are options of vLLM, and generator.backend=auto is the embedded "
+        "engine; remove them, or set generator.backend=vllm",
+        [["generator.engine_init_kwargs.block_size=32", "generator.backend=vllm"]],
+    ),
+    (
+        ["generator.engine_init_kwargs.chat_template=x.jinja", "generator.backend=vllm"],
+        "generator.engine_init_kwargs.chat_template is an option of vLLM's server, and the trainer renders chats "
+        "itself; set generator.chat_template.source=file and generator.chat_template.name_or_path=<file>",
+        [["generator.chat_template.source=file", "generator.chat_template.name_or_path=x.jinja"]],
+    ),
+    (
+        ["generator.enforce_eager=false"],
+        "generator.enforce_eager=false: generator.backend=auto is the embedded engine, which captures no CUDA graphs; "
+        "set generator.enforce_eager=true, or generator.backend=vllm",
+        [["generator.enforce_eager=false", "generator.backend=vllm"]],
     ),
     (
         ["generator.run_engines_locally=false"],
@@ -309,7 +338,9 @@ def test_similar_configurations_have_no_warning(overrides: list[str]) -> None:
 
 def test_every_message_has_a_test() -> None:
     seen = [sentences_seen(RULES + WARNINGS, overrides) for overrides, *_ in PROBLEMS + DOUBTS]
-    assert set().union(*seen) == sentences_of(validation, without=["group_filters", "wandb_has_a_key"])
+    assert set().union(*seen) == sentences_of(
+        validation, without=["group_filters", "vllm_is_installed", "wandb_can_start", "wandb_login_problem"]
+    )
 
 
 def test_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:

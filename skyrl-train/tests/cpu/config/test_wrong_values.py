@@ -65,12 +65,12 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
         (
             "trainer.run_name",
             5,
-            "trainer.run_name=5 must be a non-empty string; the default is trainer.run_name=test_run",
+            "trainer.run_name=5 must be a non-empty string or null; the default is trainer.run_name=null",
         ),
         (
             "trainer.run_name",
             "",
-            "trainer.run_name='' must be a non-empty string; the default is trainer.run_name=test_run",
+            "trainer.run_name='' must be a non-empty string or null; the default is trainer.run_name=null",
         ),
         ("trainer", 5, "trainer=5 must be a section; set its keys one by one: trainer.<name>=<value>"),
         (

@@ -64,12 +64,12 @@ def test_a_share_below_one_prompt_accumulates_over_batches() -> None:
 
 
 def test_min_per_batch_puts_every_source_in_every_batch() -> None:
-    prompts = mixed({"games": 1, "maths": 99}, n_least=1)
+    prompts = mixed({"games": 1, "maths": 99}, min_per_batch=1)
     assert [shares(prompts) for _ in range(20)] == [{"games": 1, "maths": 3}] * 20
 
 
 def test_prompts_forced_by_min_per_batch_are_not_owed_later() -> None:
-    prompts = mixed({"games": 1, "maths": 999}, batch_size=8, n_least=1)
+    prompts = mixed({"games": 1, "maths": 999}, batch_size=8, min_per_batch=1)
     for _ in range(300):
         prompts.next_batch()
     prompts.set_weights({"games": 3, "maths": 1})
@@ -77,7 +77,7 @@ def test_prompts_forced_by_min_per_batch_are_not_owed_later() -> None:
 
 
 def test_a_source_of_weight_0_is_excluded() -> None:
-    prompts = mixed({"games": 0, "maths": 2}, n_least=4)
+    prompts = mixed({"games": 0, "maths": 2}, min_per_batch=4)
     assert shares(prompts) == {"maths": 4}
 
 
@@ -109,24 +109,24 @@ def test_any_mixture_fills_its_batches_fairly_and_resumes(sizes: dict[str, int],
     if not any(weights.values()):
         weights[min(weights)] = 1
     batch_size = data.draw(st.integers(len(sizes), 5)) if len(sizes) <= 5 else 5
-    n_least = data.draw(st.integers(0, batch_size // len(sizes)))
-    prompts = mixed(weights, batch_size, n_least=n_least, sizes=sizes)
+    min_per_batch = data.draw(st.integers(0, batch_size // len(sizes)))
+    prompts = mixed(weights, batch_size, min_per_batch=min_per_batch, sizes=sizes)
     n_before, n_after = data.draw(st.integers(0, 7)), 6
     drawn = [[prompt.row.uid for prompt in prompts.next_batch()] for _ in range(n_before)]
     state = prompts.state_dict()
     drawn += [[prompt.row.uid for prompt in prompts.next_batch()] for _ in range(n_after)]
-    resumed = mixed(weights, batch_size, n_least=n_least, sizes=sizes)
+    resumed = mixed(weights, batch_size, min_per_batch=min_per_batch, sizes=sizes)
     resumed.load_state_dict(state)
     assert [[prompt.row.uid for prompt in resumed.next_batch()] for _ in range(n_after)] == drawn[n_before:]
     assert {len(batch) for batch in drawn} == {batch_size}
     counts = Counter(uid[0] for batch in drawn for uid in batch)
     for name, weight in weights.items():
         assert (counts[name] > 0) <= (weight > 0)
-        if n_least == 0:
+        if min_per_batch == 0:
             expected = len(drawn) * batch_size * weight / sum(weights.values())
             assert abs(counts[name] - expected) < len(sizes)
         elif weight:
-            assert all(sum(uid[0] == name for uid in batch) >= n_least for batch in drawn)
+            assert all(sum(uid[0] == name for uid in batch) >= min_per_batch for batch in drawn)
 
 
 def test_weights_can_be_changed() -> None:
@@ -163,7 +163,7 @@ def test_wrong_weights_are_named(weights: dict[str, float], message: str) -> Non
 
 def test_a_min_per_batch_that_exceeds_the_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"min_per_batch=3 of each of 2 data sources .*train_batch_size=4"):
-        mixed({"games": 1, "maths": 1}, n_least=3)
+        mixed({"games": 1, "maths": 1}, min_per_batch=3)
 
 
 def test_positions_of_another_sampler_are_refused() -> None:

@@ -1,38 +1,12 @@
-"""Process settings that a command changes and restores, and checks of its configuration."""
+"""Configurations as the commands check them."""
 
 from __future__ import annotations
 
-import gc
-import threading
-
 import pytest
-import torch
 
 from skyrl_train.config import get_default_config, load_config
-from skyrl_train.entrypoints.command import collect_rarely, compute_thread, find_warnings, parse_cli, validate_cfg
+from skyrl_train.entrypoints.command import find_warnings, parse_cli, validate_cfg
 from skyrl_train.errors import ConfigError
-
-
-def test_one_compute_thread_gets_all_cores() -> None:
-    n_before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with compute_thread() as executor:
-            assert torch.get_num_threads() == 1
-            assert executor.submit(torch.get_num_threads).result() == 2
-            assert {executor.submit(threading.get_ident).result() for _ in range(5)} != {threading.get_ident()}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(n_before)
-    assert not any(thread.name.startswith("compute") for thread in threading.enumerate())
-
-
-def test_garbage_collector_settings_are_restored() -> None:
-    before = gc.get_threshold(), gc.get_freeze_count()
-    with collect_rarely():
-        assert gc.get_threshold()[0] > before[0][0]
-        assert gc.get_freeze_count() > before[1]
-    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_problems_of_configuration_and_algorithms_are_in_one_error() -> None:
@@ -56,7 +30,8 @@ def test_a_typed_configuration_is_also_checked() -> None:
     cfg = load_config({"trainer": {"algorithm": {"advantage_estimator": "gae"}}})
     with pytest.raises(ConfigError, match="reads the values of a critic"):
         validate_cfg(cfg)
-    assert validate_cfg(load_config()) == load_config()
+    cfg = load_config()
+    assert validate_cfg(cfg) == cfg
 
 
 def test_warnings_of_rules_and_of_algorithms_are_found() -> None:

@@ -21,7 +21,7 @@ def test_cache_bytes_per_token(tiny_model: PreTrainedModel) -> None:
     assert cache_bytes_per_token(tiny_model, bf16=True) == TOKEN_BYTES  # a CPU computes in float32
 
 
-@pytest.mark.parametrize("backend", ["auto", "hf", "vllm"])
+@pytest.mark.parametrize("backend", ["auto", "hf"])
 async def test_the_embedded_engine_gets_a_share_of_the_available_memory(
     backend: str, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

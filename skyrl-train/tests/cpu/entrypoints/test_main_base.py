@@ -54,27 +54,6 @@ def test_batched_and_unbatched_rollouts_train(catch_run: list[str], tmp_path: Pa
     assert json.loads(rows[-1])["environment/avg_steps"] == 5
 
 
-def test_a_command_for_several_gpus_runs_as_one_process(
-    catch_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = [
-        "trainer.strategy=fsdp2",
-        "trainer.placement.colocate_all=true",
-        "trainer.placement.policy_num_gpus_per_node=4",
-        "generator.backend=vllm",
-        "generator.num_inference_engines=4",
-        "generator.inference_engine_tensor_parallel_size=1",
-        "generator.weight_sync_backend=nccl",
-        "generator.gpu_memory_utilization=0.4",
-        "trainer.algorithm.advantage_estimator=grpo",
-        "trainer.eval_before_train=true",
-    ]
-    main([*catch_run, *overrides, "trainer.max_training_steps=1"])
-    log = (tmp_path / "skyrl/test_run/train.log").read_text()
-    assert log.count("trainer.placement.policy_num_gpus_per_node=4: one process") == 1
-    assert log.count("generator.backend=vllm: the embedded engine") == 1
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -85,7 +64,7 @@ def test_a_command_for_several_gpus_runs_as_one_process(
         ("environment.env_class=catsh", ["catsh", "catch"]),
         ("trainer.algorithm.advantage_estimator=grop", ["advantage_estimator='grop'", "available: gae", "grpo"]),
         ("trainer.algorithm.policy_loss_type=ppo", ["policy_loss_type='ppo'", "regular"]),
-        ("trainer.policy.model.path=/no/such/model", ["trainer.policy.model.path=/no/such/model", "config.json"]),
+        ("trainer.policy.model.path=/no/such/model", ["trainer.policy.model.path=/no/such/model", "no such folder"]),
         ("trainer.max_prompt_length=3", ["trainer.max_prompt_length=3", "raise it"]),
         ("trainer.resume_mode=from_path", ["trainer.resume_mode=from_path", "trainer.resume_path"]),
         ("trainer.train_batch_size=16", ["8 usable prompts", "trainer.train_batch_size=16"]),
@@ -148,11 +127,9 @@ def test_a_dataset_without_prompts_is_refused(
     assert "question" in message
 
 
-def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--help"])
-    help_text = capsys.readouterr().out
-    assert "train_batch_size: 1024" in help_text
-    assert "data.train_data=" in help_text
+def test_help_shows_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help", "trainer.train_batch_size"])
+    assert "trainer.train_batch_size=1024" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_reported_and_keeps_its_configuration(

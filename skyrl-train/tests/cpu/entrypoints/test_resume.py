@@ -35,6 +35,7 @@ def command(data_dir: Path, model: Path, output_dir: Path) -> list[str]:
         f"data.val_data=['{data_dir}/validation.parquet']",
         f"trainer.policy.model.path='{model}'",
         f"trainer.output_dir='{output_dir}'",
+        "trainer.run_name=test_run",
         "trainer.epochs=3",
         "trainer.train_batch_size=4",
         "trainer.policy_mini_batch_size=2",

@@ -71,6 +71,7 @@ def test_a_script_for_skyrl_runs_unchanged(tiny_model_path: Path, tmp_path: Path
             "data.train_data=['rows.jsonl']",
             "data.val_data=['rows.jsonl']",
             f"trainer.policy.model.path={tiny_model_path}",
+            "trainer.run_name=test_run",
             "trainer.train_batch_size=4",
             "trainer.policy_mini_batch_size=4",
             "generator.n_samples_per_prompt=2",

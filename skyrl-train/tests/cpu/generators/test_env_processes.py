@@ -102,7 +102,7 @@ async def test_a_row_without_json_is_reported_and_its_process_continues(make_sta
     stage = make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 1})
     circular, odd, good = await play(stage, [faulty("c", extra=circle), faulty("o", extra=object()), faulty("g")])
     assert circular.error == "faulty.init raised ValueError: Circular reference detected"
-    assert "has no JSON" in str(odd.error)
+    assert "cannot be written as JSON" in str(odd.error)
     assert good.is_valid
 
 

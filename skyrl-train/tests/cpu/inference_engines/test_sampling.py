@@ -22,11 +22,11 @@ from transformers import (
 
 from skyrl_train.inference_engines import sampling
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.inference_engines.sampling import Choice, Draw, choose_tokens, uniforms
+from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens, uniforms
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3])
 LOGITS = PROBABILITIES.log() + 3
-Sample = Callable[..., list[Choice]]
+Sample = Callable[..., list[SampledToken]]
 ALMOST_ONE = float(np.float32(1) - np.float32(2**-24))
 
 
@@ -42,7 +42,7 @@ def draw(token_ids: Sequence[int] = (9,), n_prompt: int | None = None, seed: int
 def sample(monkeypatch: pytest.MonkeyPatch) -> Sample:
     """Sample from the logits (V,) once per given uniform number."""
 
-    def choose(u: Iterable[float], logits: torch.Tensor = LOGITS, **options: Any) -> list[Choice]:
+    def choose(u: Iterable[float], logits: torch.Tensor = LOGITS, **options: Any) -> list[SampledToken]:
         numbers = np.asarray(list(u), dtype=np.float32)
         monkeypatch.setattr(sampling, "uniforms", lambda *_: numbers)
         return choose_tokens(logits.repeat(len(numbers), 1), [draw(**options)] * len(numbers))

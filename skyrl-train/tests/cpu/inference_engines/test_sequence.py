@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams, StopReason
-from skyrl_train.inference_engines.sampling import Choice
+from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids, find_stop_reason
 
 LONG_TOKEN = "ActionĠ(L/R/S):"  # one token of the tiny tokenizer: "Action (L/R/S):"
@@ -21,7 +21,7 @@ def end_of_response(
     sequence = ActiveSequence(EngineRequest(prompt_ids, sampling, seed=0), 3 + sampling.max_new_tokens)
     reason = None
     for token_id in tokenizer.convert_tokens_to_ids(RESPONSE):
-        sequence.append(Choice(token_id, -1.0), weight_version=0)
+        sequence.append(SampledToken(token_id, -1.0), weight_version=0)
         if (reason := find_stop_reason(sequence, eos_ids, tokenizer)) is not None:
             break
     return tokenizer.decode(sequence.token_ids[3:]), reason

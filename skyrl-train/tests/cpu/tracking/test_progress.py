@@ -25,8 +25,8 @@ def test_a_log_file_gets_plain_lines_at_limited_frequency() -> None:
     assert [line.split(" · ")[0] for line in lines] == ["step 1/5", "step 3/5", "step 5/5"]
     assert "reward 0.125 · 12,346 tok/s" in lines[0]
     assert lines[0].endswith("left")
-    assert "eval avg_score 0.900, catch_rate 1.000" in lines[1]
-    assert "reward 1.000 · eval avg_score 0.900, catch_rate 1.000" in lines[2]
+    assert "eval at step 3: avg_score 0.900, catch_rate 1.000" in lines[1]
+    assert "reward 1.000 · eval at step 3: avg_score 0.900, catch_rate 1.000" in lines[2]
     assert "\r" not in stream.getvalue()
 
 

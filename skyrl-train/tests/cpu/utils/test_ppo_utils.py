@@ -76,6 +76,7 @@ def test_a_script_with_a_custom_estimator_and_scalar_loss_trains(tiny_model_path
             f"data.train_data=['{tmp_path}/rows.jsonl']",
             f"trainer.policy.model.path='{tiny_model_path}'",
             f"trainer.output_dir='{tmp_path}'",
+            "trainer.run_name=test_run",
             "trainer.algorithm.advantage_estimator=simple_baseline",
             "trainer.algorithm.policy_loss_type=simple_reinforce",
             "+trainer.algorithm.custom.scale=2.0",

@@ -1,4 +1,6 @@
-"""What the tests of a client share. They run where there is an SDK, and nothing of ours; see `make test-tinker`."""
+"""Shared fixtures of the client tests. They run in an environment with an SDK and none of our packages (`make
+test-tinker`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tinker import types
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs, and what Hugging Face says of its model: data, and the log-probs of their targets."""
+    """A running server, with data for its model and the reference log-probs of their targets."""
 
     url: str
     base_model: str
@@ -29,13 +31,13 @@ class Server:
 
     @property
     def loss(self) -> float:
-        """Cross-entropy."""
+        """The cross-entropy of the reference."""
         weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in self.data]
         return -float(sum((w * lp).sum() for w, lp in zip(weights, self.logprobs, strict=True)))
 
 
 def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datum:
-    """With what a loss needs."""
+    """Return a datum with all inputs of a loss."""
     arrays = {name: np.asarray(value, np.float32) for name, value in inputs.items()}
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
@@ -45,15 +47,15 @@ def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datu
 
 @pytest.fixture(scope="session")
 def server() -> Server:
-    """The one that we are told of."""
-    told = json.loads(Path(os.environ["TX_SDK_SERVER"]).read_text())
+    """The server under test."""
+    description = json.loads(Path(os.environ["TX_SDK_SERVER"]).read_text())
     return Server(
-        url=told["url"],
-        base_model=told["base_model"],
-        context=told["context"],
-        is_compressing=told["is_compressing"],
-        data=[datum_of(one["tokens"], one["targets"], weights=one["weights"]) for one in told["data"]],
-        logprobs=[np.asarray(one["logprobs"]) for one in told["data"]],
+        url=description["url"],
+        base_model=description["base_model"],
+        context=description["context"],
+        is_compressing=description["is_compressing"],
+        data=[datum_of(one["tokens"], one["targets"], weights=one["weights"]) for one in description["data"]],
+        logprobs=[np.asarray(one["logprobs"]) for one in description["data"]],
     )
 
 
@@ -66,7 +68,7 @@ def service(server: Server) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture
 def new_training(server: Server, service: tinker.ServiceClient) -> Callable[[], tinker.TrainingClient]:
-    """Makes adapters that are all the same at first."""
+    """Creates adapters that are equal at first."""
     return lambda: client_of(service.create_lora_training_client(server.base_model, rank=4, seed=3))
 
 
@@ -81,6 +83,6 @@ def rest(server: Server, service: tinker.ServiceClient) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """What each test shows, in words, is told with its outcome."""
+    """Record each test's description with its outcome."""
     for item in items:
         item.user_properties.append(("behaviour", item.function.__doc__.strip().rstrip(".")))

@@ -1,4 +1,4 @@
-"""Passes and steps in short."""
+"""Shorthands for passes and steps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ADAM = types.AdamParams(learning_rate=0.01)
 
 
 def logprobs_of(training: tinker.TrainingClient, data: list[types.Datum]) -> list[np.ndarray]:
-    """Of the targets, by a forward pass."""
+    """Return the log-probs of the targets from a forward pass."""
     return outputs_of(training.forward(data, "cross_entropy").result())
 
 
 def outputs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
-    """The log-probs in what a pass returned."""
+    """Return the log-probs in the output of a pass."""
     return [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
 
 
 def step(training: tinker.TrainingClient, calls: Sequence[list[types.Datum]], loss: str = "cross_entropy") -> None:
-    """Passes, all sent before any is waited for, and one step of the optimizer."""
+    """Run passes, all sent before any result is awaited, and one optimizer step."""
     passes = [training.forward_backward(data, loss) for data in calls]
     stepped = training.optim_step(ADAM)
     for one in passes:
@@ -31,11 +31,11 @@ def step(training: tinker.TrainingClient, calls: Sequence[list[types.Datum]], lo
 
 
 def assert_close(ours: list[np.ndarray], theirs: list[np.ndarray], atol: float) -> None:
-    """Each log-prob within `atol`."""
+    """Compare log-probs with a tolerance of `atol`."""
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, atol=atol)
 
 
 def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest difference."""
+    """Return the largest difference."""
     return max(float(np.abs(one - other).max()) for one, other in zip(ours, theirs, strict=True))

@@ -18,11 +18,11 @@ async def train(server: Server, service: tinker.ServiceClient) -> None:
     await stepped.result_async()
     saved = await (await training.save_state_async("one")).result_async()
     sampler = await training.save_weights_and_get_sampling_client_async()
-    asked = [
+    futures = [
         sampler.sample_async(types.ModelInput.from_ints([5, 6]), 2, types.SamplingParams(max_tokens=3))
         for _ in range(4)
     ]
-    for result in await asyncio.gather(*asked):
+    for result in await asyncio.gather(*futures):
         assert [len(one.tokens) <= 3 for one in result.sequences] == [True, True]
     assert len(await sampler.compute_logprobs_async(types.ModelInput.from_ints([5, 6]))) == 2
     resumed = await service.create_training_client_from_state_with_optimizer_async(saved.path)

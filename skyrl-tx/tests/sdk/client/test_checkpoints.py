@@ -1,4 +1,4 @@
-"""Weights that are saved, loaded, and trained on."""
+"""Saved and loaded weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NewTraining = Callable[[], tinker.TrainingClient]
 
 
 def test_resuming(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    """With its optimizer, a run goes on from a checkpoint as if it had never stopped."""
+    """With its optimizer, a run resumes exactly from a checkpoint."""
     for _ in range(2):
         step(training, [server.data])
     path = training.save_state("two").result().path
@@ -33,7 +33,7 @@ def test_resuming(server: Server, service: tinker.ServiceClient, training: tinke
 
 
 def test_weights_alone(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    """Without its optimizer, it goes on with the same weights and a new optimizer."""
+    """Without its optimizer, a run resumes with the same weights and a new optimizer."""
     for _ in range(2):
         step(training, [server.data])
     path = training.save_state("two").result().path
@@ -58,12 +58,12 @@ def test_all_parameters(server: Server, service: tinker.ServiceClient) -> None:
     assert distance(logprobs_of(resumed, server.data), expected) == 0
     tokens = [*server.data[0].model_input.to_ints(), server.data[0].loss_fn_inputs["target_tokens"].tolist()[-1]]
     sampler = client_of(resumed.save_weights_and_get_sampling_client())
-    told = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
-    assert distance([np.array(told[1:])], expected[:1]) < 1e-5
+    found = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    assert distance([np.array(found[1:])], expected[:1]) < 1e-5
 
 
 def test_loading_into_a_new_model(server: Server, training: tinker.TrainingClient, new_training: NewTraining) -> None:
-    """`load_state` and `load_state_with_optimizer` fill a model that was just created."""
+    """`load_state` and `load_state_with_optimizer` load into a new model."""
     step(training, [server.data])
     path = training.save_state("one").result().path
     step(training, [server.data])
@@ -78,7 +78,7 @@ def test_loading_into_a_new_model(server: Server, training: tinker.TrainingClien
 
 
 def test_names(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    """A checkpoint to train on and one to sample from may have the same name, and paths say which is which."""
+    """A training and a sampler checkpoint may share a name; their paths differ."""
     paths = [training.save_state("0001").result().path, training.save_weights_for_sampler("0001").result().path]
     assert paths == [f"tinker://{training.model_id}/{kind}/0001" for kind in ("weights", "sampler_weights")]
     assert [types.ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type for path in paths] == [
@@ -89,7 +89,7 @@ def test_names(service: tinker.ServiceClient, training: tinker.TrainingClient) -
 
 @takes(tinker.TrainingClient.save_state, "overwrite")
 def test_overwriting(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    """A checkpoint is overwritten where that is asked for."""
+    """A checkpoint is overwritten on request."""
     before = training.save_state("latest").result().path
     step(training, [server.data])
     assert training.save_state("latest", overwrite=True).result().path == before
@@ -99,7 +99,7 @@ def test_overwriting(server: Server, service: tinker.ServiceClient, training: ti
 
 @takes(tinker.TrainingClient.save_state, "user_metadata")
 def test_notes(training: tinker.TrainingClient, rest: Any) -> None:
-    """What a user notes of a checkpoint is listed with it."""
+    """A checkpoint is listed with its metadata."""
     training.save_state("noted", user_metadata={"loss": "0.5"}).result()
     (checkpoint,) = rest.list_checkpoints(training.model_id).result().checkpoints
     assert checkpoint.user_metadata == {"loss": "0.5"}

@@ -18,7 +18,7 @@ Command = Callable[..., dict]
 
 @pytest.fixture
 def command(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command in this process, and reads what it prints."""
+    """Runs the command in this process and returns its output."""
     (installed,) = entry_points(group="console_scripts", name="tinker")
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", KEY)
@@ -40,7 +40,7 @@ def path(training: tinker.TrainingClient) -> str:
 
 
 def test_lists(server: Server, training: tinker.TrainingClient, path: str, command: Command) -> None:
-    """`tinker run` and `tinker checkpoint` list and show."""
+    """`tinker run` and `tinker checkpoint` list and describe."""
     runs = command("run", "list", "--limit=1000")["runs"]
     assert training.model_id in [one["training_run_id"] for one in runs]
     assert command("run", "info", training.model_id)["base_model"] == server.base_model
@@ -50,7 +50,7 @@ def test_lists(server: Server, training: tinker.TrainingClient, path: str, comma
 
 
 def test_changes(path: str, command: Command) -> None:
-    """`tinker checkpoint` publishes and gives a lifetime."""
+    """`tinker checkpoint` publishes and sets a lifetime."""
 
     def shown() -> tuple[bool, bool]:
         info = command("checkpoint", "info", path)
@@ -72,7 +72,7 @@ def test_deleting(training: tinker.TrainingClient, path: str, command: Command) 
 
 
 def test_download(path: str, tmp_path: Path, command: Command) -> None:
-    """`tinker checkpoint download` brings an adapter as PEFT has it."""
+    """`tinker checkpoint download` downloads a PEFT adapter."""
     command("checkpoint", "download", path, "--output", str(tmp_path))
     (folder,) = tmp_path.iterdir()
     assert (folder / "adapter_model.safetensors").stat().st_size > 1000

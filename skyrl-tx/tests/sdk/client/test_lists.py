@@ -1,4 +1,4 @@
-"""Lists of what a user has, and what can be done with it."""
+"""Lists of a user's objects, and changes to them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from passes import distance, logprobs_of, step
 
 
 def test_runs(server: Server, service: tinker.ServiceClient, rest: Any) -> None:
-    """Runs are listed, with their rank and what the user noted of them."""
-    noted = {"renderer_name": "plain"}
-    training = client_of(service.create_lora_training_client(server.base_model, rank=2, user_metadata=noted))
+    """Runs are listed with their rank and metadata."""
+    metadata = {"renderer_name": "plain"}
+    training = client_of(service.create_lora_training_client(server.base_model, rank=2, user_metadata=metadata))
     run = rest.get_training_run(training.model_id).result()
-    assert (run.base_model, run.lora_rank, run.user_metadata) == (server.base_model, 2, noted)
+    assert (run.base_model, run.lora_rank, run.user_metadata) == (server.base_model, 2, metadata)
     listed = rest.list_training_runs(limit=1000).result().training_runs
     assert training.model_id in [one.training_run_id for one in listed]
 
@@ -52,7 +52,7 @@ def test_sessions(training: tinker.TrainingClient, rest: Any) -> None:
 
 @needs(RestClient, "assign_session_project")
 def test_projects(training: tinker.TrainingClient, rest: Any) -> None:
-    """A session is put into a project, by which its runs are found."""
+    """A session is assigned to a project, by which its runs are found."""
     session = training.model_id.partition(":")[0]
     rest.assign_session_project(session, f"project-{session}").result()
     runs = rest.list_training_runs(limit=1000, project_id=f"project-{session}").result().training_runs
@@ -61,7 +61,7 @@ def test_projects(training: tinker.TrainingClient, rest: Any) -> None:
 
 @needs(tinker.ServiceClient, "copy_weights")
 def test_copies(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient, rest: Any) -> None:
-    """A copy of weights outlives them."""
+    """A copy of weights outlives the original."""
     step(training, [server.data])
     copied = logprobs_of(training, server.data)
     path = training.save_state("copied").result().path
@@ -75,14 +75,14 @@ def test_copies(server: Server, service: tinker.ServiceClient, training: tinker.
 
 
 def test_capabilities(server: Server, service: tinker.ServiceClient) -> None:
-    """The server says what it serves."""
+    """The server lists the model it serves."""
     (model,) = service.get_server_capabilities().supported_models
     assert model.model_name == server.base_model
 
 
 @needs(tinker.ServiceClient, "close")
 def test_closing(server: Server) -> None:
-    """A client that is closed begins nothing more."""
+    """A closed client starts no new requests."""
     closing = tinker.ServiceClient(base_url=server.url, api_key=KEY)
     client_of(closing.create_lora_training_client(server.base_model, rank=2))
     closing.close("success").result()

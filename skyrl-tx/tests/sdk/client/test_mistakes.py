@@ -1,4 +1,4 @@
-"""What a user does wrong is said at once, in the server's words."""
+"""User mistakes are reported at once, with the server's message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinker import types
 
 CE = "cross_entropy"
 SECONDS = 10
-"""Less than the SDKs take when they try again."""
+"""Less than the retries of the SDKs take."""
 PARAMS = {"max_tokens", "stop"}
 PROMPT = types.ModelInput.from_ints([5])
 
@@ -24,19 +24,19 @@ Mistake = Callable[[Server, tinker.ServiceClient, tinker.TrainingClient], Any]
 
 
 def image() -> types.Datum:
-    """Nothing but an image."""
+    """Return a datum with an image only."""
     chunk = types.ImageChunk(data=b"x", format="png", expected_tokens=1)
     inputs = {"target_tokens": np.array([1])}
     return types.Datum(model_input=types.ModelInput(chunks=[chunk]), loss_fn_inputs=inputs)
 
 
-def asking(prompt: types.ModelInput = PROMPT, **told: Any) -> Mistake:
-    """A sample of the base model."""
-    params = types.SamplingParams(**{"max_tokens": 1, **{name: told.pop(name) for name in PARAMS & told.keys()}})
+def asking(prompt: types.ModelInput = PROMPT, **options: Any) -> Mistake:
+    """Return a sample request of the base model."""
+    params = types.SamplingParams(**{"max_tokens": 1, **{name: options.pop(name) for name in PARAMS & options.keys()}})
 
     def ask(server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> Any:
         sampler = client_of(service.create_sampling_client(base_model=server.base_model))
-        return sampler.sample(prompt, 1, params, **told).result()
+        return sampler.sample(prompt, 1, params, **options).result()
 
     return ask
 
@@ -59,7 +59,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         lambda server, service, training: training.forward([datum_of([5, 6], [6, 7], weights=[1])], CE).result(),
     ),
     "too long": (
-        "and the model takes",
+        "the maximum is",
         lambda server, service, training: training.forward_backward(
             [datum_of([5] * (server.context + 1), [5] * (server.context + 1))], CE
         ).result(),
@@ -86,19 +86,19 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         "'advantages'",
         lambda server, service, training: training.forward([datum_of([5], [6], advantages=[1])], CE).result(),
     ),
-    "no path": (
-        "is no path",
+    "checkpoint path": (
+        "is not a checkpoint path",
         lambda server, service, training: client_of(service.create_sampling_client(model_path="tinker://x/y")),
     ),
     "no token to sample from": ("is empty", asking(types.ModelInput.from_ints([]))),
     "no such token to sample from": ("holds token 99999", asking(types.ModelInput.from_ints([99999]))),
-    "too long a sample": ("the most for this prompt is", asking(max_tokens=100000)),
+    "too long a sample": ("the maximum for this prompt is", asking(max_tokens=100000)),
     "too long a text to stop at": ("99 characters", asking(stop=["x" * 99])),
     "too many of the likeliest": ("topk_prompt_logprobs=2000", asking(topk_prompt_logprobs=2000)),
 }
-"""With every SDK."""
+"""For every SDK."""
 
-if hasattr(types, "DimuonParams"):  # older ones send no such thing, or say it in words of their own
+if hasattr(types, "DimuonParams"):  # older ones do not send it, or have their own message
     MISTAKES |= {
         "another optimizer": (
             "'dimuon' is not supported",
@@ -135,7 +135,7 @@ if "record_stability_info" in inspect.signature(tinker.ServiceClient.create_samp
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(name: str, server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    """A mistake is raised at once, with the server's words."""
+    """A user error is raised at once, with the server's message."""
     words, mistake = MISTAKES[name]
     started = time.monotonic()
     with pytest.raises((tinker.BadRequestError, tinker.NotFoundError), match=words):
@@ -153,7 +153,7 @@ def test_a_name_that_is_taken(training: tinker.TrainingClient) -> None:
 
 
 def test_a_failing_custom_loss(server: Server, training: tinker.TrainingClient) -> None:
-    """An error in a custom loss is the user's own."""
+    """An error in a custom loss reaches the user."""
 
     def loss(data: list[types.Datum], logprobs: list) -> tuple:
         raise ZeroDivisionError("of the user")

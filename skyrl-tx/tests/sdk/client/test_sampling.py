@@ -1,4 +1,4 @@
-"""Samples, and the log-probs that a sampler tells."""
+"""Samples and their log-probs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PROMPT = types.ModelInput.from_ints([9, 8, 7, 6, 5])
 N_TOKENS = 8
 
 
-def drawn(sampler: tinker.SamplingClient, n_samples: int = 1, **params: Any) -> list[list[int]]:
-    """The tokens of samples."""
-    asked = types.SamplingParams(**{"max_tokens": N_TOKENS, "stop": [], **params})
-    return [one.tokens for one in sampler.sample(PROMPT, n_samples, asked).result().sequences]
+def sample_tokens(sampler: tinker.SamplingClient, n_samples: int = 1, **params: Any) -> list[list[int]]:
+    """Return the tokens of samples."""
+    settings = types.SamplingParams(**{"max_tokens": N_TOKENS, "stop": [], **params})
+    return [one.tokens for one in sampler.sample(PROMPT, n_samples, settings).result().sequences]
 
 
 @pytest.fixture
@@ -28,26 +28,26 @@ def base(server: Server, service: tinker.ServiceClient) -> tinker.SamplingClient
     return client_of(service.create_sampling_client(base_model=server.base_model))
 
 
-def whole(datum: types.Datum) -> types.ModelInput:
-    """The tokens of a datum whose targets are the tokens that follow."""
+def full_input(datum: types.Datum) -> types.ModelInput:
+    """Return the tokens of a datum, including its last target."""
     return types.ModelInput.from_ints(
         [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
     )
 
 
 def test_what_a_sampler_and_training_say(server: Server, training: tinker.TrainingClient) -> None:
-    """Log-probs of a sampler are those of the training pass, before a step and after."""
+    """Log-probs of a sampler match those of a training pass, before and after a step."""
     for _ in range(2):
         sampler = client_of(training.save_weights_and_get_sampling_client())
-        told = sampler.compute_logprobs(whole(server.data[0])).result()
-        assert told[0] is None
-        np.testing.assert_allclose(told[1:], logprobs_of(training, server.data[:1])[0], atol=1e-5)
+        found = sampler.compute_logprobs(full_input(server.data[0])).result()
+        assert found[0] is None
+        np.testing.assert_allclose(found[1:], logprobs_of(training, server.data[:1])[0], atol=1e-5)
         step(training, [server.data])
 
 
 def test_frozen(server: Server, training: tinker.TrainingClient, base: tinker.SamplingClient) -> None:
-    """A sampler stays what it is while its model is trained, and so does the base model."""
-    prompt = whole(server.data[0])
+    """A sampler and the base model do not change during training."""
+    prompt = full_input(server.data[0])
     unnamed = client_of(training.save_weights_and_get_sampling_client())
     named = client_of(training.create_sampling_client(training.save_weights_for_sampler("start").result().path))
     samplers = (unnamed, named, base)
@@ -62,42 +62,42 @@ def test_frozen(server: Server, training: tinker.TrainingClient, base: tinker.Sa
 
 
 def test_greedy(base: tinker.SamplingClient) -> None:
-    """At temperature 0, and with top_k=1, a sample is always the same, and the likeliest."""
+    """At temperature 0, and with top_k=1, samples are greedy."""
     params = types.SamplingParams(max_tokens=N_TOKENS, temperature=0, stop=[])
     result = base.sample(PROMPT, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
     (sequence,) = result.sequences
-    assert drawn(base, 2, temperature=0) == [sequence.tokens] * 2
-    assert drawn(base, 2, top_k=1, seed=5) == [sequence.tokens] * 2
+    assert sample_tokens(base, 2, temperature=0) == [sequence.tokens] * 2
+    assert sample_tokens(base, 2, top_k=1, seed=5) == [sequence.tokens] * 2
     again = types.ModelInput.from_ints([*PROMPT.to_ints(), *sequence.tokens])
-    told = base.sample(again, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
-    best = told.topk_prompt_logprobs[PROMPT.length :]
+    found = base.sample(again, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+    best = found.topk_prompt_logprobs[PROMPT.length :]
     assert [row[0][0] for row in best] == sequence.tokens
-    np.testing.assert_allclose(told.prompt_logprobs[PROMPT.length :], sequence.logprobs, atol=1e-4)
+    np.testing.assert_allclose(found.prompt_logprobs[PROMPT.length :], sequence.logprobs, atol=1e-4)
 
 
 def test_seeds(base: tinker.SamplingClient) -> None:
-    """The same seed gives the same samples, which differ among themselves; without one, none are the same."""
-    seeded = drawn(base, 4, seed=11)
-    assert drawn(base, 4, seed=11) == seeded
+    """A seed reproduces its samples, which differ from each other; without a seed, all differ."""
+    seeded = sample_tokens(base, 4, seed=11)
+    assert sample_tokens(base, 4, seed=11) == seeded
     assert len({tuple(tokens) for tokens in seeded}) == 4
-    assert drawn(base, 4, seed=12) != seeded
-    assert len({tuple(tokens) for tokens in (*drawn(base, 4), *drawn(base, 4))}) == 8
+    assert sample_tokens(base, 4, seed=12) != seeded
+    assert len({tuple(tokens) for tokens in (*sample_tokens(base, 4), *sample_tokens(base, 4))}) == 8
 
 
 def test_logprobs_of_samples(base: tinker.SamplingClient) -> None:
-    """A sample's log-probs are those that its tokens have as a prompt."""
+    """A sample's log-probs match those of its tokens as a prompt."""
     params = types.SamplingParams(max_tokens=N_TOKENS, seed=3, stop=[])
     for sequence in base.sample(PROMPT, 2, params).result().sequences:
         again = types.ModelInput.from_ints([*PROMPT.to_ints(), *sequence.tokens])
-        told = base.compute_logprobs(again).result()
-        np.testing.assert_allclose(told[PROMPT.length :], sequence.logprobs, atol=1e-5)
+        found = base.compute_logprobs(again).result()
+        np.testing.assert_allclose(found[PROMPT.length :], sequence.logprobs, atol=1e-5)
 
 
 def test_ends(base: tinker.SamplingClient) -> None:
-    """A sample ends at max_tokens, or at a token or text to stop at, which it includes."""
-    (tokens,) = drawn(base, seed=21)
+    """A sample ends at max_tokens, or with a stop token or string, which it includes."""
+    (tokens,) = sample_tokens(base, seed=21)
     assert len(tokens) == N_TOKENS
-    assert drawn(base, seed=21, max_tokens=3) == [tokens[:3]]
+    assert sample_tokens(base, seed=21, max_tokens=3) == [tokens[:3]]
     stop = tokens[4]
     end = tokens.index(stop) + 1
     params = types.SamplingParams(max_tokens=N_TOKENS, seed=21, stop=[stop])
@@ -109,12 +109,12 @@ def test_ends(base: tinker.SamplingClient) -> None:
     assert stopped.stop_reason == "stop"
     assert text in base.get_tokenizer().decode(stopped.tokens)
     assert text not in base.get_tokenizer().decode(stopped.tokens[:-1])
-    (whole,) = base.sample(PROMPT, 1, types.SamplingParams(max_tokens=3, seed=21)).result().sequences
-    assert (len(whole.tokens), whole.stop_reason) == (3, "length")
+    (full_input,) = base.sample(PROMPT, 1, types.SamplingParams(max_tokens=3, seed=21)).result().sequences
+    assert (len(full_input.tokens), full_input.stop_reason) == (3, "length")
 
 
 def test_tokenizer(server: Server, training: tinker.TrainingClient, base: tinker.SamplingClient) -> None:
-    """The tokenizer is found from what the server says."""
+    """The client finds the tokenizer."""
     text = "Hello, world: 1 + 1 = 2"
     sampler = client_of(training.save_weights_and_get_sampling_client())
     encoded = [one.get_tokenizer().encode(text) for one in (training, base, sampler)]
@@ -125,7 +125,7 @@ def test_tokenizer(server: Server, training: tinker.TrainingClient, base: tinker
 
 @takes(tinker.SamplingClient.sample, "topk_sample_logprobs")
 def test_likeliest(base: tinker.SamplingClient) -> None:
-    """The likeliest tokens at each place of a sample are told."""
+    """The most likely tokens at each position of a sample are reported."""
     params = types.SamplingParams(max_tokens=N_TOKENS, temperature=0, stop=[])
     (sequence,) = base.sample(PROMPT, 1, params, topk_sample_logprobs=3).result().sequences
     assert [[len(row), row[0][0]] for row in sequence.topk_logprobs] == [[3, token] for token in sequence.tokens]
@@ -133,14 +133,14 @@ def test_likeliest(base: tinker.SamplingClient) -> None:
 
 
 def test_pickled(training: tinker.TrainingClient) -> None:
-    """A sampler that was pickled, as for another process, samples the same."""
+    """A pickled sampler samples the same."""
     sampler = client_of(training.save_weights_and_get_sampling_client())
-    assert drawn(pickle.loads(pickle.dumps(sampler)), 2, seed=5) == drawn(sampler, 2, seed=5)
+    assert sample_tokens(pickle.loads(pickle.dumps(sampler)), 2, seed=5) == sample_tokens(sampler, 2, seed=5)
 
 
 def test_many_at_once(base: tinker.SamplingClient) -> None:
-    """Fifty requests at once are all answered, each with its own seed."""
-    asked = [base.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, seed=n % 10, stop=[])) for n in range(50)]
-    found = [one.result().sequences[0].tokens for one in asked]
+    """Fifty concurrent requests are all answered, each with its own seed."""
+    futures = [base.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, seed=n % 10, stop=[])) for n in range(50)]
+    found = [one.result().sequences[0].tokens for one in futures]
     assert found[:10] * 5 == found
     assert len({tuple(tokens) for tokens in found[:10]}) == 10

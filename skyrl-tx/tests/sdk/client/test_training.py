@@ -14,11 +14,11 @@ from tinker import types
 
 NewTraining = Callable[[], tinker.TrainingClient]
 SAME = 2e-5
-"""Between sums of the same numbers in different orders, after a step."""
+"""Tolerance for sums in different orders, after a step."""
 
 
 def again(data: list[types.Datum], inputs: Callable[[types.Datum, int], dict]) -> list[types.Datum]:
-    """The same tokens and targets, with other inputs."""
+    """Return the same tokens and targets with other inputs."""
     return [
         datum_of(datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist(), **inputs(datum, number))
         for number, datum in enumerate(data)
@@ -26,14 +26,14 @@ def again(data: list[types.Datum], inputs: Callable[[types.Datum, int], dict]) -
 
 
 def test_cross_entropy(server: Server, training: tinker.TrainingClient) -> None:
-    """Cross-entropy, and the log-prob of each token, are those of Hugging Face."""
+    """Cross-entropy and token log-probs match Hugging Face."""
     output = training.forward_backward(server.data, "cross_entropy").result()
     assert abs(output.metrics["loss:sum"] - server.loss) < 1e-4 * abs(server.loss)
     assert_close(outputs_of(output), server.logprobs, atol=1e-4)
 
 
 def test_forward(server: Server, new_training: NewTraining) -> None:
-    """`forward` leaves weights and gradients as they are."""
+    """`forward` does not change weights or gradients."""
     quiet, usual, disturbed = new_training(), new_training(), new_training()
     before = logprobs_of(quiet, server.data)
     quiet.optim_step(ADAM).result()
@@ -47,7 +47,7 @@ def test_forward(server: Server, new_training: NewTraining) -> None:
 
 
 def test_sums(server: Server, new_training: NewTraining) -> None:
-    """One call with many data, and many calls with one, are the same."""
+    """One call with many data equals many calls with one."""
     together, apart = new_training(), new_training()
     step(together, [server.data])
     step(apart, [[datum] for datum in server.data])
@@ -57,7 +57,7 @@ def test_sums(server: Server, new_training: NewTraining) -> None:
 
 
 def test_chunks(server: Server, new_training: NewTraining) -> None:
-    """A call that the SDK sends in parts is the same as calls that it does not."""
+    """A call that the SDK splits equals separate calls."""
     data = [datum_of([n % 50 + 6, 7], [7, 8], weights=[1, 1]) for n in range(1030)]
     whole, halves = new_training(), new_training()
     output = whole.forward_backward(data, "cross_entropy").result()
@@ -83,7 +83,7 @@ def test_negative_weights(server: Server, new_training: NewTraining) -> None:
 
 
 def test_custom_loss(server: Server, new_training: NewTraining) -> None:
-    """A custom loss that is cross-entropy in other words does the same."""
+    """A custom loss that computes cross-entropy equals cross-entropy."""
 
     def loss(data: list[types.Datum], logprobs: list) -> tuple:
         weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
@@ -100,7 +100,7 @@ def test_custom_loss(server: Server, new_training: NewTraining) -> None:
 
 @needs(tinker.ServiceClient, "create_custom_loss")
 def test_traced_custom_loss(server: Server, service: tinker.ServiceClient, new_training: NewTraining) -> None:
-    """A custom loss that the SDK traces does the same, too."""
+    """A custom loss that the SDK traces equals cross-entropy."""
 
     def loss(logprobs: Any, weights: Any) -> tuple:
         total = -(logprobs * weights).sum()
@@ -116,7 +116,7 @@ def test_traced_custom_loss(server: Server, service: tinker.ServiceClient, new_t
 
 
 def test_custom_loss_of_pairs(server: Server, training: tinker.TrainingClient) -> None:
-    """A custom loss over pairs, with gradients of both signs, prefers what it should."""
+    """A custom loss over pairs, with gradients of both signs, learns the preference."""
     import torch
 
     def loss(data: list[types.Datum], logprobs: list) -> tuple:
@@ -132,7 +132,7 @@ def test_custom_loss_of_pairs(server: Server, training: tinker.TrainingClient) -
 
 
 def policy_data(server: Server, logprobs: list[np.ndarray], advantage: float) -> list[types.Datum]:
-    """As if the targets had been sampled with these log-probs."""
+    """Return data whose targets were sampled with these log-probs."""
     return again(
         server.data, lambda _, n: {"logprobs": logprobs[n], "advantages": np.full(len(logprobs[n]), advantage)}
     )
@@ -152,7 +152,7 @@ def test_policy_losses(server: Server, new_training: NewTraining) -> None:
 
 
 def test_clipping(server: Server, new_training: NewTraining) -> None:
-    """PPO leaves what is clipped, and its thresholds can be set."""
+    """PPO ignores clipped tokens, and its thresholds can be set."""
     off_policy = [q - 0.5 for q in server.logprobs]  # ratios of 1.65
     data = policy_data(server, off_policy, advantage=1.0)
     clipped, wide = new_training(), new_training()
@@ -165,7 +165,7 @@ def test_clipping(server: Server, new_training: NewTraining) -> None:
 
 
 def test_two_models(server: Server, new_training: NewTraining) -> None:
-    """Two adapters on one base model do not touch each other."""
+    """Two adapters on one base model do not affect each other."""
     one, other = new_training(), new_training()
     before = logprobs_of(other, server.data)
     step(one, [server.data])

@@ -1,4 +1,4 @@
-"""What is on the wire: a listener between the SDK and the server notes it, and it goes into the table."""
+"""Record the traffic between the SDK and the server for the compatibility table."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Exchange(NamedTuple):
 
 
 class Listener(BaseHTTPRequestHandler):
-    """Passes everything on."""
+    """A proxy that records requests and replies."""
 
     protocol_version = "HTTP/1.1"
     netloc: str
     seen: list[Exchange]
 
     def do_GET(self) -> None:
-        """With a body or without."""
+        """Forward a request, with or without a body."""
         body = self._body()
         headers = {key: value for key, value in self.headers.items() if key.lower() not in HOP_BY_HOP}
         connection = http.client.HTTPConnection(self.netloc, timeout=60)
@@ -68,7 +68,7 @@ class Listener(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Suppress the log."""
 
 
 @pytest.fixture
@@ -88,13 +88,13 @@ def test_wire(
     listener: tuple[str, list[Exchange]],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Passes and samples go through a proxy of HTTP/1.1."""
+    """Passes and samples pass an HTTP/1.1 proxy."""
     url, seen = listener
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
     training = client_of(service.create_lora_training_client(server.base_model, rank=4))
 
     def of(call: Callable[[], object]) -> tuple[Exchange, Exchange]:
-        """What a call sent first, and how its result came."""
+        """Return a call's first request and its last poll."""
         n_seen = len(seen)
         call()
         mine = seen[n_seen:]

@@ -1,4 +1,4 @@
-"""The step of each backend is that of `torch.optim.AdamW`."""
+"""The optimizer step of each backend equals that of `torch.optim.AdamW`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tx.tinker.types import AdamParams
 
 Arrays = Sequence[np.ndarray]
 Step = Callable[[Arrays, AdamParams], tuple[Arrays, float]]
-"""From gradients to parameters and the norm of the gradients."""
+"""Maps gradients to parameters and the norm of the gradients."""
 
 SHAPES = ((4, 6), (5,), (2, 3, 2))
 CLIPPED, FREE = 3.0, 1e3
@@ -35,8 +35,8 @@ def jax_step(params: Arrays) -> Step:
 
     def step(gradients: Arrays, settings: AdamParams) -> tuple[Arrays, float]:
         nonlocal now, moments
-        given = [jnp.asarray(one) for one in gradients]
-        now, moments, norm = jax_adam.adam_step(now, moments, given, jax_adam.step_of(settings))
+        arrays = [jnp.asarray(one) for one in gradients]
+        now, moments, norm = jax_adam.adam_step(now, moments, arrays, jax_adam.step_of(settings))
         return [np.asarray(one) for one in now], float(norm)
 
     return step
@@ -54,7 +54,7 @@ def torch_step(params: Arrays) -> Step:
 
 
 def reference(params: Arrays) -> Step:
-    """In float64."""
+    """Return a step in float64."""
     now = [torch.tensor(one, dtype=torch.float64, requires_grad=True) for one in params]
     optimizer = torch.optim.AdamW(now)
 
@@ -75,7 +75,7 @@ def reference(params: Arrays) -> Step:
 
 
 def some_gradients() -> Iterator[Arrays]:
-    """One for each step; a parameter never has any."""
+    """Yield the gradients of each step; one parameter never has any."""
     rng = np.random.default_rng(1)
     for size in (1.0, 2.0, 0.7, 1.0, 3.0, 1e-7):
         gradients = [size * rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]

@@ -13,11 +13,11 @@ from tx.tinker.types import AdamParams
 @pytest.mark.parametrize(
     "settings",
     [
-        AdamParams(learning_rate=0.01, beta1=1 - 1e-9, beta2=1 - 1e-12, eps=0.0),  # 1 in float32
+        AdamParams(learning_rate=0.01, beta1=1 - 1e-9, beta2=1 - 1e-12, eps=0.0),  # rounds to 1 in float32
         AdamParams(learning_rate=0.01, beta1=0.0, beta2=0.0, eps=0.0),
     ],
 )
-def test_the_first_step_is_the_learning_rate_at_any_betas(settings: AdamParams) -> None:
+def test_the_first_step_is_the_learning_rate_for_any_betas(settings: AdamParams) -> None:
     gradient = np.array([0.5, -2.0, 0.0], np.float32)
     expected = [-0.01, 0.01, 0.0]
     zeros = jnp.zeros(3)

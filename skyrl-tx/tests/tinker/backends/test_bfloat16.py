@@ -1,4 +1,4 @@
-"""All of a model in bfloat16 is trained in float32."""
+"""bfloat16 models are trained in float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tx.tinker.types import AdamParams
 
 WHOLE = LoraConfig(rank=0)
 DATA = [datum(40)]
-NORM = "model.norm.weight"  # of numbers about 1, between which bfloat16 has steps of 0.004 and 0.008
+NORM = "model.norm.weight"  # numbers about 1, where bfloat16 has steps of 0.004 and 0.008
 
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest, models: Path) -> Backend:
 
 
 def saved(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:
-    """Weights and the state of the optimizer, in float32."""
+    """Save and load weights and optimizer state, in float32."""
     folder.mkdir()
     backend.save_model(model_id, folder)
     tensors = load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
@@ -37,7 +37,7 @@ def saved(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray
     return {name: one.float().numpy() for name, one in tensors.items()}
 
 
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(backend: Backend, tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_is_exact(backend: Backend, tmp_path: Path) -> None:
     backend.create_model("straight", WHOLE)
     for _ in range(2):
         learn(backend, "straight", DATA)
@@ -51,12 +51,12 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(backend: Bac
         np.testing.assert_array_equal(one, resumed[name], err_msg=name)
 
 
-def test_steps_too_small_for_bfloat16_add_up(backend: Backend, tmp_path: Path) -> None:
+def test_steps_too_small_for_bfloat16_accumulate(backend: Backend, tmp_path: Path) -> None:
     backend.create_model("small", WHOLE)
     start = saved(backend, "small", tmp_path / "start")
     for _ in range(16):
         learn(backend, "small", DATA, AdamParams(learning_rate=1e-3))
     end = saved(backend, "small", tmp_path / "end")
-    moved = end[f"wide.{NORM}"] - start[NORM]
-    assert np.median(np.abs(moved)) > 8e-3
+    update_param = end[f"wide.{NORM}"] - start[NORM]
+    assert np.median(np.abs(update_param)) > 8e-3
     np.testing.assert_allclose(end[NORM], end[f"wide.{NORM}"], rtol=2**-8)

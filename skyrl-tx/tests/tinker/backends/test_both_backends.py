@@ -1,4 +1,4 @@
-"""Two frameworks, one result: each backend checks the other, and reads what the other wrote."""
+"""The backends agree with each other, and read each other's files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def both(kind: tuple[str, int], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """The same model `m` in both, after a step of the one and a step of the other."""
+    """The same model `m` in both backends, after a step of each."""
     family, rank = kind
     backends = load(models / family)
     backends[0].create_model("m", LoraConfig(rank=rank, seed=5))
@@ -47,7 +47,7 @@ def both(kind: tuple[str, int], models: Path, tmp_path_factory: pytest.TempPathF
 
 
 def load(folder: Path) -> Pair:
-    """JAX with the shapes of its own tests, whose programs are compiled anyway."""
+    """Load both backends; JAX with the shapes of its own tests, whose programs are compiled anyway."""
     return (
         JaxBackend(folder, "org/tiny", JaxConfig(sample_lanes=8, sample_groups=3, cache_gib=0.005)),
         TorchBackend(folder, "org/tiny", TorchConfig(sample_lanes=8, cache_gib=0.005)),
@@ -62,7 +62,7 @@ def hand_over(giver: Backend, taker: Backend, folder: Path) -> None:
 
 
 def policy_data(loss_fn: str, logprobs: Sequence[np.ndarray]) -> list[Datum]:
-    """Sampled a little earlier, so that some ratios are clipped."""
+    """Return data that were sampled slightly earlier, so that some ratios are clipped."""
     rng = np.random.default_rng(0)
     some = []
     for one, lp in zip(DATA, logprobs, strict=True):
@@ -75,7 +75,7 @@ def policy_data(loss_fn: str, logprobs: Sequence[np.ndarray]) -> list[Datum]:
     return some
 
 
-def asked(length: int, max_tokens: int) -> SampleRequest:
+def request_of(length: int, max_tokens: int) -> SampleRequest:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return SampleRequest(datum(length).tokens.tolist(), params, wants_prompt_logprobs=True)
 
@@ -85,7 +85,7 @@ def assert_close(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None
         np.testing.assert_allclose(a, b, **CLOSE)
 
 
-def test_they_compute_and_learn_the_same(both: Pair, tmp_path: Path) -> None:
+def test_losses_and_steps_agree(both: Pair, tmp_path: Path) -> None:
     sampled = losses(both[0], "m", DATA)
     assert_close(sampled, losses(both[1], "m", DATA))
     for loss_fn in LOSSES:
@@ -101,17 +101,17 @@ def test_they_compute_and_learn_the_same(both: Pair, tmp_path: Path) -> None:
     assert_close_tensors(ours, theirs)
 
 
-def test_greedy_samples_are_the_same(both: Pair) -> None:
+def test_greedy_samples_agree(both: Pair) -> None:
     for length in (1, 9, 30):
-        ask = asked(length, max_tokens=12)
+        ask = request_of(length, max_tokens=12)
         ours, theirs = (sample(backend, (ask, backend.weights_of("m")))[0] for backend in both)
         assert list(ours.samples[0].tokens) == list(theirs.samples[0].tokens)
         np.testing.assert_allclose(ours.samples[0].logprobs, theirs.samples[0].logprobs, **CLOSE)
         np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, **CLOSE)
 
 
-def test_the_likeliest_tokens_are_the_same(both: Pair) -> None:
-    ask = replace(asked(20, max_tokens=5), n_top_prompt=3, n_top_sampled=2)
+def test_the_most_likely_tokens_agree(both: Pair) -> None:
+    ask = replace(request_of(20, max_tokens=5), n_top_prompt=3, n_top_sampled=2)
     ours, theirs = (sample(backend, (ask, backend.base_weights()))[0] for backend in both)
     for one, other in ((ours.top_prompt, theirs.top_prompt), (ours.samples[0].top, theirs.samples[0].top)):
         assert one is not None
@@ -120,8 +120,8 @@ def test_the_likeliest_tokens_are_the_same(both: Pair) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, **CLOSE)
 
 
-def test_weights_alone_are_read_by_the_other(both: Pair, tmp_path: Path) -> None:
-    ask = asked(20, max_tokens=1)
+def test_weights_alone_are_interchangeable(both: Pair, tmp_path: Path) -> None:
+    ask = request_of(20, max_tokens=1)
     for giver, taker in (both, both[::-1]):
         folder = tmp_path / type(giver).__name__
         folder.mkdir()
@@ -133,8 +133,8 @@ def test_weights_alone_are_read_by_the_other(both: Pair, tmp_path: Path) -> None
         np.testing.assert_allclose(there.prompt_logprobs, here.prompt_logprobs, **CLOSE)
 
 
-def test_all_of_a_mixture_of_experts_is_read_by_the_other(models: Path, tmp_path: Path) -> None:
-    """Files have each expert by itself; both backends have the experts of a layer in one tensor, each its own way."""
+def test_mixtures_of_experts_are_interchangeable(models: Path, tmp_path: Path) -> None:
+    """Files contain experts one by one; each backend stacks the experts of a layer in its own way."""
     jax, torch = load(models / "qwen3_moe")
     torch.create_model("m", LoraConfig(rank=0))
     learn(torch, "m", DATA, STEP)

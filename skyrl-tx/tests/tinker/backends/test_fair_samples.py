@@ -1,4 +1,4 @@
-"""Requests take turns: one does not wait for all samples of those before it, whatever they are and need."""
+"""Requests take turns: none waits for all samples of earlier requests, whatever their size."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SIZES = {"sample_lanes": 8, "sample_groups": 3, "cache_gib": 0.005}
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def backend(request: pytest.FixtureRequest, models: Path) -> Backend:
-    """JAX with the shapes of its own tests, whose programs are compiled anyway."""
+    """JAX has the shapes of its own tests, whose programs are compiled anyway."""
     if request.param == "jax":
         return JaxBackend(models / "qwen3", "org/tiny", JaxConfig(**SIZES))
     return TorchBackend(models / "qwen3", "org/tiny", TorchConfig(**SIZES))
 
 
 def counts(backend: Backend) -> dict[str, int]:
-    """Of samples, requests and free memory."""
+    """Return the counts of samples, requests and free memory."""
     return {name: n for name, n in backend.counts().items() if name != "programs compiled"}
 
 
@@ -43,7 +43,7 @@ def test_one_sample_does_not_wait_for_thousands(backend: Backend) -> None:
     n_steps = 0
     while "one" not in found:
         n_steps += backend.step()
-    assert n_steps <= 8  # until the lanes are free, and as many again; the thousands take more than a hundred
+    assert n_steps <= 8  # until lanes are free, and as many again; the thousands of samples take more than a hundred
     assert list(found) == ["one"]
     cancel()
     while backend.step():
@@ -53,16 +53,16 @@ def test_one_sample_does_not_wait_for_thousands(backend: Backend) -> None:
     assert alone.samples == found["one"].samples
 
 
-def test_prompts_that_fill_the_cache_stop_nobody(backend: Backend) -> None:
-    """Those of requests whose turn is not near are forgotten, and read again."""
+def test_prompts_that_fill_the_cache_do_not_block_others(backend: Backend) -> None:
+    """Prompts of requests that are far from their turn are evicted, and prefilled again."""
     before = counts(backend)
-    asked = [
+    requests = [
         replace(request(datum(900, i).tokens.tolist(), n=3, max_tokens=9, seed=i), wants_prompt_logprobs=True)
         for i in range(16)
     ]
-    found = sample(backend, *((one, backend.base_weights()) for one in asked))
+    found = sample(backend, *((one, backend.base_weights()) for one in requests))
     assert counts(backend) == before
     for i in (0, 15):
-        (alone,) = sample(backend, (asked[i], backend.base_weights()))
+        (alone,) = sample(backend, (requests[i], backend.base_weights()))
         assert alone.samples == found[i].samples
         np.testing.assert_array_equal(alone.prompt_logprobs, found[i].prompt_logprobs)

@@ -32,7 +32,7 @@ from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.types import AdamParams, Datum, SampleRequest, SampleResult, SamplingParams
 
-SMOOTH = AdamParams(learning_rate=1e-2, eps=1e-3)  # which makes no great step of a gradient that is mere noise
+SMOOTH = AdamParams(learning_rate=1e-2, eps=1e-3)  # avoids large steps for gradients that are noise
 GREEDY = SampleRequest(
     datum(30).tokens.tolist(), SamplingParams(max_tokens=8, temperature=0.0), wants_prompt_logprobs=True
 )
@@ -42,13 +42,13 @@ of_one_kind = pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> JaxBackend:
-    """Programs are compiled once for all tests of a kind of model."""
+    """All tests of a model family share the compiled programs."""
     return load_backend(folder)
 
 
 @pytest.fixture
 def backend(loaded: JaxBackend) -> JaxBackend:
-    """Without models."""
+    """A backend without models."""
     for model_id in list(loaded.models()):
         loaded.delete_model(model_id)
     return loaded
@@ -73,32 +73,32 @@ class TestSampling(SamplingContract):
 
 
 @of_one_kind
-def test_nothing_is_compiled_again(backend: JaxBackend) -> None:
+def test_no_program_is_compiled_again(backend: JaxBackend) -> None:
     def work(seed: int, lora: LoraConfig, temperature: float) -> None:
         backend.create_model(str(seed), lora)
         for _ in range(2):
             learn(backend, str(seed), some_data(seed))
         losses(backend, str(seed), some_data(seed))
         prompt = datum(20, seed).tokens.tolist()
-        asked = [request(prompt, n=n, seed=seed, temperature=temperature, top_k=n + seed) for n in (1, 5)]
-        sample(backend, *((one, backend.weights_of(str(seed))) for one in asked))
+        requests = [request(prompt, n=n, seed=seed, temperature=temperature, top_k=n + seed) for n in (1, 5)]
+        sample(backend, *((one, backend.weights_of(str(seed))) for one in requests))
 
     work(1, LORA, 1.0)
     n_compiled = backend.counts()["programs compiled"]
     work(2, LoraConfig(rank=5, seed=2), 0.5)
     assert backend.counts()["programs compiled"] == n_compiled
-    losses(backend, "1", [datum(90)])  # of a length that no other test has
+    losses(backend, "1", [datum(90)])  # a length that no other test has
     assert backend.counts()["programs compiled"] == n_compiled + 1
 
 
-def learned(backend: JaxBackend, data: Sequence[Datum]) -> tuple[list[float], SampleResult]:
-    """The losses of the model `m` before each of three steps, and a sample after them."""
+def train_and_sample(backend: JaxBackend, data: Sequence[Datum]) -> tuple[list[float], SampleResult]:
+    """Return the losses of the model `m` before each of three steps, and a sample after them."""
     found = [learn(backend, "m", data, SMOOTH) for _ in range(3)]
     return found, sample(backend, (GREEDY, backend.weights_of("m")))[0]
 
 
-def begun(backend: JaxBackend, lora: LoraConfig, data: Sequence[Datum], folder: Path) -> Path:
-    """A new folder with the model `m` after a step."""
+def save_first_step(backend: JaxBackend, lora: LoraConfig, data: Sequence[Datum], folder: Path) -> Path:
+    """Save the model `m` after a step to a new folder."""
     folder.mkdir()
     backend.create_model("m", lora)
     learn(backend, "m", data)
@@ -118,19 +118,17 @@ def assert_close(one: tuple[list[float], SampleResult], other: tuple[list[float]
 def test_memory_settings_change_no_result(
     backend: JaxBackend, n_at_once: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One loop over the layers, which are computed again in the backward pass; logits and attention in pieces."""
+    """Scanned layers, rematerialization, and chunked logits and attention give the same results."""
     data = some_data(lengths=MIDDLE)
-    start = begun(backend, LORA, data, tmp_path / "start")
-    expected = learned(backend, data)
+    start = save_first_step(backend, LORA, data, tmp_path / "start")
+    expected = train_and_sample(backend, data)
     written = tensors_of(backend, "m", tmp_path / "plain")
-    monkeypatch.setattr(config, "MOST_UNROLLED", 0)
-    monkeypatch.setattr(
-        training, "LOGITS_AT_ONCE", n_at_once * VOCABULARY
-    )  # of positions, which divide the length or not
+    monkeypatch.setattr(config, "MAX_UNROLLED", 0)
+    monkeypatch.setattr(training, "MAX_LOGITS", n_at_once * VOCABULARY)  # positions that divide the length or not
     monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
     thrifty = load_backend(backend.base_model.folder, gradient_checkpointing=True)
     thrifty.load_model("m", start, with_optimizer=True)
-    assert_close(learned(thrifty, data), expected)
+    assert_close(train_and_sample(thrifty, data), expected)
     assert_close_tensors(tensors_of(thrifty, "m", tmp_path / "thrifty"), written)
 
 
@@ -139,29 +137,29 @@ def test_memory_settings_change_no_result(
     [("qwen3", 2, 2, WHOLE), ("llama", 4, 1, LORA), ("qwen3_moe", 1, 4, LORA)],
     indirect=["family"],
 )
-def test_several_devices_compute_the_same(
+def test_several_devices_agree_with_one(
     backend: JaxBackend, n_fsdp: int, n_tp: int, lora: LoraConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They go on with what one device has saved, with fewer data than rows, and it goes on with what they save."""
+    """They resume from a single device's checkpoint, with fewer data than rows, and vice versa."""
     data = some_data(lengths=MIDDLE)
-    start = begun(backend, lora, data, tmp_path / "start")
-    expected = learned(backend, data)
+    start = save_first_step(backend, lora, data, tmp_path / "start")
+    expected = train_and_sample(backend, data)
     written = tensors_of(backend, "m", tmp_path / "one")
     with monkeypatch.context() as patch:
-        patch.setattr(config, "MOST_UNROLLED", 0)
+        patch.setattr(config, "MAX_UNROLLED", 0)
         sizes = {"fully_sharded_data_parallel_size": n_fsdp, "tensor_parallel_size": n_tp}
         several = load_backend(backend.base_model.folder, **sizes)
         down = several.base_weights().params.blocks[0]["down"]
         assert {shard.data.size * 4 for shard in down.addressable_shards} == {down.size}
         several.load_model("m", start, with_optimizer=True)
-        assert_close(learned(several, data), expected)
+        assert_close(train_and_sample(several, data), expected)
         assert_close_tensors(tensors_of(several, "m", tmp_path / "several"), written)
     backend.load_model("moved", tmp_path / "several", with_optimizer=True)
     np.testing.assert_allclose(*([learn(backend, name, data) for _ in range(2)] for name in ("m", "moved")), rtol=1e-5)
 
 
 def test_bfloat16(models: Path) -> None:
-    """Models learn and are sampled from, in about the same way."""
+    """Models learn and are sampled from with similar results."""
     settings = {"dtype": "bfloat16", "cache_gib": 0.001, "sample_lanes": 8}
     backends = new_backend("jax", models / "qwen3", settings, "org/tiny"), load_backend(models / "qwen3")
     prompt = datum(49).tokens
@@ -180,6 +178,6 @@ def test_bfloat16(models: Path) -> None:
         np.testing.assert_allclose(*exact, atol=1e-5)
 
 
-def test_more_devices_than_there_are(models: Path) -> None:
+def test_more_devices_than_available(models: Path) -> None:
     with pytest.raises(ValueError, match=r"size=3 × tensor_parallel_size=2 needs 6 devices, and there are 4 \(cpu\)"):
         JaxBackend(models / "llama", "org/tiny", JaxConfig(fully_sharded_data_parallel_size=3, tensor_parallel_size=2))

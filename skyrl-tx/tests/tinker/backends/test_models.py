@@ -11,18 +11,18 @@ from tx.tinker.backends.models import Models
 from tx.tinker.types import UserError
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_a_missing_model() -> None:
     models: Models[int] = Models(a=1)
     assert models["a"] == 1
     with pytest.raises(UserError, match="there is no model b; it was unloaded, or never created"):
         models["b"]
-    with pytest.raises(UserError, match="there is a model a already"):
+    with pytest.raises(UserError, match="model a already exists"):
         models.check_new("a")
 
 
 def test_an_adapter_with_nothing_to_train_is_refused(models: Path) -> None:
     backend = JaxBackend(models / "qwen3", "tiny", JaxConfig())
     head_alone = LoraConfig(rank=4, train_attn=False, train_mlp=False)
-    with pytest.raises(UserError, match="this qwen3 model has nothing that train_unembed could train"):
-        backend.create_model("a", head_alone)  # its head is its embeddings
+    with pytest.raises(UserError, match="this qwen3 model has nothing to train with train_unembed"):
+        backend.create_model("a", head_alone)  # the head is tied to the embeddings
     assert not backend.models()

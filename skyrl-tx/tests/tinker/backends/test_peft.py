@@ -1,4 +1,4 @@
-"""A step of each backend is that of peft and `torch.optim.AdamW`."""
+"""A step of each backend equals one of peft with `torch.optim.AdamW`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gradients_and_a_step(
     for folder in (before, after):
         folder.mkdir()
     backend.create_model("m", LoraConfig(rank=rank, seed=4))
-    learn(backend, "m", DATA)  # so that B is not 0, and A has a gradient
+    learn(backend, "m", DATA)  # B must not be 0, so that A has a gradient
     backend.save_weights("m", before)
     backend.load_model("n", before, with_optimizer=False)
     (result,) = run(backend, Pass("n", DATA, "cross_entropy"))
@@ -71,7 +71,7 @@ def factors(model: PeftModel) -> Mapping[str, np.ndarray]:
 
 
 def write_gradients(model: Path, folder: Path) -> None:
-    """As if they were an adapter: the first moments of the first step, but for a factor."""
+    """Save gradients like an adapter: the first moments of the first step, up to a factor."""
     shutil.copytree(model, folder)
     moments = load_file(model / OPTIMIZER)
     save_file(
@@ -80,7 +80,7 @@ def write_gradients(model: Path, folder: Path) -> None:
 
 
 def step(model: PeftModel) -> tuple[float, float, Mapping[str, np.ndarray]]:
-    """Its loss, the norm of its gradients, and these, clipped."""
+    """Return the loss of the model, the norm of its gradients, and the clipped gradients."""
     loss = torch.zeros(())
     for one in DATA:
         logprobs = model(torch.tensor(one.tokens[None]).long()).logits[0].log_softmax(-1)
@@ -89,7 +89,7 @@ def step(model: PeftModel) -> tuple[float, float, Mapping[str, np.ndarray]]:
     loss.backward()
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
     for name, one in named.items():
-        if ".experts." in name:  # peft has all of a layer in one matrix, whose blocks off the diagonal are always 0
+        if ".experts." in name:  # peft has a matrix per layer, whose off-diagonal blocks are always 0
             one.grad *= one != 0
     norm = torch.nn.utils.clip_grad_norm_(named.values(), STEP.grad_clip_norm)
     torch.optim.AdamW(

@@ -32,13 +32,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> TorchBackend:
-    """One for all tests of a kind of model."""
+    """One backend for all tests of a model family."""
     return TorchBackend(folder, "org/tiny", CONFIG)
 
 
 @pytest.fixture
 def backend(loaded: TorchBackend) -> Iterator[TorchBackend]:
-    """Without models; the test leaves nothing in the cache."""
+    """A backend without models. Checks that the test leaves nothing in the cache."""
     for model_id in list(loaded.models()):
         loaded.delete_model(model_id)
     before = loaded.counts()
@@ -76,24 +76,28 @@ def test_memory_settings_change_no_result(backend: TorchBackend, monkeypatch: py
     thrifty = TorchConfig(micro_batch_tokens=64, gradient_checkpointing=True, sample_lanes=2, cache_gib=0.001)
     for module in (training, sampler):
         monkeypatch.setattr(module, "CHUNK_LOGITS", 7 * VOCABULARY)
-    monkeypatch.setattr(sampler, "READ_AT_ONCE", 16)
+    monkeypatch.setattr(sampler, "PROMPT_CHUNK", 16)
     other_trained, other_sampled = results(TorchBackend(backend.base_model.folder, "org/tiny", thrifty))
     for one, other in zip(trained, other_trained, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
     np.testing.assert_allclose(sampled, other_sampled, atol=2e-5)
 
 
-def test_an_adapter_says_what_peft_needs(backend: TorchBackend, tmp_path: Path) -> None:
+def test_adapter_config_of_peft(backend: TorchBackend, tmp_path: Path) -> None:
     backend.save_weights(new(backend, "m", LoraConfig(rank=4, train_mlp=False)), tmp_path)
-    told = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert told["target_modules"][:4] == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (4, 32.0, "org/tiny")
-    assert "rank_pattern" not in told
+    adapter_config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert adapter_config["target_modules"][:4] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (adapter_config["r"], adapter_config["lora_alpha"], adapter_config["base_model_name_or_path"]) == (
+        4,
+        32.0,
+        "org/tiny",
+    )
+    assert "rank_pattern" not in adapter_config
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(name: str, tmp_path: Path) -> None:
-    """With fused projections, other names, sliding windows or experts, what is sampled from is what has learned."""
+    """With fused projections, other names, sliding windows or experts, sampling uses the trained weights."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(
         AutoConfig.for_model(name, **{**SHAPE, "vocab_size": VOCABULARY, "bos_token_id": 1, **OTHERS[name]})
@@ -114,13 +118,15 @@ def test_other_models(name: str, tmp_path: Path) -> None:
 def test_the_head_alone(models: Path, tmp_path: Path) -> None:
     head = LoraConfig(rank=4, train_attn=False, train_mlp=False)
     tied, untied = (TorchBackend(models / name, "org/tiny", CONFIG) for name in ("qwen3", "llama"))
-    with pytest.raises(UserError, match="has nothing that train_unembed could train"):  # its head is its embeddings
+    with pytest.raises(
+        UserError, match="has nothing to train with train_unembed"
+    ):  # the head is tied to the embeddings
         tied.create_model("m", head)
     untied.save_weights(new(untied, "m", head), tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["lm_head"]
 
 
-def test_it_is_made_by_its_name(models: Path) -> None:
+def test_the_factory_creates_it_by_name(models: Path) -> None:
     settings = {"dtype": "bfloat16", "cache_gib": 0.001}
     backend = new_backend("torch", models / "llama", settings, "org/tiny")
     assert isinstance(backend, TorchBackend)

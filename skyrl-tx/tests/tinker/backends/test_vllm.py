@@ -1,4 +1,4 @@
-"""What a server that does not answer costs. `tests/vllm_server` has what vLLM itself does."""
+"""Failures of a server that does not respond. `tests/vllm_server` tests a real vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.backends.vllm import MOST_CONNECTIONS, VllmSampler
+from tx.tinker.backends.vllm import MAX_CONNECTIONS, VllmSampler
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, UserError
 
 SECONDS = 60
@@ -30,7 +30,7 @@ CHOICE = {
 
 
 def sampler_of(port: int, folder: Path, answer_sec: float = SECONDS) -> VllmSampler:
-    nobody = cast(Backend, None)  # no weights are handed over
+    nobody = cast(Backend, None)  # no weights are exported
     return VllmSampler(nobody, f"http://127.0.0.1:{port}/v1", "EMPTY", folder, answer_sec)
 
 
@@ -42,7 +42,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """As vLLM does, and at once; refuses the prompt 13."""
+    """Responds like vLLM, immediately; refuses the prompt 13."""
 
     protocol_version = "HTTP/1.1"
 
@@ -50,14 +50,14 @@ class Answers(BaseHTTPRequestHandler):
         self._answer(200, {"data": [{"id": "m"}]})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if asked["prompt"] == [13]:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"] == [13]:
             self._answer(400, {"error": {"message": "Requested sample logprobs of 32"}})
         else:
-            self._answer(200, {"choices": [{**CHOICE, "index": i} for i in range(asked["n"])]})
+            self._answer(200, {"choices": [{**CHOICE, "index": i} for i in range(body["n"])]})
 
-    def _answer(self, status: int, told: Any) -> None:
-        body = json.dumps(told).encode()
+    def _answer(self, status: int, content: Any) -> None:
+        body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -79,12 +79,12 @@ def answering(tmp_path: Path) -> Iterator[VllmSampler]:
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """The port of a server that takes requests, and never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=MOST_CONNECTIONS) as server:
+    """The port of a server that accepts requests and never responds."""
+    with socket.create_server(("127.0.0.1", 0), backlog=MAX_CONNECTIONS) as server:
         yield server.getsockname()[1]
 
 
-def test_what_is_found_is_told_at_once(answering: VllmSampler) -> None:
+def test_results_are_reported_at_once(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     for _ in range(N_SAMPLES):
         answering.sample(ASKED, None, found.append)
@@ -94,7 +94,7 @@ def test_what_is_found_is_told_at_once(answering: VllmSampler) -> None:
     assert not answering.step()
 
 
-def test_what_is_cancelled_when_it_was_found_is_not_told(answering: VllmSampler) -> None:
+def test_a_cancelled_result_is_not_reported(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     cancel = answering.sample(ASKED, None, found.append)
     until(lambda: answering._found.qsize() == 1)
@@ -104,7 +104,7 @@ def test_what_is_cancelled_when_it_was_found_is_not_told(answering: VllmSampler)
     assert not answering.step()
 
 
-def test_the_likeliest_is_sampled_once(answering: VllmSampler) -> None:
+def test_greedy_requests_sample_once(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     answering.sample(SampleRequest([1], ASKED.params, n_samples=3), None, found.append)
     until(lambda: answering.step() and bool(found))
@@ -113,7 +113,7 @@ def test_the_likeliest_is_sampled_once(answering: VllmSampler) -> None:
     assert [list(one.tokens) for one in result.samples] == [[3], [3], [3]]
 
 
-def test_what_the_server_refuses_is_the_users_mistake(answering: VllmSampler) -> None:
+def test_refusals_of_the_server_are_user_errors(answering: VllmSampler) -> None:
     found: list[SampleResult | Exception] = []
     answering.sample(SampleRequest([13], ASKED.params), None, found.append)
     until(lambda: answering.step() and bool(found))
@@ -121,9 +121,9 @@ def test_what_the_server_refuses_is_the_users_mistake(answering: VllmSampler) ->
     assert "Requested sample logprobs of 32" in str(found[0])
 
 
-def test_it_ends_although_the_server_does_not_answer(silent: int, tmp_path: Path) -> None:
+def test_it_closes_although_the_server_does_not_respond(silent: int, tmp_path: Path) -> None:
     sampler = sampler_of(silent, tmp_path)
-    cancels = [sampler.sample(ASKED, None, lambda _: None) for _ in range(2 * MOST_CONNECTIONS)]
+    cancels = [sampler.sample(ASKED, None, lambda _: None) for _ in range(2 * MAX_CONNECTIONS)]
     cancels[0]()
     assert sampler.step()
     closing_thread = threading.Thread(target=sampler.close)
@@ -133,9 +133,9 @@ def test_it_ends_although_the_server_does_not_answer(silent: int, tmp_path: Path
     assert not sampler._thread.is_alive()
 
 
-def test_an_answer_that_takes_too_long_is_an_error(silent: int, tmp_path: Path) -> None:
+def test_a_slow_response_is_an_error(silent: int, tmp_path: Path) -> None:
     found: list[SampleResult | Exception] = []
     with closing(sampler_of(silent, tmp_path, answer_sec=0.1)) as sampler:
         sampler.sample(ASKED, None, found.append)
         until(lambda: sampler.step() and bool(found))
-    assert "fails: ReadTimeout" in str(found[0])
+    assert "failed: ReadTimeout" in str(found[0])

@@ -1,4 +1,4 @@
-"""Checkpoints as older programs and older clients ask for them."""
+"""Checkpoint requests of older programs and clients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import tinker
 from tx_server import BASE_MODEL, Running
 
 
-@pytest.mark.filterwarnings("ignore:DEPRECATED")  # what older programs still call
-def test_a_checkpoint_is_loaded_first_or_never(training: tinker.TrainingClient, service: tinker.ServiceClient) -> None:
+@pytest.mark.filterwarnings("ignore:DEPRECATED")  # still used by older programs
+def test_a_checkpoint_is_loaded_before_other_requests(
+    training: tinker.TrainingClient, service: tinker.ServiceClient
+) -> None:
     path = training.save_state("first").result().path
     with pytest.raises(tinker.BadRequestError, match="LoadWeights is not permitted"):
         training.load_state(path).result()

@@ -1,4 +1,4 @@
-"""What becomes of what a user asks to sample."""
+"""Conversion of users' sample requests."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_stops(server: Running, service: tinker.ServiceClient) -> None:
     assert (job([]).stop_tokens, job([]).stop_strings) == ([], [])
     assert (job([7]).stop_tokens, job([7]).stop_strings) == ([7], [])
     assert (job("x").stop_tokens, job("x").stop_strings) == (None, ["x"])
-    asked = job(None).request(owner="", eos_ids=[2], max_context=64)
-    assert asked.params.stop_tokens == (2,)
+    request = job(None).request(owner="", eos_ids=[2], max_context=64)
+    assert request.params.stop_tokens == (2,)

@@ -1,4 +1,4 @@
-"""Sessions of the real client, and how it hears of failures."""
+"""Sessions of the real client, and its reaction to failures."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_finishing_unloads(server: Running) -> None:
     with server.client() as http:
         late = http.post("optim_step", json={"model_id": training.model_id, "seq_id": 1, "adam_params": {}})
     assert late.status_code == 400
-    assert "is finished; begin a new one" in late.text
+    assert "is finished; create a new one" in late.text
 
 
-def test_what_an_engine_fails_at_is_raised_at_once(server: Running, training: tinker.TrainingClient) -> None:
+def test_failures_of_the_engine_are_raised_at_once(server: Running, training: tinker.TrainingClient) -> None:
     try:
         for category in ("user", "server"):
             server.fails_with = (f"a fault of the {category}", category)
@@ -73,11 +73,11 @@ def test_polls_are_held(server: Running, training: tinker.TrainingClient, caplog
     time.sleep(1)
     server.is_engine_paused = False
     assert step.result(timeout=SECONDS).metrics
-    told = f"request={server.rows(Kind.OPTIM_STEP)[-1].request_id}"
+    ending = f"request={server.rows(Kind.OPTIM_STEP)[-1].request_id}"
 
     def n_polls() -> int:
-        return sum("retrieve_future" in line and line.endswith(told) for line in caplog.messages)
+        return sum("retrieve_future" in line and line.endswith(ending) for line in caplog.messages)
 
-    until(lambda: n_polls() > 0)  # the log has it a moment after the reply
+    until(lambda: n_polls() > 0)  # the log line follows the reply
     assert n_polls() == 1
     assert not [line for line in caplog.messages if "because of try_again" in line]

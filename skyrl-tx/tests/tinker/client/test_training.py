@@ -1,9 +1,9 @@
-"""What the engine is told of what a user trains."""
+"""Conversion of users' training requests."""
 
 from __future__ import annotations
 
 import tinker
-from tx_client import ADAM, weighted
+from tx_client import ADAM, weighted_datum
 from tx_server import Running
 
 from tx.tinker.db_models import Kind
@@ -11,7 +11,7 @@ from tx.tinker.wire import codec
 from tx.tinker.wire.requests import CreateModelRequest, OptimStepRequest
 
 
-def test_what_the_engine_is_told(server: Running, training: tinker.TrainingClient) -> None:
+def test_the_engine_gets_the_users_settings(server: Running, training: tinker.TrainingClient) -> None:
     training.optim_step(ADAM).result()
     created = CreateModelRequest.model_validate_json(server.rows(Kind.CREATE_MODEL)[-1].payload)
     assert created.model_id == training.model_id
@@ -21,15 +21,15 @@ def test_what_the_engine_is_told(server: Running, training: tinker.TrainingClien
     assert (step.learning_rate, step.beta2, step.eps, step.grad_clip_norm) == (1e-3, 0.95, 1e-12, 1.0)
 
 
-def test_forward_only_is_told(server: Running, training: tinker.TrainingClient) -> None:
-    training.forward([weighted()], "cross_entropy").result()
-    training.forward_backward([weighted()], "cross_entropy").result()
+def test_the_engine_gets_forward_only(server: Running, training: tinker.TrainingClient) -> None:
+    training.forward([weighted_datum()], "cross_entropy").result()
+    training.forward_backward([weighted_datum()], "cross_entropy").result()
     passes = [one for one in server.rows(Kind.FORWARD_BACKWARD) if one.model_id == training.model_id]
     assert [codec.message_from_bytes(one.payload).forward_only for one in passes] == [True, False]
 
 
 def test_many_chunks_arrive_once_each(server: Running, training: tinker.TrainingClient) -> None:
-    output = training.forward_backward([weighted()] * 2500, "cross_entropy").result()
+    output = training.forward_backward([weighted_datum()] * 2500, "cross_entropy").result()
     assert len(output.loss_fn_outputs) == 2500
     assert output.metrics["loss:sum"] == 2500 * 6
     passes = [one for one in server.rows(Kind.FORWARD_BACKWARD) if one.model_id == training.model_id]

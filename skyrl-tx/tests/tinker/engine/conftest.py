@@ -9,7 +9,7 @@ from tx_engine import Desk, new_backend
 
 @pytest.fixture
 def desk(tmp_path: Path, tiny_model: Path) -> Iterator[Desk]:
-    """With an engine on JAX."""
+    """A desk with an engine on JAX."""
     made = Desk(tmp_path, new_backend(tiny_model))
     yield made
     made.close()

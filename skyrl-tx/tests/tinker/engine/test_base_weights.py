@@ -23,12 +23,12 @@ def changed(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-def test_a_name_stands_for_the_same_weights(desk: Desk, tmp_path: Path, tiny_model: Path, changed: Path) -> None:
+def test_a_name_is_bound_to_its_weights(desk: Desk, tmp_path: Path, tiny_model: Path, changed: Path) -> None:
     check_weights(desk.database, "org/tiny", changed)
-    check_weights(desk.database, "org/tiny", tiny_model)  # nothing has been trained on the other
+    check_weights(desk.database, "org/tiny", tiny_model)  # nothing was trained on the other weights
     model = desk.model(desk.session())
     check_weights(desk.database, "org/tiny", Path(shutil.copytree(tiny_model, tmp_path / "moved")))
-    with pytest.raises(ModelError, match=r"changed has other weights than what was served as org/tiny before"):
+    with pytest.raises(ModelError, match=r"changed has different weights from those that were served as org/tiny"):
         check_weights(desk.database, "org/tiny", changed)
     check_weights(desk.database, "org/other", changed)
     desk.change(lambda db: setattr(db.get_one(Model, model), "status", ModelStatus.UNLOADED))
@@ -36,7 +36,7 @@ def test_a_name_stands_for_the_same_weights(desk: Desk, tmp_path: Path, tiny_mod
     check_weights(desk.database, "org/tiny", changed)  # nothing is left of it
 
 
-def test_a_fingerprint_is_of_the_weights_alone(tmp_path: Path, tiny_model: Path, changed: Path) -> None:
+def test_a_fingerprint_depends_on_the_weights_only(tmp_path: Path, tiny_model: Path, changed: Path) -> None:
     tensors = load_file(tiny_model / SINGLE)
     names = sorted(tensors)
     files = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(names)}
@@ -51,12 +51,14 @@ def test_a_fingerprint_is_of_the_weights_alone(tmp_path: Path, tiny_model: Path,
         fingerprint(tmp_path)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) is None
     for content in (b"", b"version https://git-lfs", (5).to_bytes(8, "little") + b"[}..."):
         (tmp_path / SINGLE).write_bytes(content)
-        with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file; is it downloaded completely"):
+        with pytest.raises(
+            ModelError, match=r"model\.safetensors is not a valid safetensors file; check that the download is complete"
+        ):
             fingerprint(tmp_path)
     (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(ModelError, match="is no index of safetensors: KeyError"):
+    with pytest.raises(ModelError, match="is not a valid safetensors index: KeyError"):
         fingerprint(tmp_path)

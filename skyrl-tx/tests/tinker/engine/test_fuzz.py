@@ -1,6 +1,4 @@
-"""Whatever the server accepts does the engine no harm: all is done or refused, and beside it somebody else's model
-learns what it learns alone.
-"""
+"""No accepted request harms the engine: all are answered, and another user's model trains as if alone."""
 
 from __future__ import annotations
 
@@ -30,20 +28,20 @@ from tx.tinker.wire import tinker_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-MOST_SECONDS = 60
+MAX_SECONDS = 60
 N_WINDOWS = 2
-MOST_GROWTH, MOST_FOR_EACH = 4 << 20, 4 << 10
-"""Bytes that the engine may grow by, in all and for each request, once it has seen all kinds of them."""
+MAX_GROWTH, MAX_GROWTH_PER_REQUEST = 4 << 20, 4 << 10
+"""Permitted growth of the engine in bytes, in total and per request, after it has seen all kinds of requests."""
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 1e-8, 1e-40, 1e30, 1e38, *FLOATS]) | st.floats(0, 1)
 TOKENS = st.integers(0, VOCABULARY - 1)
 ODD_TOKENS = st.sampled_from([-1, VOCABULARY, 2**31 - 1, -(2**31)])
 LENGTHS = st.sampled_from([1, 2, 31, 32, CONTEXT + 1, *([100, CONTEXT - 1, CONTEXT] if EXAMPLES else [])])
-"""Without those that need programs of their own, which take a second each to be compiled."""
+"""Excludes lengths that need their own programs, which take a second each to compile."""
 
 
 @dataclass
 class Attack:
-    """What one user does, as fast as the server takes it."""
+    """The requests of a user who sends as fast as the server accepts."""
 
     http: httpx.Client
     session_id: str
@@ -54,15 +52,15 @@ class Attack:
     seen: Counter[int] = field(default_factory=Counter)
 
     def post(self, path: str, body: Any, **headers: str) -> dict[str, Any]:
-        """What is told; none of it is the server's mistake."""
+        """Send a request and check that it causes no server error; return the reply."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         reply = self.http.post(path, content=content, headers={"Content-Type": "application/json", **headers})
         self.seen[reply.status_code] += 1
         assert reply.status_code < 500, (path, body, reply.text)
-        told = dict(reply.json())
-        if reply.status_code == 200 and "request_id" in told:
-            self.promises.append(told["request_id"])
-        return told
+        answer = dict(reply.json())
+        if reply.status_code == 200 and "request_id" in answer:
+            self.promises.append(answer["request_id"])
+        return answer
 
 
 @st.composite
@@ -86,11 +84,11 @@ def samples(draw: st.DrawFn, attack: Attack) -> tuple[str, Any]:
         | st.sampled_from([{"model_path": path} for path in [*attack.paths, "tinker://a:train:0/weights/x"]])
     )
     n_samples = draw(st.sampled_from([1, 1, 1, 2, 40, 10**9]))
-    asked = {"prompt": {"chunks": [{"tokens": draw(prompts())}]}, "sampling_params": params, "num_samples": n_samples}
+    body = {"prompt": {"chunks": [{"tokens": draw(prompts())}]}, "sampling_params": params, "num_samples": n_samples}
     wants = {
         name: draw(st.sampled_from([0, 0, 1, 32, 33])) for name in ("topk_prompt_logprobs", "topk_sample_logprobs")
     }
-    return "asample", {**asked, **weights, **wants, "prompt_logprobs": draw(st.booleans())}
+    return "asample", {**body, **weights, **wants, "prompt_logprobs": draw(st.booleans())}
 
 
 @st.composite
@@ -179,9 +177,9 @@ DATA = [
 
 
 def learn(training: tinker.TrainingClient) -> float:
-    """A step of somebody who does nothing wrong; the loss before it."""
-    loss = training.forward_backward(DATA, "cross_entropy").result(timeout=MOST_SECONDS).metrics["loss:sum"]
-    training.optim_step(types.AdamParams(learning_rate=1e-2)).result(timeout=MOST_SECONDS)
+    """Run a valid step; return the loss before it."""
+    loss = training.forward_backward(DATA, "cross_entropy").result(timeout=MAX_SECONDS).metrics["loss:sum"]
+    training.optim_step(types.AdamParams(learning_rate=1e-2)).result(timeout=MAX_SECONDS)
     return loss
 
 
@@ -197,13 +195,13 @@ def server(tmp_path: Path, tiny_model: Path) -> Iterator[ServerProcess]:
 
 
 def wait_until_done(server: ServerProcess) -> None:
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     while server.n_pending():
         assert time.monotonic() < deadline, "the engine is stuck"
         time.sleep(0.02)
 
 
-def test_nothing_that_is_accepted_breaks_the_engine(server: ServerProcess) -> None:
+def test_accepted_requests_do_not_break_the_engine(server: ServerProcess) -> None:
     client = server.sdk()
     training = new_client(client)
     alone = [learn(training) for _ in range(6)]
@@ -240,7 +238,7 @@ def test_nothing_that_is_accepted_breaks_the_engine(server: ServerProcess) -> No
     assert errors["none"] > len(results) / 2
     assert not [one for one in results if one.get("category") not in (None, "user")]
     assert math.isfinite(learn(victim))
-    assert sizes[-1] <= sizes[-2] + MOST_GROWTH + n * MOST_FOR_EACH
+    assert sizes[-1] <= sizes[-2] + MAX_GROWTH + n * MAX_GROWTH_PER_REQUEST
     assert engine.is_running()
     attack.http.close()
     client.close(status="success").result()

@@ -1,4 +1,4 @@
-"""Everything that is done for a model but to train it."""
+"""All requests of a model except passes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from tx_engine import Desk
 
-from tx.tinker import submission
-from tx.tinker.checkpoint_files import checkpoint_folder
 from tx.tinker.db_models import Checkpoint, Model, ModelStatus, SamplingSession
+from tx.tinker.store.checkpoint_files import checkpoint_folder
+from tx.tinker.submission import training as submission
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire import tinker_pb2 as pb
 
 
 @pytest.fixture
 def model(desk: Desk) -> str:
-    """One that has learned a little."""
+    """A model after a few steps."""
     name = desk.model(desk.session())
     desk.train(name)
     desk.step(name)
@@ -26,19 +26,19 @@ def model(desk: Desk) -> str:
     return name
 
 
-def save(desk: Desk, model: str, path: str | None = "x", **told: Any) -> int:
-    asked = wire.SaveWeightsRequest(model_id=model, path=path, **told)
-    return desk.submit(lambda to: submission.save_weights(to, asked))
+def save(desk: Desk, model: str, path: str | None = "x", **fields: Any) -> int:
+    body = wire.SaveWeightsRequest(model_id=model, path=path, **fields)
+    return desk.submit(lambda to: submission.save_weights(to, body))
 
 
-def save_for_sampler(desk: Desk, model: str, path: str | None = None, **told: Any) -> int:
-    asked = wire.SaveWeightsForSamplerRequest(model_id=model, path=path, **told)
-    return desk.submit(lambda to: submission.save_weights_for_sampler(to, asked))
+def save_for_sampler(desk: Desk, model: str, path: str | None = None, **fields: Any) -> int:
+    body = wire.SaveWeightsForSamplerRequest(model_id=model, path=path, **fields)
+    return desk.submit(lambda to: submission.save_weights_for_sampler(to, body))
 
 
 def load(desk: Desk, path: str, number: int, *, optimizer: bool = False) -> str:
-    asked = wire.LoadWeightsRequest(path=path, optimizer=optimizer, session_id="s", model_seq_id=number)
-    desk.submit(lambda to: submission.load_weights(to, asked))
+    body = wire.LoadWeightsRequest(path=path, optimizer=optimizer, session_id="s", model_seq_id=number)
+    desk.submit(lambda to: submission.load_weights(to, body))
     desk.work()
     return f"s:train:{number}"
 
@@ -48,13 +48,13 @@ def error(desk: Desk, request_id: int) -> tuple[str | None, str | None]:
     return row.error_category, row.error
 
 
-def told(desk: Desk, model: str) -> float:
-    asked = desk.train(model, [7, 8, 9], is_forward_only=True)
+def probe(desk: Desk, model: str) -> float:
+    request_id = desk.train(model, [7, 8, 9], is_forward_only=True)
     desk.work()
-    return desk.loss(asked)
+    return desk.loss(request_id)
 
 
-def test_seeds_are_chosen_and_kept(desk: Desk) -> None:
+def test_chosen_seeds_are_kept(desk: Desk) -> None:
     session = desk.session()
     for number, seed in enumerate((None, None, -5, 2**64 - 1)):
         desk.model(session, number, seed=seed)
@@ -73,11 +73,11 @@ def test_a_checkpoint(desk: Desk, model: str) -> None:
     assert (row.expires_at - row.created_at).total_seconds() == pytest.approx(3600, abs=5)
     files = list(checkpoint_folder(desk.config, path).iterdir())
     assert (row.size_bytes, row.user_metadata) == (sum(file.stat().st_size for file in files), {"a": "b"})
-    assert told(desk, load(desk, path, 1)) == told(desk, model)
+    assert probe(desk, load(desk, path, 1)) == probe(desk, model)
 
 
 def test_a_name_is_taken_once(desk: Desk, model: str) -> None:
-    """The server sees what is saved, and the engine what is about to be."""
+    """The server knows saved checkpoints, and the engine those that are about to be saved."""
     first, second = save(desk, model), save(desk, model)
     third = save(desk, model, overwrite=True, user_metadata={"new": "yes"})
     samplers = [save_for_sampler(desk, model, "x") for _ in range(2)]
@@ -85,14 +85,16 @@ def test_a_name_is_taken_once(desk: Desk, model: str) -> None:
     assert desk.result(first)
     assert error(desk, second) == (
         "user",
-        f"there is a checkpoint tinker://{model}/weights/x already; choose another name, or overwrite it",
+        f"checkpoint tinker://{model}/weights/x already exists; choose another name, or overwrite it",
     )
     assert desk.result(third)
     assert desk.change(lambda db: db.get_one(Checkpoint, (model, "weights", "x")).user_metadata) == {"new": "yes"}
     assert (desk.row(samplers[0]).error, desk.row(samplers[1]).error_category) == (None, "user")
 
 
-def test_a_checkpoint_that_cannot_get_its_name_is_none(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_renamed_is_discarded(
+    desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rename = Path.rename
 
     def full(path: Path, target: Path) -> Path:
@@ -109,7 +111,7 @@ def test_a_checkpoint_that_cannot_get_its_name_is_none(desk: Desk, model: str, m
     assert not list(desk.config.checkpoints_base.glob("s_train_0/weights/*"))
 
 
-def test_snapshots_are_what_the_model_was(desk: Desk, model: str) -> None:
+def test_snapshots_are_immutable(desk: Desk, model: str) -> None:
     kept = save_for_sampler(desk, model, sampling_session_seq_id=3)
     desk.work()
     snapshot = json.loads(desk.result(kept))["sampling_session_id"]
@@ -127,19 +129,22 @@ def test_snapshots_are_what_the_model_was(desk: Desk, model: str) -> None:
     assert logprobs[0] != logprobs[1]
 
 
-def test_numbers_of_snapshots_are_given_once(desk: Desk, model: str) -> None:
+def test_snapshot_numbers_are_unique(desk: Desk, model: str) -> None:
     other = desk.model("s", 1)
     first = save_for_sampler(desk, model, sampling_session_seq_id=3)
     second = save_for_sampler(desk, other, sampling_session_seq_id=3)
     desk.work()
     assert desk.result(first)
-    assert error(desk, second) == ("user", "sampling session s:sample:3 is there already; count up for each one")
+    assert error(desk, second) == (
+        "user",
+        "sampling session s:sample:3 already exists; increment its number for each new one",
+    )
     assert desk.change(lambda db: db.get_one(SamplingSession, "s:sample:3").model_id) == model
 
 
 def test_external_weights(desk: Desk, model: str) -> None:
-    asked = wire.SaveWeightsExternalRequest(model_id=model, path="out")
-    saved = desk.submit(lambda to: submission.save_weights_external(to, asked))
+    body = wire.SaveWeightsExternalRequest(model_id=model, path="out")
+    saved = desk.submit(lambda to: submission.save_weights_external(to, body))
     desk.work()
     answer = json.loads(desk.result(saved))
     folder = checkpoint_folder(desk.config, answer["path"])
@@ -147,43 +152,43 @@ def test_external_weights(desk: Desk, model: str) -> None:
     assert (folder / "adapter_model.safetensors").is_file()
 
 
-def test_a_checkpoint_that_is_gone(desk: Desk, model: str) -> None:
+def test_a_deleted_checkpoint(desk: Desk, model: str) -> None:
     save(desk, model)
     desk.work()
     path = f"tinker://{model}/weights/x"
-    asked = wire.LoadWeightsRequest(path=path, optimizer=True, session_id="s", model_seq_id=1)
-    loading = desk.submit(lambda to: submission.load_weights(to, asked))
+    body = wire.LoadWeightsRequest(path=path, optimizer=True, session_id="s", model_seq_id=1)
+    loading = desk.submit(lambda to: submission.load_weights(to, body))
     sampling = desk.sample(model_path=path)
     for file in checkpoint_folder(desk.config, path).iterdir():
         file.unlink()
     checkpoint_folder(desk.config, path).rmdir()
     desk.work()
-    assert error(desk, loading) == ("user", f"there is no checkpoint {path}; it was deleted, or its time is over")
+    assert error(desk, loading) == ("user", f"there is no checkpoint {path}; it was deleted or has expired")
     assert error(desk, sampling) == ("user", f"there are no weights {path}; they were deleted")
     assert desk.change(lambda db: db.get_one(Model, "s:train:1").status) is ModelStatus.FAILED
     assert list(desk.backend.models()) == [model]
 
 
-def test_loading_into_a_model_that_was_just_made(desk: Desk, model: str) -> None:
+def test_loading_into_a_new_model(desk: Desk, model: str) -> None:
     save(desk, model)
     desk.work()
     into = desk.model("s", 1)
-    asked = wire.LoadWeightsRequest(path=f"tinker://{model}/weights/x", optimizer=True, model_id=into, seq_id=1)
-    desk.submit(lambda to: submission.load_weights(to, asked))
+    body = wire.LoadWeightsRequest(path=f"tinker://{model}/weights/x", optimizer=True, model_id=into, seq_id=1)
+    desk.submit(lambda to: submission.load_weights(to, body))
     desk.work()
-    assert told(desk, into) == told(desk, model)
+    assert probe(desk, into) == probe(desk, model)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_model_that_was_just_made_outlives_what_cannot_be_loaded(desk: Desk, model: str, is_there: bool) -> None:
+def test_a_new_model_survives_a_failed_load(desk: Desk, model: str, is_there: bool) -> None:
     save(desk, model)
     desk.work()
     path = f"tinker://{model}/weights/x"
     folder = checkpoint_folder(desk.config, path)
     into, twin = desk.model("s", 1), desk.model("s", 2)
     for seq_id in (1, 2):
-        asked = wire.LoadWeightsRequest(path=path, optimizer=True, model_id=into, seq_id=seq_id)
-        loading = desk.submit(lambda to, asked=asked: submission.load_weights(to, asked))  # type: ignore[misc]
+        body = wire.LoadWeightsRequest(path=path, optimizer=True, model_id=into, seq_id=seq_id)
+        loading = desk.submit(lambda to, body=body: submission.load_weights(to, body))  # type: ignore[misc]
         if is_there:
             (folder / "training.json").write_text("{")
         else:
@@ -193,10 +198,10 @@ def test_a_model_that_was_just_made_outlives_what_cannot_be_loaded(desk: Desk, m
         if not is_there:
             folder.with_name("away").rename(folder)
     assert desk.change(lambda db: db.get_one(Model, into).status) is ModelStatus.READY
-    assert told(desk, into) == told(desk, twin)
+    assert probe(desk, into) == probe(desk, twin)
 
 
-def test_a_model_that_is_not_loaded_whole_is_not_there(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partially_loaded_model_is_discarded(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(desk, model)
     desk.work()
 

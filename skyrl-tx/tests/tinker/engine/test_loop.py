@@ -1,4 +1,4 @@
-"""What an engine does with what the server accepted: nothing of it ends the engine, or costs another its turn."""
+"""The engine's handling of accepted requests: none ends the engine, or costs others their turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tx_engine import CONTEXT, Desk, new_backend
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.db_models import EngineState, Model, ModelStatus, Request, RequestStatus
 from tx.tinker.engine import loop, queue
-from tx.tinker.store import cancel_sample, still_pending
-from tx.tinker.submission import save_weights
+from tx.tinker.store.queries import cancel_sample, pending_ids
+from tx.tinker.submission.training import save_weights
 from tx.tinker.types import Pass, PassResult, SampleRequest
 from tx.tinker.wire import requests as wire
 
@@ -29,7 +29,7 @@ def test_it_learns(desk: Desk) -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_requests_of_a_model_are_done_in_their_order(desk: Desk) -> None:
+def test_requests_of_a_model_run_in_order(desk: Desk) -> None:
     model = desk.model(desk.session())
     ids = [desk.train(model), desk.step(model), desk.train(model, is_forward_only=True)]
     desk.work()
@@ -44,7 +44,7 @@ def test_a_forward_pass_does_not_delay_a_restore_point(desk: Desk, monkeypatch: 
     last_step = desk.step(model)
     desk.train(model, is_forward_only=True)
     desk.work()
-    monkeypatch.setattr(loop, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
     desk.engine._write_points()
     assert desk.change(lambda db: db.get_one(Model, model).restored_until) == last_step
 
@@ -54,17 +54,17 @@ def test_gradients_delay_a_restore_point(desk: Desk, monkeypatch: pytest.MonkeyP
     desk.step(model)
     desk.train(model)
     desk.work()
-    monkeypatch.setattr(loop, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
     desk.engine._write_points()
     assert desk.change(lambda db: db.get_one(Model, model).restored_until) == 0
 
 
-def test_it_says_that_it_is_there(desk: Desk) -> None:
+def test_it_reports_its_state(desk: Desk) -> None:
     desk.model(desk.session())
     desk.sample()
     desk.work()
     desk.engine._state_at = 0.0
-    desk.engine._look_after()
+    desk.engine._report()
     state = desk.change(lambda db: db.get_one(EngineState, 1))
     assert state.max_context == CONTEXT
     assert state.status["tokens_sampled"] == 4
@@ -72,18 +72,20 @@ def test_it_says_that_it_is_there(desk: Desk) -> None:
     assert state.status["requests"] == {"create_model": 1, "sample": 1}
 
 
-def test_what_a_full_disk_costs(desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_fails_single_requests(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = desk.model(desk.session())
     step = desk.step(model)
     desk.work()
-    monkeypatch.setattr(loop, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
 
     def full(model_id: str, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(desk.backend, "save_model", full)
     desk.engine._write_points()
-    assert "no restore point of model s:train:0" in caplog.text
+    assert "the restore point of model s:train:0" in caplog.text
     save = desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="full")))
     desk.work()
     assert desk.row(step).status is RequestStatus.DONE
@@ -91,7 +93,7 @@ def test_what_a_full_disk_costs(desk: Desk, monkeypatch: pytest.MonkeyPatch, cap
     assert not [path for path in desk.config.checkpoints_base.rglob("*") if path.name.startswith(".unfinished")]
 
 
-def test_a_row_of_cancelled_requests_is_gone_through_at_once(desk: Desk) -> None:
+def test_cancelled_requests_are_skipped_at_once(desk: Desk) -> None:
     model = desk.model(desk.session())
     desk.work()
     ids = [desk.step(model) for _ in range(3)]
@@ -101,11 +103,11 @@ def test_a_row_of_cancelled_requests_is_gone_through_at_once(desk: Desk) -> None
     assert [desk.engine.work() for _ in range(4)] == [True, True, True, False]
 
 
-def test_a_suspect_is_alone_until_it_has_ended(desk: Desk) -> None:
+def test_a_suspect_runs_alone(desk: Desk) -> None:
     model = desk.model(desk.session())
     desk.work()
     suspect = desk.sample(max_tokens=50)
-    desk.change(lambda db: setattr(db.get_one(Request, suspect), "n_tries", queue.TRIES_TOGETHER))
+    desk.change(lambda db: setattr(db.get_one(Request, suspect), "n_tries", queue.MAX_SHARED_TRIES))
     others = [desk.sample(), desk.train(model)]
     desk.engine._queue.fetch()
     n_turns = 0
@@ -118,25 +120,25 @@ def test_a_suspect_is_alone_until_it_has_ended(desk: Desk) -> None:
     assert all(desk.result(one) for one in others)
 
 
-# -- what the server may have accepted before it knew the model
+# -- requests accepted before the model's limits were known
 
 
 def unchecked(desk: Desk, submit: Callable[[], int]) -> int:
-    """A request that was accepted before any engine had said what its model can."""
+    """Queue a request like a server that does not know the model's limits yet."""
     desk.change(lambda db: [db.delete(one) for one in [db.get(EngineState, 1)] if one is not None])
     return submit()
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("params", "words"),
     [
-        ({"prompt": [1, 64]}, "prompt holds token 64; the model knows 0 to 63"),
-        ({"prompt": [1] * 129, "max_tokens": None}, "are more than the model's 128"),
-        ({"max_tokens": 2**31 - 1}, "max_tokens=2147483647 are more than the model's 128 positions"),
+        ({"prompt": [1, 64]}, "prompt holds token 64; the vocabulary is 0 to 63"),
+        ({"prompt": [1] * 129, "max_tokens": None}, "exceed the model's 128"),
+        ({"max_tokens": 2**31 - 1}, "max_tokens=2147483647 exceed the model's 128 positions"),
     ],
 )
-def test_samples_that_do_not_fit(desk: Desk, told: dict[str, Any], words: str) -> None:
-    wrong = unchecked(desk, lambda: desk.sample(**told))
+def test_samples_that_do_not_fit(desk: Desk, params: dict[str, Any], words: str) -> None:
+    wrong = unchecked(desk, lambda: desk.sample(**params))
     right = desk.sample()
     desk.work()
     assert words in (desk.row(wrong).error or "")
@@ -155,16 +157,16 @@ def test_passes_that_do_not_fit(desk: Desk) -> None:
 
 @pytest.mark.parametrize("n_prompt", [1, 63, 64, 65, 100, 127, 128])
 def test_a_cache_of_one_context_is_enough(desk: Desk, tiny_model: Path, n_prompt: int) -> None:
-    """Nothing that the limits allow waits for ever."""
+    """Nothing within the limits waits forever."""
     desk.start(new_backend(tiny_model, cache_gib=(CONTEXT * 64) / (1 << 30)))
-    most = min(CONTEXT, desk.backend.base_model.max_context)
-    samples = [desk.sample([1] * min(n_prompt, most), max_tokens=None, num_samples=2) for _ in range(2)]
+    max_prompt = min(CONTEXT, desk.backend.base_model.max_context)
+    samples = [desk.sample([1] * min(n_prompt, max_prompt), max_tokens=None, num_samples=2) for _ in range(2)]
     desk.work()
     assert all(desk.result(one) for one in samples)
 
 
-def test_what_is_cancelled_makes_room(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "SECONDS_BETWEEN_LOOKS", 0.0)
+def test_cancelled_samples_make_room(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "CHECK_INTERVAL_SEC", 0.0)
     ids = [desk.sample(max_tokens=100, num_samples=4) for _ in range(3)]
     desk.engine._queue.fetch()
     desk.engine.work()
@@ -179,22 +181,22 @@ def test_what_is_cancelled_makes_room(desk: Desk, monkeypatch: pytest.MonkeyPatc
     assert desk.engine._queue.begun == set()
 
 
-# -- mistakes of a backend
+# -- errors of a backend
 
 
 class Faulty(JaxBackend):
-    """Cannot train on token 13, and dies of it in a prompt."""
+    """Fails to train on token 13, and dies of it in a prompt."""
 
     is_dying = False
 
-    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
-        if any(13 in datum.tokens for datum in asked.data):
+    def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
+        if any(13 in datum.tokens for datum in pass_.data):
             raise ZeroDivisionError("13")
-        yield from super().compute(asked)
+        yield from super().compute(pass_)
 
-    def sample(self, asked: SampleRequest, weights: Any, done: Any) -> Callable[[], None]:
-        self.is_dying = self.is_dying or 13 in asked.prompt
-        return super().sample(asked, weights, done)
+    def sample(self, request: SampleRequest, weights: Any, done: Any) -> Callable[[], None]:
+        self.is_dying = self.is_dying or 13 in request.prompt
+        return super().sample(request, weights, done)
 
     def step(self) -> bool:
         if self.is_dying:
@@ -209,7 +211,7 @@ def faulty(tmp_path: Path, tiny_model: Path) -> Iterator[Desk]:
     made.close()
 
 
-def test_a_mistake_costs_one_pass(faulty: Desk) -> None:
+def test_an_error_fails_a_single_pass(faulty: Desk) -> None:
     session = faulty.session()
     models = [faulty.model(session, number) for number in range(2)]
     wrong, right, after = faulty.train(models[0], [12, 13, 1]), faulty.train(models[1]), faulty.train(models[0])
@@ -218,7 +220,9 @@ def test_a_mistake_costs_one_pass(faulty: Desk) -> None:
     assert faulty.loss(right) == faulty.loss(after)
 
 
-def test_what_ends_engines_is_given_up(faulty: Desk, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_kill_engines_are_given_up(
+    faulty: Desk, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     session = faulty.session()
     model = faulty.model(session)
     faulty.work()
@@ -229,14 +233,14 @@ def test_what_ends_engines_is_given_up(faulty: Desk, tiny_model: Path, caplog: p
     n_deaths = 0
     while True:
         try:
-            faulty.engine.run(lambda: not faulty.change(still_pending))
+            faulty.engine.run(lambda: not faulty.change(pending_ids))
         except MemoryError:
             n_deaths += 1
             faulty.start(new_backend(tiny_model, kind=Faulty))
             continue
         break
     assert n_deaths == 3
-    assert "the engine has died 3 times" in (faulty.row(deadly).error or "")
+    assert "the engine died 3 times" in (faulty.row(deadly).error or "")
     assert faulty.row(deadly).error_category == "server"
     for one in (*innocent, last):
         assert faulty.result(one)
@@ -245,7 +249,7 @@ def test_what_ends_engines_is_given_up(faulty: Desk, tiny_model: Path, caplog: p
 # -- models
 
 
-def test_a_model_that_cannot_be_made(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_created(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise MemoryError("no room")
 
@@ -260,20 +264,20 @@ def test_a_model_that_cannot_be_made(desk: Desk, monkeypatch: pytest.MonkeyPatch
     assert list(desk.backend.models()) == [other]
 
 
-def test_a_model_that_engines_died_of_takes_no_place(desk: Desk) -> None:
+def test_a_model_whose_creation_was_given_up_does_not_count(desk: Desk) -> None:
     model = desk.model(desk.session())
-    desk.change(lambda db: setattr(db.get_one(Request, 1), "n_tries", queue.MOST_TRIES))
+    desk.change(lambda db: setattr(db.get_one(Request, 1), "n_tries", queue.MAX_TRIES))
     desk.work()
-    assert "the engine has died 3 times" in (desk.row(1).error or "")
+    assert "the engine died 3 times" in (desk.row(1).error or "")
     assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.FAILED
 
 
-def test_turns(desk: Desk, tiny_model: Path) -> None:
-    """A model with much to do does not keep one with little waiting."""
+def test_models_take_turns(desk: Desk, tiny_model: Path) -> None:
+    """A model with many requests does not delay one with few."""
     desk.start(new_backend(tiny_model, micro_batch_tokens=1))
     session = desk.session()
     busy, quick = desk.model(session, 0), desk.model(session, 1)
-    much = desk.train(busy, n_data=12)  # each of them a micro-batch
+    much = desk.train(busy, n_data=12)  # one micro-batch each
     little = [desk.train(quick), desk.step(quick), desk.train(quick)]
     desk.work()
     done = [desk.row(one).completed_at for one in (*little, much)]

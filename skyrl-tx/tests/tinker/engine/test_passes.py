@@ -19,27 +19,27 @@ DATUM = {
 
 
 class Careless:
-    """Has log-probs that no message can hold."""
+    """Returns log-probs that no message can contain."""
 
-    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
+    def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         yield PassResult(0.0, ["?"], ["?"])  # type: ignore[list-item]
 
 
 class Slow:
-    """Needs three parts for anything, and notes whose each was."""
+    """Needs three slices per pass, and records whose each was."""
 
     def __init__(self) -> None:
         self.computed = ""
 
-    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
+    def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         for result in (None, None, PassResult(0.0, [np.zeros(1)], [np.zeros(1)])):
-            self.computed += asked.model_id
+            self.computed += pass_.model_id
             yield result
 
 
 def request(model_id: str, owner: str = "") -> Request:
-    told = {"data": [DATUM], "loss_fn": "cross_entropy"}
-    payload = codec.message_from_json(model_id, None, told, is_forward_only=False).SerializeToString()
+    fields = {"data": [DATUM], "loss_fn": "cross_entropy"}
+    payload = codec.message_from_json(model_id, None, fields, is_forward_only=False).SerializeToString()
     return Request(
         request_id=ord(model_id),
         kind=Kind.FORWARD_BACKWARD,
@@ -50,7 +50,7 @@ def request(model_id: str, owner: str = "") -> Request:
     )
 
 
-def test_users_take_turns_and_the_models_of_each() -> None:
+def test_users_and_their_models_take_turns() -> None:
     backend = Slow()
     passes = Passes(cast(Backend, backend), LIMITS, lambda _: None)
     for model_id, owner in {"a": "many", "b": "many", "c": "many", "d": "few"}.items():
@@ -64,7 +64,7 @@ def test_users_take_turns_and_the_models_of_each() -> None:
     assert passes.n_tokens == 4
 
 
-def test_a_result_that_cannot_be_told() -> None:
+def test_a_result_that_cannot_be_serialized() -> None:
     passes = Passes(cast(Backend, Careless()), LIMITS, lambda _: None)
     assert passes.begin(request("a")) is None
     outcome = passes.step()

@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import Engine as Database
 from sqlmodel import col, select
 
-from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Request, RequestStatus, Session
 from tx.tinker.engine import queue as queues
-from tx.tinker.engine.queue import Outcome, Queue, given_up
+from tx.tinker.engine.queue import Outcome, Queue, give_up
+from tx.tinker.store.database import reading, writing
 from tx.tinker.types import UserError
 
 
@@ -39,7 +39,7 @@ def rows(database: Database) -> list[Request]:
         return list(db.exec(select(Request).order_by(col(Request.request_id))))
 
 
-def test_each_request_is_taken_once(database: Database, queue: Queue) -> None:
+def test_each_request_begins_once(database: Database, queue: Queue) -> None:
     put(database, status=RequestStatus.DONE)
     first = put(database)
     assert queue.fetch() == 1
@@ -48,7 +48,7 @@ def test_each_request_is_taken_once(database: Database, queue: Queue) -> None:
     assert [one.request_id for one in queue.next_samples(9, {})] == [first, second]
 
 
-def test_requests_of_a_model_are_in_their_order(database: Database, queue: Queue) -> None:
+def test_requests_of_a_model_are_in_order(database: Database, queue: Queue) -> None:
     ids = {name: [put(database, Kind.OPTIM_STEP, model_id=name) for _ in range(2)] for name in "ab"}
     queue.fetch()
     heads = queue.heads(busy=())
@@ -59,11 +59,11 @@ def test_requests_of_a_model_are_in_their_order(database: Database, queue: Queue
     assert [head.request_id for head in queue.heads(busy=())] == [ids["a"][1], ids["b"][0]]
 
 
-def test_what_was_cancelled_while_it_waited_does_not_begin(database: Database, queue: Queue) -> None:
-    gone = put(database, Kind.FORWARD_BACKWARD, model_id="a")
+def test_requests_cancelled_while_pending_do_not_begin(database: Database, queue: Queue) -> None:
+    cancelled = put(database, Kind.FORWARD_BACKWARD, model_id="a")
     stays = put(database, Kind.FORWARD_BACKWARD, model_id="b")
     queue.fetch()
-    change(database, gone, status=RequestStatus.CANCELLED)
+    change(database, cancelled, status=RequestStatus.CANCELLED)
     assert [one.request_id for one in queue.begin(queue.heads(busy=()))] == [stays]
     assert queue.heads(busy=()) == []
     assert queue.begun == {stays}
@@ -84,12 +84,12 @@ def test_users_take_turns(database: Database, queue: Queue) -> None:
     for _ in range(2):
         put(database, owner="few")
     queue.fetch()
-    told = [(one.owner, one.session_id) for one in queue.next_samples(99, {})[:7]]
-    assert told[:4] == [("many", "a"), ("few", None), ("many", "b"), ("few", None)]
-    assert told[4:] == [("many", None), ("many", "a"), ("many", "b")]
+    order = [(one.owner, one.session_id) for one in queue.next_samples(99, {})[:7]]
+    assert order[:4] == [("many", "a"), ("few", None), ("many", "b"), ("few", None)]
+    assert order[4:] == [("many", None), ("many", "a"), ("many", "b")]
 
 
-def test_nobody_takes_more_than_is_left_for_others(database: Database, queue: Queue) -> None:
+def test_no_user_takes_more_than_remains_free(database: Database, queue: Queue) -> None:
     for owner in ("many", "too", "many", "too") * 8:
         put(database, owner=owner)
     queue.fetch()
@@ -108,50 +108,50 @@ def test_nobody_takes_more_than_is_left_for_others(database: Database, queue: Qu
     assert begin(9) == ["too"]
 
 
-def test_what_is_cancelled_when_it_has_begun(database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "SECONDS_BETWEEN_LOOKS", 0.0)
+def test_running_requests_can_be_cancelled(database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "CHECK_INTERVAL_SEC", 0.0)
     ids = [put(database) for _ in range(3)]
     queue.fetch()
-    assert queue.cancelled() == set()
+    assert queue.find_cancelled() == set()
     queue.begin(queue.next_samples(3, {}))
     for request_id in ids[1:]:
         change(database, request_id, status=RequestStatus.CANCELLED)
-    assert queue.cancelled() == set()  # the server has not rung
+    assert queue.find_cancelled() == set()  # the server has not rung
     queue.fetch()
-    assert queue.cancelled() == {ids[1]}  # the third has not begun
-    queue.forget(ids[1])
+    assert queue.find_cancelled() == {ids[1]}  # the third has not begun
+    queue.drop(ids[1])
     queue.fetch()
-    assert queue.cancelled() == set()
+    assert queue.find_cancelled() == set()
 
 
-def test_cancellations_are_looked_for_at_intervals(
+def test_cancellations_are_checked_at_intervals(
     database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queues, "SECONDS_BETWEEN_LOOKS", 3600.0)
+    monkeypatch.setattr(queues, "CHECK_INTERVAL_SEC", 3600.0)
     clock = iter([10_000.0, 10_000.0, 13_599.0, 13_600.0, 13_600.0])
     monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     request_id = put(database)
     queue.fetch()
     queue.begin(queue.next_samples(1, {}))
     queue.fetch()
-    assert queue.cancelled() == set()
+    assert queue.find_cancelled() == set()
     change(database, request_id, status=RequestStatus.CANCELLED)
     queue.fetch()
-    assert queue.cancelled() == set()  # after 3599 s
-    assert queue.cancelled() == {request_id}  # after 3600 s
+    assert queue.find_cancelled() == set()  # after 3599 s
+    assert queue.find_cancelled() == {request_id}  # after 3600 s
 
 
-def test_what_came_of_requests_is_written_at_once(database: Database, queue: Queue) -> None:
-    done, wrong, bug, gone = (put(database) for _ in range(4))
+def test_outcomes_are_written_together(database: Database, queue: Queue) -> None:
+    done, wrong, bug, cancelled = (put(database) for _ in range(4))
     queue.fetch()
     queue.begin(queue.next_samples(9, {}))
-    change(database, gone, status=RequestStatus.CANCELLED)
+    change(database, cancelled, status=RequestStatus.CANCELLED)
     queue.finish(
         [
             Outcome(done, b"result", is_protobuf=True, also=lambda db: db.add(Session(session_id="new"))),
             Outcome(wrong, error=UserError("no")),
             Outcome(bug, error=ZeroDivisionError("1 / 0")),
-            Outcome(gone, b"late"),
+            Outcome(cancelled, b"late"),
         ]
     )
     found = rows(database)
@@ -167,7 +167,7 @@ def test_what_came_of_requests_is_written_at_once(database: Database, queue: Que
         assert db.get(Session, "new") is not None
 
 
-def test_all_or_nothing_is_written(database: Database, queue: Queue) -> None:
+def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> None:
     request_id = put(database)
     queue.fetch()
     queue.begin(queue.next_samples(1, {}))
@@ -181,27 +181,27 @@ def test_all_or_nothing_is_written(database: Database, queue: Queue) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [("a\0b", "ValueError: a\\0b"), ("\udc80", "ValueError: \\udc80"), ("x" * 5000, "ValueError: " + "x" * 1988)],
 )
-def test_whatever_a_library_says(database: Database, queue: Queue, message: str, told: str) -> None:
+def test_error_messages_of_libraries_are_stored(database: Database, queue: Queue, message: str, expected: str) -> None:
     queue.finish([Outcome(put(database), error=ValueError(message))])
-    assert rows(database)[0].error == told
+    assert rows(database)[0].error == expected
 
 
-def test_what_outlives_engines_is_not_blamed(database: Database, queue: Queue) -> None:
+def test_requests_released_on_shutdown_are_not_suspect(database: Database, queue: Queue) -> None:
     request_id = put(database)
     queue.fetch()
     queue.begin(queue.next_samples(1, {}))
     assert rows(database)[0].n_tries == 1
-    queue.put_back()
+    queue.release_running()
     assert rows(database)[0].n_tries == 0
     again = Queue(database, "m")
     again.fetch()
     assert [one.request_id for one in again.next_samples(1, {})] == [request_id]
 
 
-def test_suspects_are_done_alone_and_then_given_up(database: Database) -> None:
+def test_suspects_run_alone_and_are_then_given_up(database: Database) -> None:
     sample, step = put(database), put(database, Kind.OPTIM_STEP, model_id="a")
     for n_tries in range(3):
         engine = Queue(database, "m")
@@ -213,15 +213,15 @@ def test_suspects_are_done_alone_and_then_given_up(database: Database) -> None:
     assert suspect is not None
     assert suspect.request_id == step
     assert engine.next_samples(9, {}) == []
-    assert given_up(suspect) is None
+    assert give_up(suspect) is None
     engine.begin([suspect])
     last = Queue(database, "m")
     last.fetch()
     dead = last.next_suspect(busy=())
     assert dead is not None
-    outcome = given_up(dead)
+    outcome = give_up(dead)
     assert outcome is not None
-    assert "the engine has died 3 times while it did this request" in str(outcome.error)
+    assert "the engine died 3 times during this request" in str(outcome.error)
     last.begin([dead])
     next_suspect = last.next_suspect(busy=())
     assert next_suspect is not None

@@ -1,4 +1,4 @@
-"""What an engine finds again: a model is the same to the last bit, whatever it has been through."""
+"""After a restart, a model is bitwise the same, whatever happened before."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from sqlalchemy import event
 from tx_engine import SETTINGS, Desk, new_backend
 
-from tx.tinker import store
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.db_models import Model, ModelStatus, RequestStatus, Session, SessionStatus
 from tx.tinker.engine import loop, restore
 from tx.tinker.refusal import Refusal
-from tx.tinker.submission import load_weights, save_weights, unload_model
+from tx.tinker.store import queries
+from tx.tinker.submission.training import load_weights, save_weights, unload_model
 from tx.tinker.types import Pass, PassResult
 from tx.tinker.wire import requests as wire
 
 
 def die_and_come_back(desk: Desk, tiny_model: Path) -> None:
-    """As after `kill -9`: nothing is written any more, and another engine begins."""
+    """Start another engine, as after `kill -9`: the first one writes nothing more."""
     desk.start(new_backend(tiny_model))
     desk.engine._points.restore()
 
@@ -35,22 +35,24 @@ def learn(desk: Desk, model: str, *tokens: int) -> None:
 
 def write_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "QUIET_SECONDS", 0.0)
+        patch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
         desk.engine._write_points()
     return desk.change(lambda db: db.get_one(Model, "s:train:0").restored_until)
 
 
-def told(desk: Desk, model: str) -> float:
-    """Something that depends on every weight and, by a step, on the optimizer."""
+def probe(desk: Desk, model: str) -> float:
+    """Return a number that depends on every weight and, through a step, on the optimizer."""
     desk.train(model, [3, 4, 5])
     desk.step(model)
-    asked = desk.train(model, [7, 8, 9], is_forward_only=True)
+    request_id = desk.train(model, [7, 8, 9], is_forward_only=True)
     desk.work()
-    return desk.loss(asked)
+    return desk.loss(request_id)
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_model_is_the_same(desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, is_written: bool) -> None:
+def test_a_restored_model_is_the_same(
+    desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
     session = desk.session()
     model, twin = desk.model(session, 0), desk.model(session, 1)
     for name in (model, twin):
@@ -60,14 +62,14 @@ def test_a_model_is_the_same(desk: Desk, tiny_model: Path, monkeypatch: pytest.M
         assert write_point(desk, monkeypatch) > 0
     for name in (model, twin):
         learn(desk, name, 6)
-        desk.train(name, [9, 9])  # gradients that no step has used
+        desk.train(name, [9, 9])  # gradients without a step
     desk.work()
-    expected = told(desk, twin)
+    expected = probe(desk, twin)
     die_and_come_back(desk, tiny_model)
-    assert told(desk, model) == expected
+    assert probe(desk, model) == expected
 
 
-def test_what_was_not_done_is_not_done_again(desk: Desk, tiny_model: Path) -> None:
+def test_unfinished_requests_are_not_repeated(desk: Desk, tiny_model: Path) -> None:
     session = desk.session()
     model, twin = desk.model(session, 0), desk.model(session, 1)
     for name in (model, twin):
@@ -80,7 +82,7 @@ def test_what_was_not_done_is_not_done_again(desk: Desk, tiny_model: Path) -> No
 
     desk.change(undo)
     die_and_come_back(desk, tiny_model)
-    assert told(desk, model) == told(desk, twin)
+    assert probe(desk, model) == probe(desk, twin)
 
 
 def test_loaded_models(desk: Desk, tiny_model: Path) -> None:
@@ -91,18 +93,18 @@ def test_loaded_models(desk: Desk, tiny_model: Path) -> None:
     desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="x")))
     desk.work()
     for number in (1, 2):
-        asked = wire.LoadWeightsRequest(
+        body = wire.LoadWeightsRequest(
             path=f"tinker://{model}/weights/x", optimizer=True, session_id=session, model_seq_id=number
         )
-        desk.submit(lambda to, asked=asked: load_weights(to, asked))  # type: ignore[misc]
+        desk.submit(lambda to, body=body: load_weights(to, body))  # type: ignore[misc]
     desk.work()
     shutil.rmtree(desk.config.checkpoints_base / "s_train_0")
-    expected = told(desk, "s:train:1")
+    expected = probe(desk, "s:train:1")
     die_and_come_back(desk, tiny_model)
-    assert told(desk, "s:train:2") == expected
+    assert probe(desk, "s:train:2") == expected
 
 
-def test_models_that_are_gone_stay_so(desk: Desk, tiny_model: Path) -> None:
+def test_deleted_models_stay_deleted(desk: Desk, tiny_model: Path) -> None:
     session = desk.session()
     models = [desk.model(session, number) for number in range(2)]
     desk.work()
@@ -112,30 +114,30 @@ def test_models_that_are_gone_stay_so(desk: Desk, tiny_model: Path) -> None:
     assert list(desk.backend.models()) == models[1:]
 
 
-def test_models_of_another_base_model_come_back_with_it(desk: Desk, tmp_path: Path, tiny_model: Path) -> None:
+def test_models_are_restored_when_their_base_model_is_served(desk: Desk, tmp_path: Path, tiny_model: Path) -> None:
     session = desk.session()
     model, twin = desk.model(session, 0), desk.model(session, 1)
     for name in (model, twin):
         learn(desk, name, 5)
     desk.work()
-    expected = told(desk, twin)
+    expected = probe(desk, twin)
     waiting, sample = desk.train(model, [3, 4, 5]), desk.sample()
     other = Desk(tmp_path, JaxBackend(tiny_model, "org/other", JaxConfig(**SETTINGS)), base_model="org/other")
-    assert other.change(lambda db: store.engine_state(db, "org/other")) is None
+    assert other.change(lambda db: queries.engine_state(db, "org/other")) is None
     other.engine.run(lambda: other.row(sample).status is not RequestStatus.PENDING)
     assert dict(other.backend.models()) == {}
-    assert "the weights are of org/tiny, and this server has org/other" in (other.row(sample).error or "")
+    assert "the weights belong to base model org/tiny, and this server has org/other" in (other.row(sample).error or "")
     assert other.row(waiting).status is RequestStatus.PENDING
-    assert other.change(lambda db: [store.n_models(db, name) for name in ("org/tiny", "org/other")]) == [2, 0]
+    assert other.change(lambda db: [queries.n_models(db, name) for name in ("org/tiny", "org/other")]) == [2, 0]
     other.close()
     die_and_come_back(desk, tiny_model)
     desk.step(model)
-    asked = desk.train(model, [7, 8, 9], is_forward_only=True)
+    request_id = desk.train(model, [7, 8, 9], is_forward_only=True)
     desk.work()
-    assert desk.loss(asked) == expected
+    assert desk.loss(request_id) == expected
 
 
-def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
+def test_a_lost_model_waits_for_the_next_engine(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = desk.session()
@@ -144,7 +146,7 @@ def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
         learn(desk, name, 5)
     desk.work()
     write_point(desk, monkeypatch)
-    expected = told(desk, twin)
+    expected = probe(desk, twin)
     waiting = desk.train(lost, [3, 4, 5])
 
     def full(*_: object, **__: object) -> None:
@@ -155,22 +157,22 @@ def test_a_model_that_cannot_come_back_waits_for_the_next_engine(
         patch.setattr(JaxBackend, "create_model", full)
         die_and_come_back(desk, tiny_model)
     assert list(desk.backend.models()) == []
-    assert "model s:train:0 cannot be brought back" in caplog.text
+    assert "model s:train:0 cannot be restored" in caplog.text
     new = desk.model(session, 3)
     desk.engine.serve(lambda: desk.row(waiting + 1).status is not RequestStatus.PENDING)
     assert list(desk.backend.models()) == [new]
     assert desk.row(waiting).status is RequestStatus.PENDING
-    with pytest.raises(Refusal, match=r"s:train:0 could not be brought back .* MemoryError: no room; the next start"):
+    with pytest.raises(Refusal, match=r"s:train:0 could not be restored .* MemoryError: no room; restart the server"):
         desk.step(lost)
     die_and_come_back(desk, tiny_model)
     assert set(desk.backend.models()) == {lost, other, twin, new}
     desk.step(lost)
-    asked = desk.train(lost, [7, 8, 9], is_forward_only=True)
+    request_id = desk.train(lost, [7, 8, 9], is_forward_only=True)
     desk.work()
-    assert desk.loss(asked) == expected
+    assert desk.loss(request_id) == expected
 
 
-def test_a_model_that_is_lost_halfway_takes_no_memory(
+def test_a_partially_restored_model_takes_no_memory(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = desk.model(desk.session())
@@ -187,7 +189,7 @@ def test_a_model_that_is_lost_halfway_takes_no_memory(
     assert desk.change(lambda db: db.get_one(Model, model).lost_because) == "MemoryError: no room"
 
 
-def test_passes_without_gradients_are_not_done_again(
+def test_passes_without_gradients_are_not_repeated(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = desk.model(desk.session())
@@ -197,9 +199,9 @@ def test_passes_without_gradients_are_not_done_again(
     done: list[bool] = []
     compute = JaxBackend.compute
 
-    def record(backend: JaxBackend, asked: Pass) -> Iterator[PassResult]:
-        done.append(asked.is_forward_only)
-        return compute(backend, asked)
+    def record(backend: JaxBackend, pass_: Pass) -> Iterator[PassResult]:
+        done.append(pass_.is_forward_only)
+        return compute(backend, pass_)
 
     monkeypatch.setattr(JaxBackend, "compute", record)
     die_and_come_back(desk, tiny_model)
@@ -235,7 +237,7 @@ def test_an_earlier_point_is_deleted_after_the_new_one_is_durable(desk: Desk, mo
 
 
 def with_spoilt_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
-    """A model that cannot be brought back, and the folder of its restore point."""
+    """A model that cannot be restored, and the folder of its restore point."""
     model = desk.model(desk.session())
     learn(desk, model, 5)
     desk.work()
@@ -246,7 +248,7 @@ def with_spoilt_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> tuple[str,
 
 
 def end_session(desk: Desk) -> None:
-    desk.change(lambda db: store.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
+    desk.change(lambda db: queries.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
 
 
 def test_a_lost_model_whose_session_has_ended_is_given_up(
@@ -264,14 +266,14 @@ def test_a_lost_model_whose_session_has_ended_is_given_up(
     assert folder.exists()
     die_and_come_back(desk, tiny_model)
     for one in wanted:
-        assert f"model {model} could not be brought back: FileNotFoundError" in (desk.row(one).error or "")
+        assert f"model {model} could not be restored: FileNotFoundError" in (desk.row(one).error or "")
         assert desk.row(one).error_category == "server"
     desk.work()
     assert desk.change(lambda db: db.get_one(Model, model).status) is ModelStatus.UNLOADED
     assert not folder.exists()
 
 
-def test_a_lost_model_of_which_nothing_is_to_be_saved_goes_at_once(
+def test_a_lost_model_without_pending_saves_is_unloaded_at_once(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, folder = with_spoilt_point(desk, monkeypatch)
@@ -288,14 +290,14 @@ def test_a_lost_model_can_be_unloaded(desk: Desk, tiny_model: Path, monkeypatch:
     waiting = desk.train(model)
     die_and_come_back(desk, tiny_model)
     unload = desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
-    assert desk.change(lambda db: store.n_models(db, "org/tiny")) == 0
+    assert desk.change(lambda db: queries.n_models(db, "org/tiny")) == 0
     desk.work()
     assert desk.result(unload)
-    assert "could not be brought back" in (desk.row(waiting).error or "")
+    assert "could not be restored" in (desk.row(waiting).error or "")
     assert not folder.exists()
 
 
-def test_a_model_that_was_only_to_be_unloaded_is_not_brought_back(desk: Desk, tiny_model: Path) -> None:
+def test_a_model_that_only_waits_to_be_unloaded_is_not_restored(desk: Desk, tiny_model: Path) -> None:
     model = desk.model(desk.session())
     learn(desk, model, 5)
     desk.work()
@@ -306,10 +308,10 @@ def test_a_model_that_was_only_to_be_unloaded_is_not_brought_back(desk: Desk, ti
     assert desk.result(unload)
 
 
-def test_a_model_that_is_unloaded_while_it_is_brought_back(
+def test_a_model_that_is_unloaded_during_its_restore(
     desk: Desk, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And cannot be."""
+    """Its restore fails, too."""
     model = desk.model(desk.session())
     learn(desk, model, 5)
     desk.work()
@@ -327,7 +329,7 @@ def test_a_model_that_is_unloaded_while_it_is_brought_back(
     assert desk.result(unloads[0])
 
 
-def test_points_of_models_that_are_gone_go(desk: Desk, tiny_model: Path) -> None:
+def test_points_of_deleted_models_are_deleted(desk: Desk, tiny_model: Path) -> None:
     model = desk.model(desk.session())
     desk.work()
     desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=model)))
@@ -351,8 +353,8 @@ def test_points_are_replaced_and_deleted(desk: Desk, monkeypatch: pytest.MonkeyP
     assert not folder.exists()
 
 
-def test_points_are_written_on_the_way(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "SECONDS_BETWEEN", -1.0)
+def test_points_are_written_between_steps(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "POINT_INTERVAL_SEC", -1.0)
     model = desk.model(desk.session())
     learn(desk, model, 5)
     last_step = desk.step(model)

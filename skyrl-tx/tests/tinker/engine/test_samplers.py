@@ -1,4 +1,4 @@
-"""Weights to sample from are frozen, read when they are needed, and forgotten when they are gone."""
+"""Weights to sample from are immutable, loaded on demand, and evicted when they are deleted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tx_engine import Desk
 
-from tx.tinker.checkpoint_files import checkpoint_folder, delete_folder, snapshot_folder
 from tx.tinker.engine import samplers as module
-from tx.tinker.submission import save_weights
+from tx.tinker.store.checkpoint_files import checkpoint_folder, delete_folder, snapshot_folder
+from tx.tinker.submission.training import save_weights
 from tx.tinker.types import UserError
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire.sample_job import SampleWeights
@@ -36,8 +36,8 @@ def read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def save(desk: Desk, model: str, name: str = "x") -> SampleWeights:
-    asked = wire.SaveWeightsRequest(model_id=model, path=name, overwrite=True)
-    desk.submit(lambda to: save_weights(to, asked))
+    body = wire.SaveWeightsRequest(model_id=model, path=name, overwrite=True)
+    desk.submit(lambda to: save_weights(to, body))
     desk.work()
     return SampleWeights(base_model="m", model_path=f"tinker://{model}/weights/{name}")
 
@@ -49,62 +49,64 @@ def test_weights_are_read_once(desk: Desk, model: str, read: list[Path]) -> None
     assert len(read) == 1
 
 
-def test_a_checkpoint_that_was_overwritten_is_read_anew(desk: Desk, model: str, read: list[Path]) -> None:
+def test_an_overwritten_checkpoint_is_read_again(desk: Desk, model: str, read: list[Path]) -> None:
     first = desk.engine._samplers.find(save(desk, model))
     assert desk.engine._samplers.find(save(desk, model)) is not first
     assert len(read) == 2
 
 
 def test_snapshots_need_not_be_read(desk: Desk, model: str, read: list[Path]) -> None:
-    desk.engine._samplers.keep("s:sample:0", model)
+    desk.engine._samplers.freeze("s:sample:0", model)
     desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
     assert read == []
 
 
-def test_the_base_model_is_not_in_a_folder(desk: Desk, read: list[Path]) -> None:
+def test_the_base_model_needs_no_folder(desk: Desk, read: list[Path]) -> None:
     assert desk.engine._samplers.find(SampleWeights(base_model="m")) is not None
     assert read == []
 
 
-def test_those_used_last_stay(desk: Desk, model: str, read: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_used_weights_stay_in_memory(
+    desk: Desk, model: str, read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b, c = (save(desk, model, name) for name in "abc")
     folder = checkpoint_folder(desk.config, str(a.model_path))
     size = sum(file.stat().st_size for file in folder.iterdir())
-    monkeypatch.setattr(module, "MOST_BYTES", size * 5 // 2)
+    monkeypatch.setattr(module, "MAX_BYTES", size * 5 // 2)
     for weights in (a, b, a, c, a, b):
         desk.engine._samplers.find(weights)
     assert [folder.name for folder in read] == ["a", "b", "c", "b"]
 
 
-def test_what_is_gone_is_forgotten(desk: Desk, model: str) -> None:
+def test_deleted_weights_are_evicted(desk: Desk, model: str) -> None:
     samplers = desk.engine._samplers
-    samplers.keep("s:sample:0", model)
+    samplers.freeze("s:sample:0", model)
     saved = save(desk, model)
     samplers.find(saved)
     delete_folder(snapshot_folder(desk.config, "s:sample:0"))
     desk.engine._state_at = 0.0
-    desk.engine._look_after()
+    desk.engine._report()
     assert list(samplers._in_memory) == [checkpoint_folder(desk.config, str(saved.model_path))]
-    with pytest.raises(UserError, match="there are no weights s:sample:0; those without a name are deleted"):
+    with pytest.raises(UserError, match="there are no weights s:sample:0; unnamed weights are deleted"):
         samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
 
 
-def test_so_many_stay(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_IN_MEMORY", 2)
+def test_the_number_in_memory_is_limited(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_IN_MEMORY", 2)
     for number in range(4):
-        desk.engine._samplers.keep(f"s:sample:{number}", model)
+        desk.engine._samplers.freeze(f"s:sample:{number}", model)
     assert [folder.name for folder in desk.engine._samplers._in_memory] == ["2", "3"]
 
 
-def test_large_weights_are_not_kept_beside_others(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1)
+def test_large_weights_evict_others(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1)
     for number in range(3):
-        desk.engine._samplers.keep(f"s:sample:{number}", model)
+        desk.engine._samplers.freeze(f"s:sample:{number}", model)
     assert list(desk.engine._samplers._in_memory) == [snapshot_folder(desk.config, "s:sample:2")]
 
 
-def test_snapshots_that_are_used_stay(desk: Desk, model: str) -> None:
-    desk.engine._samplers.keep("s:sample:0", model)
+def test_used_snapshots_are_kept(desk: Desk, model: str) -> None:
+    desk.engine._samplers.freeze("s:sample:0", model)
     folder = snapshot_folder(desk.config, "s:sample:0")
     os.utime(folder, (0, 0))
     desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))

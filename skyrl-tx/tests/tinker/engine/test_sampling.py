@@ -11,18 +11,18 @@ from tx.tinker.backends.base import Done
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.db_models import Request
 from tx.tinker.engine import queue
-from tx.tinker.store import cancel_sample
+from tx.tinker.store.queries import cancel_sample
 from tx.tinker.types import Sample, SampleRequest, SampleResult
 
 
 class Careless(JaxBackend):
-    """Tells results that nobody wants any more, and, of token 13, what no message can hold."""
+    """Reports results of cancelled requests and, for token 13, results that no message can contain."""
 
-    def sample(self, asked: SampleRequest, weights: Any, done: Done) -> Callable[[], None]:
-        def tell(result: SampleResult | Exception) -> None:
-            done(SampleResult([Sample(["?"], [0.0], is_stopped=False)]) if 13 in asked.prompt else result)  # type: ignore[list-item]
+    def sample(self, request: SampleRequest, weights: Any, done: Done) -> Callable[[], None]:
+        def report(result: SampleResult | Exception) -> None:
+            done(SampleResult([Sample(["?"], [0.0], is_stopped=False)]) if 13 in request.prompt else result)  # type: ignore[list-item]
 
-        super().sample(asked, weights, tell)
+        super().sample(request, weights, report)
         return lambda: None
 
 
@@ -33,8 +33,8 @@ def careless(tmp_path: Path, tiny_model: Path) -> Iterator[Desk]:
     made.close()
 
 
-def test_a_result_that_comes_after_all(careless: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "SECONDS_BETWEEN_LOOKS", 0.0)
+def test_a_result_after_a_cancellation(careless: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "CHECK_INTERVAL_SEC", 0.0)
     cancelled = careless.sample(max_tokens=100)
     careless.engine._queue.fetch()
     careless.engine.work()
@@ -47,7 +47,7 @@ def test_a_result_that_comes_after_all(careless: Desk, monkeypatch: pytest.Monke
 
 
 def test_users_take_turns(desk: Desk, tiny_model: Path) -> None:
-    """One with a single sample does not wait for all requests of another."""
+    """A user with a single sample does not wait for all requests of another user."""
     desk.start(new_backend(tiny_model, sample_lanes=4, sample_groups=1))
     many = [desk.sample(num_samples=4) for _ in range(9)]
     few = desk.sample(num_samples=4)
@@ -57,7 +57,7 @@ def test_users_take_turns(desk: Desk, tiny_model: Path) -> None:
     assert n_before <= 2
 
 
-def test_a_result_that_cannot_be_told(careless: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_result_that_cannot_be_serialized(careless: Desk, caplog: pytest.LogCaptureFixture) -> None:
     wrong, right = careless.sample([13]), careless.sample()
     careless.work()
     assert careless.row(wrong).error_category == "server"

@@ -1,4 +1,4 @@
-"""Promises over HTTP: repetitions, polls of all kinds, and what an older client reads."""
+"""Promises over HTTP: repetitions, polls, and the replies to older clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tx_server import (
 
 from tx.tinker.db_models import Kind, Model, Request
 from tx.tinker.doorbell import UNUSABLE
-from tx.tinker.supervisor import Supervisor
+from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.wire import codec
 from tx.tinker.wire import tinker_pb2 as pb
 
@@ -65,13 +65,13 @@ def model_id(http: httpx.Client, session_id: str) -> str:
 
 
 def packed(model_id: str, seq_id: int = 1, **fields: Any) -> bytes:
-    told = {"data": [DATUM], "loss_fn": "cross_entropy"}
-    message = codec.message_from_json(model_id, seq_id, told, is_forward_only=False)
+    data = {"data": [DATUM], "loss_fn": "cross_entropy"}
+    message = codec.message_from_json(model_id, seq_id, data, is_forward_only=False)
     message.MergeFrom(pb.ForwardBackwardRequest(**fields))
     return message.SerializeToString()
 
 
-def test_the_same_request_twice_is_one(http: httpx.Client, server: Running, model_id: str) -> None:
+def test_a_repeated_request_is_the_same_request(http: httpx.Client, server: Running, model_id: str) -> None:
     body = {"model_id": model_id, "seq_id": 1, **STEP}
     first, second = (http.post("optim_step", json=body).json()["request_id"] for _ in range(2))
     assert first == second
@@ -84,18 +84,18 @@ def test_the_same_request_twice_is_one(http: httpx.Client, server: Running, mode
     ("endpoint", "other"),
     [("optim_step", {"adam_params": {"learning_rate": 0.2}}), ("save_weights", {"path": "x"})],
 )
-def test_another_request_of_the_same_number(http: httpx.Client, model_id: str, endpoint: str, other: Any) -> None:
+def test_a_different_request_with_the_same_number(http: httpx.Client, model_id: str, endpoint: str, other: Any) -> None:
     http.post("optim_step", json={"model_id": model_id, "seq_id": 1, **STEP})
     refused = http.post(endpoint, json={"model_id": model_id, "seq_id": 1, **other})
     assert refused.status_code == 400
-    assert f"seq_id=1 of {model_id} was another request, optim_step" in refused.json()["detail"]
+    assert f"seq_id=1 of {model_id} was used by another request, optim_step" in refused.json()["detail"]
 
 
-def test_another_model_of_the_same_number(http: httpx.Client, session_id: str, model_id: str) -> None:
+def test_a_different_model_with_the_same_number(http: httpx.Client, session_id: str, model_id: str) -> None:
     assert new_model(http, session_id, rank=8).status_code == 400
 
 
-def test_a_sample_twice(http: httpx.Client, server: Running, session_id: str) -> None:
+def test_a_repeated_sample(http: httpx.Client, server: Running, session_id: str) -> None:
     ids = [new_sampler(http, session_id) for _ in range(2)]
     assert ids[0] == ids[1]
     sample = {**SAMPLE, "base_model": None, "num_samples": 2}
@@ -107,7 +107,7 @@ def test_a_sample_twice(http: httpx.Client, server: Running, session_id: str) ->
     assert http.post("asample", json=other).status_code == 400
 
 
-def test_without_a_number_each_request_is_its_own(http: httpx.Client, server: Running, model_id: str) -> None:
+def test_requests_without_numbers_are_distinct(http: httpx.Client, server: Running, model_id: str) -> None:
     for _ in range(2):
         http.post("forward_backward", content=packed(model_id, 0), headers=PROTOBUF)
         http.post("optim_step", json={"model_id": model_id, **STEP})
@@ -116,12 +116,12 @@ def test_without_a_number_each_request_is_its_own(http: httpx.Client, server: Ru
 
 def test_older_clients_write_and_read_json(http: httpx.Client, model_id: str) -> None:
     body = {"model_id": model_id, "seq_id": 1, "forward_backward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
-    told = result_of(http, http.post("forward_backward", json=body), Accept="application/json")
-    assert told["metrics"] == {"loss:sum": 6.0}
-    assert told["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.0, -2.0, -3.0], "dtype": "float32", "shape": [3]}
+    content = result_of(http, http.post("forward_backward", json=body), Accept="application/json")
+    assert content["metrics"] == {"loss:sum": 6.0}
+    assert content["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.0, -2.0, -3.0], "dtype": "float32", "shape": [3]}
 
 
-def test_forward_of_older_clients(http: httpx.Client, server: Running, model_id: str) -> None:
+def test_the_forward_endpoint_of_older_clients(http: httpx.Client, server: Running, model_id: str) -> None:
     body = {"model_id": model_id, "seq_id": 1, "forward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
     assert result_of(http, http.post("forward", json=body))["loss_fn_outputs"]
     (row,) = server.rows(Kind.FORWARD_BACKWARD)
@@ -130,10 +130,10 @@ def test_forward_of_older_clients(http: httpx.Client, server: Running, model_id:
 
 def test_samples_in_json(http: httpx.Client) -> None:
     prompt, params = {"chunks": [{"tokens": [1, 2]}]}, {"max_tokens": 2}
-    asked = {**SAMPLE, "prompt": prompt, "sampling_params": params, "prompt_logprobs": True}
-    told = result_of(http, http.post("asample", json=asked))
-    assert told["sequences"] == [{"stop_reason": "length", "tokens": [0, 0], "logprobs": [-0.5, -0.5]}]
-    assert told["prompt_logprobs"] == [None, -1.0]
+    body = {**SAMPLE, "prompt": prompt, "sampling_params": params, "prompt_logprobs": True}
+    content = result_of(http, http.post("asample", json=body))
+    assert content["sequences"] == [{"stop_reason": "length", "tokens": [0, 0], "logprobs": [-0.5, -0.5]}]
+    assert content["prompt_logprobs"] == [None, -1.0]
 
 
 def test_unloading(http: httpx.Client, model_id: str) -> None:
@@ -148,16 +148,16 @@ def test_polls_without_a_result(http: httpx.Client, server: Running, model_id: s
     server.is_engine_paused = True
     step = http.post("optim_step", json={"model_id": model_id, **STEP})
     started = time.monotonic()
-    told = result_of(http, step)
+    content = result_of(http, step)
     assert 0.4 < time.monotonic() - started < 20
-    assert (told["type"], told["request_id"], told["queue_state"]) == (
+    assert (content["type"], content["request_id"], content["queue_state"]) == (
         "try_again",
         step.json()["request_id"],
         "active",
     )
 
 
-def test_many_wait_for_one_and_it_can_be_read_again(server: Running, model_id: str) -> None:
+def test_many_clients_can_wait_for_one_result(server: Running, model_id: str) -> None:
     server.is_engine_paused = True
     with server.client() as http:
         step = http.post("optim_step", json={"model_id": model_id, **STEP})
@@ -169,7 +169,7 @@ def test_many_wait_for_one_and_it_can_be_read_again(server: Running, model_id: s
     assert server.service.promises.n_waiting == 0
 
 
-def test_requests_that_never_were(http: httpx.Client) -> None:
+def test_unknown_requests(http: httpx.Client) -> None:
     for name in ("999", "abc", "-1", "1" * 40, "\u0663"):
         assert http.post("retrieve_future", json={"request_id": name}).status_code == 404
 
@@ -186,12 +186,12 @@ def test_old_results_are_gone(http: httpx.Client, server: Running, model_id: str
 
 
 def supervisor_of(folder: Path, program: str, *, pause_sec: float) -> Supervisor:
-    """Of what stands in for an engine."""
+    """Return the supervisor of a stand-in for the engine."""
     command = (sys.executable, "-c", program)
     return Supervisor(config_for(folder), lambda: None, command=command, first_pause_sec=pause_sec)
 
 
-def test_an_engine_that_is_started_again(tmp_path: Path) -> None:
+def test_a_restarting_engine(tmp_path: Path) -> None:
     supervisor = supervisor_of(tmp_path, "import time; time.sleep(600)", pause_sec=60)
     with serving(tmp_path, engine=False, supervisor=supervisor, hold_sec=0.05) as running, running.client() as http:
         accepted = http.post("asample", json=SAMPLE)
@@ -200,13 +200,13 @@ def test_an_engine_that_is_started_again(tmp_path: Path) -> None:
         (engine,) = (one for one in psutil.Process().children() if "--doorbell-fd" in one.cmdline())
         engine.kill()
         until(lambda: not supervisor.is_running)
-        told = result_of(http, accepted)
-    assert (told["type"], told["queue_state"]) == ("try_again", "paused_capacity")
-    assert told["queue_state_reason"] == "the engine has died and is started again; nothing is lost"
+        content = result_of(http, accepted)
+    assert (content["type"], content["queue_state"]) == ("try_again", "paused_capacity")
+    assert content["queue_state_reason"] == "the engine died and is restarting; nothing is lost"
 
 
-def test_an_engine_that_was_given_up(tmp_path: Path) -> None:
-    """Who waits is told at once."""
+def test_an_engine_that_is_given_up(tmp_path: Path) -> None:
+    """Waiting clients are notified at once."""
     supervisor = supervisor_of(tmp_path, "raise SystemExit('no such model')", pause_sec=0.1)
     with serving(tmp_path, engine=False, supervisor=supervisor, hold_sec=40) as running:
         client = running.sdk()
@@ -218,8 +218,8 @@ def test_an_engine_that_was_given_up(tmp_path: Path) -> None:
         client.close(status="success").result()
 
 
-def test_an_engine_that_cannot_serve_what_it_was_told_to(tmp_path: Path) -> None:
-    """Who waits is not told of a failure: the server ends, and another may be started with the right flags."""
+def test_an_unusable_engine(tmp_path: Path) -> None:
+    """Waiting clients get no failure: the server exits, and can be restarted with correct flags."""
     supervisor = supervisor_of(tmp_path, f"raise SystemExit({UNUSABLE})", pause_sec=0.1)
     with serving(tmp_path, engine=False, supervisor=supervisor, hold_sec=40) as running, running.client() as http:
         accepted = http.post("asample", json=SAMPLE)
@@ -231,22 +231,22 @@ def test_a_model_of_another_base_model(http: httpx.Client, server: Running, mode
     server.is_engine_paused = True
     waiting = http.post("optim_step", json={"model_id": model_id, **STEP})
     server.change(lambda db: setattr(db.get(Model, model_id), "base_model", "org/other"))
-    told = result_of(http, waiting)
-    assert (told["type"], told["queue_state"]) == ("try_again", "paused_capacity")
-    assert told["queue_state_reason"] == f"it waits until org/other is served again; this server has {BASE_MODEL}"
+    content = result_of(http, waiting)
+    assert (content["type"], content["queue_state"]) == ("try_again", "paused_capacity")
+    assert content["queue_state_reason"] == f"it waits until org/other is served again; this server has {BASE_MODEL}"
     for path in ("optim_step", "unload_model"):
         refused = http.post(path, json={"model_id": model_id, **STEP})
         assert (refused.status_code, "needs the base model org/other" in refused.text) == (400, True)
 
 
-def test_a_model_that_could_not_be_brought_back(http: httpx.Client, server: Running, model_id: str) -> None:
+def test_a_lost_model(http: httpx.Client, server: Running, model_id: str) -> None:
     server.is_engine_paused = True
     waiting = http.post("optim_step", json={"model_id": model_id, **STEP})
     server.change(lambda db: setattr(db.get(Model, model_id), "lost_because", "MemoryError: no room"))
-    told = result_of(http, waiting)
-    words = f"model {model_id} could not be brought back"
-    assert (told["type"], told["queue_state"]) == ("try_again", "paused_capacity")
-    assert told["queue_state_reason"] == f"{words}, and waits for the next start: MemoryError: no room"
+    content = result_of(http, waiting)
+    words = f"model {model_id} could not be restored"
+    assert (content["type"], content["queue_state"]) == ("try_again", "paused_capacity")
+    assert content["queue_state_reason"] == f"{words}, and waits for the next start: MemoryError: no room"
     refused = http.post("optim_step", json={"model_id": model_id, **STEP})
     assert (refused.status_code, words in refused.text) == (400, True)
 
@@ -259,15 +259,15 @@ def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:
     step = http.post("optim_step", json={"model_id": model_id, **STEP})
     refused = http.post("cancel_future", json={"request_id": step.json()["request_id"]})
     assert refused.status_code == 400
-    assert "is no sample" in refused.text
+    assert "is not a sample" in refused.text
 
 
 def test_too_many_at_once(http: httpx.Client, server: Running, model_id: str) -> None:
     server.is_engine_paused = True
     assert [http.post("asample", json=SAMPLE).status_code for _ in range(7)] == [200] * 5 + [429] * 2
     step = http.post("optim_step", json={"model_id": model_id, **STEP})
-    assert step.status_code == 200  # a queue of its own
-    assert "5 requests of the base model wait already" in http.post("asample", json=SAMPLE).text
+    assert step.status_code == 200  # a separate queue
+    assert "5 requests of the base model are pending" in http.post("asample", json=SAMPLE).text
     assert float(http.post("asample", json=SAMPLE).headers["retry-after-ms"]) == 1000
 
 
@@ -282,7 +282,7 @@ def test_too_many_at_once(http: httpx.Client, server: Running, model_id: str) ->
         (b"[" * 90_000, {"Content-Type": "application/json"}, 422),
     ],
 )
-def test_bodies_that_are_none(http: httpx.Client, body: bytes, headers: dict[str, str], status: int) -> None:
+def test_invalid_bodies(http: httpx.Client, body: bytes, headers: dict[str, str], status: int) -> None:
     refused = http.post("forward_backward", content=body, headers={**PROTOBUF, **headers})
     assert refused.status_code == status
     assert refused.json()["detail"]
@@ -298,7 +298,7 @@ def test_sessions_end_once(http: httpx.Client, session_id: str) -> None:
     assert http.post("session_heartbeat", json={"session_id": session_id}).status_code == 410
 
 
-def test_models_that_could_not_be_made(http: httpx.Client, server: Running, session_id: str) -> None:
+def test_failed_models(http: httpx.Client, server: Running, session_id: str) -> None:
     server.fails_with = ("no memory left", "server")
     assert result_of(http, new_model(http, session_id))["error"] == "no memory left"
     server.change(lambda db: setattr(db.get(Model, f"{session_id}:train:0"), "status", "failed"))

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from tx_server import Running, result_of, serving
 
 from tx.tinker.db_models import EngineState, now
-from tx.tinker.routes.monitoring import in_words
+from tx.tinker.routes.monitoring import format_duration
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def server(tmp_path: Path) -> Iterator[Running]:
 
 
 class Words(HTMLParser):
-    """What a page says, and that all its elements are closed."""
+    """The text of a page. Checks that all elements are closed."""
 
     EMPTY = frozenset({"meta", "link", "polyline"})
 
@@ -55,7 +55,7 @@ def words_of(url: str, **headers: str) -> str:
     return re.sub(r"\s+", " ", " ".join(page.words))
 
 
-def test_a_page_of_nothing(tmp_path: Path) -> None:
+def test_an_empty_page(tmp_path: Path) -> None:
     with serving(tmp_path / "state", engine=False) as server:
         words = words_of(server.url)
     assert "Engine not up" in words
@@ -63,7 +63,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
     assert "Recent errors none" in words
 
 
-def test_a_page_of_something(server: Running) -> None:
+def test_a_page_with_objects(server: Running) -> None:
     model = server.model()
     server.fails_with = ("<b>out of memory</b>", "server")
     with server.client() as http:
@@ -80,7 +80,7 @@ def test_a_page_of_something(server: Running) -> None:
     assert "tokens trained 1,234,567" in words
 
 
-def test_users_see_their_own(tmp_path: Path) -> None:
+def test_users_see_only_their_own_objects(tmp_path: Path) -> None:
     keys = tuple(map(SecretStr, ("tml-alice", "tml-bob")))
     with serving(tmp_path / "state", api_keys=keys) as server:
         alice, bob = ({"X-API-Key": key.get_secret_value()} for key in keys)
@@ -98,7 +98,7 @@ def test_an_engine_that_is_silent_is_not_up(server: Running) -> None:
     assert "tx_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
 
 
-def test_what_prometheus_reads(server: Running) -> None:
+def test_metrics_for_prometheus(server: Running) -> None:
     server.model()
     with server.client() as http:
         http.get("training_runs/nobody:train:0")
@@ -116,5 +116,5 @@ def test_what_prometheus_reads(server: Running) -> None:
     ("seconds", "words"),
     [(-5, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (90061, "1 d 1 h"), (86400, "1 d")],
 )
-def test_times_in_words(seconds: float, words: str) -> None:
-    assert in_words(timedelta(seconds=seconds)) == words
+def test_durations(seconds: float, words: str) -> None:
+    assert format_duration(timedelta(seconds=seconds)) == words

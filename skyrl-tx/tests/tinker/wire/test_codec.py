@@ -1,4 +1,4 @@
-"""Messages against the encoders and decoders of the real client."""
+"""Compare messages with the encoders and decoders of the real client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = st.integers(1, 4)
 
 @st.composite
 def data(draw: st.DrawFn) -> sdk.Datum:
-    """With one target a token or several, of whatever length."""
+    """Generate data with one target per token or several, of any length."""
     chunks = draw(st.lists(TOKENS, min_size=1, max_size=3))
     shape = (sum(map(len, chunks)), *([draw(SMALL)] if draw(st.booleans()) else []))
     inputs = {
@@ -39,25 +39,27 @@ def data(draw: st.DrawFn) -> sdk.Datum:
 
 
 def encoded(datums: list[sdk.Datum], config: dict[str, float | str] | None = None, loss_fn: str = "ppo") -> bytes:
-    """By the client."""
-    asked = sdk.ForwardBackwardInput(data=datums, loss_fn=loss_fn, loss_fn_config=config)
-    message = forward_backward_request_to_proto(ForwardBackwardRequest(asked, model_id="s:train:0", seq_id=3))
+    """Encode data with the client."""
+    forward_backward_input = sdk.ForwardBackwardInput(data=datums, loss_fn=loss_fn, loss_fn_config=config)
+    message = forward_backward_request_to_proto(
+        ForwardBackwardRequest(forward_backward_input, model_id="s:train:0", seq_id=3)
+    )
     return message.SerializeToString()
 
 
 @given(st.lists(data(), max_size=3), st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-9, 9)))
-def test_a_pass_arrives_as_the_client_wrote_it(datums: list[sdk.Datum], config: dict[str, float | str]) -> None:
+def test_passes_of_the_client_are_decoded(datums: list[sdk.Datum], config: dict[str, float | str]) -> None:
     message = codec.message_from_bytes(encoded(datums, config))
-    asked = codec.pass_of(message)
-    assert (asked.model_id, message.seq_id, asked.loss_fn, asked.is_forward_only) == ("s:train:0", 3, "ppo", False)
-    assert asked.settings == config
-    for ours, theirs in zip(asked.data, datums, strict=True):
+    pass_ = codec.pass_of(message)
+    assert (pass_.model_id, message.seq_id, pass_.loss_fn, pass_.is_forward_only) == ("s:train:0", 3, "ppo", False)
+    assert pass_.settings == config
+    for ours, theirs in zip(pass_.data, datums, strict=True):
         assert ours.tokens.tolist() == theirs.model_input.to_ints()
         for name, value in theirs.loss_fn_inputs.items():
             np.testing.assert_array_equal(ours.inputs[name], value.to_numpy())
 
 
-def test_kinds_of_numbers_are_those_of_backends() -> None:
+def test_inputs_are_cast_for_backends() -> None:
     datum = sdk.Datum(
         model_input=sdk.ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": np.array([1, 2]), "weights": np.array([0, 1])},
@@ -67,7 +69,7 @@ def test_kinds_of_numbers_are_those_of_backends() -> None:
 
 
 @pytest.mark.parametrize("n_columns", [1, 40])
-def test_sparse_targets_of_the_client(n_columns: int) -> None:
+def test_sparse_targets_of_the_client_are_decoded(n_columns: int) -> None:
     torch = pytest.importorskip("torch")
     dense = torch.zeros(5, n_columns, dtype=torch.int64)
     dense[1, 0], dense[4, n_columns - 1] = 7, 9
@@ -81,10 +83,10 @@ def test_sparse_targets_of_the_client(n_columns: int) -> None:
 
 
 @given(st.lists(data(), min_size=1, max_size=3))
-def test_json_of_older_clients_says_the_same(datums: list[sdk.Datum]) -> None:
-    told = {"data": [_as_json(datum) for datum in datums], "loss_fn": "ppo", "loss_fn_config": {"beta": 0.5}}
-    told = json.loads(json.dumps(told))
-    ours = codec.pass_of(codec.message_from_json("s:train:0", 3, told, is_forward_only=True))
+def test_json_of_older_clients_is_equivalent(datums: list[sdk.Datum]) -> None:
+    body = {"data": [_as_json(datum) for datum in datums], "loss_fn": "ppo", "loss_fn_config": {"beta": 0.5}}
+    body = json.loads(json.dumps(body))
+    ours = codec.pass_of(codec.message_from_json("s:train:0", 3, body, is_forward_only=True))
     theirs = codec.pass_of(codec.message_from_bytes(encoded(datums, {"beta": 0.5})))
     assert ours.is_forward_only
     assert ours.settings == theirs.settings
@@ -114,22 +116,22 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_the_client_reads_what_a_pass_found(rows: list[np.ndarray]) -> None:
+def test_the_client_decodes_pass_results(rows: list[np.ndarray]) -> None:
     payload = codec.forward_backward_bytes(PassResult(1.25, rows, [-row for row in rows]))
     read = deserialize_forward_backward_output(payload)
     as_json = json.loads(codec.forward_backward_json(payload))
     assert read.metrics == as_json["metrics"] == {"loss:sum": 1.25}
     assert len(read.loss_fn_outputs) == len(as_json["loss_fn_outputs"]) == len(rows)
-    for row, found, told in zip(rows, read.loss_fn_outputs, as_json["loss_fn_outputs"], strict=True):
+    for row, found, row_as_json in zip(rows, read.loss_fn_outputs, as_json["loss_fn_outputs"], strict=True):
         np.testing.assert_array_equal(found["logprobs"].to_numpy(), row)
         np.testing.assert_array_equal(found["elementwise_loss"].to_numpy(), -row)
-        assert told["logprobs"]["shape"] == list(row.shape)
-        np.testing.assert_array_equal(np.float32(told["logprobs"]["data"]).reshape(row.shape), row)
+        assert row_as_json["logprobs"]["shape"] == list(row.shape)
+        np.testing.assert_array_equal(np.float32(row_as_json["logprobs"]["data"]).reshape(row.shape), row)
 
 
 @st.composite
 def samples(draw: st.DrawFn) -> SampleResult:
-    """With and without each of the parts that may be asked for."""
+    """Generate results with and without each optional part."""
     n_tokens, k = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     top = TopLogprobs(np.arange(n_tokens * k).reshape(n_tokens, k) + 1, -np.ones((n_tokens, k), np.float32))
     sample = Sample(list(range(n_tokens)), [-0.5] * n_tokens, draw(st.booleans()), top if k else None)
@@ -140,10 +142,10 @@ def samples(draw: st.DrawFn) -> SampleResult:
 
 
 @given(samples())
-def test_the_client_reads_samples(result: SampleResult) -> None:
+def test_the_client_decodes_samples(result: SampleResult) -> None:
     payload = codec.sample_bytes(result)
-    read, told = deserialize_sample_response(payload), json.loads(codec.sample_json(payload))
-    for sample, found, as_json in zip(result.samples, read.sequences, told["sequences"], strict=True):
+    read, result_as_json = deserialize_sample_response(payload), json.loads(codec.sample_json(payload))
+    for sample, found, as_json in zip(result.samples, read.sequences, result_as_json["sequences"], strict=True):
         assert found.tokens == as_json["tokens"] == list(sample.tokens)
         assert found.logprobs == as_json["logprobs"] == list(sample.logprobs)
         assert found.stop_reason == as_json["stop_reason"] == ("stop" if sample.is_stopped else "length")
@@ -154,19 +156,19 @@ def test_the_client_reads_samples(result: SampleResult) -> None:
             assert rows == as_json["topk_logprobs"]
             assert [[token for token, _ in row] for row in rows] == sample.top.tokens.tolist()
     if result.prompt_logprobs is None:
-        assert read.prompt_logprobs is told.get("prompt_logprobs") is None
+        assert read.prompt_logprobs is result_as_json.get("prompt_logprobs") is None
     else:
-        assert read.prompt_logprobs == told["prompt_logprobs"]
+        assert read.prompt_logprobs == result_as_json["prompt_logprobs"]
         assert read.prompt_logprobs is not None
         assert read.prompt_logprobs[0] is None
     if result.top_prompt is not None:
         assert read.topk_prompt_logprobs is not None
-        assert read.topk_prompt_logprobs[0] is told["topk_prompt_logprobs"][0] is None
+        assert read.topk_prompt_logprobs[0] is result_as_json["topk_prompt_logprobs"][0] is None
         assert all(row == [(5, -2.0)] * 2 for row in read.topk_prompt_logprobs[1:])
 
 
 def is_understood(body: bytes) -> bool:
-    """Or is it the user's mistake? Nothing else is ever raised."""
+    """Return whether a body is valid. If not, it must raise the user's error, and nothing else."""
     try:
         codec.pass_of(codec.message_from_bytes(body))
     except UserError:
@@ -175,12 +177,12 @@ def is_understood(body: bytes) -> bool:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_the_users_mistake(body: bytes) -> None:
+def test_any_bytes_are_a_message_or_a_user_error(body: bytes) -> None:
     assert is_understood(body) in (True, False)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 30))
-def test_bytes_that_were_damaged_are_a_message_or_the_users_mistake(seed: int, n_changes: int) -> None:
+def test_damaged_bytes_are_a_message_or_a_user_error(seed: int, n_changes: int) -> None:
     rng = np.random.default_rng(seed)
     datum = sdk.Datum(
         model_input=sdk.ModelInput.from_ints([1, 2, 3]),
@@ -201,20 +203,20 @@ def test_bytes_that_were_damaged_are_a_message_or_the_users_mistake(seed: int, n
         (pb.Chunk(encoded_text=pb.EncodedText(tokens=b"12345")), "5 bytes"),
     ],
 )
-def test_chunks_that_are_no_tokens(chunk: pb.Chunk, words: str) -> None:
+def test_chunks_other_than_tokens(chunk: pb.Chunk, words: str) -> None:
     with pytest.raises(UserError, match=words):
         codec.pass_of(pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[chunk])]))
 
 
-def test_settings_that_are_words() -> None:
+def test_text_settings() -> None:
     with pytest.raises(UserError, match=r"loss_fn_config\['kl_coeff'\]='high'"):
         codec.pass_of(codec.message_from_bytes(encoded([], {"kl_coeff": "high"})))
 
 
 @pytest.mark.parametrize(
-    ("values", "words"), [(np.array([0.5]), "must be int64"), (np.array([1 << 40]), "which is no token")]
+    ("values", "words"), [(np.array([0.5]), "must be int64"), (np.array([1 << 40]), "which is not a token")]
 )
-def test_targets_that_are_no_tokens(values: np.ndarray, words: str) -> None:
+def test_invalid_targets(values: np.ndarray, words: str) -> None:
     tensor = sdk.TensorData.from_numpy(values)
     datum = sdk.Datum(model_input=sdk.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": tensor})
     with pytest.raises(UserError, match=words):

@@ -17,7 +17,7 @@ def sparse(values: bytes, rows: bytes, columns: bytes, shape: list[int]) -> pb.T
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_INT64, shape=shape)
 
 
-def test_rows_that_list_nothing_are_zeros() -> None:
+def test_empty_sparse_rows_are_zeros() -> None:
     tensor = sparse(packed(7, 8, 9), packed(0, 2, 2, 3), packed(0, 3, 1), [3, 4])
     assert dense_array(tensor, "t").tolist() == [[7, 0, 0, 8], [0] * 4, [0, 9, 0, 0]]
 
@@ -41,41 +41,41 @@ def test_rows_that_list_nothing_are_zeros() -> None:
         (sparse(packed(1), packed(0, 1), packed(-1), [1, 4]), "from 0 to 3"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tensor: pb.Tensor, words: str) -> None:
+def test_inconsistent_tensors_are_refused_by_name(tensor: pb.Tensor, words: str) -> None:
     with pytest.raises(UserError, match=words) as refused:
         dense_array(tensor, "weights of data[3]")
     assert "weights of data[3]" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("fields", "words"),
     [
-        ({"data": [1 << 70], "dtype": "int64"}, "no room"),
-        ({"data": [1], "dtype": "int64", "shape": [1 << 70]}, "no room"),
+        ({"data": [1 << 70], "dtype": "int64"}, "does not fit"),
+        ({"data": [1], "dtype": "int64", "shape": [1 << 70]}, "does not fit"),
     ],
 )
-def test_numbers_that_do_not_fit_in_json(told: dict[str, object], words: str) -> None:
+def test_numbers_that_do_not_fit_in_json(fields: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        tensor_from_json(told, "t")
+        tensor_from_json(fields, "t")
 
 
 @pytest.mark.parametrize("shape", [[1, 1 << 23], [-1, 1 << 23], [1 << 40, 1 << 20]])
-def test_sparse_tensors_are_not_made_dense_if_all_together_are_large(shape: list[int]) -> None:
+def test_large_sparse_tensors_are_refused(shape: list[int]) -> None:
     tensor = sparse(packed(1), packed(0, 1), packed(0), shape)
-    with pytest.raises(UserError, match="numbers are more than 16777216; send less at once"):
+    with pytest.raises(UserError, match="numbers are more than 16777216; split the request"):
         check_sparse([tensor, tensor, sparse(packed(1), packed(0, 1), packed(0), [1, 4])])
     check_sparse([sparse(packed(1), packed(0, 1), packed(0), [1, 4]), pb.Tensor(dense=packed(1), shape=[1 << 40])])
 
 
 def test_sparse_json() -> None:
-    told = {
+    fields = {
         "data": [5.0],
         "dtype": "float32",
         "shape": [2, 2],
         "sparse_crow_indices": [0, 0, 1],
         "sparse_col_indices": [1],
     }
-    assert dense_array(tensor_from_json(told, "t"), "t").tolist() == [[0, 0], [0, 5]]
+    assert dense_array(tensor_from_json(fields, "t"), "t").tolist() == [[0, 0], [0, 5]]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_sparse_json() -> None:
     [
         ({"type": "image_asset_pointer", "location": "x"}, "image_asset_pointer"),
         ({"data": "x"}, "kind image"),
-        ({"tokens": [1, 1 << 40]}, "which is no token"),
+        ({"tokens": [1, 1 << 40]}, "which is not a token"),
     ],
 )
 def test_chunks_in_json(chunk: dict[str, object], words: str) -> None:

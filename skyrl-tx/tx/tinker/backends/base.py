@@ -1,4 +1,4 @@
-"""What an engine asks of a backend, which owns the base model, the models under training, and the samplers."""
+"""The protocol of backends. A backend owns the base model, the models under training, and the samplers."""
 
 from __future__ import annotations
 
@@ -15,73 +15,75 @@ Done = Callable[[SampleResult | Exception], None]
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What is served."""
+    """The served base model."""
 
-    name: str  # as users call it
+    name: str  # as clients call it
     folder: Path
     vocab_size: int
     max_context: int  # positions
     eos_ids: tuple[int, ...]
-    can_train_all: bool  # rank 0
+    can_train_all: bool  # supports rank 0
 
 
 Weights = Any
-"""Frozen weights to sample from, of a kind that only the backend knows: whatever is trained later, they stay so."""
+"""Frozen weights to sample from, of a backend's own type: later training does not change them."""
 
 
 class Sampler(Protocol):
-    """Who samples. It is called from one thread."""
+    """Samples from weights. Called from one thread."""
 
     def weights_of(self, model_id: str) -> Weights:
-        """A model's weights as they are now."""
+        """Freeze the current weights of a model."""
 
     def load_weights(self, folder: Path) -> Weights:
-        """What `save_weights` or `save_model` wrote."""
+        """Load what `save_weights` or `save_model` wrote."""
 
     def base_weights(self) -> Weights:
-        """The base model's."""
+        """Return the weights of the base model."""
 
-    def sample(self, asked: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
-        """Take a request, whose result `done` gets during some later `step`; returns what cancels it."""
+    def sample(self, request: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
+        """Queue a request and return a function that cancels it. `done` gets the result during a later `step`."""
 
     def step(self) -> bool:
-        """Do a little of the sampling; whether there was any."""
+        """Do a slice of the sampling; return whether there was any."""
 
 
 class Backend(Sampler, Protocol):
-    """Who trains, and samples, too. One process has one, called from one thread; `UserError` has changed nothing."""
+    """Trains and samples. A process has one, called from one thread. A call that raises `UserError` has changed
+    nothing.
+    """
 
     @property
     def base_model(self) -> BaseModel:
-        """What is served."""
+        """The served base model."""
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
-        """A new model, which starts from the base model."""
+        """Create a model that starts from the base model."""
 
     def delete_model(self, model_id: str) -> None:
-        """Forget a model; its samplers stay."""
+        """Delete a model. Its frozen weights stay valid."""
 
     def models(self) -> Mapping[str, LoraConfig]:
-        """Those under training."""
+        """Return the models under training."""
 
     def counts(self) -> Mapping[str, int]:
-        """What an operator may want to know, by name, e.g. how many samples are running."""
+        """Return counters for operators by name, e.g. the number of running samples."""
 
-    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
-        """Compute a pass a little at a time: None after each part but the last, and then the result.
+    def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
+        """Compute a pass in slices: yield None after each slice but the last, then the result.
 
-        Passes of different models may take turns. Gradients of a model add up over its passes until `optim_step`; a
-        pass that fails, by raising, adds nothing.
+        Passes of different models may interleave. A model's gradients accumulate over passes until `optim_step`. A pass
+        that raises adds none.
         """
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """One step with the gradients so far, which are zero afterwards; metrics."""
+        """Step with the accumulated gradients and reset them; return metrics."""
 
     def save_model(self, model_id: str, folder: Path) -> None:
         """Write weights, optimizer and settings into an empty folder."""
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """A new model from what `save_model` wrote."""
+        """Create a model from what `save_model` wrote."""
 
     def save_weights(self, model_id: str, folder: Path) -> None:
-        """Write the weights alone, in a format that others read, too."""
+        """Write the weights alone, in a format that other programs read."""

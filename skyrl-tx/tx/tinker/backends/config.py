@@ -1,4 +1,4 @@
-"""The settings that every backend has, `--backend-config '{"dtype": "bfloat16"}'`."""
+"""The settings common to all backends, `--backend-config '{"dtype": "bfloat16"}'`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MOST_CACHE_TOKENS = 1 << 17
+MAX_CACHE_TOKENS = 1 << 17
 
 
 class BackendConfig(BaseModel):
-    """All have defaults that fit a small machine."""
+    """Settings with defaults that fit a small machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the base model and of what is computed; adapters are float32."""
+    """The dtype of the base model and of computations; adapters are float32."""
     gradient_checkpointing: bool = False
-    """Compute layers twice in training, and keep less of them."""
+    """Recompute layers in the backward pass to save memory."""
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens of a micro-batch, with padding; a longer sequence is one by itself. Accelerators want more."""
+    """Maximum tokens per micro-batch, with padding; a longer sequence gets its own. Increase it on accelerators."""
     sample_groups: int = Field(8, ge=1)
-    """Batches of samples at most; more samples wait."""
+    """Maximum number of concurrent batches of samples; more samples wait."""
     cache_gib: float = Field(2.0, gt=0)
-    """Memory for keys and values of samples."""
+    """Memory for the KV cache of samples."""
 
     def cache_tokens(self, bytes_per_token: int) -> int:
-        """How many tokens fit in there."""
-        return min(MOST_CACHE_TOKENS, int(self.cache_gib * (1 << 30)) // bytes_per_token)
+        """Return how many tokens fit into the cache."""
+        return min(MAX_CACHE_TOKENS, int(self.cache_gib * (1 << 30)) // bytes_per_token)

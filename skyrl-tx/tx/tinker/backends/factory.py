@@ -1,4 +1,4 @@
-"""The backend that is asked for by name. The packages of the others need not be there."""
+"""Create a backend by name. The packages of other backends need not be installed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BackendName = Literal["jax", "torch"]
 TORCH_PACKAGES = ("skyrl_train", "torch", "transformers")  # of the extra
 
 
-def settings_of(backend: BackendName, told: Mapping[str, Any]) -> JaxConfig | TorchConfig:
-    """A backend's own settings.
+def settings_of(backend: BackendName, settings: Mapping[str, Any]) -> JaxConfig | TorchConfig:
+    """Return the settings of a backend.
 
     Raises:
-        ValueError: one is wrong, or the backend's packages are not installed.
+        ValueError: a setting is invalid, or the packages of the backend are not installed.
     """
     missing = [name for name in TORCH_PACKAGES if backend == "torch" and find_spec(name) is None]
     if missing:
@@ -31,30 +31,30 @@ def settings_of(backend: BackendName, told: Mapping[str, Any]) -> JaxConfig | To
         )
     kind = TorchConfig if backend == "torch" else JaxConfig
     try:
-        return kind(**told)
+        return kind(**settings)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors())
         known = ", ".join(kind.model_fields)
         raise ValueError(f"{wrong}; {backend} knows {known}") from error
 
 
-def new_backend(backend: BackendName, folder: Path, told: Mapping[str, Any], name: str) -> Backend:
-    """A backend with the model of a folder loaded, which users call `name`."""
-    settings = settings_of(backend, told)
-    if isinstance(settings, TorchConfig):
+def new_backend(backend: BackendName, folder: Path, settings: Mapping[str, Any], name: str) -> Backend:
+    """Create a backend with the model in a folder, which clients call `name`."""
+    backend_config = settings_of(backend, settings)
+    if isinstance(backend_config, TorchConfig):
         from tx.tinker.backends.torch.backend import TorchBackend
 
-        return TorchBackend(folder, name, settings)
+        return TorchBackend(folder, name, backend_config)
     from tx.tinker.backends.jax.backend import JaxBackend
 
-    return JaxBackend(folder, name, settings)
+    return JaxBackend(folder, name, backend_config)
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model: the one that is named, or a download of the Hugging Face repository.
+    """Return the folder of a model: a local one, or a download of a Hugging Face repository.
 
     Raises:
-        ModelError: there is neither.
+        ModelError: neither exists.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -66,5 +66,5 @@ def model_folder(name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(
-            f"base_model={name!r} is no folder here, and Hugging Face does not give it: {reason}"
+            f"base_model={name!r} is not a local folder, and the download from Hugging Face failed: {reason}"
         ) from error

@@ -1,4 +1,4 @@
-"""What the folder of a model has beside its weights: the same for every backend, so that each reads the others'."""
+"""Files of a saved model beside its weights. All backends share the format, so that each reads the others' folders."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ N_STEPS = "n_steps"
 
 
 def save_settings(folder: Path, lora: LoraConfig) -> None:
-    """Write what the model covers."""
+    """Write the adapter's settings."""
     (folder / SETTINGS).write_text(json.dumps({"lora": asdict(lora)}), encoding="utf-8")
 
 
 def load_settings(folder: Path) -> LoraConfig:
-    """What `save_settings` wrote."""
+    """Read the adapter's settings."""
     return LoraConfig(**json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["lora"])
 
 
 def optimizer_file(folder: Path) -> Path:
-    """Where the state of the optimizer is.
+    """Return the file of the optimizer state.
 
     Raises:
         UserError: there is none.
     """
     file = folder / OPTIMIZER
     if not file.is_file():
-        raise UserError("the checkpoint has no state of an optimizer; load it without")
+        raise UserError("the checkpoint has no optimizer state; load it without")
     return file
 
 
 def named_moments(
     first: Mapping[str, T], second: Mapping[str, T], n_steps: T, wide: Mapping[str, T] | None = None
 ) -> dict[str, T]:
-    """Both moments by the names of their weights, the steps, and the weights in float32 where the model's are not."""
+    """Merge the optimizer state into a mapping: both moments, step count, and float32 weights of bfloat16 models."""
     kinds = {"first": first, "second": second, "wide": wide or {}}
-    return {f"{kind}.{path}": one for kind, some in kinds.items() for path, one in some.items()} | {N_STEPS: n_steps}
+    return {f"{kind}.{path}": one for kind, tensors in kinds.items() for path, one in tensors.items()} | {
+        N_STEPS: n_steps
+    }
 
 
 def moments_of(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T], T, dict[str, T] | None]:
-    """The inverse of `named_moments`."""
+    """Split a mapping as `named_moments` made it."""
     first, second, wide = (
         {path.removeprefix(prefix): one for path, one in tensors.items() if path.startswith(prefix)}
         for prefix in ("first.", "second.", "wide.")

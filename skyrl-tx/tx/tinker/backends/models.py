@@ -12,28 +12,30 @@ M = TypeVar("M")
 
 
 class Models(dict[str, M]):
-    """Models by id. A mistake in the id is the user's."""
+    """Models by id. A missing id raises `UserError`."""
 
     def __missing__(self, model_id: str) -> M:
         raise UserError(f"there is no model {model_id}; it was unloaded, or never created")
 
     def check_new(self, model_id: str) -> None:
-        """Whether the id is free.
+        """Check that an id is unused.
 
         Raises:
-            UserError: it is not.
+            UserError: a model has it.
         """
         if model_id in self:
-            raise UserError(f"there is a model {model_id} already")
+            raise UserError(f"model {model_id} already exists")
 
 
-def check_covers_any(covered: Sized, lora: LoraConfig, model: str) -> None:
-    """Whether an adapter has anything to train in a model.
+def check_covers_any(matrices: Sized, lora: LoraConfig, model: str) -> None:
+    """Check that an adapter covers anything in a model.
 
     Raises:
-        UserError: it has nothing.
+        UserError: it covers nothing.
     """
-    if not covered:
+    if not matrices:
         parts = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
         wanted = ", ".join(f"train_{part}" for part, is_chosen in parts.items() if is_chosen)
-        raise UserError(f"{model} has nothing that {wanted} could train; train more of it")
+        raise UserError(
+            f"{model} has nothing to train with {wanted}; enable more of train_attn, train_mlp and train_unembed"
+        )

@@ -1,8 +1,8 @@
-"""The process that owns the backend: it takes requests from the database, computes, and writes what came of them.
+"""The process that owns the backend: it takes requests from the database, computes, and writes the results back.
 
-What a request goes through: a route reads it, a `Submission` checks it and writes its row, and the client gets a
-promise, the row's number. The server rings. The engine's `Queue` takes the row: those of a model in their order,
-samples as users and their sessions take turns. `Passes` and `Sampling` do theirs a little at a time, beside each other;
-`Handlers` do all others at once. What comes of it is an `Outcome`, which is written into the row together with whatever
-is true from then on. The engine rings, and the server's `Promises` wake those who wait for that row.
+The path of a request: a route parses it, a `Submission` checks it and writes its row, and the client gets a promise,
+the row's number. The server rings. The engine's `Queue` takes the row: requests of a model in order, samples by turns
+of users and their sessions. `Passes` and `Sampling` run incrementally and interleave; `Handlers` run all other requests
+in one go. The `Outcome` is written to the row together with everything it changes. The engine rings, and the server's
+`Promises` wake the clients that wait for the row.
 """

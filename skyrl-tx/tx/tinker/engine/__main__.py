@@ -1,4 +1,4 @@
-"""`python -m tx.tinker.engine`: started by the server, or by itself beside a server with `--no-start-engine`."""
+"""`python -m tx.tinker.engine`: started by the server, or separately beside a server with `--no-start-engine`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from types import FrameType
 from tx.models.config import ModelError
 from tx.tinker.backends.factory import model_folder, new_backend
 from tx.tinker.config import parse_config
-from tx.tinker.database import open_database
 from tx.tinker.doorbell import UNUSABLE, Doorbell
 from tx.tinker.engine.base_weights import check_weights
 from tx.tinker.engine.loop import Engine
-from tx.tinker.state_lock import StateLock, StateTakenError
+from tx.tinker.store.database import open_database
+from tx.tinker.store.state_lock import StateLock, StateTakenError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SEC = 300.0
-"""For the engine of a server that was killed, which ends after the step that it is at."""
-LOOK_SEC = 0.2
+LOCK_TIMEOUT_SEC = 300.0
+"""Time for the engine of a killed server to exit, which it does after its current step."""
+POLL_TIMEOUT_SEC = 0.2
 
 
 def main() -> None:
-    """Serve until the server ends or a signal comes."""
+    """Serve until the server exits or a signal arrives."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it tells which devices are not there
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it reports missing devices
     fd = None
     arguments = sys.argv[1:]
     if arguments[:1] == ["--doorbell-fd"]:
@@ -40,14 +40,14 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    with Doorbell.inherited(fd) as doorbell, StateLock(config, "engine") as lock:
+    with Doorbell.from_fd(fd) as doorbell, StateLock(config, "engine") as lock:
 
         def is_over() -> bool:
-            doorbell.wait(LOOK_SEC)
+            doorbell.wait(POLL_TIMEOUT_SEC)
             return is_ending or doorbell.is_hung_up
 
         try:
-            lock.wait(PATIENCE_SEC, is_over)
+            lock.wait(LOCK_TIMEOUT_SEC, is_over)
         except StateTakenError as error:
             sys.exit(str(error))
         database = open_database(config.database_url)
@@ -56,11 +56,11 @@ def main() -> None:
             check_weights(database, config.model_name, folder)
             backend = new_backend(config.backend, folder, config.backend_config, config.model_name)
         except Exception as error:
-            told = str(error)
+            message = str(error)
             if not isinstance(error, ModelError):
                 logger.exception("%s cannot be loaded", config.base_model)
-                told = f"{config.base_model} cannot be loaded: {error!r}"
-            sys.stderr.write(f"{' '.join(told.split())}\n")
+                message = f"{config.base_model} cannot be loaded: {error!r}"
+            sys.stderr.write(f"{' '.join(message.split())}\n")
             sys.exit(UNUSABLE)
         Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
         database.dispose()

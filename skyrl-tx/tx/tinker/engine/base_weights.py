@@ -1,4 +1,4 @@
-"""A name of a base model stands for the same weights: adapters and checkpoints fit no others."""
+"""Bind the name of a base model to its weights: adapters and checkpoints fit no others."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sqlmodel import Session, col, select
 
 from tx.models.config import ModelError
 from tx.models.files import fingerprint
-from tx.tinker.database import writing
 from tx.tinker.db_models import GONE, BaseWeights, Checkpoint, Model, SessionStatus
 from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.store.database import writing
 
 
 def check_weights(database: Database, name: str, folder: Path) -> None:
-    """Note which weights a base model has.
+    """Record the fingerprint of a base model's weights.
 
     Raises:
-        ModelError: something was trained on others of its name.
+        ModelError: models were trained on different weights of this name.
     """
     found = fingerprint(folder)
     if found is None:
@@ -27,14 +27,14 @@ def check_weights(database: Database, name: str, folder: Path) -> None:
         known = session.get(BaseWeights, name)
         if known is not None and known.fingerprint != found and _is_used(session, name):
             raise ModelError(
-                f"{folder} has other weights than what was served as {name} before, on which models and checkpoints of "
-                "this server were trained; give it a --served-model-name of its own, or serve the weights from before"
+                f"{folder} has different weights from those that were served as {name} before, which models and "
+                "checkpoints of this server were trained on; use another --served-model-name, or serve the old weights"
             )
         session.merge(BaseWeights(base_model=name, fingerprint=found))
 
 
 def _is_used(session: Session, name: str) -> bool:
-    """By a checkpoint, or a model that is there or whose snapshots are."""
+    """Return whether a checkpoint, a living model or a snapshot uses the base model."""
     is_there = col(Model.status).not_in(GONE) | (col(ClientSession.status) == SessionStatus.ACTIVE)
     models = select(Model).join(ClientSession).where(Model.base_model == name, is_there)
     checkpoints = select(Checkpoint).where(Checkpoint.base_model == name)

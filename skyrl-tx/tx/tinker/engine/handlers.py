@@ -1,4 +1,4 @@
-"""What is done for each kind of request of a model, but for passes and samples, which the loop does."""
+"""Handlers for the requests of a model, except passes and samples, which the loop runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sqlmodel import Session
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
-from tx.tinker.checkpoint_files import TinkerPath, checkpoint_folder, fill_folder, give_name
 from tx.tinker.config import TxConfig
-from tx.tinker.database import reading
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession
 from tx.tinker.engine.queue import Also, Outcome
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.store import expiry
+from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder, fill_folder, rename_into_place
+from tx.tinker.store.database import reading
+from tx.tinker.store.queries import expiry
 from tx.tinker.types import UserError
 from tx.tinker.wire.requests import (
     CreateModelRequest,
@@ -31,16 +31,23 @@ from tx.tinker.wire.requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tx.tinker.wire.responses import ModelCreated, ModelUnloaded, SnapshotSaved, Stepped, WeightsLoaded, WeightsSaved
+from tx.tinker.wire.responses import (
+    ModelCreated,
+    ModelUnloaded,
+    OptimStepDone,
+    SnapshotSaved,
+    WeightsLoaded,
+    WeightsSaved,
+)
 
 logger = logging.getLogger(__name__)
 
-MAKING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
-"""Kinds of the first request of a model."""
+CREATING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
+"""Kinds of requests that create a model."""
 
 
 class Handlers:
-    """One function for each kind."""
+    """Runs requests, with one method per kind."""
 
     def __init__(
         self, config: TxConfig, database: Database, backend: Backend, points: RestorePoints, samplers: Samplers
@@ -61,7 +68,7 @@ class Handlers:
         }
 
     def handle(self, request: Request) -> Outcome:
-        """Do what is asked. What raises is the outcome; the model is what it was."""
+        """Run a request and return its outcome. If it fails, the model is unchanged."""
         assert request.request_id is not None
         try:
             return self._by_kind[request.kind](request)
@@ -69,38 +76,40 @@ class Handlers:
             if not isinstance(error, UserError):
                 logger.exception("request %d (%s) failed", request.request_id, request.kind)
             is_made = request.model_id in self._backend.models()
-            also = None if is_made or request.kind not in MAKING else _set_status(request, ModelStatus.FAILED)
+            also = None if is_made or request.kind not in CREATING else _set_status(request, ModelStatus.FAILED)
             return Outcome(request.request_id, error=error, also=also)
 
     # -- models
 
     def _create_model(self, request: Request) -> Outcome:
-        asked = CreateModelRequest.model_validate_json(request.payload)
+        body = CreateModelRequest.model_validate_json(request.payload)
         with reading(self._database) as session:
-            lora = LoraConfig(**session.get_one(Model, asked.model_id).lora)
-        with self._unless_it_fails(asked.model_id, None):
-            self._backend.create_model(asked.model_id, lora)
-        return _done(request, ModelCreated(model_id=asked.model_id).to_bytes(), _made(request))
+            lora = LoraConfig(**session.get_one(Model, body.model_id).lora)
+        with self._rollback(body.model_id, None):
+            self._backend.create_model(body.model_id, lora)
+        return _done_outcome(request, ModelCreated(model_id=body.model_id).to_bytes(), _mark_ready(request))
 
     def _load_weights(self, request: Request) -> Outcome:
-        asked = LoadWeightsRequest.model_validate_json(request.payload)
+        body = LoadWeightsRequest.model_validate_json(request.payload)
         model_id = request.model_id
         assert model_id is not None
         assert request.request_id is not None
-        folder = checkpoint_folder(self._config, asked.path)
+        folder = checkpoint_folder(self._config, body.path)
         if not folder.is_dir():
-            raise UserError(f"there is no checkpoint {asked.path}; it was deleted, or its time is over")
-        before = self._backend.models().get(model_id)  # made by the request before, and nothing else
-        with self._unless_it_fails(model_id, before):
+            raise UserError(f"there is no checkpoint {body.path}; it was deleted or has expired")
+        before = self._backend.models().get(model_id)  # created by the previous request and otherwise unused
+        with self._rollback(model_id, before):
             self._backend.delete_model(model_id)
-            self._backend.load_model(model_id, folder, with_optimizer=asked.optimizer)
-            self._points.write(model_id, request.request_id)  # the checkpoint may be deleted
+            self._backend.load_model(model_id, folder, with_optimizer=body.optimizer)
+            self._points.write(model_id, request.request_id)  # the checkpoint may be deleted later
         lora = self._backend.models()[model_id]
-        return _done(request, WeightsLoaded(model_id=model_id, path=asked.path).to_bytes(), _made(request, lora))
+        return _done_outcome(
+            request, WeightsLoaded(model_id=model_id, path=body.path).to_bytes(), _mark_ready(request, lora)
+        )
 
     @contextmanager
-    def _unless_it_fails(self, model_id: str, before: LoraConfig | None) -> Iterator[None]:
-        """Make a model; if that fails, it is again as new as it was before, or not there."""
+    def _rollback(self, model_id: str, before: LoraConfig | None) -> Iterator[None]:
+        """Restore the previous state of a model if its creation fails: untrained or absent."""
         try:
             yield
         except BaseException:
@@ -111,68 +120,74 @@ class Handlers:
 
     def _optim_step(self, request: Request) -> Outcome:
         assert request.model_id is not None
-        asked = OptimStepRequest.model_validate_json(request.payload)
-        metrics = self._backend.optim_step(request.model_id, asked.adam())
-        return _done(request, Stepped(metrics=metrics).to_bytes())
+        body = OptimStepRequest.model_validate_json(request.payload)
+        metrics = self._backend.optim_step(request.model_id, body.adam())
+        return _done_outcome(request, OptimStepDone(metrics=metrics).to_bytes())
 
     def _unload(self, request: Request) -> Outcome:
         assert request.model_id is not None
         self._backend.delete_model(request.model_id)
         self._points.delete(request.model_id)
-        answer = ModelUnloaded(model_id=request.model_id)
-        return _done(request, answer.to_bytes(), _set_status(request, ModelStatus.UNLOADED))
+        response = ModelUnloaded(model_id=request.model_id)
+        return _done_outcome(request, response.to_bytes(), _set_status(request, ModelStatus.UNLOADED))
 
     # -- folders
 
     def _save_weights(self, request: Request) -> Outcome:
-        asked = SaveWeightsRequest.model_validate_json(request.payload)
-        path = TinkerPath(asked.model_id, CheckpointKind.TRAINING, asked.path or str(request.request_id))
-        checkpoint = self._checkpoint(path, asked.ttl_seconds, asked.user_metadata)
-        also = self._write(checkpoint, self._backend.save_model, overwrite=asked.overwrite)
-        return _done(request, WeightsSaved(path=str(path), type="save_weights").to_bytes(), also)
+        body = SaveWeightsRequest.model_validate_json(request.payload)
+        path = TinkerPath(body.model_id, CheckpointKind.TRAINING, body.path or str(request.request_id))
+        checkpoint = self._checkpoint(path, body.ttl_seconds, body.user_metadata)
+        also = self._write(checkpoint, self._backend.save_model, overwrite=body.overwrite)
+        return _done_outcome(request, WeightsSaved(path=str(path), type="save_weights").to_bytes(), also)
 
     def _save_for_sampler(self, request: Request) -> Outcome:
-        asked = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
-        if asked.path is not None:
-            path = TinkerPath(asked.model_id, CheckpointKind.SAMPLER, asked.path)
-            checkpoint = self._checkpoint(path, asked.ttl_seconds, asked.user_metadata)
+        body = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
+        if body.path is not None:
+            path = TinkerPath(body.model_id, CheckpointKind.SAMPLER, body.path)
+            checkpoint = self._checkpoint(path, body.ttl_seconds, body.user_metadata)
             also = self._write(checkpoint, self._backend.save_weights)
-            return _done(request, WeightsSaved(path=str(path), type="save_weights_for_sampler").to_bytes(), also)
-        return self._keep_snapshot(request, asked)
+            return _done_outcome(
+                request, WeightsSaved(path=str(path), type="save_weights_for_sampler").to_bytes(), also
+            )
+        return self._save_snapshot(request, body)
 
-    def _keep_snapshot(self, request: Request, asked: SaveWeightsForSamplerRequest) -> Outcome:
-        assert asked.sampling_session_id is not None
-        assert asked.sampling_session_seq_id is not None
+    def _save_snapshot(self, request: Request, body: SaveWeightsForSamplerRequest) -> Outcome:
+        assert body.sampling_session_id is not None
+        assert body.sampling_session_seq_id is not None
         assert request.session_id is not None
         with reading(self._database) as session:
-            if session.get(SamplingSession, asked.sampling_session_id) is not None:
-                raise UserError(f"sampling session {asked.sampling_session_id} is there already; count up for each one")
-        self._samplers.keep(asked.sampling_session_id, asked.model_id)
+            if session.get(SamplingSession, body.sampling_session_id) is not None:
+                raise UserError(
+                    f"sampling session {body.sampling_session_id} already exists; increment its number for each new one"
+                )
+        self._samplers.freeze(body.sampling_session_id, body.model_id)
         kept = SamplingSession(
-            sampling_session_id=asked.sampling_session_id,
+            sampling_session_id=body.sampling_session_id,
             session_id=request.session_id,
-            seq_id=asked.sampling_session_seq_id,
+            seq_id=body.sampling_session_seq_id,
             base_model=self._backend.base_model.name,
-            model_id=asked.model_id,
+            model_id=body.model_id,
         )
-        answer = SnapshotSaved(sampling_session_id=asked.sampling_session_id)
-        return _done(request, answer.to_bytes(), lambda session: session.merge(kept))
+        response = SnapshotSaved(sampling_session_id=body.sampling_session_id)
+        return _done_outcome(request, response.to_bytes(), lambda session: session.merge(kept))
 
     def _save_external(self, request: Request) -> Outcome:
-        asked = SaveWeightsExternalRequest.model_validate_json(request.payload)
-        path = TinkerPath(asked.model_id, CheckpointKind.EXTERNAL, asked.path)
-        checkpoint = self._checkpoint(path, asked.ttl_seconds, None)
+        body = SaveWeightsExternalRequest.model_validate_json(request.payload)
+        path = TinkerPath(body.model_id, CheckpointKind.EXTERNAL, body.path)
+        checkpoint = self._checkpoint(path, body.ttl_seconds, None)
         also = self._write(checkpoint, self._backend.save_weights)
-        answer = WeightsSaved(path=str(path), size_bytes=checkpoint.size_bytes, type="save_weights_external")
-        return _done(request, answer.to_bytes(), also)
+        response = WeightsSaved(path=str(path), size_bytes=checkpoint.size_bytes, type="save_weights_external")
+        return _done_outcome(request, response.to_bytes(), also)
 
     def _write(self, new: Checkpoint, save: Callable[[str, Path], None], *, overwrite: bool = False) -> Also:
-        """Write the files of a checkpoint, and note their size; what gives it its row and its name, both or none."""
+        """Write the files of a checkpoint and record their size; return the change that adds its row and name, or
+        neither.
+        """
         with reading(self._database) as session:
             is_there = session.get(Checkpoint, (new.model_id, new.kind, new.name)) is not None
         if is_there and not overwrite:
             fix = ", or overwrite it" if new.kind is CheckpointKind.TRAINING else ""
-            raise UserError(f"there is a checkpoint {new.path} already; choose another name{fix}")
+            raise UserError(f"checkpoint {new.path} already exists; choose another name{fix}")
         folder = checkpoint_folder(self._config, new.path)
         complete = fill_folder(folder, partial(save, new.model_id))
         new.size_bytes = sum(file.stat().st_size for file in complete.iterdir())
@@ -180,7 +195,7 @@ class Handlers:
         def also(session: Session) -> None:
             session.merge(new)
             session.flush()
-            give_name(complete, folder)
+            rename_into_place(complete, folder)
 
         return also
 
@@ -199,8 +214,8 @@ class Handlers:
         )
 
 
-def _made(request: Request, lora: LoraConfig | None = None) -> Also:
-    """A model is there, unless it is not wanted any more."""
+def _mark_ready(request: Request, lora: LoraConfig | None = None) -> Also:
+    """Return the change that marks a model as ready, unless it was cancelled."""
 
     def also(session: Session) -> None:
         model = session.get_one(Model, request.model_id)
@@ -212,7 +227,7 @@ def _made(request: Request, lora: LoraConfig | None = None) -> Also:
     return also
 
 
-def _done(request: Request, result: bytes, also: Also | None = None) -> Outcome:
+def _done_outcome(request: Request, result: bytes, also: Also | None = None) -> Outcome:
     assert request.request_id is not None
     return Outcome(request.request_id, result, also=also)
 

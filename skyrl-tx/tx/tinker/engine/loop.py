@@ -1,4 +1,4 @@
-"""The engine's loop: a little of everything there is to do, in turns, so that nobody waits for somebody else's work."""
+"""The engine's loop: it interleaves all work in small slices, so that no request blocks the others."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import Engine as Database
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.backends.vllm import MOST_CONNECTIONS, VllmSampler
-from tx.tinker.checkpoint_files import put_back
+from tx.tinker.backends.vllm import MAX_CONNECTIONS, VllmSampler
 from tx.tinker.config import TxConfig
-from tx.tinker.database import writing
 from tx.tinker.db_models import Kind, Request, now
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine.handlers import Handlers
-from tx.tinker.engine.passes import Passes, failed
-from tx.tinker.engine.queue import Outcome, Queue, Waiting, given_up
+from tx.tinker.engine.passes import Passes, failed_outcome
+from tx.tinker.engine.queue import Outcome, PendingRequest, Queue, give_up
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.engine.sampling import MOST_AT_ONCE, Sampling
+from tx.tinker.engine.sampling import MAX_RUNNING, Sampling
 from tx.tinker.engine.state import describe, status_of
+from tx.tinker.store.checkpoint_files import restore_replaced
+from tx.tinker.store.database import writing
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5
 STATE_SECONDS = 1.0
-QUIET_SECONDS = 5.0  # after a step that nothing follows, before its restore point is written
+POINT_DELAY_SECONDS = 5.0  # idle time after a step before its restore point is written
 
 
 class Engine:
-    """All of it. One thread."""
+    """The engine. It runs in one thread."""
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend, doorbell: Doorbell) -> None:
         self._config = config
@@ -41,44 +41,44 @@ class Engine:
         self._doorbell = doorbell
         self._queue = Queue(database, backend.base_model.name)
         self._points = RestorePoints(config, database, backend)
-        self._vllm = _vllm_for(config, backend)
+        self._vllm = _new_vllm(config, backend)
         sampler = self._vllm or backend
         self._samplers = Samplers(config, backend, sampler)
         self._handlers = Handlers(config, database, backend, self._points, self._samplers)
         self._state = describe(backend)
         self._passes = Passes(backend, self._state, lambda model_id: self._stepped.pop(model_id, None))
-        most = 2 * MOST_CONNECTIONS if self._vllm is not None else MOST_AT_ONCE
-        self._sampling = Sampling(sampler, self._samplers, self._state, most)
+        max_running = 2 * MAX_CONNECTIONS if self._vllm is not None else MAX_RUNNING
+        self._sampling = Sampling(sampler, self._samplers, self._state, max_running)
         self._outcomes: list[Outcome] = []
-        self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step, and when
-        self._alone: int | None = None  # the suspect that began last: until it has ended, nothing else begins
-        self._counts: Counter[str] = Counter()  # requests, by kind
+        self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step and its time
+        self._alone: int | None = None  # the running suspect: nothing else begins until it ends
+        self._counts: Counter[str] = Counter()  # requests by kind
         self._state_at = 0.0
 
     def run(self, should_end: Callable[[], bool]) -> None:
-        """Bring back what was there, and serve."""
-        put_back(self._config.checkpoints_base)
+        """Restore the models, then serve."""
+        restore_replaced(self._config.checkpoints_base)
         self._points.restore()
         logger.info("the engine serves %s", self._backend.base_model.name)
         self.serve(should_end)
 
     def serve(self, should_end: Callable[[], bool]) -> None:
-        """Work until told to end, or the server is gone."""
-        is_called = True
+        """Serve until `should_end` returns True or the server is gone."""
+        was_rung = True
         while not should_end() and not self._doorbell.is_hung_up:
-            if is_called:
+            if was_rung:
                 self._queue.fetch()
             has_worked = self.work()
             if not has_worked:
                 self._write_points()
-            self._look_after()
-            is_called = self._doorbell.wait(0.0 if has_worked else IDLE_SECONDS) or not has_worked
-        self._queue.put_back()
+            self._report()
+            was_rung = self._doorbell.wait(0.0 if has_worked else IDLE_SECONDS) or not has_worked
+        self._queue.release_running()
         if self._vllm is not None:
             self._vllm.close()
 
     def work(self) -> bool:
-        """A turn for each kind of work; whether there was any."""
+        """Do one slice of each kind of work; return whether there was any."""
         self._drop_cancelled()
         has_worked = self._begin()
         has_worked |= self._compute()
@@ -93,30 +93,32 @@ class Engine:
         self._queue.finish(outcomes)
         self._doorbell.ring()
 
-    # -- what begins
+    # -- begin
 
     def _begin(self) -> bool:
-        """Whatever is next of each model, and samples; or the one request that should have nothing beside it."""
+        """Begin the next request of each model, and samples; or a single suspect request alone."""
         if self._alone in self._queue.begun:
             return False
         suspect = self._queue.next_suspect(self._passes.busy)
         if suspect is not None:
-            return self._begin_alone(suspect)
+            return self._begin_suspect(suspect)
         heads = self._queue.heads(self._passes.busy)
         samples = self._queue.next_samples(self._sampling.n_free, self._sampling.running_by_owner)
         for request in (*self._queue.begin(heads), *self._queue.begin(samples)):
             self._start(request)
-        return bool(heads or samples)  # also of what was cancelled: there may be more
+        return bool(heads or samples)  # True even if all were cancelled: there may be more
 
-    def _begin_alone(self, suspect: Waiting) -> bool:
+    def _begin_suspect(self, suspect: PendingRequest) -> bool:
         if self._passes or self._sampling:
-            return False  # when they are done
+            return False  # wait until they are done
         requests = self._queue.begin([suspect])
         self._alone = suspect.request_id
-        outcome = given_up(suspect)
+        outcome = give_up(suspect)
         for request in requests:
             if outcome is None:
-                logger.warning("request %d is done alone: %d engines died of it", suspect.request_id, suspect.n_tries)
+                logger.warning(
+                    "request %d runs alone: %d engines died while it was running", suspect.request_id, suspect.n_tries
+                )
                 self._start(request)
             else:
                 self._outcomes.append(outcome)
@@ -131,15 +133,15 @@ class Engine:
             if refused is not None:
                 self._outcomes.append(refused)
         else:
-            self._finish_at_once(request)
+            self._run_now(request)
 
-    def _finish_at_once(self, request: Request) -> None:
-        """A request of a model that takes one turn. Its outcome is written before the model goes on."""
+    def _run_now(self, request: Request) -> None:
+        """Run a request that takes one slice. Its outcome is written before the model continues."""
         outcome = self._handlers.handle(request)
         try:
             self._finish([outcome])
-        except OSError as error:  # a folder that could not get its name
-            outcome = failed(request, error)
+        except OSError as error:  # e.g. a folder could not be renamed
+            outcome = failed_outcome(request, error)
             self._finish([outcome])
         model_id = request.model_id
         if model_id is None or outcome.error is not None:
@@ -151,10 +153,10 @@ class Engine:
             if self._points.is_due(model_id):
                 self._write_point(model_id)
 
-    # -- what goes on
+    # -- continue
 
     def _compute(self) -> bool:
-        """A part of a pass."""
+        """Compute one slice of a pass."""
         if not self._passes:
             return False
         outcome = self._passes.step()
@@ -163,36 +165,36 @@ class Engine:
         return True
 
     def _drop_cancelled(self) -> None:
-        for request_id in self._queue.cancelled():
+        for request_id in self._queue.find_cancelled():
             if self._sampling.cancel(request_id):
-                self._queue.forget(request_id)
+                self._queue.drop(request_id)
 
     def _write_points(self) -> None:
-        """Of models that have been quiet since their last step."""
+        """Write restore points of models that have been idle since their last step."""
         for model_id, (_, stepped_at) in list(self._stepped.items()):
-            if time.monotonic() - stepped_at > QUIET_SECONDS:
+            if time.monotonic() - stepped_at > POINT_DELAY_SECONDS:
                 self._write_point(model_id)
 
     def _write_point(self, model_id: str) -> None:
         request_id, _ = self._stepped.pop(model_id)
         try:
             self._points.write(model_id, request_id)
-        except OSError:  # a full disk; what is done again after a death is more, and nothing is lost
-            logger.exception("no restore point of model %s could be written", model_id)
+        except OSError:  # e.g. a full disk; a restart has more to repeat, but nothing is lost
+            logger.exception("the restore point of model %s could not be written", model_id)
 
-    def _look_after(self) -> None:
-        """Every second: say that the engine is there, and what it does; and forget weights that were deleted."""
+    def _report(self) -> None:
+        """Report the engine's status every second, and evict deleted weights."""
         if time.monotonic() - self._state_at < STATE_SECONDS:
             return
         self._state_at = time.monotonic()
-        self._samplers.forget_deleted()
+        self._samplers.evict_deleted()
         self._state.last_seen_at = now()
         self._state.status = status_of(self._backend, self._passes, self._sampling, self._counts)
         with writing(self._database) as session:
             session.merge(self._state)
 
 
-def _vllm_for(config: TxConfig, backend: Backend) -> VllmSampler | None:
+def _new_vllm(config: TxConfig, backend: Backend) -> VllmSampler | None:
     if config.external_inference_url is None:
         return None
     folder = config.external_inference_lora_base or config.checkpoints_base / "external"

@@ -1,7 +1,7 @@
-"""The requests that wait, as the database has them: those of a model in their order, and samples.
+"""The pending requests in the database: those of each model in order, and samples.
 
-What a request asks for is read when it begins, so that a long queue takes no memory. That it has begun is written down:
-one that was under way each time an engine died is suspect, is done with nothing beside it, and is given up in the end.
+Payloads are read when a request begins, so that a long queue takes no memory. The number of attempts is recorded: a
+request that was running each time an engine died is suspect, runs alone, and is given up in the end.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sqlalchemy import update
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
-from tx.tinker.database import reading, writing
 from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus, now
+from tx.tinker.store.database import reading, writing
 from tx.tinker.types import TinkerError, UserError
 
-SECONDS_BETWEEN_LOOKS = 0.25  # at whether what has begun is cancelled
-TRIES_TOGETHER, MOST_TRIES = 2, 3  # beside other requests; at all
-MOST_WORDS = 2000  # characters of an error
+CHECK_INTERVAL_SEC = 0.25  # between checks for cancelled requests
+MAX_SHARED_TRIES, MAX_TRIES = 2, 3  # beside other requests; in total
+MAX_ERROR_CHARACTERS = 2000  # characters of an error message
 
 T = TypeVar("T")
 Also = Callable[[Session], object]
 
 
-class Waiting(NamedTuple):
+class PendingRequest(NamedTuple):
     """A request that has not begun."""
 
     request_id: int
@@ -38,105 +38,104 @@ class Waiting(NamedTuple):
     model_id: str | None
     session_id: str | None
     owner: str
-    n_tries: int  # by engines that died meanwhile
+    n_tries: int  # engines that died while it was running
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it should have nothing beside it."""
-        return self.n_tries >= TRIES_TOGETHER
+        """True if it must run alone."""
+        return self.n_tries >= MAX_SHARED_TRIES
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a request."""
+    """The outcome of a request."""
 
     request_id: int
     result: bytes | None = None
     is_protobuf: bool = False
     error: Exception | None = None
-    also: Also | None = None  # what else is true from then on
+    also: Also | None = None  # further changes to commit with it
 
 
 @dataclass(slots=True)
 class Queue:
-    """Requests from the database, until their outcomes are written there.
+    """Requests from the database, until their outcomes are written back.
 
-    Those of models that this engine does not have wait for one that has them: of another base model, and of those that
-    could not be brought back.
+    Requests wait if this engine does not have their model: it has another base model, or could not be restored.
     """
 
     database: Database
     base_model: str
-    by_model: dict[str, deque[Waiting]] = field(default_factory=dict)
-    samples: dict[str, dict[str, deque[Waiting]]] = field(default_factory=dict)  # by user, and then by session
-    suspects: deque[Waiting] = field(default_factory=deque)  # samples
+    by_model: dict[str, deque[PendingRequest]] = field(default_factory=dict)
+    samples: dict[str, dict[str, deque[PendingRequest]]] = field(default_factory=dict)  # by user, then by session
+    suspects: deque[PendingRequest] = field(default_factory=deque)  # samples
     begun: set[int] = field(default_factory=set)
     _last: int = 0
-    _is_news: bool = False  # something may have been cancelled
-    _looked_at: float = 0.0
+    _has_news: bool = False  # a request may have been cancelled
+    _checked_at: float = 0.0
 
     def fetch(self) -> int:
-        """Take the requests that have come; how many. Numbers are given in the order in which they are seen."""
-        self._is_news = True
-        columns = tuple(getattr(Request, name) for name in Waiting._fields)
+        """Fetch new requests; return how many. Numbers become visible in ascending order."""
+        self._has_news = True
+        columns = tuple(getattr(Request, name) for name in PendingRequest._fields)
         is_elsewhere = (col(Model.base_model) != self.base_model) | col(Model.lost_because).is_not(None)
-        which = (Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)
+        is_new = (Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)
         with reading(self.database) as session:
-            not_here = select(Model.model_id).where(Model.model_id == Request.model_id, is_elsewhere)
-            come = select(*columns).where(*which, ~not_here.exists())
-            new = [Waiting(*row) for row in session.exec(come.order_by(col(Request.request_id)))]
-        for one in new:
-            self._put(one)
-            self._last = one.request_id
+            elsewhere = select(Model.model_id).where(Model.model_id == Request.model_id, is_elsewhere)
+            query = select(*columns).where(*is_new, ~elsewhere.exists())
+            new = [PendingRequest(*row) for row in session.exec(query.order_by(col(Request.request_id)))]
+        for pending in new:
+            self._put(pending)
+            self._last = pending.request_id
         return len(new)
 
-    def _put(self, one: Waiting) -> None:
-        if one.kind != Kind.SAMPLE:
-            self.by_model.setdefault(one.model_id or "", deque()).append(one)
-        elif one.is_suspect:
-            self.suspects.append(one)
+    def _put(self, pending: PendingRequest) -> None:
+        if pending.kind != Kind.SAMPLE:
+            self.by_model.setdefault(pending.model_id or "", deque()).append(pending)
+        elif pending.is_suspect:
+            self.suspects.append(pending)
         else:
-            self.samples.setdefault(one.owner, {}).setdefault(one.session_id or "", deque()).append(one)
+            self.samples.setdefault(pending.owner, {}).setdefault(pending.session_id or "", deque()).append(pending)
 
-    # -- beginning
+    # -- begin
 
-    def heads(self, busy: Collection[str]) -> list[Waiting]:
-        """The next request of every model that is not busy."""
+    def heads(self, busy: Collection[str]) -> list[PendingRequest]:
+        """Return the next request of every model that is not busy."""
         return [waiting[0] for model_id, waiting in self.by_model.items() if model_id not in busy]
 
-    def next_suspect(self, busy: Collection[str]) -> Waiting | None:
-        """A request that should begin alone, if there is one."""
+    def next_suspect(self, busy: Collection[str]) -> PendingRequest | None:
+        """Return a request that must begin alone, if there is one."""
         suspects = [head for head in self.heads(busy) if head.is_suspect]
         return suspects[0] if suspects else self.suspects[0] if self.suspects else None
 
-    def next_samples(self, n_free: int, running_by_owner: Mapping[str, int]) -> list[Waiting]:
-        """Samples that there is room for: users take turns, and the sessions of each do.
+    def next_samples(self, n_free: int, running_by_owner: Mapping[str, int]) -> list[PendingRequest]:
+        """Return samples to begin: users take turns, and so do the sessions of a user.
 
-        Nobody has more of them than there is room left, so that a user who comes later need not wait: one alone takes
-        half of all room, of two each a third.
+        No user gets more running samples than the free capacity that remains, so that later users need not wait: a
+        single user takes half the capacity, two users a third each.
         """
-        chosen: list[Waiting] = []
+        chosen: list[PendingRequest] = []
         running = Counter(running_by_owner)
         while True:
-            owner = next((one for one in self.samples if running[one] < n_free - len(chosen)), None)
+            owner = next((user for user in self.samples if running[user] < n_free - len(chosen)), None)
             if owner is None:
                 return chosen
             sessions = self.samples.pop(owner)
-            session_id, waiting = pop_first(sessions)
+            session_id, waiting = pop_next(sessions)
             chosen.append(waiting.popleft())
             running[owner] += 1
             if waiting:
-                sessions[session_id] = waiting  # at the end of the row
+                sessions[session_id] = waiting  # to the end of the turn order
             if sessions:
                 self.samples[owner] = sessions
 
-    def begin(self, chosen: Sequence[Waiting]) -> list[Request]:
-        """They are under way from now on, and read: all but those that were cancelled while they waited."""
+    def begin(self, chosen: Sequence[PendingRequest]) -> list[Request]:
+        """Mark requests as running and return them with payloads, without those that were cancelled while pending."""
         if not chosen:
             return []
-        for one in chosen:
-            self._take(one)
-        ids = [one.request_id for one in chosen]
+        for pending in chosen:
+            self._take(pending)
+        ids = [pending.request_id for pending in chosen]
         waiting = (col(Request.request_id).in_(ids), col(Request.status) == RequestStatus.PENDING)
         with writing(self.database) as session:
             session.exec(update(Request).where(*waiting).values(n_tries=col(Request.n_tries) + 1))
@@ -145,97 +144,97 @@ class Queue:
         self.begun.update(_id(request) for request in requests)
         return requests
 
-    def _take(self, one: Waiting) -> None:
-        if one.kind == Kind.SAMPLE:
-            if self.suspects and self.suspects[0] is one:
+    def _take(self, pending: PendingRequest) -> None:
+        if pending.kind == Kind.SAMPLE:
+            if self.suspects and self.suspects[0] is pending:
                 self.suspects.popleft()
             return
-        waiting = self.by_model[one.model_id or ""]
-        assert waiting[0] is one, "requests of a model begin in their order"
+        waiting = self.by_model[pending.model_id or ""]
+        assert waiting[0] is pending, "requests of a model begin in their order"
         waiting.popleft()
         if not waiting:
-            del self.by_model[one.model_id or ""]
+            del self.by_model[pending.model_id or ""]
 
-    # -- ending
+    # -- end
 
-    def cancelled(self) -> set[int]:
-        """What has begun and is not wanted any more; looked for after `fetch`, and not too often."""
+    def find_cancelled(self) -> set[int]:
+        """Return running requests that were cancelled. Checked after `fetch`, but not too often."""
         if not self.begun:
-            self._is_news = False  # what was fetched is not begun yet
-        if not self._is_news or time.monotonic() - self._looked_at < SECONDS_BETWEEN_LOOKS:
+            self._has_news = False  # fetched requests have not begun yet
+        if not self._has_news or time.monotonic() - self._checked_at < CHECK_INTERVAL_SEC:
             return set()
-        self._is_news, self._looked_at = False, time.monotonic()
+        self._has_news, self._checked_at = False, time.monotonic()
         with reading(self.database) as session:
-            gone = (col(Request.request_id).in_(self.begun), col(Request.status) == RequestStatus.CANCELLED)
-            return set(session.exec(select(Request.request_id).where(*gone)))  # type: ignore[arg-type]
+            is_cancelled = (col(Request.request_id).in_(self.begun), col(Request.status) == RequestStatus.CANCELLED)
+            return set(session.exec(select(Request.request_id).where(*is_cancelled)))  # type: ignore[arg-type]
 
-    def forget(self, request_id: int) -> None:
-        """It is not under way any more, and has no outcome."""
+    def drop(self, request_id: int) -> None:
+        """Drop a running request without an outcome."""
         self.begun.discard(request_id)
 
     def finish(self, outcomes: Iterable[Outcome]) -> None:
-        """Write what came of requests. A request that was cancelled meanwhile stays so."""
-        done = list(outcomes)
+        """Write outcomes. Requests that were cancelled meanwhile stay cancelled."""
+        written = list(outcomes)
         with writing(self.database) as session:
-            for one in done:
+            for outcome in written:
                 session.exec(
                     update(Request)
-                    .where(col(Request.request_id) == one.request_id, col(Request.status) == RequestStatus.PENDING)
-                    .values(_columns(one))
+                    .where(col(Request.request_id) == outcome.request_id, col(Request.status) == RequestStatus.PENDING)
+                    .values(_columns(outcome))
                 )
-                if one.also is not None:
-                    one.also(session)
-        self.begun.difference_update(one.request_id for one in done)
+                if outcome.also is not None:
+                    outcome.also(session)
+        self.begun.difference_update(outcome.request_id for outcome in written)
 
-    def put_back(self) -> None:
-        """The engine ends of its own accord: what has begun is not to blame."""
+    def release_running(self) -> None:
+        """Release running requests on a regular shutdown: they are not suspect."""
         with writing(self.database) as session:
             session.exec(update(Request).where(col(Request.request_id).in_(self.begun)).values(n_tries=0))
         self.begun.clear()
 
 
-def pop_first(row: dict[str, T]) -> tuple[str, T]:
-    """The first of a row, whose turn it is, and who has it."""
-    key = next(iter(row))
-    return key, row.pop(key)
+def pop_next(turns: dict[str, T]) -> tuple[str, T]:
+    """Pop the first entry of whoever is next, and return both."""
+    key = next(iter(turns))
+    return key, turns.pop(key)
 
 
-def given_up(one: Waiting) -> Outcome | None:
-    """The outcome of a request that has been under way whenever an engine died; None of any other."""
-    if one.n_tries < MOST_TRIES:
+def give_up(pending: PendingRequest) -> Outcome | None:
+    """Return the failed outcome of a request that was running whenever an engine died; None for all others."""
+    if pending.n_tries < MAX_TRIES:
         return None
-    words = f"the engine has died {one.n_tries} times while it did this request, the last time nothing beside it"
-    error = TinkerError(f"{words}; the server's log says of what")
-    return Outcome(one.request_id, error=error, also=partial(_never_made, model_id=one.model_id))
+    message = f"the engine died {pending.n_tries} times during this request, the last time while it ran alone"
+    error = TinkerError(f"{message}; the server's log has the reason")
+    return Outcome(pending.request_id, error=error, also=partial(_fail_creation, model_id=pending.model_id))
 
 
-def _never_made(session: Session, model_id: str | None) -> None:
-    """A model whose first request was given up takes no place any more."""
+def _fail_creation(session: Session, model_id: str | None) -> None:
+    """Mark a model as failed if the request that creates it was given up."""
     model = None if model_id is None else session.get(Model, model_id)
     if model is not None and model.status is ModelStatus.PENDING:
         model.status = ModelStatus.FAILED
 
 
-def _columns(one: Outcome) -> dict[str, object]:
-    if one.error is None:
+def _columns(outcome: Outcome) -> dict[str, object]:
+    if outcome.error is None:
         return {
             "status": RequestStatus.DONE,
-            "result": one.result,
-            "is_result_protobuf": one.is_protobuf,
+            "result": outcome.result,
+            "is_result_protobuf": outcome.is_protobuf,
             "completed_at": now(),
         }
     return {
         "status": RequestStatus.FAILED,
-        "error": in_words(one.error),
-        "error_category": "user" if isinstance(one.error, UserError) else "server",
+        "error": error_text(outcome.error),
+        "error_category": "user" if isinstance(outcome.error, UserError) else "server",
         "completed_at": now(),
     }
 
 
-def in_words(error: Exception) -> str:
-    """What a database takes as text: a library's message may hold anything."""
-    told = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
-    return told[:MOST_WORDS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
+def error_text(error: Exception) -> str:
+    """Return an error as text for the database, which rejects some characters."""
+    text = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
+    return text[:MAX_ERROR_CHARACTERS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 
 def _id(request: Request) -> int:

@@ -1,8 +1,8 @@
-"""What an engine finds again after it was killed.
+"""Restore models after the engine was killed.
 
-Every request is in the database, with what came of it. A model is the same again when its finished passes and steps are
-done once more, in their order, from its beginning or from its last restore point: a backend computes the same to the
-last bit. Restore points are folders as of `save_model`, so that there is never much to do again.
+The database holds every request and its result. Repeating a model's finished passes and steps in order, from its
+creation or last restore point, restores it: backends are deterministic to the last bit. Restore points are folders of
+`save_model`, and bound the work to repeat.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from sqlmodel.sql.expression import SelectOfScalar
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
-from tx.tinker.checkpoint_files import write_folder
 from tx.tinker.config import TxConfig
-from tx.tinker.database import reading, writing
 from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, Request, RequestStatus
-from tx.tinker.engine.queue import in_words
-from tx.tinker.store import fail_waiting
+from tx.tinker.engine.queue import error_text
+from tx.tinker.store.checkpoint_files import write_folder
+from tx.tinker.store.database import reading, writing
+from tx.tinker.store.queries import fail_waiting
 from tx.tinker.wire import codec
 from tx.tinker.wire.requests import OptimStepRequest
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN = 30.0
-THERE = (ModelStatus.READY, ModelStatus.UNLOADING)  # the latter may have something to save before it goes
-AT_ONCE = 16  # requests that are read at once to be done again
+POINT_INTERVAL_SEC = 30.0
+RESTORABLE = (ModelStatus.READY, ModelStatus.UNLOADING)  # the latter may still have checkpoints to save
+BATCH_SIZE = 16  # requests per query while repeating them
 
 
 class RestorePoints:
@@ -46,21 +46,21 @@ class RestorePoints:
         self._base = config.checkpoints_base / "restore"
         self._database = database
         self._backend = backend
-        self._written: dict[str, float] = {}  # when, by the clock of this process
+        self._written: dict[str, float] = {}  # time by this process's clock
 
     def folder(self, model_id: str, request_id: int) -> Path:
-        """Of a restore point that has seen requests up to this one."""
-        return self._of_model(model_id) / str(request_id)
+        """Return the folder of a restore point that includes all requests up to this one."""
+        return self._model_folder(model_id) / str(request_id)
 
     def is_due(self, model_id: str) -> bool:
-        """Whether a model has gone on for long enough without one."""
-        return time.monotonic() - self._written.setdefault(model_id, time.monotonic()) > SECONDS_BETWEEN
+        """Return whether a model needs a new restore point."""
+        return time.monotonic() - self._written.setdefault(model_id, time.monotonic()) > POINT_INTERVAL_SEC
 
     def write(self, model_id: str, request_id: int) -> None:
-        """A restore point of a model that has no gradients, all of whose requests up to this one are done."""
+        """Write a restore point of a model without gradients, whose requests up to this one are done."""
         folder = self.folder(model_id, request_id)
         write_folder(folder, partial(self._backend.save_model, model_id))
-        with writing(self._database, is_durable=True) as session:  # the one before is deleted
+        with writing(self._database, is_durable=True) as session:  # the previous one is deleted
             model = session.get_one(Model, model_id)
             model.restored_until = request_id
             session.add(model)
@@ -70,48 +70,53 @@ class RestorePoints:
         self._written[model_id] = time.monotonic()
 
     def delete(self, model_id: str) -> None:
-        """All of a model that is gone."""
-        shutil.rmtree(self._of_model(model_id), ignore_errors=True)
+        """Delete all restore points of a model."""
+        shutil.rmtree(self._model_folder(model_id), ignore_errors=True)
         self._written.pop(model_id, None)
 
     def restore(self) -> None:
-        """Bring back every model of the base model. One that cannot be brought back is left to the next engine."""
-        self._delete_left()
-        for model in self._wanted():
+        """Restore every model of the base model. Models that fail wait for the next engine."""
+        self._delete_orphans()
+        for model in self._models_to_restore():
             started = time.monotonic()
             try:
                 n_requests = self._restore(model)
             except Exception as error:
-                logger.exception("model %s cannot be brought back", model.model_id)
-                self._lose(model, in_words(error))
+                logger.exception("model %s cannot be restored", model.model_id)
+                self._mark_lost(model, error_text(error))
                 continue
             if model.lost_because is not None:
                 with writing(self._database) as session:
                     session.get_one(Model, model.model_id).lost_because = None
             seconds = time.monotonic() - started
-            logger.info("model %s is back: %d requests done again in %.1f s", model.model_id, n_requests, seconds)
+            logger.info("restored model %s: repeated %d requests in %.1f s", model.model_id, n_requests, seconds)
 
-    def _wanted(self) -> Sequence[Model]:
-        """All but those that are only to be unloaded, which can be done without them."""
-        served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(THERE))
+    def _models_to_restore(self) -> Sequence[Model]:
+        """Return the models to restore: all but those that only wait to be unloaded."""
+        served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(RESTORABLE))
         with writing(self._database) as session:
-            session.exec(update(Model).where(_is_leaving()).values(lost_because=None))
-            return session.exec(select(Model).where(*served, _is_made().exists(), ~_is_leaving())).all()
+            session.exec(update(Model).where(_is_only_unloading()).values(lost_because=None))
+            return session.exec(select(Model).where(*served, _creation_request().exists(), ~_is_only_unloading())).all()
 
-    def _delete_left(self) -> None:
-        """Those of models that are gone."""
+    def _delete_orphans(self) -> None:
+        """Delete the restore points of models that are gone."""
         with reading(self._database) as session:
             for folder in self._base.glob("*"):
                 is_theirs = func.replace(col(Model.model_id), ":", "_") == folder.name
                 if session.exec(select(Model.model_id).where(is_theirs, col(Model.status).in_(GONE))).first():
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def _lose(self, model: Model, reason: str) -> None:
-        """A model waits for the next engine; but only once, where nobody can ask anything of it any more."""
+    def _mark_lost(self, model: Model, reason: str) -> None:
+        """Mark a model as lost until the next engine.
+
+        If it only waits to be unloaded, or was lost before while unloading, fail its pending requests instead.
+        """
         self._backend.delete_model(model.model_id)
         with writing(self._database) as session:
             lost = session.get_one(Model, model.model_id)  # it may have been unloaded meanwhile
-            is_leaving = session.exec(select(Model).where(Model.model_id == model.model_id, _is_leaving())).first()
+            is_leaving = session.exec(
+                select(Model).where(Model.model_id == model.model_id, _is_only_unloading())
+            ).first()
             if is_leaving or (lost.status is ModelStatus.UNLOADING and lost.lost_because is not None):
                 fail_waiting(session, lost, reason)
             else:
@@ -122,38 +127,38 @@ class RestorePoints:
             if model.restored_until:
                 point = self.folder(model.model_id, model.restored_until)
                 self._backend.load_model(model.model_id, point, with_optimizer=True)
-            else:  # it was not loaded from a checkpoint, after which there is a restore point at once
+            else:  # not loaded from a checkpoint: a load writes a restore point at once
                 self._backend.create_model(model.model_id, LoraConfig(**model.lora))
-            again = select(Request).where(
+            repeated = select(Request).where(
                 Request.model_id == model.model_id,
                 Request.status == RequestStatus.DONE,
                 col(Request.request_id) > model.restored_until,
                 col(Request.kind).in_((Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)),
             )
-            in_order = again.order_by(col(Request.request_id)).options(defer(col(Request.result)))  # type: ignore[arg-type]
+            in_order = repeated.order_by(col(Request.request_id)).options(defer(col(Request.result)))  # type: ignore[arg-type]
             n_requests = 0
-            for request in session.exec(in_order.execution_options(yield_per=AT_ONCE)):
-                self._do_again(request)
+            for request in session.exec(in_order.execution_options(yield_per=BATCH_SIZE)):
+                self._repeat_request(request)
                 n_requests += 1
             return n_requests
 
-    def _do_again(self, request: Request) -> None:
+    def _repeat_request(self, request: Request) -> None:
         assert request.model_id is not None
         if request.kind == Kind.OPTIM_STEP:
-            asked = OptimStepRequest.model_validate_json(request.payload)
-            self._backend.optim_step(request.model_id, asked.adam())
+            body = OptimStepRequest.model_validate_json(request.payload)
+            self._backend.optim_step(request.model_id, body.adam())
             return
-        one = codec.pass_of(codec.message_from_bytes(request.payload))
-        if not one.is_forward_only:
-            for _ in self._backend.compute(one):
+        pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
+        if not pass_.is_forward_only:
+            for _ in self._backend.compute(pass_):
                 pass
 
-    def _of_model(self, model_id: str) -> Path:
+    def _model_folder(self, model_id: str) -> Path:
         return self._base / model_id.replace(":", "_")
 
 
-def _is_leaving() -> ColumnElement[bool]:
-    """A model that is only to be unloaded."""
+def _is_only_unloading() -> ColumnElement[bool]:
+    """Match models with no pending request but the one to unload them."""
     has_more = select(Request.request_id).where(
         Request.model_id == Model.model_id,
         Request.status == RequestStatus.PENDING,
@@ -162,8 +167,8 @@ def _is_leaving() -> ColumnElement[bool]:
     return (col(Model.status) == ModelStatus.UNLOADING) & ~has_more.exists()
 
 
-def _is_made() -> SelectOfScalar[Any]:
-    """The request that made a model: one that is still to be done will make it."""
+def _creation_request() -> SelectOfScalar[Any]:
+    """Match the request that created a model, unless it is still pending and will create it."""
     return select(Request.request_id).where(
         Request.model_id == Model.model_id,
         Request.status == RequestStatus.DONE,

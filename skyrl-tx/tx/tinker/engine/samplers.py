@@ -1,4 +1,4 @@
-"""Weights to sample from, by what clients call them. They are in folders, and those used last in memory."""
+"""Frozen weights to sample from, by the names that clients use. Folders hold all of them, memory the recently used."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ from functools import partial
 from pathlib import Path
 
 from tx.tinker.backends.base import Backend, Sampler, Weights
-from tx.tinker.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
 from tx.tinker.config import TxConfig
+from tx.tinker.store.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
 from tx.tinker.types import UserError
 from tx.tinker.wire.sample_job import SampleWeights
 
-MOST_IN_MEMORY, MOST_BYTES = 64, 4 << 30
-"""Weights, and their size, as they are on the disk."""
-SECONDS_BETWEEN_TOUCHES = 60.0
+MAX_IN_MEMORY, MAX_BYTES = 64, 4 << 30
+"""Limits of weights in memory: their number, and their bytes on disk."""
+TOUCH_INTERVAL_SEC = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CachedWeights:
     """Weights in memory."""
 
-    stamp: int  # of the folder that they are in; another one has other weights
+    stamp: int  # of the folder: it changes with the weights
     n_bytes: int
     weights: Weights
 
 
 class Samplers:
-    """Frozen weights."""
+    """The frozen weights of the engine."""
 
     def __init__(self, config: TxConfig, backend: Backend, sampler: Sampler) -> None:
         self._config = config
         self._backend = backend
         self._sampler = sampler
-        self._in_memory: OrderedDict[Path, _Known] = OrderedDict()
+        self._in_memory: OrderedDict[Path, _CachedWeights] = OrderedDict()
 
-    def keep(self, sampling_session_id: str, model_id: str) -> None:
-        """A model's weights as they are now are those of a sampling session from now on."""
+    def freeze(self, sampling_session_id: str, model_id: str) -> None:
+        """Freeze a model's current weights for a sampling session."""
         folder = snapshot_folder(self._config, sampling_session_id)
         write_folder(folder, partial(self._backend.save_weights, model_id))
-        self._remember(folder, 0, self._sampler.weights_of(model_id))
+        self._cache(folder, 0, self._sampler.weights_of(model_id))
 
-    def find(self, told: SampleWeights) -> Weights:
-        """The weights that a client means.
+    def find(self, weights: SampleWeights) -> Weights:
+        """Return the weights that a request names.
 
         Raises:
-            UserError: they are gone.
+            UserError: they were deleted.
         """
-        if told.snapshot is not None:
-            return self._find_snapshot(told.snapshot)
-        if told.model_path is None:
+        if weights.snapshot is not None:
+            return self._find_snapshot(weights.snapshot)
+        if weights.model_path is None:
             return self._sampler.base_weights()
-        folder = checkpoint_folder(self._config, told.model_path)
+        folder = checkpoint_folder(self._config, weights.model_path)
         if not folder.is_dir():
-            raise UserError(f"there are no weights {told.model_path}; they were deleted")
+            raise UserError(f"there are no weights {weights.model_path}; they were deleted")
         return self._read(folder, folder.stat().st_mtime_ns)  # a checkpoint may have been overwritten
 
     def _find_snapshot(self, sampling_session_id: str) -> Weights:
         folder = snapshot_folder(self._config, sampling_session_id)
         if not folder.is_dir():
             raise UserError(
-                f"there are no weights {sampling_session_id}; those without a name are deleted when they were not used "
-                f"for {self._config.retention_sec:g} s, so save them under a name"
+                f"there are no weights {sampling_session_id}; unnamed weights are deleted after "
+                f"{self._config.retention_sec:g} s without use, so save them under a name"
             )
-        if time.time() - folder.stat().st_mtime > SECONDS_BETWEEN_TOUCHES:
-            os.utime(folder)  # it is used
+        if time.time() - folder.stat().st_mtime > TOUCH_INTERVAL_SEC:
+            os.utime(folder)  # marks it as used
         return self._read(folder, 0)
 
     def _read(self, folder: Path, stamp: int) -> Weights:
@@ -76,20 +76,20 @@ class Samplers:
             self._in_memory.move_to_end(folder)
             return known.weights
         weights = self._sampler.load_weights(folder)
-        self._remember(folder, stamp, weights)
+        self._cache(folder, stamp, weights)
         return weights
 
-    def forget_deleted(self) -> None:
-        """Let go of weights whose folders are gone: their sessions have ended, or they were deleted."""
+    def evict_deleted(self) -> None:
+        """Evict weights whose folders are gone: their sessions ended, or they were deleted."""
         for folder in [folder for folder in self._in_memory if not folder.is_dir()]:
             del self._in_memory[folder]
 
-    def _remember(self, folder: Path, stamp: int, weights: Weights) -> None:
-        """And forget those that were used longest ago, where there are too many; the newest stay in any case."""
+    def _cache(self, folder: Path, stamp: int, weights: Weights) -> None:
+        """Cache weights and evict the least recently used beyond the limits; the newest always stay."""
         n_bytes = sum(file.stat().st_size for file in folder.iterdir())
-        self._in_memory[folder] = _Known(stamp, n_bytes, weights)
+        self._in_memory[folder] = _CachedWeights(stamp, n_bytes, weights)
         self._in_memory.move_to_end(folder)
         total = sum(known.n_bytes for known in self._in_memory.values())
-        while len(self._in_memory) > 1 and (total > MOST_BYTES or len(self._in_memory) > MOST_IN_MEMORY):
-            _, forgotten = self._in_memory.popitem(last=False)
-            total -= forgotten.n_bytes
+        while len(self._in_memory) > 1 and (total > MAX_BYTES or len(self._in_memory) > MAX_IN_MEMORY):
+            _, evicted = self._in_memory.popitem(last=False)
+            total -= evicted.n_bytes

@@ -1,4 +1,4 @@
-"""Samples on their way."""
+"""Running samples."""
 
 from __future__ import annotations
 
@@ -8,100 +8,101 @@ from typing import NamedTuple
 
 from tx.tinker.backends.base import Sampler
 from tx.tinker.db_models import EngineState, Request
-from tx.tinker.engine.passes import failed
+from tx.tinker.engine.passes import failed_outcome
 from tx.tinker.engine.queue import Outcome
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.sample_validation import check_job
+from tx.tinker.submission.sample_validation import check_job
 from tx.tinker.types import SampleResult, UserError
 from tx.tinker.wire import codec
 from tx.tinker.wire.sample_job import SampleJob
 
-MOST_AT_ONCE = 512
-"""Requests that a sampler in this process has. A user alone has half of them, see `Queue.next_samples`."""
+MAX_RUNNING = 512
+"""Maximum number of requests in the sampler. A single user gets half of them; `Queue.next_samples` explains why."""
 
 
 class _Running(NamedTuple):
-    """A request that the sampler knows of."""
+    """A request in the sampler."""
 
     owner: str
     cancel: Callable[[], None]
 
 
 class Sampling:
-    """Those that the sampler knows of."""
+    """Hands sample requests to the sampler and collects their outcomes."""
 
     def __init__(
-        self, sampler: Sampler, samplers: Samplers, limits: EngineState, most_at_once: int = MOST_AT_ONCE
+        self, sampler: Sampler, samplers: Samplers, limits: EngineState, max_running: int = MAX_RUNNING
     ) -> None:
         self._sampler = sampler
         self._samplers = samplers
         self._limits = limits
-        self._most_at_once = most_at_once
+        self._max_running = max_running
         self._running: dict[int, _Running] = {}
         self._outcomes: list[Outcome] = []
         self.n_tokens = 0
-        """Sampled so far."""
+        """Tokens sampled so far."""
 
     def __len__(self) -> int:
         return len(self._running)
 
     @property
     def n_free(self) -> int:
-        """How many more may begin."""
-        return self._most_at_once - len(self._running)
+        """The number of requests that may begin."""
+        return self._max_running - len(self._running)
 
     @property
     def running_by_owner(self) -> Counter[str]:
-        """How many have begun."""
-        return Counter(one.owner for one in self._running.values())
+        """The number of running requests by user."""
+        return Counter(running.owner for running in self._running.values())
 
     def begin(self, request: Request) -> None:
-        """Hand it to the sampler."""
+        """Hand a request to the sampler."""
         assert request.request_id is not None
         try:
             self._begin(request, request.request_id)
-        except Exception as error:  # noqa: BLE001 (it is what came of the request)
-            self._outcomes.append(failed(request, error))
+        except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
+            self._outcomes.append(failed_outcome(request, error))
 
     def _begin(self, request: Request, request_id: int) -> None:
         job = SampleJob.model_validate_json(request.payload)
         if job.weights.base_model != self._limits.base_model:
             raise UserError(
-                f"the weights are of {job.weights.base_model}, and this server has {self._limits.base_model}"
+                f"the weights belong to base model {job.weights.base_model}, "
+                f"and this server has {self._limits.base_model}"
             )
-        check_job(job, self._limits)  # again: the server may not have known the model's limits
+        check_job(job, self._limits)  # again: the server may have accepted it before it knew the model's limits
 
         def done(result: SampleResult | Exception) -> None:
-            if self._running.pop(request_id, None) is not None:  # else it is not wanted any more
+            if self._running.pop(request_id, None) is not None:  # otherwise it was cancelled
                 self._outcomes.append(self._outcome(request, result))
 
         limits = self._limits
-        asked = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
-        cancel = self._sampler.sample(asked, self._samplers.find(job.weights), done)
+        sample_request = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
+        cancel = self._sampler.sample(sample_request, self._samplers.find(job.weights), done)
         self._running[request_id] = _Running(request.owner, cancel)
 
     def _outcome(self, request: Request, result: SampleResult | Exception) -> Outcome:
         if isinstance(result, Exception):
-            return failed(request, result)
+            return failed_outcome(request, result)
         try:
-            told = codec.sample_bytes(result)
-        except Exception as error:  # noqa: BLE001 (a mistake of the sampler costs this request, and not the engine)
-            return failed(request, error)
+            payload = codec.sample_bytes(result)
+        except Exception as error:  # noqa: BLE001 (an error of the sampler fails this request only)
+            return failed_outcome(request, error)
         self.n_tokens += sum(len(one.tokens) for one in result.samples)
-        return Outcome(request.request_id or 0, told, is_protobuf=True)
+        return Outcome(request.request_id or 0, payload, is_protobuf=True)
 
     def cancel(self, request_id: int) -> bool:
-        """Let go of a request; whether it was under way."""
+        """Cancel a request; return whether it was running."""
         running = self._running.pop(request_id, None)
         if running is not None:
             running.cancel()
         return running is not None
 
     def step(self) -> bool:
-        """Choose a few tokens of every sample; whether there was any."""
+        """Sample a few tokens of every running request; return whether there was any."""
         return self._sampler.step()
 
     def take_outcomes(self) -> list[Outcome]:
-        """Those since the last time."""
+        """Return the outcomes since the last call."""
         taken, self._outcomes = self._outcomes, []
         return taken

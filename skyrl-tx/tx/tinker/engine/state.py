@@ -1,4 +1,4 @@
-"""What the engine says of itself: to the server, which checks requests by it, and to people."""
+"""Report the engine's state to the server, which validates requests with it, and to the status page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tx.tinker.engine.sampling import Sampling
 
 
 def describe(backend: Backend) -> EngineState:
-    """The base model."""
+    """Describe the base model."""
     base = backend.base_model
     return EngineState(
         base_model=base.name,
@@ -25,7 +25,7 @@ def describe(backend: Backend) -> EngineState:
 
 
 def status_of(backend: Backend, passes: Passes, sampling: Sampling, n_requests: Mapping[str, int]) -> dict[str, object]:
-    """For the status page."""
+    """Return the counters for the status page."""
     return {
         "pid": os.getpid(),
         "requests": dict(n_requests),

@@ -1,1 +1,1 @@
-"""The endpoints, in groups."""
+"""The HTTP endpoints."""

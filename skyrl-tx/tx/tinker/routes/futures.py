@@ -1,4 +1,4 @@
-"""Results: a client asks, and is held until there is one, or for so long that it had better ask again."""
+"""Results. A poll is held until the result exists or the hold time is over."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ from functools import partial
 from fastapi import APIRouter, Response
 from sqlmodel import Session
 
-from tx.tinker import store
 from tx.tinker.db_models import Kind, Request, RequestStatus
 from tx.tinker.refusal import Refusal
-from tx.tinker.replies import PROTOBUF, json_reply, protobuf_reply, reply
-from tx.tinker.service import Call, Caller, Service
+from tx.tinker.server.replies import PROTOBUF, json_reply, protobuf_reply, reply
+from tx.tinker.server.service import Call, Caller, Service
+from tx.tinker.store import queries
 from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
-from tx.tinker.wire import responses as answers
+from tx.tinker.wire import responses as responses
 
 router = APIRouter()
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(call: Caller, asked: wire.RetrieveFutureRequest) -> Response:
-    """The result, or its error, or `try_again`."""
-    request_id = store.request_number(asked.request_id)
+async def retrieve_future(call: Caller, body: wire.RetrieveFutureRequest) -> Response:
+    """Return the result, its error, or `try_again`."""
+    request_id = queries.request_number(body.request_id)
     deadline = time.monotonic() + call.service.config.hold_sec
 
-    def ask(db: Session, owner: str) -> tuple[Request, Request | None]:
-        return store.find_request(db, request_id, owner), store.finished_request(db, request_id)
+    def query(db: Session, owner: str) -> tuple[Request, Request | None]:
+        return queries.find_request(db, request_id, owner), queries.finished_request(db, request_id)
 
-    found, request = await call.read(ask)
-    call.note(session=found.session_id, model=found.model_id, request=request_id)
+    found, request = await call.read(query)
+    call.add_notes(session=found.session_id, model=found.model_id, request=request_id)
     if request is None:
         request = await _wait(call.service, request_id, deadline)
     if request is None:
         served = call.service.config.model_name
-        reason = await call.read(lambda db, _: store.why_not_here(db, found.model_id, served))
-        return reply(_not_yet(call.service, request_id, reason))
-    call.service.metrics.note_finished(request)
+        reason = await call.read(lambda db, _: queries.waiting_reason(db, found.model_id, served))
+        return reply(_pending_reply(call.service, request_id, reason))
+    call.service.metrics.count_finished(request)
     return await _result(call, request)
 
 
 async def _wait(service: Service, request_id: int, deadline: float) -> Request | None:
-    """A request that is done; None when it is time to let the client go."""
+    """Wait for a finished request; return None if the client should poll again."""
     while True:
         left = deadline - time.monotonic()
         if left <= 0 or service.promises.is_released or service.failure is not None:
             return None
         await service.promises.wait(request_id, left)
-        request = await service.read(lambda db: store.finished_request(db, request_id))
+        request = await service.read(lambda db: queries.finished_request(db, request_id))
         if request is not None:
             return request
 
 
-def _not_yet(service: Service, request_id: int, why_not_here: str | None) -> answers.Answer:
+def _pending_reply(service: Service, request_id: int, waiting_reason: str | None) -> responses.ResponseBody:
     if service.failure is not None:
-        return answers.Failure(error=service.failure, category="server")
-    if why_not_here is not None:
-        return _paused(request_id, why_not_here)
+        return responses.Failure(error=service.failure, category="server")
+    if waiting_reason is not None:
+        return _paused_reply(request_id, waiting_reason)
     if service.supervisor is not None and not service.supervisor.is_running:
-        return _paused(request_id, "the engine has died and is started again; nothing is lost")
-    return answers.TryAgain(request_id=str(request_id))
+        return _paused_reply(request_id, "the engine died and is restarting; nothing is lost")
+    return responses.TryAgain(request_id=str(request_id))
 
 
-def _paused(request_id: int, reason: str) -> answers.Answer:
-    return answers.TryAgain(request_id=str(request_id), queue_state="paused_capacity", queue_state_reason=reason)
+def _paused_reply(request_id: int, reason: str) -> responses.ResponseBody:
+    return responses.TryAgain(request_id=str(request_id), queue_state="paused_capacity", queue_state_reason=reason)
 
 
 async def _result(call: Call, request: Request) -> Response:
     if request.status is RequestStatus.CANCELLED:
-        return reply(answers.Failure(error="the request was cancelled", category="user"))
+        return reply(responses.Failure(error="the request was cancelled", category="user"))
     if request.status is RequestStatus.FAILED:
-        return reply(answers.Failure(error=request.error or "unknown", category=_category(request.error_category)))
+        return reply(responses.Failure(error=request.error or "unknown", category=_category(request.error_category)))
     assert request.result is not None
     if not request.is_result_protobuf:
         return json_reply(request.result)
@@ -81,22 +81,24 @@ async def _result(call: Call, request: Request) -> Response:
     return json_reply(await call.service.compute(partial(to_json, request.result)))
 
 
-def _category(told: str | None) -> answers.Category:
-    return "user" if told == "user" else "server" if told == "server" else "unknown"
+def _category(category: str | None) -> responses.Category:
+    return "user" if category == "user" else "server" if category == "server" else "unknown"
 
 
 @router.post("/cancel_future")
-async def cancel_future(call: Caller, asked: wire.CancelFutureRequest) -> Response:
-    """A sample is not wanted any more."""
-    request_id = store.request_number(asked.request_id)
+async def cancel_future(call: Caller, body: wire.CancelFutureRequest) -> Response:
+    """Cancel a sample."""
+    request_id = queries.request_number(body.request_id)
 
     def cancel(db: Session, owner: str) -> None:
-        if store.find_request(db, request_id, owner).kind is not Kind.SAMPLE:
-            raise Refusal(400, f"request {request_id} is no sample, and what changes a model is not cancelled")
-        store.cancel_sample(db, request_id)
+        if queries.find_request(db, request_id, owner).kind is not Kind.SAMPLE:
+            raise Refusal(
+                400, f"request {request_id} is not a sample; requests that change a model cannot be cancelled"
+            )
+        queries.cancel_sample(db, request_id)
 
     await call.write(cancel)
-    call.note(request=request_id)
+    call.add_notes(request=request_id)
     call.service.ring()
     call.service.promises.ring()
-    return reply(answers.Empty())
+    return reply(responses.Empty())

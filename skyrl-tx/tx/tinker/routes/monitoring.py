@@ -1,4 +1,4 @@
-"""For people and for Prometheus."""
+"""The status page and the Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from sqlmodel import Session
 from starlette.responses import HTMLResponse
 
-from tx.tinker import store
 from tx.tinker.db_models import EngineState, Kind, now
-from tx.tinker.service import Caller, is_alive
-from tx.tinker.status import look, pending_by_kind
-from tx.tinker.throughput import polyline
+from tx.tinker.server.service import Caller, is_alive
+from tx.tinker.server.status import pending_by_kind, query_status
+from tx.tinker.server.throughput import polyline
+from tx.tinker.store import queries
 
 router = APIRouter()
 
@@ -25,8 +25,8 @@ TEMPLATE = Path(__file__).with_name("status.html.j2")
 VERSION = version("skyrl-tx")
 
 
-def in_words(time: timedelta) -> str:
-    """How long something took, in its two largest units, e.g. `2 h 5 min`."""
+def format_duration(time: timedelta) -> str:
+    """Format a duration in its two largest units, e.g. `2 h 5 min`."""
     left = max(0, int(time.total_seconds()))
     parts: list[str] = []
     for name, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
@@ -39,17 +39,17 @@ def in_words(time: timedelta) -> str:
 @lru_cache
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["in_words"] = in_words
+    environment.filters["format_duration"] = format_duration
     environment.filters["polyline"] = polyline
     return environment.from_string(TEMPLATE.read_text("utf-8"))
 
 
 @router.get("/")
 async def status_page(call: Caller) -> Response:
-    """What the server does; it looks again by itself. Where there are keys, each user sees their own things only."""
+    """Show the status page, which refreshes itself. If the server has API keys, users see only their own objects."""
     service = call.service
     owner = call.owner if service.config.api_keys else None
-    seen = await service.read(partial(look, base_model=service.config.model_name, owner=owner))
+    seen = await service.read(partial(query_status, base_model=service.config.model_name, owner=owner))
     page = _template().render(
         config=service.config,
         version=VERSION,
@@ -68,14 +68,14 @@ async def status_page(call: Caller) -> Response:
 
 @router.get("/metrics")
 async def metrics(call: Caller) -> Response:
-    """For Prometheus."""
+    """Return the metrics for Prometheus."""
 
     service = call.service
 
-    def ask(db: Session) -> tuple[dict[Kind, int], int, EngineState | None]:
-        return pending_by_kind(db), store.n_models(db, service.config.model_name), service.engine_state(db)
+    def query(db: Session) -> tuple[dict[Kind, int], int, EngineState | None]:
+        return pending_by_kind(db), queries.n_models(db, service.config.model_name), service.engine_state(db)
 
-    pending, n_models, state = await service.read(ask)
+    pending, n_models, state = await service.read(query)
     counts = {} if state is None else state.status
     n_waiting = service.promises.n_waiting
     text = service.metrics.to_text(pending, n_waiting, n_models, counts, is_engine_up=is_alive(state))

@@ -1,4 +1,4 @@
-"""Which part of a list a client wants."""
+"""Query parameters of paged lists."""
 
 from __future__ import annotations
 

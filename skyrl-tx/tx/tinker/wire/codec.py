@@ -1,7 +1,6 @@
-"""Passes and samples as the protobuf messages of clients, both ways, and as the JSON of clients before 0.25.
+"""Convert passes and samples to and from the protobuf messages of clients, and the JSON of clients before 0.25.
 
-What arrives is checked for being what it says: sizes, layouts, kinds of numbers. Whether a model can be trained on it
-is for `validation`.
+The codec checks sizes, layouts and dtypes. `validation` checks whether a model can be trained on the data.
 """
 
 from __future__ import annotations
@@ -31,38 +30,38 @@ __all__ = [
 OUTPUT_TYPE = "scalar"
 LOSS_SUM = "loss:sum"
 NO_LOGPROB = -99999.0
-"""With token 0, of a cell that says nothing."""
+"""The log-prob of an empty cell, whose token is 0."""
 
 
 def message_from_bytes(payload: bytes) -> pb.ForwardBackwardRequest:
-    """What a client wrote, or what the server keeps in the payload of a `FORWARD_BACKWARD` request.
+    """Parse a client's message, or the payload of a `FORWARD_BACKWARD` request.
 
     Raises:
-        UserError: it is no such message.
+        UserError: the bytes are not such a message.
     """
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(payload)
     except DecodeError as error:
-        raise UserError(f"the body is no ForwardBackwardRequest of {len(payload)} bytes: {error}") from error
+        raise UserError(f"the body of {len(payload)} bytes is not a ForwardBackwardRequest: {error}") from error
     return message
 
 
 def message_from_json(
-    model_id: str, seq_id: int | None, told: Mapping[str, Any], *, is_forward_only: bool
+    model_id: str, seq_id: int | None, fields: Mapping[str, Any], *, is_forward_only: bool
 ) -> pb.ForwardBackwardRequest:
-    """The same from `forward_backward_input` of an older client.
+    """Build the message from the `forward_backward_input` of an older client.
 
     Raises:
-        UserError: a tensor or a chunk is not what it says.
+        UserError: a tensor or a chunk is invalid.
     """
     message = pb.ForwardBackwardRequest(
-        model_id=model_id, seq_id=seq_id or 0, loss_fn=told["loss_fn"], forward_only=is_forward_only
+        model_id=model_id, seq_id=seq_id or 0, loss_fn=fields["loss_fn"], forward_only=is_forward_only
     )
-    for name, value in (told.get("loss_fn_config") or {}).items():
+    for name, value in (fields.get("loss_fn_config") or {}).items():
         field = "text" if isinstance(value, str) else "number"
         setattr(message.loss_fn_config_v2[name], field, value)
-    for number, datum in enumerate(told["data"]):
+    for number, datum in enumerate(fields["data"]):
         added = message.data.add()
         for chunk in datum["model_input"]["chunks"]:
             tokens = np.asarray(chunk_tokens(chunk, f"data[{number}].model_input"), dtype="<i4")
@@ -73,10 +72,10 @@ def message_from_json(
 
 
 def pass_of(message: pb.ForwardBackwardRequest) -> Pass:
-    """The pass that a message asks for.
+    """Convert a message to a pass.
 
     Raises:
-        UserError: a chunk is no text, or a tensor does not fit what it says of itself, or all are too large.
+        UserError: a chunk is not text, or a tensor is inconsistent, or the tensors are too large.
     """
     check_sparse(tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
     return Pass(
@@ -111,7 +110,7 @@ def _datum(message: pb.Datum, name: str) -> Datum:
 def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
-        raise UserError(f"{name} holds a chunk of kind {kind}; this server knows encoded_text only, so send tokens")
+        raise UserError(f"{name} holds a chunk of kind {kind}; this server supports encoded_text only, so send tokens")
     tokens = chunk.encoded_text.tokens
     if len(tokens) % 4:
         raise UserError(f"{name} holds {len(tokens)} bytes of tokens, which must be 4 bytes each")
@@ -119,30 +118,30 @@ def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
 
 
 def _loss_input(key: str, values: np.ndarray, name: str) -> np.ndarray:
-    """Targets are tokens, and all others are numbers, whatever kind they were sent in."""
+    """Cast an input: targets to token ids, all others to floats, whatever dtype they were sent in."""
     if key != "target_tokens":
         return values.astype(np.float32, copy=False)
     if values.dtype.kind != "i":
         raise UserError(f"{name}.loss_fn_inputs['target_tokens'] is {values.dtype}, and must be int64")
     if values.size and not (INT32_RANGE[0] <= values.min() and values.max() <= INT32_RANGE[1]):
-        raise UserError(f"{name}.loss_fn_inputs['target_tokens'] holds {values.max()}, which is no token")
+        raise UserError(f"{name}.loss_fn_inputs['target_tokens'] holds {values.max()}, which is not a token")
     return values.astype(np.int32, copy=False)
 
 
 def forward_backward_bytes(result: PassResult) -> bytes:
-    """A `ForwardBackwardOutput` with fields `logprobs` and `elementwise_loss`, and the metric `loss:sum`."""
+    """Serialize a `ForwardBackwardOutput` with fields `logprobs` and `elementwise_loss`, and the metric `loss:sum`."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
     message.metrics[LOSS_SUM] = result.loss
     rows = zip(result.logprobs, result.token_losses, strict=True)
-    for trailing, same in groupby(rows, key=lambda row: row[0].shape[1:]):  # a record is of one width
+    for trailing, same in groupby(rows, key=lambda row: row[0].shape[1:]):  # all rows of a record have the same width
         logprobs, losses = zip(*same, strict=True)
         record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(logprobs))
-        record.fields["logprobs"].CopyFrom(_batched(logprobs, trailing))
-        record.fields["elementwise_loss"].CopyFrom(_batched(losses, trailing))
+        record.fields["logprobs"].CopyFrom(_to_batched(logprobs, trailing))
+        record.fields["elementwise_loss"].CopyFrom(_to_batched(losses, trailing))
     return message.SerializeToString(deterministic=True)
 
 
-def _batched(rows: Sequence[np.ndarray], trailing: Sequence[int]) -> pb.BatchedTensor:
+def _to_batched(rows: Sequence[np.ndarray], trailing: Sequence[int]) -> pb.BatchedTensor:
     packed = [np.ascontiguousarray(row, dtype="<f4").tobytes() for row in rows]
     offsets = np.cumsum([0, *(len(row) for row in packed)], dtype="<i8")
     return pb.BatchedTensor(
@@ -151,21 +150,21 @@ def _batched(rows: Sequence[np.ndarray], trailing: Sequence[int]) -> pb.BatchedT
 
 
 def forward_backward_json(payload: bytes) -> bytes:
-    """What `forward_backward_bytes` wrote, for clients that read JSON."""
+    """Convert the output of `forward_backward_bytes` to JSON."""
     message = pb.ForwardBackwardOutput.FromString(payload)
     outputs = [row for record in message.loss_fn_outputs for row in _json_rows(record)]
-    told = {"loss_fn_output_type": message.loss_fn_output_type, "loss_fn_outputs": outputs}
-    return json.dumps({**told, "metrics": dict(message.metrics)}).encode()
+    fields = {"loss_fn_output_type": message.loss_fn_output_type, "loss_fn_outputs": outputs}
+    return json.dumps({**fields, "metrics": dict(message.metrics)}).encode()
 
 
 def _json_rows(record: pb.ArrayRecord) -> list[dict[str, Any]]:
-    columns = {name: _unbatched(field) for name, field in record.fields.items()}
+    columns = {name: _from_batched(field) for name, field in record.fields.items()}
     return [
         {name: json_array(column[number]) for name, column in columns.items()} for number in range(record.num_datums)
     ]
 
 
-def _unbatched(field: pb.BatchedTensor) -> list[np.ndarray]:
+def _from_batched(field: pb.BatchedTensor) -> list[np.ndarray]:
     ends = np.frombuffer(field.offsets, "<i8")
     values = np.frombuffer(field.data, "<f4")
     shape = (-1, *field.trailing_shape)
@@ -173,7 +172,7 @@ def _unbatched(field: pb.BatchedTensor) -> list[np.ndarray]:
 
 
 def sample_bytes(result: SampleResult) -> bytes:
-    """A `SampleResponse`."""
+    """Serialize a `SampleResponse`."""
     message = pb.SampleResponse()
     for sample in result.samples:
         reason = pb.STOP_REASON_STOP if sample.is_stopped else pb.STOP_REASON_LENGTH
@@ -191,7 +190,7 @@ def sample_bytes(result: SampleResult) -> bytes:
 
 
 def _topk(top: TopLogprobs, *, n_empty: int) -> pb.TopkLogprobs:
-    """The first `n_empty` rows are of positions that nothing comes before, and say nothing."""
+    """Serialize the most likely tokens. The first `n_empty` rows are filled with empty cells."""
     logprobs = np.array(top.logprobs, "<f4")
     is_empty = ~np.isfinite(logprobs)
     is_empty[:n_empty] = True
@@ -205,25 +204,25 @@ def _topk(top: TopLogprobs, *, n_empty: int) -> pb.TopkLogprobs:
 
 
 def sample_json(payload: bytes) -> bytes:
-    """What `sample_bytes` wrote, for clients that read JSON."""
+    """Convert the output of `sample_bytes` to JSON."""
     message = pb.SampleResponse.FromString(payload)
-    told: dict[str, Any] = {"type": "sample", "sequences": [_json_sequence(one) for one in message.sequences]}
+    fields: dict[str, Any] = {"type": "sample", "sequences": [_json_sequence(one) for one in message.sequences]}
     if message.HasField("prompt_logprobs"):
-        told["prompt_logprobs"] = _json_logprobs(np.frombuffer(message.prompt_logprobs, "<f4"))
+        fields["prompt_logprobs"] = _json_logprobs(np.frombuffer(message.prompt_logprobs, "<f4"))
     if message.HasField("topk_prompt_logprobs"):
-        told["topk_prompt_logprobs"] = _json_topk(message.topk_prompt_logprobs)
-    return json.dumps(told).encode()
+        fields["topk_prompt_logprobs"] = _json_topk(message.topk_prompt_logprobs)
+    return json.dumps(fields).encode()
 
 
 def _json_sequence(sequence: pb.SampledSequence) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "stop_reason": "stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
         "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
         "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
     }
     if sequence.HasField("topk_sampled_logprobs"):
-        told["topk_logprobs"] = _json_topk(sequence.topk_sampled_logprobs)
-    return told
+        fields["topk_logprobs"] = _json_topk(sequence.topk_sampled_logprobs)
+    return fields
 
 
 def _json_logprobs(values: Iterable[np.floating[Any]]) -> list[float | None]:

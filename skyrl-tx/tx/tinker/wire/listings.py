@@ -1,4 +1,4 @@
-"""Lists of runs, checkpoints and sessions: what is answered, and how sessions are searched for."""
+"""Messages about runs, checkpoints and sessions, and the search for sessions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, Len
 from pydantic import Field
 
-from tx.tinker.wire.requests import Asked, Id, Text, TextMetadata
-from tx.tinker.wire.responses import Answer
+from tx.tinker.wire.requests import Id, RequestBody, Text, TextMetadata
+from tx.tinker.wire.responses import ResponseBody
 
 
-class Cursor(Answer):
-    """Which part of a list this is."""
+class Cursor(ResponseBody):
+    """The position of a page in its list."""
 
     offset: int
     limit: int
     total_count: int
 
 
-class CheckpointInfo(Answer):
-    """A checkpoint; its id has its kind, as in `weights/0001`."""
+class CheckpointInfo(ResponseBody):
+    """A checkpoint; its id includes the kind, e.g. `weights/0001`."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -33,15 +33,15 @@ class CheckpointInfo(Answer):
     expires_at: datetime | None = None
 
 
-class CheckpointList(Answer):
+class CheckpointList(ResponseBody):
     """Checkpoints, the newest first."""
 
     checkpoints: list[CheckpointInfo]
     cursor: Cursor | None = None
 
 
-class TrainingRun(Answer):
-    """A model, and what there is of it."""
+class TrainingRun(ResponseBody):
+    """A training run and its last checkpoints."""
 
     training_run_id: str
     base_model: str
@@ -55,21 +55,21 @@ class TrainingRun(Answer):
     user_metadata: dict[str, str] | None = None
 
 
-class TrainingRunList(Answer):
-    """Models, the one used last first."""
+class TrainingRunList(ResponseBody):
+    """Training runs, most recently used first."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor
 
 
-class SessionList(Answer):
-    """Ids, the newest first."""
+class SessionList(ResponseBody):
+    """Session ids, newest first."""
 
     sessions: list[str]
 
 
-class SessionInfo(Answer):
-    """What belongs to a session."""
+class SessionInfo(ResponseBody):
+    """A session with its runs and samplers."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -77,69 +77,69 @@ class SessionInfo(Answer):
     display_name: str | None = None
 
 
-class FinishedBy(Answer):
-    """A client's reason."""
+class FinishInfo(ResponseBody):
+    """The reason that a client gave for finishing."""
 
     type: Literal["success", "errored", "interrupted"]
 
 
-class ShownStatus(Answer):
-    """Of a session; `failed` and what it needs is never used here."""
+class StatusInfo(ResponseBody):
+    """The status of a session; `failed` and its fields are never used here."""
 
     type: Literal["active", "client_finished", "cancelled"]
-    reason: FinishedBy | None = None
+    reason: FinishInfo | None = None
     detail: str | None = None
 
 
-class SessionSummary(Answer):
-    """A session that was found."""
+class SessionSummary(ResponseBody):
+    """A session in search results."""
 
     session_id: str
     created_at: datetime
     owner: str
     project_id: str
-    status: ShownStatus
+    status: StatusInfo
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
     checkpoint_storage_bytes: int | None = None
 
 
-class SearchCursor(Answer):
-    """Where the next page begins."""
+class SearchCursor(ResponseBody):
+    """The start of the next page."""
 
     last_created_at: datetime
     last_session_id: str
 
 
-class SessionsFound(Answer):
-    """A page of them."""
+class SessionsFound(ResponseBody):
+    """A page of search results."""
 
     sessions: list[SessionSummary]
     next_cursor: SearchCursor | None = None
 
 
-class SearchedStatus(Asked):
-    """Sessions of a status."""
+class StatusFilter(RequestBody):
+    """A status to search for."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: list[Literal["success", "errored", "interrupted"]] | None = None
 
 
-class AskedCursor(Asked):
-    """Where a page ended."""
+class PreviousCursor(RequestBody):
+    """The end of the previous page."""
 
     last_created_at: datetime
     last_session_id: Id
 
 
-class SearchSessionsRequest(Asked):
-    """Sessions, the newest first."""
+class SearchSessionsRequest(RequestBody):
+    """A search for sessions."""
 
     session_id: Text | None = None
     project_ids: Annotated[list[Text], Len(0, 256)] | None = None
     user_metadata: TextMetadata = Field(default_factory=dict)
     display_name: Text | None = None
-    statuses: Annotated[list[SearchedStatus], Len(1, 16)] | None = None
+    statuses: Annotated[list[StatusFilter], Len(1, 16)] | None = None
     limit: Annotated[int, Ge(1), Le(200)] = 50
-    cursor: AskedCursor | None = None
+    cursor: PreviousCursor | None = None

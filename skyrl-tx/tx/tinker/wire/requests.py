@@ -1,4 +1,4 @@
-"""What clients ask in JSON. Keys that are not known are ignored, since newer clients have more of them."""
+"""JSON request bodies. Unknown keys are ignored, since newer clients send more of them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 
 from tx.tinker.types import AdamParams
 
-LARGEST_INT32 = (1 << 31) - 1
-LARGEST_BETA = 0.9999999
-"""A larger one is 1 in float32."""
-DEEPEST = 64
-SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 24 * 3600
+MAX_INT32 = (1 << 31) - 1
+MAX_BETA = 0.9999999
+"""Maximum Adam beta: larger values round to 1 in float32."""
+MAX_DEPTH = 64
+MIN_TTL, MAX_TTL = 3600, 10 * 366 * 24 * 3600
 
 
-def _without_nul(value: str) -> str:
+def _check_no_nul(value: str) -> str:
     if "\0" in value:
-        raise ValueError("must not hold a null character")
+        raise ValueError("must not contain a null character")
     return value
 
 
-def _storable(value: JsonValue) -> JsonValue:
-    """It can be written down and read again: no text that is none, and not deeper than parsers go."""
+def _check_storable(value: JsonValue) -> JsonValue:
+    """Check that a value can be stored and read back: its text is valid and its nesting limited."""
     left = [(value, 1)]
     while left:
         one, depth = left.pop()
-        if depth > DEEPEST:
-            raise ValueError(f"must not be nested more than {DEEPEST} deep")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"must not be nested more than {MAX_DEPTH} deep")
         if isinstance(one, str):
-            _writable(_without_nul(one))
+            _check_encodable(_check_no_nul(one))
         elif isinstance(one, dict):
             left += [(part, depth + 1) for pair in one.items() for part in pair]
         elif isinstance(one, list):
@@ -38,31 +38,31 @@ def _storable(value: JsonValue) -> JsonValue:
     return value
 
 
-def _writable(value: str) -> None:
+def _check_encodable(value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"holds half of a surrogate pair, {value[error.start]!a}") from error
+        raise ValueError(f"contains an unpaired surrogate, {value[error.start]!a}") from error
 
 
-Json = Annotated[JsonValue, AfterValidator(_storable)]
-Text = Annotated[str, Len(0, 4096), AfterValidator(_without_nul)]
-Id = Annotated[str, Len(1, 512), AfterValidator(_without_nul)]
-Number = Annotated[int, Ge(0), Le(LARGEST_INT32)]
-Token = Annotated[int, Ge(-LARGEST_INT32 - 1), Le(LARGEST_INT32)]
+Json = Annotated[JsonValue, AfterValidator(_check_storable)]
+Text = Annotated[str, Len(0, 4096), AfterValidator(_check_no_nul)]
+Id = Annotated[str, Len(1, 512), AfterValidator(_check_no_nul)]
+Number = Annotated[int, Ge(0), Le(MAX_INT32)]
+Token = Annotated[int, Ge(-MAX_INT32 - 1), Le(MAX_INT32)]
 Seed = Annotated[int, Ge(-(1 << 63)), Lt(1 << 64)]
-Ttl = Annotated[int, Ge(SHORTEST_TTL), Le(LONGEST_TTL)]
+Ttl = Annotated[int, Ge(MIN_TTL), Le(MAX_TTL)]
 Metadata = Annotated[dict[Text, Json], Len(0, 256)]
 TextMetadata = Annotated[dict[Text, Text], Len(0, 256)]
 
 
-class Asked(BaseModel):
-    """The body of a request."""
+class RequestBody(BaseModel):
+    """A JSON request body."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class CreateSessionRequest(Asked):
+class CreateSessionRequest(RequestBody):
     """The first call of a client."""
 
     tags: Annotated[list[Text], Len(0, 256)] = []
@@ -72,27 +72,27 @@ class CreateSessionRequest(Asked):
     display_name: Text | None = None
 
 
-class SessionHeartbeatRequest(Asked):
-    """Every ten seconds."""
+class SessionHeartbeatRequest(RequestBody):
+    """A sign of life, every ten seconds."""
 
     session_id: Id
 
 
-class FinishReason(Asked):
-    """How a session ended."""
+class FinishReason(RequestBody):
+    """The reason why a session ended."""
 
     type: Literal["success", "errored", "interrupted"]
 
 
-class FinishSessionRequest(Asked):
+class FinishSessionRequest(RequestBody):
     """The last call of a client."""
 
     reason: FinishReason
     detail: Text | None = None
 
 
-class Lora(Asked):
-    """What an adapter covers."""
+class LoraSettings(RequestBody):
+    """The matrices and rank of an adapter."""
 
     rank: Number = 32
     seed: Seed | None = None
@@ -101,26 +101,26 @@ class Lora(Asked):
     train_attn: bool = True
 
 
-class Optimizer(Asked):
-    """Which one."""
+class OptimizerSettings(RequestBody):
+    """The type of an optimizer."""
 
     type: Text = "adamw"
 
 
-class CreateModelRequest(Asked):
-    """A new model under training. Payload of `CREATE_MODEL`, with its id and the seed chosen."""
+class CreateModelRequest(RequestBody):
+    """Creates a model. Payload of `CREATE_MODEL`, with its id and the chosen seed."""
 
     session_id: Id
     model_seq_id: Number
     base_model: Text
-    lora_config: Lora | None = None
-    optimizer_config: Optimizer = Optimizer()
+    lora_config: LoraSettings | None = None
+    optimizer_config: OptimizerSettings = OptimizerSettings()
     user_metadata: Metadata | None = None
-    model_id: str = ""  # of the server's making
+    model_id: str = ""  # set by the server
 
 
-class LoadWeightsRequest(Asked):
-    """Weights into a new model, or into one that was created just before. Payload of `LOAD_WEIGHTS`, with the id."""
+class LoadWeightsRequest(RequestBody):
+    """Loads weights into a new model or a just created one. Payload of `LOAD_WEIGHTS`, with the id."""
 
     path: Text
     optimizer: bool
@@ -129,43 +129,43 @@ class LoadWeightsRequest(Asked):
     session_id: Id | None = None
     model_seq_id: Number | None = None
     base_model: Text | None = None
-    optimizer_config: Optimizer | None = None
+    optimizer_config: OptimizerSettings | None = None
     user_metadata: Metadata | None = None
     weights_access_token: Text | None = None
 
 
-class ModelRequest(Asked):
-    """A call that names a model and nothing else: `get_info`, `unload_model`; payload of `UNLOAD_MODEL`."""
+class ModelRequest(RequestBody):
+    """Names a model: `get_info`, `unload_model`. Payload of `UNLOAD_MODEL`."""
 
     model_id: Id
 
 
-class Adam(Asked):
-    """See `AdamParams`."""
+class AdamSettings(RequestBody):
+    """Settings of an AdamW step."""
 
     learning_rate: Annotated[float, Ge(0)] = 1e-4
-    beta1: Annotated[float, Ge(0), Le(LARGEST_BETA)] = 0.9
-    beta2: Annotated[float, Ge(0), Le(LARGEST_BETA)] = 0.95
+    beta1: Annotated[float, Ge(0), Le(MAX_BETA)] = 0.9
+    beta2: Annotated[float, Ge(0), Le(MAX_BETA)] = 0.95
     eps: Annotated[float, Ge(0)] = 1e-12
     weight_decay: Annotated[float, Ge(0)] = 0.0
     grad_clip_norm: Annotated[float, Ge(0)] = 0.0
 
 
-class OptimStepRequest(Asked):
-    """One step of the optimizer. Payload of `OPTIM_STEP`."""
+class OptimStepRequest(RequestBody):
+    """Runs an optimizer step. Payload of `OPTIM_STEP`."""
 
     model_id: Id
     seq_id: Number | None = None
-    adam_params: Adam | None = Field(default=None, validation_alias=AliasChoices("adam_params", "optim_params"))
-    optimizer_params: Optimizer | None = None  # of another optimizer
+    adam_params: AdamSettings | None = Field(default=None, validation_alias=AliasChoices("adam_params", "optim_params"))
+    optimizer_params: OptimizerSettings | None = None  # for optimizers other than AdamW
 
     def adam(self) -> AdamParams:
-        """As backends take it."""
-        return AdamParams(**(self.adam_params or Adam()).model_dump())
+        """Return the settings for the backend."""
+        return AdamParams(**(self.adam_params or AdamSettings()).model_dump())
 
 
-class SaveWeightsRequest(Asked):
-    """A checkpoint to go on from. Payload of `SAVE_WEIGHTS`, with a name in `path`."""
+class SaveWeightsRequest(RequestBody):
+    """Saves a training checkpoint. Payload of `SAVE_WEIGHTS`, with a name in `path`."""
 
     model_id: Id
     path: Text | None = None
@@ -175,8 +175,8 @@ class SaveWeightsRequest(Asked):
     user_metadata: TextMetadata | None = None
 
 
-class SaveWeightsForSamplerRequest(Asked):
-    """Weights to sample from. Payload of `SAVE_WEIGHTS_FOR_SAMPLER`, with a name in `path` or `sampling_session_id`."""
+class SaveWeightsForSamplerRequest(RequestBody):
+    """Saves weights to sample from. Payload of `SAVE_WEIGHTS_FOR_SAMPLER`, with `path` or `sampling_session_id` set."""
 
     model_id: Id
     path: Text | None = None
@@ -185,11 +185,11 @@ class SaveWeightsForSamplerRequest(Asked):
     seq_id: Number | None = None
     ttl_seconds: Ttl | None = None
     user_metadata: TextMetadata | None = None
-    sampling_session_id: str | None = None  # of the server's making
+    sampling_session_id: str | None = None  # set by the server
 
 
-class SaveWeightsExternalRequest(Asked):
-    """Weights for other programs. Payload of `SAVE_WEIGHTS_EXTERNAL`."""
+class SaveWeightsExternalRequest(RequestBody):
+    """Saves weights for other programs. Payload of `SAVE_WEIGHTS_EXTERNAL`."""
 
     model_id: Id
     path: Text
@@ -198,8 +198,8 @@ class SaveWeightsExternalRequest(Asked):
     age_encryption_recipients: list[Text] | None = None
 
 
-class CreateSamplingSessionRequest(Asked):
-    """Weights to sample from, by name."""
+class CreateSamplingSessionRequest(RequestBody):
+    """Creates a sampling session for the base model or a checkpoint."""
 
     session_id: Id
     sampling_session_seq_id: Number
@@ -207,35 +207,35 @@ class CreateSamplingSessionRequest(Asked):
     model_path: Text | None = None
 
 
-class Chunk(Asked):
-    """Of an input; older clients leave out its type."""
+class Chunk(RequestBody):
+    """A part of an input; older clients omit its type."""
 
     type: Text | None = None
     tokens: list[Token] | None = None
 
 
-class ModelInput(Asked):
-    """The tokens of all its chunks, one after the other."""
+class ModelInput(RequestBody):
+    """A sequence: the tokens of all chunks, concatenated."""
 
     chunks: list[Chunk]
 
 
-class Sampling(Asked):
-    """How to sample."""
+class SamplingSettings(RequestBody):
+    """Sampling settings."""
 
-    max_tokens: Annotated[int, Ge(1), Le(LARGEST_INT32)] | None = None
+    max_tokens: Annotated[int, Ge(1), Le(MAX_INT32)] | None = None
     seed: Seed | None = None
     stop: Text | list[Token] | list[Text] | None = None
     temperature: Annotated[float, Ge(0)] = 1.0
-    top_k: Annotated[int, Ge(-1), Le(LARGEST_INT32)] = -1
+    top_k: Annotated[int, Ge(-1), Le(MAX_INT32)] = -1
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
 
 
-class SampleRequest(Asked):
-    """Samples after a prompt."""
+class AsampleRequest(RequestBody):
+    """Requests samples after a prompt."""
 
     prompt: ModelInput
-    sampling_params: Sampling
+    sampling_params: SamplingSettings
     num_samples: Annotated[int, Ge(1), Le(4096)] = 1
     base_model: Text | None = None
     model_path: Text | None = None
@@ -250,8 +250,8 @@ class SampleRequest(Asked):
     record_stability_info: bool | None = None
 
 
-class Tensor(Asked):
-    """A tensor of older clients."""
+class Tensor(RequestBody):
+    """A tensor in the JSON of older clients."""
 
     model_config = ConfigDict(allow_inf_nan=True)
 
@@ -262,23 +262,23 @@ class Tensor(Asked):
     sparse_col_indices: list[int] | None = None
 
 
-class JsonDatum(Asked):
-    """A datum of older clients."""
+class JsonDatum(RequestBody):
+    """A datum in the JSON of older clients."""
 
     model_input: ModelInput
     loss_fn_inputs: dict[Text, Tensor]
 
 
-class ForwardBackwardInput(Asked):
-    """Data and a loss."""
+class ForwardBackwardInput(RequestBody):
+    """Data and their loss."""
 
     data: list[JsonDatum]
     loss_fn: Text
     loss_fn_config: dict[Text, float | str] | None = None
 
 
-class ForwardBackwardRequest(Asked):
-    """A pass of older clients, and `forward`."""
+class ForwardBackwardRequest(RequestBody):
+    """A pass of older clients, and the body of `forward`."""
 
     model_id: Id
     seq_id: Number | None = None
@@ -287,33 +287,33 @@ class ForwardBackwardRequest(Asked):
     )
 
 
-class RetrieveFutureRequest(Asked):
-    """The result of a request."""
+class RetrieveFutureRequest(RequestBody):
+    """Polls for the result of a request."""
 
     request_id: Id
     allow_metadata_only: bool = False
 
 
-class CancelFutureRequest(Asked):
-    """A request that is not wanted any more."""
+class CancelFutureRequest(RequestBody):
+    """Cancels a request."""
 
     request_id: Id
 
 
-class WeightsInfoRequest(Asked):
-    """What a checkpoint is of."""
+class WeightsInfoRequest(RequestBody):
+    """Asks for the description of a checkpoint's weights."""
 
     tinker_path: Text
 
 
-class SetTtlRequest(Asked):
-    """How long a checkpoint stays; null: for ever."""
+class SetTtlRequest(RequestBody):
+    """Sets the lifetime of a checkpoint; null removes the limit."""
 
     ttl_seconds: Ttl | None
 
 
-class CopyWeightsRequest(Asked):
-    """A checkpoint of another run."""
+class CopyWeightsRequest(RequestBody):
+    """Copies a checkpoint."""
 
     source_path: Text
     session_id: Id | None = None
@@ -323,13 +323,13 @@ class CopyWeightsRequest(Asked):
     weights_access_token: Text | None = None
 
 
-class AssignProjectRequest(Asked):
-    """Of a session."""
+class AssignProjectRequest(RequestBody):
+    """Assigns a session to a project."""
 
     project_id: Annotated[Text, Len(1)]
 
 
-class TelemetryRequest(Asked):
-    """What clients tell of themselves; nothing is kept."""
+class TelemetryRequest(RequestBody):
+    """Telemetry of a client; it is discarded."""
 
     events: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the server answers in JSON, and the results that the engine writes in JSON. What is None is left out."""
+"""JSON response bodies, and the results that the engine writes as JSON. Fields that are None are omitted."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from pydantic import BaseModel, ConfigDict
 Category = Literal["user", "server", "unknown"]
 
 
-class Answer(BaseModel):
-    """The body of a reply."""
+class ResponseBody(BaseModel):
+    """A JSON response body."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Serialize to JSON."""
         return self.model_dump_json(exclude_none=True).encode()
 
 
-class Empty(Answer):
-    """Done, and nothing to say."""
+class Empty(ResponseBody):
+    """An empty response."""
 
 
-class Promise(Answer):
-    """A request that was accepted."""
+class Promise(ResponseBody):
+    """The number of an accepted request."""
 
     request_id: str
 
 
 class SamplePromise(Promise):
-    """With a name for each sample to come."""
+    """A promise with an id for each sample."""
 
     sample_sequence_ids: list[str]
 
 
-class TryAgain(Answer):
-    """The result is not there yet."""
+class TryAgain(ResponseBody):
+    """The result is not available yet."""
 
     type: Literal["try_again"] = "try_again"
     request_id: str
@@ -45,21 +45,21 @@ class TryAgain(Answer):
     queue_state_reason: str | None = None
 
 
-class Failure(Answer):
-    """The result is an error."""
+class Failure(ResponseBody):
+    """The request failed."""
 
     error: str
     category: Category
 
 
-class ModelCreated(Answer):
+class ModelCreated(ResponseBody):
     """Result of `CREATE_MODEL`."""
 
     model_id: str
     type: Literal["create_model"] = "create_model"
 
 
-class WeightsLoaded(Answer):
+class WeightsLoaded(ResponseBody):
     """Result of `LOAD_WEIGHTS`."""
 
     model_id: str
@@ -67,13 +67,13 @@ class WeightsLoaded(Answer):
     type: Literal["load_weights"] = "load_weights"
 
 
-class Stepped(Answer):
+class OptimStepDone(ResponseBody):
     """Result of `OPTIM_STEP`."""
 
     metrics: dict[str, float]
 
 
-class WeightsSaved(Answer):
+class WeightsSaved(ResponseBody):
     """Result of `SAVE_WEIGHTS`, `SAVE_WEIGHTS_EXTERNAL` and, with a name, `SAVE_WEIGHTS_FOR_SAMPLER`."""
 
     path: str
@@ -81,22 +81,22 @@ class WeightsSaved(Answer):
     type: Literal["save_weights", "save_weights_for_sampler", "save_weights_external"]
 
 
-class SnapshotSaved(Answer):
+class SnapshotSaved(ResponseBody):
     """Result of `SAVE_WEIGHTS_FOR_SAMPLER` without a name."""
 
     sampling_session_id: str
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class ModelUnloaded(Answer):
+class ModelUnloaded(ResponseBody):
     """Result of `UNLOAD_MODEL`."""
 
     model_id: str
     type: Literal["unload_model"] = "unload_model"
 
 
-class ClientConfig(Answer):
-    """What the server chooses for clients; what is not here is at the client's default."""
+class ClientConfig(ResponseBody):
+    """Settings that the server chooses for clients; other settings keep the client's defaults."""
 
     pjwt_auth_enabled: bool = False
     parallel_fwdbwd_chunks: bool = True
@@ -108,41 +108,41 @@ class ClientConfig(Answer):
     sample_join_sampling_session: bool = False
 
 
-class DynamicConfig(Answer):
-    """The same, asked again and again."""
+class DynamicConfig(ResponseBody):
+    """Settings that clients refresh regularly."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = True
     sample_cancel_max_batch_size: int = 64
 
 
-class SessionCreated(Answer):
-    """With words for the user, if there are any."""
+class SessionCreated(ResponseBody):
+    """A new session, with an optional message for the user."""
 
     session_id: str
     warning_message: str | None = None
 
 
-class SamplingSessionCreated(Answer):
-    """To sample from."""
+class SamplingSessionCreated(ResponseBody):
+    """A new sampling session."""
 
     sampling_session_id: str
 
 
-class Accepted(Answer):
-    """Telemetry was heard."""
+class TelemetryAccepted(ResponseBody):
+    """Telemetry was accepted."""
 
     status: Literal["accepted"] = "accepted"
 
 
-class Healthy(Answer):
+class Health(ResponseBody):
     """The server is up."""
 
     status: Literal["ok"] = "ok"
 
 
-class SupportedModel(Answer):
-    """What is served."""
+class SupportedModel(ResponseBody):
+    """A served model."""
 
     model_name: str
     max_context_length: int | None = None
@@ -150,27 +150,27 @@ class SupportedModel(Answer):
     sampleable: bool = True
 
 
-class Capabilities(Answer):
-    """All of it."""
+class Capabilities(ResponseBody):
+    """The capabilities of the server."""
 
     supported_models: list[SupportedModel]
 
 
-class OptimizerConfig(Answer):
-    """The one there is."""
+class OptimizerConfig(ResponseBody):
+    """The only supported optimizer."""
 
     type: Literal["adamw"] = "adamw"
 
 
-class ModelData(Answer):
-    """Of a base model."""
+class ModelData(ResponseBody):
+    """A base model."""
 
     model_name: str
     tokenizer_id: str | None = None
 
 
-class ModelInfo(Answer):
-    """Of a model under training."""
+class ModelInfo(ResponseBody):
+    """A model under training."""
 
     type: Literal["get_info"] = "get_info"
     model_id: str
@@ -181,16 +181,16 @@ class ModelInfo(Answer):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class SamplerInfo(Answer):
-    """Of a sampling session."""
+class SamplerInfo(ResponseBody):
+    """A sampling session."""
 
     sampler_id: str
     base_model: str
     model_path: str | None = None
 
 
-class WeightsDescribed(Answer):
-    """What a checkpoint is of."""
+class WeightsInfo(ResponseBody):
+    """The weights of a checkpoint."""
 
     base_model: str
     is_lora: bool
@@ -201,21 +201,21 @@ class WeightsDescribed(Answer):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class DownloadUrls(Answer):
-    """A plain address for each file, good until `expires`."""
+class DownloadUrls(ResponseBody):
+    """A download address for each file, valid until `expires`."""
 
     urls: dict[str, str]
     expires: datetime
 
 
-class WeightsCopied(Answer):
-    """Where to."""
+class WeightsCopied(ResponseBody):
+    """The path of a copy."""
 
     tinker_path: str
 
 
-class TraceExport(Answer):
-    """A trace of a session, which this server does not make."""
+class TraceExport(ResponseBody):
+    """An unavailable trace of a session."""
 
     status: Literal["failed"] = "failed"
     error: str

@@ -1,4 +1,4 @@
-"""The payload of a `SAMPLE` request: what a client asked, and from which weights."""
+"""The payload of a `SAMPLE` request: the validated request and its weights."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tx.tinker.types import SampleRequest, SamplingParams
 
 
 class SampleWeights(BaseModel):
-    """The base model's where there is neither a path nor a snapshot."""
+    """Weights to sample from: the base model's unless a path or a snapshot is set."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     base_model: str
     model_path: str | None = None
     snapshot: str | None = None
-    """The id of the sampling session whose weights were kept when it was made."""
+    """The id of the sampling session that holds the snapshot."""
 
 
 class SampleJob(BaseModel):
-    """What is validated, but for what only the engine knows: see `request`."""
+    """A validated sample request, except for limits that only the engine knows."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
@@ -29,25 +29,25 @@ class SampleJob(BaseModel):
     prompt: list[int]
     n_samples: int
     max_tokens: int | None
-    """None: as many as there is room for."""
+    """None: fill the context."""
     temperature: float
     top_k: int
     top_p: float
     seed: int | None
     stop_tokens: list[int] | None
-    """None: those that end a sequence of the model."""
+    """None: the model's EOS tokens."""
     stop_strings: list[str]
     wants_prompt_logprobs: bool
     n_top_prompt: int
     n_top_sampled: int
 
     def request(self, *, owner: str, eos_ids: Sequence[int], max_context: int) -> SampleRequest:
-        """As backends take it."""
-        most_tokens = max_context - len(self.prompt) + 1  # the last is not read
+        """Return the request for the backend."""
+        n_remaining = max_context - len(self.prompt) + 1  # the last sampled token is never read
         return SampleRequest(
             prompt=self.prompt,
             params=SamplingParams(
-                max_tokens=most_tokens if self.max_tokens is None else self.max_tokens,
+                max_tokens=n_remaining if self.max_tokens is None else self.max_tokens,
                 temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,

@@ -1,4 +1,4 @@
-"""Arrays of numbers as clients send them: packed or listed, dense or as compressed sparse rows (CSR)."""
+"""Decode arrays as clients send them: packed or listed, dense or as compressed sparse rows (CSR)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tx.tinker.types import UserError
 from tx.tinker.wire import tinker_pb2 as pb
 
 INT32_RANGE = (-(1 << 31), (1 << 31) - 1)
-MOST_ELEMENTS = 1 << 24
-"""Of all sparse tensors of a message: one says in a few bytes how large it is."""
+MAX_ELEMENTS = 1 << 24
+"""Maximum elements of all sparse tensors in a message: few bytes can declare a large shape."""
 
 PACKED: Mapping[int, str] = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
 LISTED: Mapping[str, tuple[pb.DType, str]] = {
@@ -23,10 +23,10 @@ LISTED: Mapping[str, tuple[pb.DType, str]] = {
 
 
 def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
-    """Of the shape it says, or flat where it says none; a sparse one has zeros where it lists nothing.
+    """Decode a tensor to its shape, or flat if it has none; sparse tensors are filled with zeros.
 
     Raises:
-        UserError: numbers of another kind, or of another count than the shape's; the message has `name`.
+        UserError: the dtype is not supported, or the size does not fit the shape; the message includes `name`.
     """
     packed = PACKED.get(tensor.dtype)
     if packed is None:
@@ -34,36 +34,36 @@ def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
     layout = tensor.WhichOneof("layout")
     if layout is None:
         raise UserError(f"{name} holds no values; give dense or sparse_csr")
-    shape = _checked_shape(tensor.shape, name)
+    shape = _check_shape(tensor.shape, name)
     if layout == "sparse_csr":
         return _from_csr(tensor.sparse_csr, packed, shape, name)
-    values = _unpacked(tensor.dense, packed, name)
+    values = _unpack_numbers(tensor.dense, packed, name)
     if not tensor.shape:
         return values
     if values.size != math.prod(shape):
-        raise UserError(f"{name} holds {values.size} numbers, and its shape {list(shape)} says {math.prod(shape)}")
+        raise UserError(f"{name} holds {values.size} numbers, and its shape {list(shape)} needs {math.prod(shape)}")
     return values.reshape(shape)
 
 
-def _checked_shape(told: Sequence[int], name: str) -> tuple[int, ...]:
-    shape = tuple(told)
+def _check_shape(sizes: Sequence[int], name: str) -> tuple[int, ...]:
+    shape = tuple(sizes)
     if len(shape) > 2 or any(size < 0 for size in shape):
         raise UserError(f"{name} has shape {list(shape)}, which must be [n] or [n, k]")
     return shape
 
 
 def check_sparse(tensors: Iterable[pb.Tensor]) -> None:
-    """Whether the sparse ones among the tensors of a message are small enough to be made dense.
+    """Check that the sparse tensors of a message are small enough to densify.
 
     Raises:
-        UserError: they are not.
+        UserError: they are too large.
     """
     n_elements = sum(abs(math.prod(one.shape)) for one in tensors if one.WhichOneof("layout") == "sparse_csr")
-    if n_elements > MOST_ELEMENTS:
-        raise UserError(f"sparse tensors of {n_elements} numbers are more than {MOST_ELEMENTS}; send less at once")
+    if n_elements > MAX_ELEMENTS:
+        raise UserError(f"sparse tensors of {n_elements} numbers are more than {MAX_ELEMENTS}; split the request")
 
 
-def _unpacked(packed: bytes, dtype: str, name: str) -> np.ndarray:
+def _unpack_numbers(packed: bytes, dtype: str, name: str) -> np.ndarray:
     size = np.dtype(dtype).itemsize
     if len(packed) % size:
         raise UserError(f"{name} holds {len(packed)} bytes, which must be {size} for each number")
@@ -71,9 +71,9 @@ def _unpacked(packed: bytes, dtype: str, name: str) -> np.ndarray:
 
 
 def _from_csr(csr: pb.SparseCsr, dtype: str, shape: tuple[int, ...], name: str) -> np.ndarray:
-    values = _unpacked(csr.values, dtype, name)
-    rows = _unpacked(csr.crow_indices, "<i8", f"{name}.crow_indices")
-    columns = _unpacked(csr.col_indices, "<i8", f"{name}.col_indices")
+    values = _unpack_numbers(csr.values, dtype, name)
+    rows = _unpack_numbers(csr.crow_indices, "<i8", f"{name}.crow_indices")
+    columns = _unpack_numbers(csr.col_indices, "<i8", f"{name}.col_indices")
     if len(shape) != 2:
         raise UserError(f"{name} is sparse and has shape {list(shape)}, which must be [n, k]")
     _check_csr(values.size, rows, columns, shape, name)
@@ -97,51 +97,51 @@ def _dtype_name(dtype: int) -> str:
     return pb.DType.Name(dtype) if dtype in pb.DType.values() else str(dtype)
 
 
-def tensor_from_json(told: Mapping[str, Any], name: str) -> pb.Tensor:
-    """From `{data, dtype, shape?, sparse_crow_indices?, sparse_col_indices?}`.
+def tensor_from_json(fields: Mapping[str, Any], name: str) -> pb.Tensor:
+    """Convert `{data, dtype, shape?, sparse_crow_indices?, sparse_col_indices?}`.
 
     Raises:
         UserError: a number does not fit the dtype.
     """
-    dtype, packed = LISTED[told["dtype"]]
-    values = _listed(told["data"], packed, name)
-    tensor = pb.Tensor(dtype=dtype, shape=_listed(told.get("shape") or [], "<i8", f"{name}.shape").tolist())
-    rows, columns = told.get("sparse_crow_indices"), told.get("sparse_col_indices")
+    dtype, packed = LISTED[fields["dtype"]]
+    values = _parse_numbers(fields["data"], packed, name)
+    tensor = pb.Tensor(dtype=dtype, shape=_parse_numbers(fields.get("shape") or [], "<i8", f"{name}.shape").tolist())
+    rows, columns = fields.get("sparse_crow_indices"), fields.get("sparse_col_indices")
     if rows is None:
         tensor.dense = values.tobytes()
         return tensor
     tensor.sparse_csr.values = values.tobytes()
-    tensor.sparse_csr.crow_indices = _listed(rows, "<i8", f"{name}.sparse_crow_indices").tobytes()
-    tensor.sparse_csr.col_indices = _listed(columns or [], "<i8", f"{name}.sparse_col_indices").tobytes()
+    tensor.sparse_csr.crow_indices = _parse_numbers(rows, "<i8", f"{name}.sparse_crow_indices").tobytes()
+    tensor.sparse_csr.col_indices = _parse_numbers(columns or [], "<i8", f"{name}.sparse_col_indices").tobytes()
     return tensor
 
 
-def _listed(values: Sequence[float], dtype: str, name: str) -> np.ndarray:
+def _parse_numbers(values: Sequence[float], dtype: str, name: str) -> np.ndarray:
     try:
         exact = np.asarray(values, dtype=np.float64 if dtype == "<f4" else np.int64).reshape(-1)
         with np.errstate(over="ignore"):
             return exact.astype(dtype)
     except (OverflowError, ValueError, TypeError) as error:
-        raise UserError(f"{name} holds a number that {dtype[1:]} has no room for: {error}") from error
+        raise UserError(f"{name} holds a number that does not fit {dtype[1:]}: {error}") from error
 
 
 def json_array(values: np.ndarray) -> dict[str, Any]:
-    """Of float32, as older clients read it."""
+    """Encode a float32 array for older clients."""
     return {"data": values.reshape(-1).tolist(), "dtype": "float32", "shape": list(values.shape)}
 
 
 def chunk_tokens(chunk: Mapping[str, Any], name: str) -> list[int]:
-    """The tokens of a chunk in JSON, whose `type` older clients leave out.
+    """Return the tokens of a JSON chunk; older clients omit its `type`.
 
     Raises:
-        UserError: it is an image or of another kind, it has no tokens, or one is no int32.
+        UserError: the chunk is not text or has no tokens, or a token is not an int32.
     """
     tokens: list[int] | None = chunk.get("tokens")
     kind = chunk.get("type") or ("image" if tokens is None else "encoded_text")
     if kind != "encoded_text":
-        raise UserError(f"{name} holds a chunk of kind {kind}; this server knows encoded_text only, so send tokens")
+        raise UserError(f"{name} holds a chunk of kind {kind}; this server supports encoded_text only, so send tokens")
     if tokens is None:
         raise UserError(f"{name} holds a chunk without tokens; give a list of them, which may be empty")
     if tokens and not (INT32_RANGE[0] <= min(tokens) and max(tokens) <= INT32_RANGE[1]):
-        raise UserError(f"{name} holds {max(tokens, key=abs)}, which is no token")
+        raise UserError(f"{name} holds {max(tokens, key=abs)}, which is not a token")
     return tokens

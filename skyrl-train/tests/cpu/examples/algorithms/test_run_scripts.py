@@ -96,9 +96,9 @@ def test_each_script_trains(script: Path, train: Train) -> None:
 
 
 def undocumented(metrics: dict[str, Any]) -> set[str]:
-    """The metrics that the reference does not list; those of environments and of a loss of one's own aside."""
+    """Return the metrics that the reference does not list, apart from those of environments and custom losses."""
     page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-    listed = {name for word in re.findall(r"`([^`\n]+)`", page) for name in spelt_out(word)}
+    listed = {name for word in re.findall(r"`([^`\n]+)`", page) for name in expand_braces(word)}
     own = ("environment/", "policy/ratio_distance", "step", "reward/avg_pass_at_", "reward/component/")
     return {m for m in metrics if not {m, m.rpartition("/")[2]} & listed and not m.startswith(own)}
 

@@ -134,7 +134,9 @@ def test_the_example_end_to_end(run: LearningRun, capsys: pytest.CaptureFixture[
     assert (folder / f"seed{SEED}-generations.png").stat().st_size > 0
     assert len(list(folder.glob(f"seed{SEED}-generation?-before-*"))) == 2
     log = (folder / f"seed{SEED}-generation2/train.log").read_text()
-    assert set(re.findall(r"Loaded (\S+):", log)) == {f"{folder}/seed{SEED}-generation1/export/global_step_1/policy"}
+    assert set(re.findall(r"Loaded the \S+ from (\S+):", log)) == {
+        f"{folder}/seed{SEED}-generation1/export/global_step_1/policy"
+    }
     assert "The endpoint of model 'opponent' listens" in log
 
 

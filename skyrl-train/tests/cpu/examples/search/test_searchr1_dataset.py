@@ -13,7 +13,7 @@ import pytest
 import urllib3
 
 from examples.search.searchr1_dataset import CORPUS, QUESTIONS, main
-from skyrl_gym.exact_match import normalize_answer
+from skyrl_gym.envs.exact_match import normalize_answer
 from skyrl_gym.retrieval.corpus import read_corpus
 from skyrl_gym.retrieval.index import WordIndex
 from skyrl_train.dataset.files import read_rows

@@ -11,8 +11,8 @@ import pytest
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.kv_memory import UNIT
 from skyrl_train.inference_engines.hf.region_table import RegionTable
-from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Scheduler, Step
-from skyrl_train.inference_engines.sampling import Choice
+from skyrl_train.inference_engines.hf.scheduler import CachedSequence, EngineStep, Scheduler
+from skyrl_train.inference_engines.sampling import SampledToken
 
 NewSequence = Callable[..., CachedSequence]
 
@@ -35,7 +35,7 @@ class Engine:
     def submit(self, *sequences: CachedSequence) -> None:
         self.scheduler.waiting.extend(sequences)
 
-    def step(self) -> Step:
+    def step(self) -> EngineStep:
         """Run one forward pass. A sequence stops when it has `max_tokens`."""
         step = self.scheduler.next_step()
         copied = [self._memory[copy.source :][: copy.n_tokens].copy() for copy in step.copies]
@@ -50,7 +50,7 @@ class Engine:
             stored = self._memory[row.start :][: region.n_cached].tolist()
             assert stored == sequence.token_ids[: region.n_cached]
             if is_complete:
-                sequence.append(Choice(sum(stored) % 61, -0.5), weight_version=0)
+                sequence.append(SampledToken(sum(stored) % 61, -0.5), weight_version=0)
             if len(sequence.token_ids) == sequence.max_tokens:
                 sequence.stop_reason = "length"
         return step

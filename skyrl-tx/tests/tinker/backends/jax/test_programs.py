@@ -9,7 +9,7 @@ import pytest
 from tx.models.config import LoraConfig
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.backends.jax.programs import make_room
+from tx.tinker.backends.jax.programs import evict_programs
 from tx.tinker.types import AdamParams, Datum, Pass
 
 DATUM = Datum(np.arange(8, dtype=np.int32), {"target_tokens": np.arange(8, dtype=np.int32)})
@@ -38,18 +38,18 @@ def test_programs_are_compiled_once(models: Path, tmp_path: Path, rank: int) -> 
     assert train("b") == train("c") == n_programs
 
 
-def test_programs_that_are_not_used_go(tmp_path: Path) -> None:
+def test_unused_programs_are_evicted(tmp_path: Path) -> None:
     for number in range(4):
         path = tmp_path / f"{number}-cache"
         path.write_bytes(bytes(10))
         os.utime(path, (100 - number, 0))
     (tmp_path / "other").write_bytes(bytes(100))
-    make_room(tmp_path, most_bytes=25)
+    evict_programs(tmp_path, max_bytes=25)
     assert {path.name for path in tmp_path.iterdir()} == {"0-cache", "1-cache", "other"}
-    make_room(tmp_path / "not there yet")
+    evict_programs(tmp_path / "not there yet")
 
 
-def test_programs_that_cannot_be_deleted_stop_nothing(
+def test_programs_that_cannot_be_deleted_are_tolerated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "0-cache").write_bytes(bytes(10))
@@ -58,5 +58,5 @@ def test_programs_that_cannot_be_deleted_stop_nothing(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    make_room(tmp_path, most_bytes=1)
+    evict_programs(tmp_path, max_bytes=1)
     assert "cannot be deleted: [Errno 13] Permission denied" in caplog.text

@@ -1,7 +1,7 @@
-"""AdamW for one model, as `torch.optim.AdamW` has it.
+"""AdamW for one model, equivalent to `torch.optim.AdamW`.
 
-All of it is in float32. Most steps are too small to change a number in bfloat16: so the weights of a model in bfloat16
-are kept in float32 as well (Micikevicius et al., 2018, arXiv:1710.03740), and those it computes with are rounded ones.
+Everything is computed in float32. Most updates are too small to change a bfloat16 number, so bfloat16 models also keep
+their weights in float32 (Micikevicius et al., 2018, arXiv:1710.03740), and compute with the rounded ones.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from tx.tinker.types import AdamParams
 Tree = Any
 
 
-class Moments(NamedTuple):
-    """What the optimizer keeps."""
+class JaxMoments(NamedTuple):
+    """The state of the optimizer."""
 
     first: Tree
     second: Tree
     n_steps: jax.Array  # () int32
-    wide: Tree | None = None  # the parameters in float32, where they are not
+    wide: Tree | None = None  # the parameters in float32, if they are not
 
 
 class Step(NamedTuple):
-    """The settings of one step as arrays, so that other settings compile nothing."""
+    """The settings of a step as arrays, so that new values need no compilation."""
 
     learning_rate: jax.Array
     beta1: jax.Array
     beta2: jax.Array
-    rest1: jax.Array  # 1 - beta1, which need not be 0 where beta1 rounds to 1
+    rest1: jax.Array  # 1 - beta1, which may be nonzero even if beta1 rounds to 1
     rest2: jax.Array
     log_beta1: jax.Array
     log_beta2: jax.Array
@@ -42,33 +42,33 @@ class Step(NamedTuple):
     grad_clip_norm: jax.Array
 
 
-def new_moments(params: Tree) -> Moments:
-    """Of an optimizer that has done no step."""
+def new_moments(params: Tree) -> JaxMoments:
+    """Return the state before the first step."""
     zeros = jax.tree.map(lambda one: jnp.zeros_like(one, jnp.float32), params)
-    return Moments(zeros, zeros, jnp.zeros((), jnp.int32), wide_of(params))
+    return JaxMoments(zeros, zeros, jnp.zeros((), jnp.int32), float32_params(params))
 
 
-def wide_of(params: Tree) -> Tree | None:
-    """The parameters in float32; None where they are."""
+def float32_params(params: Tree) -> Tree | None:
+    """Return the parameters in float32; None if they already are."""
     if all(one.dtype == jnp.float32 for one in jax.tree.leaves(params)):
         return None
     return jax.tree.map(lambda one: one.astype(jnp.float32), params)
 
 
 def step_of(params: AdamParams) -> Step:
-    """The settings, as arrays."""
-    told = {
+    """Return the settings as arrays."""
+    settings = {
         "rest1": 1.0 - params.beta1,
         "rest2": 1.0 - params.beta2,
         "log_beta1": math.log(params.beta1) if params.beta1 else -math.inf,
         "log_beta2": math.log(params.beta2) if params.beta2 else -math.inf,
     } | asdict(params)
-    return Step(**{name: jnp.float32(told[name]) for name in Step._fields})
+    return Step(**{name: jnp.float32(settings[name]) for name in Step._fields})
 
 
 @jax.jit
-def adam_step(params: Tree, moments: Moments, gradients: Tree, step: Step) -> tuple[Tree, Moments, jax.Array]:
-    """New parameters and moments, and the norm of the gradients before they were clipped."""
+def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: Step) -> tuple[Tree, JaxMoments, jax.Array]:
+    """Return the new parameters and state, and the norm of the gradients before clipping."""
     gradients = jax.tree.map(lambda one: one.astype(jnp.float32), gradients)
     norm = jnp.sqrt(sum(jnp.sum(one * one) for one in jax.tree.leaves(gradients)))
     is_clipped = (step.grad_clip_norm > 0) & (norm > step.grad_clip_norm)
@@ -77,15 +77,15 @@ def adam_step(params: Tree, moments: Moments, gradients: Tree, step: Step) -> tu
     correction1 = -jnp.expm1(n_steps * step.log_beta1)  # 1 - beta1 ** n_steps
     correction2 = jnp.sqrt(-jnp.expm1(n_steps * step.log_beta2))
 
-    def moved(param: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    def update_param(param: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         size = step.learning_rate / correction1
         ratio = first / (jnp.sqrt(second) / correction2 + step.eps)
         kept = param * (1.0 - step.learning_rate * step.weight_decay)
-        return kept - size * jnp.where(first == 0, 0.0, ratio)  # what has no gradient may have no eps either
+        return kept - size * jnp.where(first == 0, 0.0, ratio)  # without any gradient, eps may be 0, too
 
     clipped = jax.tree.map(lambda one: one * shrink, gradients)
     first = jax.tree.map(lambda m, g: step.beta1 * m + step.rest1 * g, moments.first, clipped)
     second = jax.tree.map(lambda v, g: step.beta2 * v + step.rest2 * g * g, moments.second, clipped)
-    wide = jax.tree.map(moved, params if moments.wide is None else moments.wide, first, second)
+    wide = jax.tree.map(update_param, params if moments.wide is None else moments.wide, first, second)
     rounded = jax.tree.map(lambda one, param: one.astype(param.dtype), wide, params)
-    return rounded, Moments(first, second, n_steps, None if moments.wide is None else wide), norm
+    return rounded, JaxMoments(first, second, n_steps, None if moments.wide is None else wide), norm

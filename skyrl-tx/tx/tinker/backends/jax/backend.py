@@ -1,4 +1,4 @@
-"""The backend on JAX."""
+"""The JAX backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tx.models.adapters import adapter_of, load_adapter, named_factors, save_ada
 from tx.models.checkpoints import load_params, named_tensors, params_of
 from tx.models.config import LoraConfig, ModelConfig, read_config
 from tx.models.decoder import Params
-from tx.models.lora import Adapter, covered, new_adapter
+from tx.models.lora import Adapter, covered_names, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight, place_whole
+from tx.tinker.backends.accumulator import PassAccumulator
 from tx.tinker.backends.base import BaseModel, Done
 from tx.tinker.backends.folder import (
     OPTIMIZER,
@@ -30,33 +31,41 @@ from tx.tinker.backends.folder import (
     optimizer_file,
     save_settings,
 )
-from tx.tinker.backends.gathering import Gathering
-from tx.tinker.backends.jax.adam import Moments, adam_step, new_moments, step_of, wide_of
+from tx.tinker.backends.jax.adam import JaxMoments, adam_step, float32_params, new_moments, step_of
 from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.groups import SamplerWeights
-from tx.tinker.backends.jax.programs import keep_programs, programs
-from tx.tinker.backends.jax.sampler import Sampler
-from tx.tinker.backends.jax.training import NAMES, SETTINGS, Lora, Shape, add, micro_batch, micro_batches, padded
+from tx.tinker.backends.jax.programs import cache_programs, programs
+from tx.tinker.backends.jax.sampler import JaxSampler
+from tx.tinker.backends.jax.training import (
+    NAMES,
+    SETTINGS,
+    MicroBatchShape,
+    ScaledAdapter,
+    add,
+    micro_batch,
+    micro_batches,
+    pad,
+)
 from tx.tinker.backends.models import Models, check_covers_any
-from tx.tinker.losses import completed
-from tx.tinker.tokens import Decoder
+from tx.tinker.backends.stop_strings import StopStringMatcher
+from tx.tinker.losses import fill_defaults
 from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Model:
-    """A model under training. Its arrays are never changed, only replaced."""
+class JaxModel:
+    """A model under training. Its arrays are replaced, never modified."""
 
     lora: LoraConfig
     weights: Adapter | Params
-    moments: Moments
+    moments: JaxMoments
     gradients: Adapter | Params | None = None
 
 
 class JaxBackend:
-    """See `Backend`."""
+    """A backend in JAX, for Qwen3, Qwen3-MoE and Llama 3."""
 
     def __init__(self, folder: Path, name: str, config: JaxConfig) -> None:
         self._config = config
@@ -64,27 +73,27 @@ class JaxBackend:
         self._dtype = jnp.dtype(config.dtype)
         if self._dtype == jnp.float32:
             jax.config.update("jax_default_matmul_precision", "highest")
-        keep_programs(config.compile_cache)
+        cache_programs(config.compile_cache)
         self._programs = programs()
         self._mesh = mesh_of(config.fully_sharded_data_parallel_size, config.tensor_parallel_size)
         self._place = partial(place_weight, self._mesh)
         self._params = load_params(folder, self._shape, self._dtype, self._place)
-        self._models: Models[Model] = Models()
-        self._decoder = Decoder(folder)
-        self._sampler = Sampler(
+        self._models: Models[JaxModel] = Models()
+        self._stop_strings = StopStringMatcher(folder)
+        self._sampler = JaxSampler(
             self._shape,
             n_tokens=config.cache_tokens(self._shape.cache_bytes(self._dtype.itemsize)),
             n_lanes=config.sample_lanes,
-            most_groups=config.sample_groups,
+            max_groups=config.sample_groups,
             dtype=self._dtype,
             mesh=self._mesh,
-            ends_with=self._decoder.holds_any,
+            ends_with=self._stop_strings.contains_any,
         )
         self.base_model = BaseModel(
             name=name,
             folder=folder,
             vocab_size=self._shape.vocab_size,
-            max_context=min(self._shape.max_positions, self._sampler.longest),
+            max_context=min(self._shape.max_positions, self._sampler.max_length),
             eos_ids=self._shape.eos_ids,
             can_train_all=True,
         )
@@ -94,7 +103,7 @@ class JaxBackend:
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
         self._models.check_new(model_id)
         if lora.rank:
-            check_covers_any(covered(lora, self._shape), lora, f"this {self._shape.family} model")
+            check_covers_any(covered_names(lora, self._shape), lora, f"this {self._shape.family} model")
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
         weights = self._params if lora.rank == 0 else new_adapter(lora, self._shape, seed)
         self._models[model_id] = self._model(lora, weights, new_moments(weights))
@@ -107,7 +116,7 @@ class JaxBackend:
 
     def counts(self) -> Mapping[str, int]:
         return {
-            "programs compiled": self._programs.n_made,
+            "programs compiled": self._programs.n_compiled,
             "samples running": self._sampler.n_running,
             "sample requests waiting": self._sampler.n_waiting,
             "free pages of the cache": self._sampler.n_free_pages,
@@ -115,31 +124,31 @@ class JaxBackend:
 
     # -- training
 
-    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
-        model = self._models[asked.model_id]
-        whole = completed(asked)
-        gathering = Gathering(whole.data, add)
-        for number, (shape, places) in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
+    def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
+        model = self._models[pass_.model_id]
+        whole = fill_defaults(pass_)
+        accumulator = PassAccumulator(whole.data, add)
+        for number, (shape, indices) in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
             if number:
                 yield None
-            gathering.put(places, *self._micro_batch(model, whole, shape, places))
-        model.gradients = gathering.added_to(model.gradients)
-        yield gathering.result
+            accumulator.add_rows(indices, *self._micro_batch(model, whole, shape, indices))
+        model.gradients = accumulator.add_to(model.gradients)
+        yield accumulator.result
 
     def _micro_batch(
-        self, model: Model, asked: Pass, shape: Shape, places: Sequence[int]
+        self, model: JaxModel, pass_: Pass, shape: MicroBatchShape, indices: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, Adapter | Params | None]:
-        tokens, inputs = padded([asked.data[place] for place in places], shape)
+        tokens, inputs = pad([pass_.data[index] for index in indices], shape)
         adapter = model.weights if isinstance(model.weights, Adapter) else None
         lp, losses, gradients = micro_batch(
             self._shape,
             self._params if isinstance(model.weights, Adapter) else model.weights,
-            None if adapter is None else Lora(adapter, jnp.float32(model.lora.scale)),
-            jnp.int32(NAMES.index(asked.loss_fn)),
+            None if adapter is None else ScaledAdapter(adapter, jnp.float32(model.lora.scale)),
+            jnp.int32(NAMES.index(pass_.loss_fn)),
             place_rows(self._mesh, tokens),
             {name: place_rows(self._mesh, value) for name, value in inputs.items()},
-            {name: jnp.float32(asked.settings.get(name, 0.0)) for name in SETTINGS},
-            has_gradient=not asked.is_forward_only,
+            {name: jnp.float32(pass_.settings.get(name, 0.0)) for name in SETTINGS},
+            has_gradient=not pass_.is_forward_only,
             remat=self._config.gradient_checkpointing,
         )
         return np.asarray(lp), np.asarray(losses), gradients
@@ -160,8 +169,8 @@ class JaxBackend:
         model = self._models[model_id]
         self.save_weights(model_id, folder)
         moments = model.moments
-        first, second = (dict(self._named(model.lora, one)) for one in (moments.first, moments.second))
-        wide = None if moments.wide is None else dict(self._named(model.lora, moments.wide))
+        first, second = (dict(self._name_tensors(model.lora, one)) for one in (moments.first, moments.second))
+        wide = None if moments.wide is None else dict(self._name_tensors(model.lora, moments.wide))
         save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
     def save_weights(self, model_id: str, folder: Path) -> None:
@@ -169,7 +178,7 @@ class JaxBackend:
         if isinstance(model.weights, Adapter):
             save_adapter(folder, model.weights, model.lora, self._shape, self.base_model.name)
         else:
-            named = dict(self._named(model.lora, model.weights))
+            named = dict(self._name_tensors(model.lora, model.weights))
             save_file(named, folder / WHOLE_MODEL, metadata={"format": "pt"})
         save_settings(folder, model.lora)
 
@@ -179,18 +188,18 @@ class JaxBackend:
         moments = self._read_moments(folder, lora, weights) if with_optimizer else new_moments(weights)
         self._models[model_id] = self._model(lora, weights, moments)
 
-    def _model(self, lora: LoraConfig, weights: Adapter | Params, moments: Moments) -> Model:
-        """Its arrays where a step will leave them: else programs are compiled once for the first step and once more."""
+    def _model(self, lora: LoraConfig, weights: Adapter | Params, moments: JaxMoments) -> JaxModel:
+        """Place the arrays where a step leaves them: otherwise programs are compiled again after the first step."""
         if isinstance(weights, Adapter):
             weights, moments = place_whole(self._mesh, (weights, moments))
         else:
-            places = jax.tree.map(lambda one: one.sharding, weights)
+            indices = jax.tree.map(lambda one: one.sharding, weights)
             first, second, wide = (
-                None if one is None else jax.device_put(one, places)
+                None if one is None else jax.device_put(one, indices)
                 for one in (moments.first, moments.second, moments.wide)
             )
-            moments = Moments(first, second, place_whole(self._mesh, moments.n_steps), wide)
-        return Model(lora, weights, moments)
+            moments = JaxMoments(first, second, place_whole(self._mesh, moments.n_steps), wide)
+        return JaxModel(lora, weights, moments)
 
     def _read(self, folder: Path) -> tuple[LoraConfig, Adapter | Params]:
         lora = load_settings(folder)
@@ -198,14 +207,14 @@ class JaxBackend:
             return lora, load_adapter(folder, lora, self._shape)
         return lora, load_params(folder, self._shape, self._dtype, self._place)
 
-    def _read_moments(self, folder: Path, lora: LoraConfig, weights: Adapter | Params) -> Moments:
+    def _read_moments(self, folder: Path, lora: LoraConfig, weights: Adapter | Params) -> JaxMoments:
         first, second, n_steps, saved = moments_of(load_file(optimizer_file(folder)))
-        wide = wide_of(weights)
+        wide = float32_params(weights)
         if wide is not None and saved is not None:
             wide = self._tree(saved, lora)
-        return Moments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps), wide)
+        return JaxMoments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps), wide)
 
-    def _named(self, lora: LoraConfig, tree: Adapter | Params) -> Iterator[tuple[str, np.ndarray]]:
+    def _name_tensors(self, lora: LoraConfig, tree: Adapter | Params) -> Iterator[tuple[str, np.ndarray]]:
         if isinstance(tree, Adapter):
             return named_factors(tree, lora, self._shape)
         return named_tensors(tree, self._shape)
@@ -221,22 +230,22 @@ class JaxBackend:
 
     def weights_of(self, model_id: str) -> SamplerWeights:
         model = self._models[model_id]
-        return self._frozen(model.lora, model.weights)
+        return self._freeze(model.lora, model.weights)
 
     def load_weights(self, folder: Path) -> SamplerWeights:
-        return self._frozen(*self._read(folder))
+        return self._freeze(*self._read(folder))
 
     def base_weights(self) -> SamplerWeights:
         return SamplerWeights(self._params)
 
-    def _frozen(self, lora: LoraConfig, weights: Adapter | Params) -> SamplerWeights:
+    def _freeze(self, lora: LoraConfig, weights: Adapter | Params) -> SamplerWeights:
         if isinstance(weights, Adapter):
             return SamplerWeights(self._params, place_whole(self._mesh, weights), lora.scale)
         return SamplerWeights(weights)
 
-    def sample(self, asked: SampleRequest, weights: SamplerWeights, done: Done) -> Callable[[], None]:
-        self._decoder.check(asked.params.stop_strings)
-        return self._sampler.add(asked, weights, done)
+    def sample(self, request: SampleRequest, weights: SamplerWeights, done: Done) -> Callable[[], None]:
+        self._stop_strings.check(request.params.stop_strings)
+        return self._sampler.add(request, weights, done)
 
     def step(self) -> bool:
         if self._sampler.is_idle:

@@ -1,4 +1,4 @@
-"""The settings of the backend on JAX, `--backend-config '{"dtype": "bfloat16"}'`."""
+"""The settings of the JAX backend, `--backend-config '{"dtype": "bfloat16"}'`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def user_cache() -> Path:
-    """The user's folder for what can be made again."""
+    """Return the user's cache folder for compiled programs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl-tx" / "programs"
 
 
-NEEDLESS = frozenset(
+UNNEEDED = frozenset(
     {
         "enforce_eager",
         "expert_parallel_size",
@@ -33,26 +33,26 @@ NEEDLESS = frozenset(
         "train_micro_batch_size",
     }
 )
-"""What SkyRL's backend is told, and this one finds by itself."""
+"""Settings of SkyRL's backend that this one does not need."""
 
 
 class JaxConfig(BackendConfig):
-    """Those of every backend, and these."""
+    """The common settings and those of JAX."""
 
     fully_sharded_data_parallel_size: int = Field(1, ge=1)
-    """Devices among which weights, and rows in training, are divided."""
+    """Number of devices that weights, and rows in training, are divided among."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Devices among which heads and hidden units are divided."""
+    """Number of devices that heads and hidden units are divided among."""
     sample_lanes: int = Field(16, ge=1)
-    """Samples in one batch, whose size is fixed."""
+    """Number of samples in a batch, which has a fixed size."""
     compile_cache: Path | None = Field(default_factory=user_cache)
-    """Where compiled programs are kept for the next start; none for null."""
+    """Folder of compiled programs for later starts; null disables it."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_needless(cls, told: Any) -> Any:
-        if not isinstance(told, Mapping):
-            return told
-        for name in sorted(NEEDLESS & told.keys()):
-            logger.info("backend_config: %s=%r is not needed here", name, told[name])
-        return {name: value for name, value in told.items() if name not in NEEDLESS}
+    def _drop_unneeded(cls, settings: Any) -> Any:
+        if not isinstance(settings, Mapping):
+            return settings
+        for name in sorted(UNNEEDED & settings.keys()):
+            logger.info("backend_config: %s=%r is ignored: this backend does not need it", name, settings[name])
+        return {name: value for name, value in settings.items() if name not in UNNEEDED}

@@ -1,7 +1,7 @@
-"""The programs of the sampler: read a prompt, choose the next tokens.
+"""The programs of the sampler: prefill a prompt, and choose the next tokens.
 
-Letters: S lanes, each of which continues one sequence · C tokens of a prompt read at once · V vocabulary · K heads of
-keys and values · H size of a head · P positions on a page of the cache.
+Letters: S lanes, each with one sequence · C tokens of a prompt chunk · V vocabulary · K heads of keys and values · H
+size of a head · P positions on a page of the cache.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from tx.models.decoder import Attend, Params, hidden_states, logits_of
 from tx.models.lora import Rows
 from tx.models.sharding import place_heads
 
-MOST_STEPS = 16  # tokens of a lane in one call
-BLOCK = 128  # of probabilities that are added up first
+MAX_STEPS = 16  # tokens per lane and call
+BLOCK = 128  # probabilities that are summed first
 
 
-Vector = Any  # of numpy where it is made, of JAX where it is used
+Vector = Any  # a numpy array when created, a JAX array in a program
 
 
 class Cache(NamedTuple):
-    """What was read and chosen. The last page takes what nobody reads."""
+    """The KV cache. Writes to the last page are never read."""
 
     keys: jax.Array  # (layers, pages, K, H, P)
     values: jax.Array  # (layers, pages, K, P, H)
 
 
 class Lanes(NamedTuple):
-    """Where the lanes of a call are, and how each chooses its tokens."""
+    """The positions of the lanes in a call, and their sampling settings."""
 
-    tokens: Vector  # (S,) the last one, which is not in the cache yet
-    positions: Vector  # (S,) of it; -1: not in use
-    n_left: Vector  # (S,) tokens to choose
-    tables: Vector  # (S, most pages)
-    stops: Vector  # (S, MOST_STOP_TOKENS), -1: none
+    tokens: Vector  # (S,) the last token, which is not in the cache yet
+    positions: Vector  # (S,) its position; -1: unused lane
+    n_left: Vector  # (S,) tokens left to choose
+    tables: Vector  # (S, max pages)
+    stops: Vector  # (S, MAX_STOP_TOKENS), -1: none
     temperatures: Vector  # (S,)
-    top_k: Vector  # (S,) V or more: all
+    top_k: Vector  # (S,) V or more: no limit
     top_p: Vector  # (S,)
-    seeds: Vector  # (S,) uint32, of the request
-    numbers: Vector  # (S,) of the sample in its request
+    seeds: Vector  # (S,) uint32, by request
+    numbers: Vector  # (S,) number of the sample in its request
 
 
-class Chosen(NamedTuple):
-    """The tokens of a call, step by step; -1 where a lane was done."""
+class SampledTokens(NamedTuple):
+    """The tokens of a call by step; -1 if a lane was done."""
 
-    tokens: jax.Array  # (MOST_STEPS, S)
-    logprobs: jax.Array  # (MOST_STEPS, S)
-    top_tokens: jax.Array  # (MOST_STEPS, S, k)
-    top_logprobs: jax.Array  # (MOST_STEPS, S, k)
+    tokens: jax.Array  # (MAX_STEPS, S)
+    logprobs: jax.Array  # (MAX_STEPS, S)
+    top_tokens: jax.Array  # (MAX_STEPS, S, k)
+    top_logprobs: jax.Array  # (MAX_STEPS, S, k)
 
 
 def new_cache(config: ModelConfig, n_pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh) -> Cache:
-    """An empty one."""
+    """Create an empty cache."""
     before = (config.n_layers, n_pages + 1, config.n_kv_heads)
     return Cache(
         place_heads(mesh, jnp.zeros((*before, config.head_size, page_size), dtype)),
@@ -66,16 +66,16 @@ def new_cache(config: ModelConfig, n_pages: int, page_size: int, dtype: jnp.dtyp
     )
 
 
-def paged(tables: jax.Array, positions: jax.Array, n_pages: jax.Array) -> Attend:
-    """How a layer attends with the cache: it writes at `positions` (S, T) first, and reads up to them."""
+def paged_attention(tables: jax.Array, positions: jax.Array, n_pages: jax.Array) -> Attend:
+    """Return the attention of a layer with the cache: it writes at `positions` (S, T), then reads up to them."""
 
     def attend(
         queries: jax.Array, keys: jax.Array, values: jax.Array, cache: Cache, layer: jax.Array
     ) -> tuple[jax.Array, Cache]:
         page_size = cache.keys.shape[-1]
-        nowhere = cache.keys.shape[1] - 1
+        unused_page = cache.keys.shape[1] - 1
         pages = jnp.take_along_axis(tables, jnp.maximum(positions, 0) // page_size, axis=1)
-        pages = jnp.where(positions < 0, nowhere, pages)
+        pages = jnp.where(positions < 0, unused_page, pages)
         places = jnp.maximum(positions, 0) % page_size
         cache = Cache(
             cache.keys.at[layer, pages, :, :, places].set(keys.astype(cache.keys.dtype)),
@@ -101,17 +101,19 @@ def read_prompt(
     *,
     n_top: int | None,
 ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-    """Put some of a prompt into the cache, and tell the log-probs of what follows each token.
+    """Prefill a chunk of a prompt, and return the log-probs of its next tokens.
 
     Args:
-        tokens, positions, targets: (1, C); what is padded has position -1
-        table: (1, most pages); n_pages: how many of them there are
-        n_top: None: no log-probs at all; else how many of the likeliest tokens are told
+        tokens, positions, targets: (1, C); padding has position -1
+        table: (1, max pages); n_pages: the number of pages in use
+        n_top: number of most likely tokens to return; None: compute no log-probs at all
 
     Returns:
-        the cache; log-probs of the targets (C,); the likeliest tokens and their log-probs (C, n_top)
+        the cache; log-probs of the targets (C,); the most likely tokens and their log-probs (C, n_top)
     """
-    hidden, cache = hidden_states(config, params, rows, tokens, positions, paged(table, positions, n_pages), cache)
+    hidden, cache = hidden_states(
+        config, params, rows, tokens, positions, paged_attention(table, positions, n_pages), cache
+    )
     if n_top is None:
         none = jnp.zeros(0)
         return cache, none, none, none
@@ -132,25 +134,31 @@ def decode(
     n_pages: jax.Array,
     *,
     n_top: int,
-) -> tuple[Cache, Chosen]:
-    """Choose up to `n_steps` tokens in each lane, until it stops or none are left to choose."""
+) -> tuple[Cache, SampledTokens]:
+    """Choose up to `n_steps` tokens in each lane, until it stops or reaches its limit."""
     n_lanes = lanes.tokens.shape[0]
-    chosen = Chosen(
-        jnp.full((MOST_STEPS, n_lanes), -1, jnp.int32),
-        jnp.zeros((MOST_STEPS, n_lanes)),
-        jnp.zeros((MOST_STEPS, n_lanes, n_top), jnp.int32),
-        jnp.zeros((MOST_STEPS, n_lanes, n_top)),
+    chosen = SampledTokens(
+        jnp.full((MAX_STEPS, n_lanes), -1, jnp.int32),
+        jnp.zeros((MAX_STEPS, n_lanes)),
+        jnp.zeros((MAX_STEPS, n_lanes, n_top), jnp.int32),
+        jnp.zeros((MAX_STEPS, n_lanes, n_top)),
     )
 
-    def is_going(state: tuple[jax.Array, Cache, Lanes, Chosen]) -> jax.Array:
+    def is_going(state: tuple[jax.Array, Cache, Lanes, SampledTokens]) -> jax.Array:
         step, _, lanes, _ = state
         return (step < n_steps) & jnp.any(lanes.positions >= 0)
 
-    def one_step(state: tuple[jax.Array, Cache, Lanes, Chosen]) -> tuple[jax.Array, Cache, Lanes, Chosen]:
+    def one_step(state: tuple[jax.Array, Cache, Lanes, SampledTokens]) -> tuple[jax.Array, Cache, Lanes, SampledTokens]:
         step, cache, lanes, chosen = state
         positions = lanes.positions[:, None]
         hidden, cache = hidden_states(
-            config, params, rows, lanes.tokens[:, None], positions, paged(lanes.tables, positions, n_pages), cache
+            config,
+            params,
+            rows,
+            lanes.tokens[:, None],
+            positions,
+            paged_attention(lanes.tables, positions, n_pages),
+            cache,
         )
         logits = logits_of(params, rows, hidden)[:, 0]  # (S, V)
         tokens, logprobs, distribution = choose(logits, lanes)
@@ -158,7 +166,7 @@ def decode(
         best, best_tokens = (
             jax.lax.top_k(distribution, n_top) if n_top else (chosen.top_logprobs[0], chosen.top_tokens[0])
         )
-        chosen = Chosen(
+        chosen = SampledTokens(
             chosen.tokens.at[step].set(jnp.where(is_used, tokens, -1)),
             chosen.logprobs.at[step].set(logprobs),
             chosen.top_tokens.at[step].set(best_tokens),
@@ -177,15 +185,15 @@ def decode(
 
 
 def choose(logits: jax.Array, lanes: Lanes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens (S,), their log-probs (S,), and all log-probs (S, V) at the lanes' temperatures.
+    """Choose tokens (S,); return them, their log-probs (S,), and all log-probs (S, V) at the lanes' temperatures.
 
-    A token follows from a request's seed, the sample's number and the position, by inversion of the cumulative
-    distribution. Temperature 0 takes the likeliest, and tells log-probs at temperature 1. What top-k and top-p leave
-    out cannot be chosen; the log-probs are those of the whole distribution.
+    The request's seed, the sample's number and the position determine a token, by inversion of the cumulative
+    distribution. Temperature 0 is greedy and reports log-probs at temperature 1. Top-k and top-p exclude tokens from
+    the choice; log-probs are those of the full distribution.
     """
     is_greedy = lanes.temperatures <= 0
     logprobs = jax.nn.log_softmax(logits / jnp.where(is_greedy, 1.0, lanes.temperatures)[:, None], axis=-1)
-    kept = jnp.where(logprobs >= _least(logprobs, lanes)[:, None], logprobs, -jnp.inf)
+    kept = jnp.where(logprobs >= _min_logprob(logprobs, lanes)[:, None], logprobs, -jnp.inf)
     keys = jax.vmap(_key)(lanes.seeds, lanes.numbers, lanes.positions)
     sampled = _invert(jnp.exp(kept), jax.vmap(jax.random.uniform)(keys))
     tokens = jnp.where(is_greedy | (lanes.top_k == 1), jnp.argmax(logprobs, axis=-1), sampled).astype(jnp.int32)
@@ -196,13 +204,13 @@ def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
 
 
-def _least(logprobs: jax.Array, lanes: Lanes) -> jax.Array:
-    """The log-prob (S,) below which nothing may be chosen. It takes a sort, where any lane asks for it.
+def _min_logprob(logprobs: jax.Array, lanes: Lanes) -> jax.Array:
+    """Return the minimum log-prob (S,) of tokens that may be chosen. Sorts only if a lane needs it.
 
-    `top_p` is a part of what `top_k` leaves, as in vLLM.
+    `top_p` applies to what `top_k` leaves, as in vLLM.
     """
 
-    def least(_: None) -> jax.Array:
+    def threshold(_: None) -> jax.Array:
         falling = -jnp.sort(-logprobs, axis=-1)  # (S, V)
         odds = jnp.where(jnp.arange(falling.shape[-1]) < lanes.top_k[:, None], jnp.exp(falling), 0.0)
         before = jnp.cumsum(odds, axis=-1) - odds
@@ -211,12 +219,12 @@ def _least(logprobs: jax.Array, lanes: Lanes) -> jax.Array:
         return jnp.where((lanes.top_k >= falling.shape[-1]) & (lanes.top_p >= 1), -jnp.inf, lowest)
 
     is_limited = jnp.any((lanes.top_k < logprobs.shape[-1]) | (lanes.top_p < 1))
-    nothing = jnp.full(logprobs.shape[0], -jnp.inf)
-    return jax.lax.cond(is_limited, least, lambda _: nothing, None)
+    no_threshold = jnp.full(logprobs.shape[0], -jnp.inf)
+    return jax.lax.cond(is_limited, threshold, lambda _: no_threshold, None)
 
 
 def _invert(odds: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Where the cumulative sum of odds (S, V), which need not sum to 1, passes the part `uniform` (S,) of its end."""
+    """Return where the cumulative sum of unnormalized odds (S, V) passes its fraction `uniform` (S,)."""
     n_lanes, size = odds.shape
     blocks = jnp.pad(odds, ((0, 0), (0, -size % BLOCK))).reshape(n_lanes, -1, BLOCK)
     ends = jnp.cumsum(blocks.sum(axis=-1), axis=-1)  # (S, blocks)

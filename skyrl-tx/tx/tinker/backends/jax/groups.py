@@ -1,6 +1,6 @@
-"""Lanes in groups of fixed size: a group is one batch of one compiled program, whatever its lanes do.
+"""Groups of lanes of fixed size: a group is one batch of one compiled program, whatever its lanes do.
 
-The lanes of a group are in blocks that have one adapter each.
+Lanes are in blocks that share an adapter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tx.models.decoder import Params
 from tx.models.lora import Adapter, Rows
 from tx.tinker.backends import requests
 from tx.tinker.backends.jax.decoding import Lanes
-from tx.tinker.types import MOST_STOP_TOKENS, Sample, TopLogprobs
+from tx.tinker.types import MAX_STOP_TOKENS, Sample, TopLogprobs
 
-LANES_OF_BLOCK = 4
+BLOCK_LANES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class SamplerWeights:
-    """What to sample from. It never changes: training makes new arrays."""
+    """Weights to sample from. They are immutable: training creates new arrays."""
 
     params: Params
     adapter: Adapter | None = None
@@ -34,23 +34,23 @@ class SamplerWeights:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What can be in one batch: the same parameters, and adapters of the same shapes."""
+        """A key: weights fit into one batch if they have the same parameters, and adapters of the same shapes."""
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(self.adapter))
         return (id(self.params), jax.tree.structure(self.adapter), shapes)
 
 
 @dataclass(slots=True, eq=False)
-class Ongoing(requests.Ongoing[SamplerWeights]):
-    """A request on its way, and where its prompt is."""
+class JaxRequestState(requests.RequestState[SamplerWeights]):
+    """A request in progress, with the pages of its prompt."""
 
-    shared: list[int] = field(default_factory=list)  # pages of the prompt but for its last token, once it is read
+    shared: list[int] = field(default_factory=list)  # pages of the prefilled prompt, without its last token
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
-    """A sample on its way."""
+class JaxLane:
+    """A running sample."""
 
-    request: Ongoing
+    request: JaxRequestState
     number: int  # of the sample
     pages: list[int]  # in order, shared ones first
     position: int
@@ -60,34 +60,34 @@ class Lane:
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def sample(self, *, is_stopped: bool) -> Sample:
-        """What it has chosen."""
-        k = self.request.ask.n_top_sampled
+        """Return the sampled tokens and log-probs."""
+        k = self.request.spec.n_top_sampled
         top = TopLogprobs(*(np.stack([pair[i][:k] for pair in self.top]) for i in (0, 1))) if k else None
         return Sample(self.tokens, self.logprobs, is_stopped, top)
 
 
-class Group:
-    """Lanes that are one batch."""
+class JaxGroup:
+    """Lanes that form a batch."""
 
     def __init__(self, kind: tuple[Any, ...], weights: SamplerWeights, n_lanes: int) -> None:
         self.kind = kind
         self._vocabulary = weights.params.embed.shape[0]
         self.params = weights.params
-        self.lanes: list[Lane | None] = [None] * n_lanes
-        self._size = math.gcd(n_lanes, LANES_OF_BLOCK)
+        self.lanes: list[JaxLane | None] = [None] * n_lanes
+        self._size = math.gcd(n_lanes, BLOCK_LANES)
         n_blocks = n_lanes // self._size
         self._blocks = [weights] * n_blocks
         self.rows: Rows | None = None
         if weights.adapter is not None:
-            self.rows = _repeated(weights.adapter, np.float32(weights.scale), n_blocks)
+            self.rows = _repeat_adapter(weights.adapter, np.float32(weights.scale), n_blocks)
 
     @property
-    def used(self) -> Iterator[tuple[int, Lane]]:
-        """The lanes that are in use, with their places."""
-        return ((place, lane) for place, lane in enumerate(self.lanes) if lane is not None)
+    def used(self) -> Iterator[tuple[int, JaxLane]]:
+        """The lanes in use, with their indices."""
+        return ((index, lane) for index, lane in enumerate(self.lanes) if lane is not None)
 
-    def place_for(self, weights: SamplerWeights) -> int | None:
-        """A free lane, in a block that has these weights already, or else in one that has no lane in use."""
+    def find_lane(self, weights: SamplerWeights) -> int | None:
+        """Return a free lane in a block with these weights, or else in an unused block."""
         blocks = [self.lanes[start : start + self._size] for start in range(0, len(self.lanes), self._size)]
         having = [i for i, lanes in enumerate(blocks) if self._blocks[i] is weights and None in lanes]
         chosen = next(iter(having), None)
@@ -95,46 +95,46 @@ class Group:
             chosen = next((i for i, lanes in enumerate(blocks) if not any(lanes)), None)
         return None if chosen is None else chosen * self._size + blocks[chosen].index(None)
 
-    def put(self, lane: Lane, place: int) -> None:
-        """Let a sample run in a place."""
-        self.lanes[place] = lane
-        block, weights = place // self._size, lane.request.weights
+    def put(self, lane: JaxLane, index: int) -> None:
+        """Start a sample in a lane."""
+        self.lanes[index] = lane
+        block, weights = index // self._size, lane.request.weights
         if self._blocks[block] is not weights:
             self._blocks[block] = weights
             if self.rows is not None:
                 self.rows = _set_block(self.rows, weights.adapter, np.float32(weights.scale), np.int32(block))
 
     def lanes_for(self, table_size: int) -> Lanes:
-        """Where all lanes are; each has a table of so many pages."""
+        """Return the arguments of a decoding call; each lane has a table of `table_size` pages."""
         n = len(self.lanes)
         lanes = Lanes(
             tokens=np.zeros(n, np.int32),
             positions=np.full(n, -1, np.int32),
             n_left=np.zeros(n, np.int32),
             tables=np.zeros((n, table_size), np.int32),
-            stops=np.full((n, MOST_STOP_TOKENS), -1, np.int32),
+            stops=np.full((n, MAX_STOP_TOKENS), -1, np.int32),
             temperatures=np.ones(n, np.float32),
             top_k=np.full(n, self._vocabulary, np.int32),
             top_p=np.ones(n, np.float32),
             seeds=np.zeros(n, np.uint32),
             numbers=np.zeros(n, np.int32),
         )
-        for place, lane in self.used:
-            params = lane.request.ask.params
-            lanes.tokens[place], lanes.positions[place] = lane.last, lane.position
-            lanes.n_left[place] = params.max_tokens - len(lane.tokens)
-            lanes.tables[place, : len(lane.pages)] = lane.pages
-            lanes.stops[place, : len(params.stop_tokens)] = params.stop_tokens
-            lanes.temperatures[place], lanes.top_p[place] = params.temperature, params.top_p
+        for index, lane in self.used:
+            params = lane.request.spec.params
+            lanes.tokens[index], lanes.positions[index] = lane.last, lane.position
+            lanes.n_left[index] = params.max_tokens - len(lane.tokens)
+            lanes.tables[index, : len(lane.pages)] = lane.pages
+            lanes.stops[index, : len(params.stop_tokens)] = params.stop_tokens
+            lanes.temperatures[index], lanes.top_p[index] = params.temperature, params.top_p
             if params.top_k > 0:
-                lanes.top_k[place] = params.top_k
-            lanes.seeds[place], lanes.numbers[place] = lane.request.seed & 0xFFFFFFFF, lane.number
+                lanes.top_k[index] = params.top_k
+            lanes.seeds[index], lanes.numbers[index] = lane.request.seed & 0xFFFFFFFF, lane.number
         return lanes
 
 
 @partial(jax.jit, static_argnames="n_blocks")
-def _repeated(adapter: Adapter, scale: jax.Array, n_blocks: int) -> Rows:
-    """The same for all blocks."""
+def _repeat_adapter(adapter: Adapter, scale: jax.Array, n_blocks: int) -> Rows:
+    """Repeat an adapter for all blocks."""
     blocks = jax.tree.map(lambda one: jnp.repeat(one[:, None], n_blocks, axis=1), adapter.blocks)
     head = jax.tree.map(lambda one: jnp.repeat(one[None], n_blocks, axis=0), adapter.head)
     return Rows(Adapter(blocks, head), jnp.full(n_blocks, scale))

@@ -1,4 +1,4 @@
-"""Which pages of the cache are free, and how many sequences share one."""
+"""The allocation of cache pages, with reference counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Pages:
-    """Pages are taken for a sequence as a whole, before it begins, so that one that has begun can always end."""
+    """Allocates pages. A sequence gets all of its pages before it begins, so that it can always finish."""
 
     def __init__(self, n_pages: int, page_size: int) -> None:
         self.n_pages = n_pages
@@ -16,28 +16,28 @@ class Pages:
 
     @property
     def n_free(self) -> int:
-        """Pages that nobody uses."""
+        """The number of free pages."""
         return len(self._free)
 
-    def n_for(self, n_tokens: int) -> int:
-        """Pages that so many tokens take."""
+    def n_pages_for(self, n_tokens: int) -> int:
+        """Return the number of pages that `n_tokens` need."""
         return -(-n_tokens // self.page_size)
 
     def take(self, n: int) -> list[int]:
-        """`n` pages for one user; there must be so many."""
-        assert n <= self.n_free, "whoever takes pages has looked first"
+        """Allocate `n` pages; the caller has checked that they are free."""
+        assert n <= self.n_free, "the caller checks that enough pages are free"
         taken = [self._free.pop() for _ in range(n)]
         for page in taken:
             self._n_users[page] = 1
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more user of these pages."""
+        """Add a reference to each page."""
         for page in pages:
             self._n_users[page] += 1
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        """One user less; a page without any is free."""
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop a reference to each page, and free those without any."""
         for page in pages:
             self._n_users[page] -= 1
             if self._n_users[page] == 0:

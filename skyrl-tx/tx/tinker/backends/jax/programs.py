@@ -1,4 +1,4 @@
-"""Compiled programs: kept for the next start, counted and logged."""
+"""Compiled programs: cached on disk, counted and logged."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from jax import monitoring
 logger = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-WORTH_A_LINE_SEC = 0.2
-MOST_BYTES = 4 << 30
+MIN_LOGGED_SEC = 0.2
+MAX_BYTES = 4 << 30
 
 
 class Programs:
-    """Those that this process has compiled, or read from where they are kept."""
+    """The programs that this process has compiled or loaded from the cache."""
 
     def __init__(self) -> None:
-        self.n_made = 0
-        monitoring.register_event_duration_secs_listener(self._note)
+        self.n_compiled = 0
+        monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
-            self.n_made += 1
-            level = logging.INFO if duration_secs > WORTH_A_LINE_SEC else logging.DEBUG
+            self.n_compiled += 1
+            level = logging.INFO if duration_secs > MIN_LOGGED_SEC else logging.DEBUG
             logger.log(
-                level, "program %d, %s, is ready after %.1f s", self.n_made, kwargs.get("fun_name"), duration_secs
+                level, "program %d, %s, is ready after %.1f s", self.n_compiled, kwargs.get("fun_name"), duration_secs
             )
 
 
 @cache
 def programs() -> Programs:
-    """The one of this process."""
+    """Return the counter of this process."""
     return Programs()
 
 
-def keep_programs(folder: Path | None) -> None:
-    """Keep programs there, also those that compile fast: there are many of them."""
+def cache_programs(folder: Path | None) -> None:
+    """Cache programs in a folder, including those that compile fast: there are many of them."""
     if folder is not None:
-        make_room(folder)
+        evict_programs(folder)
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def make_room(folder: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Delete the programs of a folder that were not read for longest, until the rest has no more bytes than these.
+def evict_programs(folder: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Delete the least recently read programs in a folder, until the rest fits into `max_bytes`.
 
-    JAX can do so as well, but not any more once a process has died while it wrote one. Where times of reading are not
-    kept, those made first go first.
+    JAX can do this as well, but not after a process has died while writing a program. On file systems without access
+    times, the oldest programs are deleted.
     """
     files = []
     for path in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process deletes some, too
+        with contextlib.suppress(FileNotFoundError):  # another process may delete files, too
             files.append((path, path.stat()))
     n_bytes = sum(stat.st_size for _, stat in files)
     for path, stat in sorted(files, key=lambda one: one[1].st_atime):
-        if n_bytes <= most_bytes:
+        if n_bytes <= max_bytes:
             break
         try:
             path.unlink(missing_ok=True)
-        except OSError as error:  # they are another user's
-            logger.warning("programs in %s that are not used any more cannot be deleted: %s", folder, error)
+        except OSError as error:  # they may belong to another user
+            logger.warning("unused programs in %s cannot be deleted: %s", folder, error)
             break
         n_bytes -= stat.st_size

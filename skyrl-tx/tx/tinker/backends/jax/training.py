@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches.
 
-A micro-batch has data of one pass only, and its shape follows from them. So a model learns to the last bit the same
-alone and beside others, and no memory is needed for the adapters of others.
+A micro-batch has data of a single pass, and its shape depends only on them. So training is bitwise the same alone and
+beside other models, and needs no memory for their adapters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tx.models.lora import Adapter, Rows, rows_of
 from tx.tinker.losses import LOSSES, token_losses
 from tx.tinker.types import Datum
 
-SHORTEST = 32
-LOGITS_AT_ONCE = 1 << 24
-"""Logits of a micro-batch that are computed at once; more are computed in chunks, twice, and never kept."""
+MIN_LENGTH = 32
+MAX_LOGITS = 1 << 24
+"""Maximum number of logits computed at once; beyond it, chunks are computed and recomputed in the backward pass."""
 
 NAMES = tuple(LOSSES)
 INPUTS = sorted({name for loss in LOSSES.values() for name in (*loss.needs, *loss.optional)})
@@ -33,25 +33,25 @@ SETTINGS = sorted({name for loss in LOSSES.values() for name in loss.settings})
 XP = SimpleNamespace(exp=jnp.exp, clip=jnp.clip, where=jnp.where, sum=jnp.sum, stop_gradient=jax.lax.stop_gradient)
 
 
-class Lora(NamedTuple):
-    """What is trained, unless it is all."""
+class ScaledAdapter(NamedTuple):
+    """The trained adapter and its scale."""
 
     adapter: Adapter
     scale: jax.Array  # ()
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What a program is compiled for."""
+class MicroBatchShape:
+    """The shape that a program is compiled for."""
 
     n_rows: int
     length: int
-    n_targets: int  # of a position; 0: there is one, without a dimension of its own
+    n_targets: int  # per position; 0: one, without its own dimension
 
 
 def bucket(length: int) -> int:
-    """The next length that programs are compiled for: 32, 48, 64, 96, 128, … and multiples of 512 from there on."""
-    size = SHORTEST
+    """Round a length up to one that programs are compiled for: 32, 48, 64, 96, 128, … and multiples of 512 beyond."""
+    size = MIN_LENGTH
     while size < length:
         if size >= 512:
             return -(-length // 512) * 512
@@ -61,8 +61,8 @@ def bucket(length: int) -> int:
     return size
 
 
-def micro_batches(data: Sequence[Datum], n_tokens: int) -> Iterator[tuple[Shape, list[int]]]:
-    """Shapes of `n_tokens` at most, and which of the data go there: those of like length together, in their order."""
+def micro_batches(data: Sequence[Datum], n_tokens: int) -> Iterator[tuple[MicroBatchShape, list[int]]]:
+    """Yield micro-batches of at most `n_tokens`: their shapes and data indices. Data of similar length go together."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, datum in enumerate(data):
         targets = datum.inputs["target_tokens"]
@@ -72,23 +72,23 @@ def micro_batches(data: Sequence[Datum], n_tokens: int) -> Iterator[tuple[Shape,
         start = 0
         while start < len(numbers):
             n_rows = rows_for(len(numbers) - start, n_tokens // length)
-            yield Shape(n_rows, length, n_targets), numbers[start : start + n_rows]
+            yield MicroBatchShape(n_rows, length, n_targets), numbers[start : start + n_rows]
             start += n_rows
 
 
-def rows_for(n_data: int, most: int) -> int:
-    """How many rows the next micro-batch has: 1, 4, 16, …, few sizes, as each is compiled.
+def rows_for(n_data: int, max_rows: int) -> int:
+    """Return the number of rows of the next micro-batch: 1, 4, 16, …; few sizes, as each is compiled.
 
-    As many as there may be, but less than half of them empty; a sequence that is too long by itself is one.
+    The maximum that leaves less than half of the rows empty; a sequence that is too long is a micro-batch by itself.
     """
     n_rows = 1
-    while 4 * n_rows <= most and 2 * n_data > 4 * n_rows:
+    while 4 * n_rows <= max_rows and 2 * n_data > 4 * n_rows:
         n_rows *= 4
     return n_rows
 
 
-def padded(data: Sequence[Datum], shape: Shape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Tokens (M, L) and all inputs (M, L) or (M, L, K) of a micro-batch; what is not there is 0, its weight, too."""
+def pad(data: Sequence[Datum], shape: MicroBatchShape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return tokens (M, L) and inputs (M, L) or (M, L, K) of a micro-batch, padded with 0; so padding has weight 0."""
     tokens = np.zeros((shape.n_rows, shape.length), np.int32)
     size = (shape.n_rows, shape.length, *([shape.n_targets] if shape.n_targets else []))
     inputs = {name: np.zeros(size, np.int32 if name == "target_tokens" else np.float32) for name in INPUTS}
@@ -100,30 +100,30 @@ def padded(data: Sequence[Datum], shape: Shape) -> tuple[np.ndarray, dict[str, n
 
 
 def target_logprobs(params: Params, rows: Rows | None, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """Log-probs (M, L, K) of targets (M, L, K) after hidden states (M, L, D).
+    """Return the log-probs (M, L, K) of targets (M, L, K) after hidden states (M, L, D).
 
-    A target that is no token counts nothing, and may be any number.
+    Masked targets may be any number.
     """
     n_rows, length, _ = hidden.shape
     vocabulary = params.unembed.shape[1]
     n_chunks = 1
-    while n_rows * length * vocabulary > n_chunks * LOGITS_AT_ONCE and n_chunks < length:
+    while n_rows * length * vocabulary > n_chunks * MAX_LOGITS and n_chunks < length:
         n_chunks *= 2
     if length % n_chunks:
         n_chunks = length
 
-    def some(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    def score_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         logits = logits_of(params, rows, hidden)
         chosen = jnp.take_along_axis(logits, jnp.clip(targets, 0, vocabulary - 1), axis=-1)
         return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     if n_chunks == 1:
-        return some(hidden, targets)
+        return score_chunk(hidden, targets)
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(n_rows, n_chunks, length // n_chunks, x.shape[-1]), 1, 0)
 
-    parts = jax.lax.map(lambda pair: jax.checkpoint(some)(*pair), (split(hidden), split(targets)))
+    parts = jax.lax.map(lambda pair: jax.checkpoint(score_chunk)(*pair), (split(hidden), split(targets)))
     return jnp.moveaxis(parts, 0, 1).reshape(targets.shape)
 
 
@@ -131,7 +131,7 @@ def target_logprobs(params: Params, rows: Rows | None, hidden: jax.Array, target
 def micro_batch(
     config: ModelConfig,
     params: Params,
-    lora: Lora | None,
+    lora: ScaledAdapter | None,
     loss: jax.Array,
     tokens: jax.Array,
     inputs: Mapping[str, jax.Array],
@@ -140,10 +140,10 @@ def micro_batch(
     has_gradient: bool,
     remat: bool,
 ) -> tuple[jax.Array, jax.Array, Adapter | Params | None]:
-    """Log-probs and losses of targets (M, L) or (M, L, K), and the gradients.
+    """Return log-probs and losses of the targets (M, L) or (M, L, K), and the gradients.
 
-    They are of the adapter; or of all parameters where there is none. `loss` is a place in `NAMES`, so that all losses
-    are one program.
+    The gradients are the adapter's, or those of all parameters without one. `loss` is an index into `NAMES`, so that
+    all losses share one program.
     """
     targets = inputs["target_tokens"]
     wide = targets if targets.ndim == 3 else targets[..., None]
@@ -162,16 +162,16 @@ def micro_batch(
         _, (lp, losses) = total(trained)
         return lp, losses, None
     gradients, (lp, losses) = jax.grad(total, has_aux=True)(trained)
-    return lp, losses, jax.tree.map(lambda one: one.astype(jnp.float32), gradients)  # many may be added
+    return lp, losses, jax.tree.map(lambda one: one.astype(jnp.float32), gradients)  # passes accumulate many gradients
 
 
 def _losses(name: str, inputs: Mapping[str, jax.Array], settings: Mapping[str, jax.Array], lp: jax.Array) -> jax.Array:
     loss = LOSSES[name]
-    given = {key: inputs[key] for key in (*loss.needs, "weights") if key != "target_tokens"}
-    return token_losses(name, XP, lp, given, {key: settings[key] for key in loss.settings})
+    loss_inputs = {key: inputs[key] for key in (*loss.needs, "weights") if key != "target_tokens"}
+    return token_losses(name, XP, lp, loss_inputs, {key: settings[key] for key in loss.settings})
 
 
 @partial(jax.jit, donate_argnums=0)
 def add(total: Adapter | Params, gradients: Adapter | Params) -> Adapter | Params:
-    """The sum, in the place of the first."""
+    """Add gradients in place to the first argument."""
     return jax.tree.map(jnp.add, total, gradients)

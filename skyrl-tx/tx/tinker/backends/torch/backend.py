@@ -1,4 +1,4 @@
-"""The backend on PyTorch: any Hugging Face model that the embedded engine of `skyrl_train` can run."""
+"""The PyTorch backend: any Hugging Face model that the embedded engine of `skyrl_train` supports."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.models.memory import cache_bytes_per_token
 from tx.models.config import LoraConfig, ModelError
+from tx.tinker.backends.accumulator import PassAccumulator
 from tx.tinker.backends.base import BaseModel, Done
-from tx.tinker.backends.gathering import Gathering
 from tx.tinker.backends.models import Models
+from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.backends.torch import folders
-from tx.tinker.backends.torch.adam import Moments, Optimizer, adam_step, moments_of, new_optimizer
+from tx.tinker.backends.torch.adam import TorchMoments, TorchOptimizer, adam_step, moments_of, new_optimizer
 from tx.tinker.backends.torch.config import TorchConfig
-from tx.tinker.backends.torch.experts import plug_in
-from tx.tinker.backends.torch.sampler import Sampler
+from tx.tinker.backends.torch.experts import replace_experts
+from tx.tinker.backends.torch.sampler import TorchSampler
 from tx.tinker.backends.torch.training import Gradients, add, micro_batch, micro_batches
 from tx.tinker.backends.torch.weights import Weights, new_weights
-from tx.tinker.losses import completed
-from tx.tinker.tokens import Decoder
+from tx.tinker.losses import fill_defaults
 from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Model:
-    """A model under training, whose tensors change in place."""
+class TorchModel:
+    """A model under training. Its tensors are modified in place."""
 
     lora: LoraConfig
     weights: Weights
-    optimizer: Optimizer
+    optimizer: TorchOptimizer
     gradients: Gradients | None = None
 
 
 class TorchBackend:
-    """See `Backend`."""
+    """A backend in PyTorch, on the components of `skyrl_train`."""
 
     def __init__(self, folder: Path, name: str, config: TorchConfig) -> None:
         self._config = config
         self._base = Weights(_load(folder, config))
-        self._models: Models[Model] = Models()
-        self._decoder = Decoder(folder)
+        self._models: Models[TorchModel] = Models()
+        self._stop_strings = StopStringMatcher(folder)
         model = self._base.model
-        self._sampler = Sampler(
+        self._sampler = TorchSampler(
             n_tokens=config.cache_tokens(cache_bytes_per_token(model)),
             n_lanes=config.sample_lanes or (16 if model.device.type == "cpu" else 64),
-            most_groups=config.sample_groups,
-            ends_with=self._decoder.holds_any,
+            max_groups=config.sample_groups,
+            ends_with=self._stop_strings.contains_any,
         )
         shape, generation = model.config.get_text_config(), model.generation_config
         eos_ids = all_eos_ids(shape.eos_token_id if generation is None else generation.eos_token_id, None)
@@ -66,7 +66,7 @@ class TorchBackend:
             name=name,
             folder=folder,
             vocab_size=int(shape.vocab_size),
-            max_context=min(int(shape.max_position_embeddings), self._sampler.longest),
+            max_context=min(int(shape.max_position_embeddings), self._sampler.max_length),
             eos_ids=tuple(sorted(eos_ids)),
             can_train_all=True,
         )
@@ -84,21 +84,21 @@ class TorchBackend:
     def models(self) -> Mapping[str, LoraConfig]:
         return {model_id: model.lora for model_id, model in self._models.items()}
 
-    def _add(self, model_id: str, lora: LoraConfig, weights: Weights, moments: Moments | None = None) -> None:
-        self._models[model_id] = Model(lora, weights, new_optimizer(weights.trained, moments))
+    def _add(self, model_id: str, lora: LoraConfig, weights: Weights, moments: TorchMoments | None = None) -> None:
+        self._models[model_id] = TorchModel(lora, weights, new_optimizer(weights.trained, moments))
 
     # -- training
 
-    def compute(self, asked: Pass) -> Iterator[PassResult | None]:
-        model = self._models[asked.model_id]
-        whole = completed(asked)
-        gathering = Gathering(whole.data, add)
-        for number, places in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
+    def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
+        model = self._models[pass_.model_id]
+        whole = fill_defaults(pass_)
+        accumulator = PassAccumulator(whole.data, add)
+        for number, indices in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
             if number:
                 yield None
-            gathering.put(places, *micro_batch(whole, [whole.data[place] for place in places], model.weights))
-        model.gradients = gathering.added_to(model.gradients)
-        yield gathering.result
+            accumulator.add_rows(indices, *micro_batch(whole, [whole.data[index] for index in indices], model.weights))
+        model.gradients = accumulator.add_to(model.gradients)
+        yield accumulator.result
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         model = self._models[model_id]
@@ -129,7 +129,7 @@ class TorchBackend:
     # -- sampling
 
     def weights_of(self, model_id: str) -> Weights:
-        return self._models[model_id].weights.frozen()
+        return self._models[model_id].weights.freeze()
 
     def load_weights(self, folder: Path) -> Weights:
         _, weights = folders.load_weights(folder, self._base.model)
@@ -138,9 +138,9 @@ class TorchBackend:
     def base_weights(self) -> Weights:
         return self._base
 
-    def sample(self, asked: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
-        self._decoder.check(asked.params.stop_strings)
-        return self._sampler.add(asked, weights, done)
+    def sample(self, request: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
+        self._stop_strings.check(request.params.stop_strings)
+        return self._sampler.add(request, weights, done)
 
     def step(self) -> bool:
         if self._sampler.is_idle:
@@ -167,7 +167,7 @@ def _load(folder: Path, config: TorchConfig) -> PreTrainedModel:
         key="base_model",
     )
     model.requires_grad_(False)
-    plug_in(model)
+    replace_experts(model)
     try:
         check_supported(model, bf16=False)
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""The settings of the backend on PyTorch, `--backend torch --backend-config '{"dtype": "bfloat16"}'`."""
+"""The settings of the PyTorch backend, `--backend torch --backend-config '{"dtype": "bfloat16"}'`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tx.tinker.backends.config import BackendConfig
 
 
 class TorchConfig(BackendConfig):
-    """Those of every backend, and these."""
+    """The common settings and those of PyTorch."""
 
     device: str | None = None
-    """Where to compute, e.g. `cuda:1`; without it, on the first GPU where there is one, else on the CPU."""
+    """The device, e.g. `cuda:1`; by default the first GPU, or the CPU."""
     sample_lanes: int | None = Field(None, ge=1)
-    """Samples in one batch, whose size is fixed; without it, 16 on a CPU and 64 on a GPU."""
+    """Number of samples in a batch, which has a fixed size; by default 16 on a CPU and 64 on a GPU."""

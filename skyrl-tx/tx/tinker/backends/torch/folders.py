@@ -1,8 +1,8 @@
-"""Weights and optimizers from and to folders, in the layout of the backend on JAX: each reads what the other wrote.
+"""Save and load weights and optimizers in the layout of the JAX backend: each reads what the other wrote.
 
-An adapter is in the layout of peft, which vLLM and Hugging Face read too; a whole model has its Hugging Face names. The
-optimizer's tensors have the names of the weights, after `first.` and `second.`; and after `wide.` for the weights in
-float32, where the model's are not.
+Adapters use the layout of peft, which vLLM and Hugging Face read, too; whole models have their Hugging Face names. The
+optimizer's tensors have the names of the weights with the prefixes `first.` and `second.`, and `wide.` for the float32
+weights of bfloat16 models.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from tx.tinker.backends.folder import (
     optimizer_file,
     save_settings,
 )
-from tx.tinker.backends.torch.adam import Moments
-from tx.tinker.backends.torch.experts import Factors
-from tx.tinker.backends.torch.weights import Weights, covered, new_weights
+from tx.tinker.backends.torch.adam import TorchMoments
+from tx.tinker.backends.torch.experts import TorchFactors
+from tx.tinker.backends.torch.weights import Weights, covered_matrices, new_weights
 
 
 def save_weights(folder: Path, weights: Weights, lora: LoraConfig, base_model: str) -> None:
     """Write weights and settings into a folder."""
     if weights.adapter is not None:
-        chosen = covered(weights.model, lora)
-        expert_ranks = {place.name: place.rank(lora) for place in chosen if place.n_experts}
-        peft.write_config(folder, lora, base_model, list(dict.fromkeys(place.name for place in chosen)), expert_ranks)
-    save_file(_named(weights, weights.trained), folder / _file(lora), metadata={"format": "pt"})
+        chosen = covered_matrices(weights.model, lora)
+        expert_ranks = {matrix.name: matrix.rank(lora) for matrix in chosen if matrix.n_experts}
+        peft.write_config(folder, lora, base_model, list(dict.fromkeys(matrix.name for matrix in chosen)), expert_ranks)
+    save_file(_name_tensors(weights, weights.trained), folder / _file(lora), metadata={"format": "pt"})
     save_settings(folder, lora)
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weights]:
-    """The weights in a folder, ready to be trained, and what they cover.
+    """Load trainable weights and their settings from a folder.
 
     Raises:
-        ValueError: a tensor is missing, or has another shape than `model` asks for.
+        ValueError: a tensor is missing, or does not have the shape that `model` needs.
     """
     lora = load_settings(folder)
     weights = new_weights(model, lora, seed=0)
@@ -57,22 +57,22 @@ def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weig
     return lora, weights
 
 
-def save_moments(folder: Path, weights: Weights, moments: Moments) -> None:
-    """Write the state of an optimizer into a folder."""
-    first, second = (_named(weights, values) for values in (moments.first, moments.second))
-    wide = None if moments.wide is None else _named(weights, moments.wide)
+def save_moments(folder: Path, weights: Weights, moments: TorchMoments) -> None:
+    """Write the optimizer state into a folder."""
+    first, second = (_name_tensors(weights, values) for values in (moments.first, moments.second))
+    wide = None if moments.wide is None else _name_tensors(weights, moments.wide)
     n_steps = torch.tensor(moments.n_steps, dtype=torch.int32)
     save_file(named_moments(first, second, n_steps, wide), folder / OPTIMIZER)
 
 
-def load_moments(folder: Path, weights: Weights) -> Moments:
-    """The state of the optimizer in a folder.
+def load_moments(folder: Path, weights: Weights) -> TorchMoments:
+    """Load the optimizer state from a folder.
 
     Raises:
         UserError: there is none.
     """
     first, second, n_steps, wide = moments_of(load_file(optimizer_file(folder)))
-    return Moments(
+    return TorchMoments(
         _values(weights, first),
         _values(weights, second),
         int(n_steps),
@@ -84,18 +84,18 @@ def _file(lora: LoraConfig) -> str:
     return peft.WEIGHTS if lora.rank else WHOLE_MODEL
 
 
-def _named(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values of the trained tensors by the names that they have in files; copies in the memory of the CPU."""
+def _name_tensors(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name the values of the trained tensors as in files; copy them to the CPU."""
     if weights.adapter is not None:
-        named = dict(_named_factors(weights.adapter, values))
+        named = dict(_name_factors(weights.adapter, values))
     else:
         names = [name for name, _ in weights.model.named_parameters()]
         named = revert_weight_conversion(weights.model, dict(zip(names, values, strict=True)))
     return {name: one.detach().to("cpu", copy=True).contiguous() for name, one in named.items()}
 
 
-def _named_factors(
-    adapter: Mapping[str, Factors], values: Sequence[torch.Tensor]
+def _name_factors(
+    adapter: Mapping[str, TorchFactors], values: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for path, a, b in zip(adapter, values[::2], values[1::2], strict=True):
         for which, value in enumerate((a, b)):
@@ -104,7 +104,7 @@ def _named_factors(
 
 
 def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """A matrix, or those of the experts, which have a number each: …experts.gate_proj is …experts.0.gate_proj, …"""
+    """Split stacked experts: …experts.gate_proj becomes …experts.0.gate_proj, …; return other matrices as they are."""
     if value.ndim == 2:
         return [(path, value)]
     layer, _, name = path.rpartition(".")
@@ -112,17 +112,17 @@ def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The inverse of `_named`."""
+    """Order named tensors like the trained ones: the inverse of `_name_tensors`."""
     if weights.adapter is None:
         return _model_values(weights.model, tensors)
     values = [torch.zeros_like(one, device="cpu") for one in weights.trained]
-    for name, part in _named_factors(weights.adapter, values):
-        part.copy_(peft.checked(tensors, name, tuple(part.shape)))
+    for name, part in _name_factors(weights.adapter, values):
+        part.copy_(peft.get_tensor(tensors, name, tuple(part.shape)))
     return values
 
 
 def _model_values(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of a whole model, in float32: transformers knows how its parameters are named, and cut, in files."""
+    """Order the tensors of a whole model, in float32: transformers knows their names and fusion in files."""
     loaded, report = type(model).from_pretrained(  # type: ignore[misc]
         None,
         config=copy.deepcopy(model.config),

@@ -1,4 +1,4 @@
-"""Requests, and the lanes that their samples run in: those with the same weights are in groups of fixed size."""
+"""Requests and the lanes of their samples: lanes with the same weights form groups of fixed size."""
 
 from __future__ import annotations
 
@@ -15,82 +15,82 @@ from tx.tinker.backends import requests
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import TopLogprobs
 
-FAR = 0x9E3779B97F4A7C15  # between the seeds of two requests: those of their samples are neighbours
+SEED_DISTANCE = 0x9E3779B97F4A7C15  # distance between the seeds of two requests: their samples have consecutive seeds
 
 
 @dataclass(slots=True, eq=False)
-class Ongoing(requests.Ongoing[Weights]):
-    """A request on its way, and where its prompt is."""
+class TorchRequestState(requests.RequestState[Weights]):
+    """A request in progress, with the cache regions of its samples."""
 
     regions: list[int] = field(default_factory=list)
-    """Where those of its samples begin. Each holds the prompt but for its last token."""
+    """Offsets of the regions of its samples. Each begins with the prefilled prompt."""
     spare: list[int] = field(default_factory=list)
-    """Those of samples that are done, for others that have not begun."""
+    """Regions of finished samples, for reuse by samples that have not begun."""
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sample takes of the cache: the last one is not read."""
-        return -(-(len(self.ask.prompt) + self.ask.params.max_tokens - 1) // UNIT) * UNIT
+        """The cache tokens that a sample needs, without the last token, which is never read."""
+        return -(-(len(self.spec.prompt) + self.spec.params.max_tokens - 1) // UNIT) * UNIT
 
     def sequence(self, number: int, start: int) -> CachedSequence:
-        """The sample of a number, of which nothing is chosen yet, and whose region begins at `start`."""
-        params, prompt = self.ask.params, list(self.ask.prompt)
+        """Create the sequence of a sample, whose region begins at `start`."""
+        params, prompt = self.spec.params, list(self.spec.prompt)
         temperature = max(params.temperature, MIN_TEMPERATURE) if params.temperature > 0 else 0.0
-        how = SamplingParams(
+        sampling = SamplingParams(
             max_new_tokens=params.max_tokens,
             temperature=temperature,
             top_k=params.top_k if params.top_k > 0 else -1,
             top_p=params.top_p,
-            n_top_logprobs=self.ask.n_top_sampled,
+            n_top_logprobs=self.spec.n_top_sampled,
         )
-        request = EngineRequest(prompt, how, self.seed * FAR + number)
+        request = EngineRequest(prompt, sampling, self.seed * SEED_DISTANCE + number)
         sequence = CachedSequence(request, len(prompt) + params.max_tokens)
-        sequence.region = Region(start, self.capacity, sequence.token_ids, None, self.n_read)
+        sequence.region = Region(start, self.capacity, sequence.token_ids, None, self.n_prefilled)
         return sequence
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
-    """A sample on its way, or nothing: then it reads a token that nobody needs."""
+class TorchLane:
+    """A running sample, or an idle lane, which reads a dummy token."""
 
     idle: CachedSequence
     sequence: CachedSequence
-    request: Ongoing | None = None
+    request: TorchRequestState | None = None
     number: int = 0
-    """Of the sample in its request."""
+    """Number of the sample in its request."""
 
     @property
     def row(self) -> Row:
-        """Its part of a pass."""
+        """The lane's part of a forward pass."""
         return Row(self.sequence, 1)
 
     @property
     def draw(self) -> Draw:
-        """How its next token is chosen."""
+        """The sampling settings of the next token."""
         sequence = self.sequence
         return Draw(sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, frozenset())
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """Lanes that are one batch."""
+class TorchGroup:
+    """Lanes that form a batch."""
 
     weights: Weights
-    lanes: list[Lane]
+    lanes: list[TorchLane]
 
     @property
-    def free(self) -> Lane | None:
-        """A lane that is not in use."""
+    def free(self) -> TorchLane | None:
+        """An unused lane, if there is one."""
         return next((lane for lane in self.lanes if lane.request is None), None)
 
     @property
     def is_used(self) -> bool:
-        """Whether any lane is."""
+        """True if any lane is in use."""
         return any(lane.request is not None for lane in self.lanes)
 
 
 def idle_sequence(region: Region) -> CachedSequence:
-    """What a lane reads that is not in use."""
+    """Create the sequence that an idle lane reads."""
     request = EngineRequest([0], SamplingParams(max_new_tokens=1), seed=0)
     sequence = CachedSequence(request, max_tokens=1)
     sequence.region = region
@@ -98,7 +98,7 @@ def idle_sequence(region: Region) -> CachedSequence:
 
 
 def top_of(sequence: CachedSequence) -> TopLogprobs | None:
-    """The likeliest tokens of each position, if the request asks for them."""
+    """Return the most likely tokens of each position, if requested."""
     if not sequence.top_logprobs:
         return None
     tokens = np.array([list(one) for one in sequence.top_logprobs], np.int32)

@@ -1,7 +1,7 @@
 """Forward and backward passes.
 
-A pass is computed by itself, in micro-batches that follow from its own data: so a model learns to the last bit the same
-alone and beside others.
+A pass is computed by itself, in micro-batches that depend only on its data: so training is bitwise the same alone and
+beside other models.
 """
 
 from __future__ import annotations
@@ -33,63 +33,61 @@ Gradients = list[torch.Tensor]
 
 
 def add(total: Gradients, gradients: Gradients) -> Gradients:
-    """The sum, in the place of the first."""
+    """Add gradients in place to the first argument."""
     for one, other in zip(total, gradients, strict=True):
         one += other
     return total
 
 
 def micro_batches(data: Sequence[Datum], n_tokens: int) -> list[list[int]]:
-    """Data of like length, with equally many targets."""
+    """Group data of similar length with equally many targets."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, datum in enumerate(data):
         alike.setdefault(datum.inputs["target_tokens"].shape[1:], []).append(i)
     return [
-        [some[row] for row in rows]
-        for some in alike.values()
-        for rows in rows_within([len(data[i].tokens) for i in some], n_tokens)
+        [indices[row] for row in rows]
+        for indices in alike.values()
+        for rows in rows_within([len(data[i].tokens) for i in indices], n_tokens)
     ]
 
 
 def micro_batch(
-    asked: Pass, data: Sequence[Datum], weights: Weights
+    pass_: Pass, data: Sequence[Datum], weights: Weights
 ) -> tuple[np.ndarray, np.ndarray, Gradients | None]:
-    """Log-probs and losses of targets (B, L, …), and the gradients."""
-    tokens, mask, inputs = _padded(data, weights.model.device)
-    given = {name: one for name, one in inputs.items() if name != "target_tokens"}
-    with torch.set_grad_enabled(not asked.is_forward_only), weights.applied(), checkpointed_layers(weights.model):
+    """Return log-probs and losses of the targets (B, L, …), and the gradients."""
+    tokens, mask, inputs = _pad(data, weights.model.device)
+    loss_inputs = {name: one for name, one in inputs.items() if name != "target_tokens"}
+    with torch.set_grad_enabled(not pass_.is_forward_only), weights.applied(), checkpointed_layers(weights.model):
         lp = target_logprobs(weights.model, tokens, mask, inputs["target_tokens"])
-        losses = token_losses(asked.loss_fn, XP, lp, given, asked.settings)
+        losses = token_losses(pass_.loss_fn, XP, lp, loss_inputs, pass_.settings)
         gradients = None
-        if not asked.is_forward_only:
+        if not pass_.is_forward_only:
             found = torch.autograd.grad(losses.sum(), weights.trained, materialize_grads=True)
-            gradients = [one.float() for one in found]  # many may be added
+            gradients = [one.float() for one in found]  # passes accumulate many gradients
     return lp.detach().cpu().numpy(), losses.detach().cpu().numpy(), gradients
 
 
-def _padded(
-    data: Sequence[Datum], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Tokens and mask (B, L), and inputs (B, L, …); what is not there is 0, and so is its weight."""
+def _pad(data: Sequence[Datum], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return tokens and mask (B, L), and inputs (B, L, …), padded with 0; so padding has weight 0."""
     length = max(len(datum.tokens) for datum in data)
 
-    def padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
         out = np.zeros((len(rows), length, *rows[0].shape[1:]), rows[0].dtype)
         for row, values in enumerate(rows):
             out[row, : len(values)] = values
         return torch.from_numpy(out).to(device)
 
-    tokens = padded([datum.tokens for datum in data]).long()
-    mask = padded([np.ones(len(datum.tokens), bool) for datum in data])
-    return tokens, mask, {name: padded([datum.inputs[name] for datum in data]) for name in data[0].inputs}
+    tokens = pad([datum.tokens for datum in data]).long()
+    mask = pad([np.ones(len(datum.tokens), bool) for datum in data])
+    return tokens, mask, {name: pad([datum.inputs[name] for datum in data]) for name in data[0].inputs}
 
 
 def target_logprobs(
     model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probs of targets (B, L) or (B, L, K) after the tokens (B, L) up to theirs; 0 beyond the mask.
+    """Return log-probs of targets (B, L) or (B, L, K) after the tokens (B, L) up to their position; 0 outside the mask.
 
-    A target that is no token counts nothing, and may be any number.
+    Masked targets may be any number.
     """
 
     def score(hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -98,12 +96,12 @@ def target_logprobs(
         return logits.gather(-1, within) - logits.logsumexp(dim=-1, keepdim=True)
 
     hidden = hidden_states(model, tokens, mask)[mask]  # (N, D)
-    wide = targets[mask].long().reshape(len(hidden), -1)  # (N, K)
+    flat_targets = targets[mask].long().reshape(len(hidden), -1)  # (N, K)
     chunk = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])
     if len(hidden) <= chunk:
-        found = score(hidden, wide)
+        found = score(hidden, flat_targets)
     else:
-        parts = zip(hidden.split(chunk), wide.split(chunk), strict=True)
+        parts = zip(hidden.split(chunk), flat_targets.split(chunk), strict=True)
         found = torch.cat([checkpoint(score, *part, use_reentrant=False) for part in parts])
     out = found.new_zeros(targets.shape)
     out[mask] = found.reshape(-1, *targets.shape[2:])

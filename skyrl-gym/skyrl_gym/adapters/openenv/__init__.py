@@ -1,0 +1,5 @@
+"""Environments of OpenEnv servers as text environments."""
+
+from skyrl_gym.adapters.openenv.env import OpenEnvEnv
+
+__all__ = ["OpenEnvEnv"]

@@ -1,0 +1,116 @@
+"""A limit on the sessions that this process opens on a server at once: a configured one, or one found by trial."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+PROBE_S = 10.0
+"""Time after a refusal at which one more session is tried, since other clients may have left."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A coroutine that waits for a slot, in its own event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    is_admitted: asyncio.Future[None]
+    has_slot: bool = False
+
+
+class SessionSlots:
+    """The slots on one server, for all threads and event loops of this process. First come, first served.
+
+    A full server refuses at once and has no queue. So the queue is here: after a first refusal, no more sessions are
+    opened than have run at the same time before, except for one more now and then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[_Waiter] = deque()
+        self._max_sessions: int | None = None
+        self._n_taken = 0
+        self._n_playing = 0
+        self._max_playing = 0  # the maximum of `_n_playing` so far
+        self._refused_at = -math.inf
+        self._was_refused = False
+
+    async def acquire(self, max_sessions: int | None) -> None:
+        """Wait for a slot, without a time limit. The caller must `release` it in any case."""
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(loop, loop.create_future())
+        with self._lock:
+            self._max_sessions = max_sessions
+            self._waiting.append(waiter)
+        self._admit()
+        try:
+            while not waiter.has_slot:
+                await asyncio.wait([waiter.is_admitted], timeout=PROBE_S)
+                self._admit()
+        except BaseException:
+            self._withdraw(waiter)
+            raise
+
+    def record_accepted(self) -> None:
+        """Record that the server has accepted the session in a slot."""
+        with self._lock:
+            self._n_playing += 1
+            self._max_playing = max(self._max_playing, self._n_playing)
+        self._admit()
+
+    def record_refused(self) -> bool:
+        """Record that the server was full. Return True if the caller should release its slot and queue again."""
+        with self._lock:
+            self._was_refused, self._refused_at = True, time.monotonic()
+            return self._n_taken > max(1, self._max_playing)
+
+    def release(self, *, was_playing: bool) -> None:
+        """Release a slot for the next waiter."""
+        with self._lock:
+            self._n_taken -= 1
+            self._n_playing -= was_playing
+        self._admit()
+
+    def _admit(self) -> None:
+        with self._lock:
+            while self._waiting and self._n_taken < self._limit():
+                waiter = self._waiting.popleft()
+                if waiter.loop.is_closed():  # its coroutine is gone
+                    continue
+                self._n_taken += 1
+                waiter.has_slot = True
+                waiter.loop.call_soon_threadsafe(_wake, waiter.is_admitted)
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        with self._lock:
+            if waiter.has_slot:
+                self._n_taken -= 1
+            elif waiter in self._waiting:
+                self._waiting.remove(waiter)
+        self._admit()
+
+    def _limit(self) -> float:
+        configured = math.inf if self._max_sessions is None else self._max_sessions
+        if not self._was_refused:
+            return configured
+        may_probe = time.monotonic() - self._refused_at > PROBE_S
+        return min(configured, max(1, self._max_playing) + may_probe)
+
+
+def _wake(is_admitted: asyncio.Future[None]) -> None:
+    if not is_admitted.done():
+        is_admitted.set_result(None)
+
+
+_slots: dict[str, SessionSlots] = {}
+_slots_lock = threading.Lock()
+
+
+def slots_for(url: str) -> SessionSlots:
+    """Return the slots on the server at `url`, which all callers in this process share."""
+    with _slots_lock:
+        return _slots.setdefault(url, SessionSlots())

@@ -1,0 +1,1 @@
+"""Try an environment without a trainer: `skyrl env check` and `skyrl env play`."""

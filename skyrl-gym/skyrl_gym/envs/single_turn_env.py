@@ -1,0 +1,37 @@
+"""Episodes of a single reply, which is graded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from skyrl_gym import maths
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class SingleTurnEnv(BaseTextEnv):
+    """An environment that grades one reply."""
+
+    def __init__(self, ground_truth: str, grader: maths.Grader) -> None:
+        super().__init__()
+        self.ground_truth = ground_truth
+        self._grader = grader
+        self._n_undecided = 0
+
+    @abstractmethod
+    def score(self, grade: maths.Grade) -> tuple[float, dict[str, Any]]:
+        """Return the reward and the metadata of a grade."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Grade the reply."""
+        self.turns += 1
+        grade = self._grader(action, self.ground_truth)
+        self._n_undecided += grade.undecided is not None
+        reward, metadata = self.score(grade)
+        return BaseTextEnvStepOutput(
+            observations=[], reward=reward, done=True, metadata=metadata | {"undecided": grade.undecided}
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Return, with ``math_verify``, 1 if it could not decide on the answer, else 0."""
+        return {"undecided": self._n_undecided} if self._grader is maths.grade else {}

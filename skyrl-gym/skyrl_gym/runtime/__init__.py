@@ -1,0 +1,1 @@
+"""Building blocks of programs that run environments: method calls, validation, configuration, and a worker process."""

@@ -1,0 +1,81 @@
+"""Validation of the values that environments return. `InvalidAnswer` describes the problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.error import InvalidAnswer
+
+
+def is_conversation(value: Any) -> bool:
+    """Return True for a list of chat messages, which may be empty."""
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
+    )
+
+
+def validate_prompt(answer: Any) -> ConversationType:
+    """Return the messages in the return value of `init`."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise InvalidAnswer(f"init() returned {answer!r}; return the prompt and a dict")
+    prompt, _ = answer
+    if not prompt or not is_conversation(prompt):
+        raise InvalidAnswer(f"init() returned prompt={prompt!r}; it must be a list of messages")
+    return list(prompt)
+
+
+def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
+    """Return the return value of `step`, whose reward may be None."""
+    if not isinstance(output, dict):
+        raise InvalidAnswer(f"step() returned {output!r}; return BaseTextEnvStepOutput(observations, reward, done)")
+    for name in ("observations", "reward", "done"):
+        if name not in output:
+            raise InvalidAnswer(
+                f"step() returned no {name!r}; return BaseTextEnvStepOutput(observations, reward, done)"
+            )
+    if output["reward"] is not None and not is_reward(output["reward"]):
+        raise InvalidAnswer(
+            f"step() returned reward={output['reward']!r}; it must be a finite number, or one for each sampled token"
+        )
+    if not output["done"] and not is_conversation(output["observations"]):
+        raise InvalidAnswer(f"step() returned observations={output['observations']!r}; they must be a list of messages")
+    action = output.get("postprocessed_action")
+    if action is not None and not isinstance(action, str):
+        raise InvalidAnswer(f"step() returned postprocessed_action={action!r}; it must be a string or missing")
+    metadata = output.get("metadata")
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InvalidAnswer(f"step() returned metadata={metadata!r}; it must be a dict or missing")
+    history = (metadata or {}).get("modified_chat_history")
+    if history is not None and (not history or not is_conversation(history)):
+        raise InvalidAnswer(f"step() returned modified_chat_history={history!r}; it must be a list of messages")
+    return output  # type: ignore[return-value]
+
+
+def reward_components(output: BaseTextEnvStepOutput) -> dict[str, float]:
+    """Return the named parts of a turn's reward, which an environment may put in `metadata["reward_components"]`."""
+    components = (output.get("metadata") or {}).get("reward_components") or {}
+    if not isinstance(components, Mapping) or not all(_is_number(reward) for reward in components.values()):
+        raise InvalidAnswer(f"step() returned reward_components={components!r}; it must map names to finite numbers")
+    return {name: float(reward) for name, reward in components.items()}
+
+
+def validate_metrics(metrics: Any) -> dict[str, Any]:
+    """Return the return value of `get_metrics`."""
+    if not isinstance(metrics, dict):
+        raise InvalidAnswer(f"get_metrics() returned {metrics!r}; it must be a dict")
+    return metrics
+
+
+def is_reward(value: Any) -> bool:
+    """Return True for a finite number, or a non-empty list of finite numbers."""
+    if isinstance(value, list):
+        return bool(value) and all(_is_number(item) for item in value)
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

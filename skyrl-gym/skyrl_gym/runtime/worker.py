@@ -1,0 +1,95 @@
+"""A process that holds one environment at a time for another process: `python -m skyrl_gym.runtime.worker FD SYS_PATH`.
+
+It reads calls from a socket, one JSON list per line: `["make", id, entry_point, kwargs, env_config, extras]`,
+`["init", prompt]`, `["step", action]`, `["get_metrics"]`, `["close"]`. It answers each with `["ok", value]` or
+`["error", text]`. It ends when the socket is closed or the parent process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from skyrl_gym.core import Env
+from skyrl_gym.envs.registration import EnvSpec, make
+from skyrl_gym.runtime.env_config import copy_env_config
+from skyrl_gym.runtime.methods import call_method
+from skyrl_gym.runtime.serialization import to_json_value
+
+
+class EnvWorker:
+    """The holder of this process's environment."""
+
+    def __init__(self) -> None:
+        self._env: Env[Any, Any] | None = None
+        self._runner = asyncio.Runner()  # one event loop from `make` to `close`
+
+    def hello(self) -> None:
+        """Answer that the process has started."""
+
+    def make(
+        self, id: str, entry_point: str, kwargs: dict[str, Any], env_config: dict[str, Any], extras: dict[str, Any]
+    ) -> None:
+        """Make an environment, and close the previous one."""
+        self.close()
+        self._env = make(EnvSpec(id, entry_point, kwargs), env_config=copy_env_config(env_config), extras=extras)
+
+    def close(self) -> None:
+        """Close the environment, if there is one, and cancel its remaining tasks."""
+        env, self._env = self._env, None
+        runner, self._runner = self._runner, asyncio.Runner()
+        with closing(runner):
+            if env is not None:
+                call_method(env, runner, "close")
+
+    def call(self, method: str, args: list[Any]) -> Any:
+        """Call a method of this worker or of the environment, and return its value."""
+        if method in ("hello", "make", "close"):
+            own: Callable[..., Any] = getattr(self, method)
+            return own(*args)
+        return call_method(self._env, self._runner, method, *args)
+
+
+def serve(fd: int) -> None:
+    """Answer calls until the socket is closed."""
+    worker = EnvWorker()
+    with socket.socket(fileno=fd) as connection, connection.makefile("rw", encoding="utf-8", newline="\n") as stream:
+        for line in stream:
+            method, *args = json.loads(line)
+            try:
+                answer = json.dumps(["ok", worker.call(method, args)], default=to_json_value)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001, the boundary of a call
+                traceback.print_exc()
+                answer = json.dumps(["error", f"{type(error).__name__}: {error}"])
+            stream.write(answer + "\n")
+            stream.flush()
+    worker.close()
+
+
+def end_with_parent() -> None:
+    """Kill this process and its children once its parent is gone, even while the environment is busy."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(0, signal.SIGKILL)
+
+    if os.getpgrp() == os.getpid():  # the group holds nothing but this process and its children
+        threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.path[:] = [path for path in json.loads(sys.argv[2]) if path not in sys.path] + sys.path
+    end_with_parent()
+    serve(int(sys.argv[1]))

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+from adapters.openenv.contract import check_no_leaks, wait_for_no_tasks
+from adapters.openenv.server import ProtocolServer
+
+from skyrl_gym.adapters.openenv.client import (
+    CapacityReached,
+    OpenEnvSession,
+    SessionOptions,
+    http_url,
+    websocket_url,
+)
+from skyrl_gym.adapters.openenv.slots import slots_for
+
+
+@pytest.fixture
+def server() -> Iterator[ProtocolServer]:
+    with ProtocolServer() as server:
+        yield server
+
+
+async def play(url: str, options: SessionOptions | None = None, pause_s: float = 0.01) -> None:
+    async with OpenEnvSession(url, options) as session:
+        await session.reset()
+        await asyncio.sleep(pause_s)
+        await session.step({"message": "hello"})
+
+
+@pytest.mark.parametrize(
+    ("url", "websocket", "http"),
+    [
+        ("http://host:8000", "ws://host:8000/ws", "http://host:8000/schema"),
+        ("https://host/", "wss://host/ws", "https://host/schema"),
+        ("ws://host:1/ws", "ws://host:1/ws", "http://host:1/schema"),
+        ("wss://host/env/ws/?key=1", "wss://host/env/ws?key=1", "https://host/env/schema"),
+    ],
+)
+def test_urls(url: str, websocket: str, http: str) -> None:
+    assert (websocket_url(url), http_url(url, "/schema")) == (websocket, http)
+
+
+async def test_max_sessions_is_respected(server: ProtocolServer) -> None:
+    await asyncio.gather(*(play(server.url, SessionOptions(max_sessions=3)) for _ in range(20)))
+    assert (server.max_open, server.n_refused, server.n_made) == (3, 0, 20)
+
+
+async def test_unknown_capacity_is_found_by_trial() -> None:
+    with ProtocolServer(capacity=5, close_s=0.02) as server:
+        await asyncio.gather(*(play(server.url, pause_s=0.05) for _ in range(60)))
+        assert (server.max_open, server.n_made) == (5, 60)
+        first = server.n_refused
+        assert first <= 80  # every session once, without repetition
+        await asyncio.gather(*(play(server.url, pause_s=0.05) for _ in range(60)))
+        assert server.n_made == 120
+        assert server.n_refused - first < 20  # 55 without a queue
+
+
+async def test_full_server_is_retried_until_the_timeout() -> None:
+    with ProtocolServer(capacity=1) as server:
+        async with OpenEnvSession(server.url) as holder:
+            await holder.reset()
+            started = time.monotonic()
+            with pytest.raises(CapacityReached, match=r"capacity_timeout_s=0.5; raise max_concurrent_envs"):
+                await play(server.url, SessionOptions(capacity_timeout_s=0.5))
+            assert time.monotonic() - started < 60
+        await play(server.url)
+    await wait_for_no_tasks()
+
+
+async def test_retries_on_a_full_server_back_off() -> None:
+    with ProtocolServer(capacity=1) as server:
+        server.n_open = 1  # of another client
+        waiting = asyncio.create_task(play(server.url))
+        await asyncio.sleep(0.8)
+        assert server.n_refused <= 8
+        async with asyncio.timeout(30):
+            while server.n_refused < 2:
+                await asyncio.sleep(0.01)
+        server.n_open = 0
+        await asyncio.wait_for(waiting, 30)
+
+
+async def test_capacity_is_probed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_gym.adapters.openenv.slots.PROBE_S", 0.1)
+    with ProtocolServer(capacity=4) as server:
+        server.n_open = 3  # of another client
+        first = [asyncio.create_task(play(server.url, pause_s=0.05)) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        server.n_open -= 3
+        await asyncio.gather(*first)
+        server.max_open = 0
+        await asyncio.gather(*(play(server.url, pause_s=0.1) for _ in range(30)))
+        assert server.max_open == 4
+
+
+async def test_cancelled_waiter_takes_no_slot(server: ProtocolServer) -> None:
+    options = SessionOptions(max_sessions=1)
+    async with OpenEnvSession(server.url, options) as holder:
+        await holder.reset()
+        waiting = [asyncio.create_task(play(server.url, options)) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.wait_for(play(server.url, options), 30)
+    await wait_for_no_tasks()
+
+
+async def test_cancellation_at_any_moment_leaves_nothing_behind(server: ProtocolServer) -> None:
+    server.capacity = 4
+    with check_no_leaks():
+        for step in range(40):
+            tasks = [asyncio.create_task(play(server.url, pause_s=0)) for _ in range(3)]
+            for _ in range(step):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await wait_for_no_tasks()
+    await asyncio.wait_for(asyncio.gather(*(play(server.url) for _ in range(8))), 60)
+    slots = slots_for(websocket_url(server.url))
+    assert (slots._n_taken, slots._n_playing, len(slots._waiting)) == (0, 0, 0)
+
+
+def test_slots_are_shared_between_event_loops(server: ProtocolServer) -> None:
+    options = SessionOptions(max_sessions=1)
+
+    async def many() -> None:
+        await asyncio.gather(*(play(server.url, options) for _ in range(5)))
+
+    async def in_three_threads() -> None:
+        await asyncio.gather(*(asyncio.to_thread(asyncio.run, many()) for _ in range(3)))
+
+    asyncio.run(in_three_threads())
+    assert (server.max_open, server.n_made) == (1, 15)
+
+
+async def test_close_waits_until_the_environment_is_closed() -> None:
+    with ProtocolServer(capacity=1, close_s=0.1) as server:
+        for _ in range(4):
+            await play(server.url)
+        assert (server.n_made, server.n_refused) == (4, 0)
+
+
+async def test_close_times_out(server: ProtocolServer) -> None:
+    server.close_s = 5
+    session = OpenEnvSession(server.url, SessionOptions(close_timeout_s=0.2))
+    await session.reset()
+    started = time.monotonic()
+    await session.close()
+    assert time.monotonic() - started < 4
+    await wait_for_no_tasks()

@@ -1,0 +1,329 @@
+"""The contract of both generations of verifiers environments, tested with the packages in `examples`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+import skyrl_gym
+from skyrl_gym.adapters.verifiers import VerifiersEnv, rows
+from skyrl_gym.adapters.verifiers.package import load_package
+from skyrl_gym.runtime.worker import EnvWorker
+
+ENTRY_POINT = "skyrl_gym.adapters.verifiers:VerifiersEnv"
+EXAMPLES = Path(__file__).parent / "examples"
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\0",
+    "\ud800",
+    "٤",
+    "<think>",
+    "</think>",
+    "<think>4",
+    "<tool_call>",
+    '{"name": "x"}',
+    "\x1b[2J4",
+]
+
+
+def make_row(env_id: str, index: int = 0, **arguments: Any) -> dict[str, Any]:
+    """Return a row of an environment's dataset."""
+    return list(rows(env_id, n_rows=index + 1, **arguments))[index]
+
+
+def make_env(row: dict[str, Any], max_turns: int = 9, **env_config: Any) -> VerifiersEnv:
+    """Make the environment of a row, as the trainer does."""
+    extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
+    return VerifiersEnv(env_config, {**extras, "max_turns": max_turns})
+
+
+async def play(row: dict[str, Any], *replies: str, max_turns: int = 9, **env_config: Any) -> tuple[Any, VerifiersEnv]:
+    """Play an episode with these replies; return the last output and the environment."""
+    env = make_env(row, max_turns, **env_config)
+    try:
+        await env.init_async(row["prompt"])
+        for reply in replies:
+            output = await env.step_async(reply)
+        return output, env
+    finally:
+        await env.close_async()
+
+
+def message_text(output: Any) -> str:
+    """Return the text of a step's only observation."""
+    [message] = output["observations"]
+    assert message["role"] == "user"
+    text: str = message["content"]
+    return text
+
+
+@contextmanager
+def check_no_threads_left() -> Iterator[None]:
+    """Check that the block leaves no threads behind."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+async def wait_for_no_tasks() -> None:
+    """Wait until this task is the only one of its event loop."""
+    async with asyncio.timeout(30):
+        await asyncio.sleep(0.01)  # a close from outside the event loop starts its task a moment later
+        while asyncio.all_tasks() != {asyncio.current_task()}:
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def faster_than(seconds: float) -> Iterator[None]:
+    """Fail if the block uses more CPU time."""
+    started = time.process_time()
+    yield
+    assert time.process_time() - started < seconds
+
+
+class VerifiersContract:
+    """Tests of two environments per generation: sums, which take one reply, and a guessing game."""
+
+    sums: str
+    game: str
+
+    @pytest.fixture(autouse=True)
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make the example packages importable, in this process and in its children."""
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+
+    def log(self) -> list[str]:
+        """Return the list of events that environments of the game append to."""
+        log: list[str] = sys.modules[self.game.replace("-", "_")].log
+        return log
+
+    def test_format_of_rows(self) -> None:
+        row = list(rows(self.sums, {"n_tasks": 4}))[3]
+        assert row["prompt"] == [
+            {"role": "system", "content": "Answer with a number."},
+            {"role": "user", "content": "What is 3 + 3?"},
+        ]
+        assert (row["env_class"], row["data_source"]) == ("verifiers", self.sums)
+        assert row["reward_spec"] == {"method": "verifiers", "ground_truth": "6"}
+        assert row["extra_info"]["example_id"] == 3
+
+    async def test_rows_survive_parquet(self, tmp_path: Path) -> None:
+        records = [make_row(self.sums, 2), make_row(self.game, 1)]
+        pq.write_table(pa.Table.from_pylist(records), tmp_path / "train.parquet")
+        sums, game = pq.read_table(tmp_path / "train.parquet").to_pylist()
+        assert (await play(sums, "4"))[1].get_metrics()["correct"] == 1.0
+        assert (await play(game, "2"))[0]["reward"] == 1.0
+
+    def test_number_of_rows(self) -> None:
+        assert len(list(rows(self.sums, {"n_tasks": 4}))) == 4
+        assert len(list(rows(self.sums, {"n_tasks": 4}, n_rows=2))) == 2
+
+    def test_an_unknown_split_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="split='test'"):
+            rows(self.sums, split="test")
+
+    async def test_the_reward_is_the_weighted_sum(self) -> None:
+        row = make_row(self.sums, 2)
+        right, env = await play(row, "4")
+        assert (right["done"], right["observations"]) == (True, [])
+        components = right["metadata"]["reward_components"]
+        assert components["correct"] == 2.0
+        assert right["reward"] == sum(components.values())
+        assert env.get_metrics()["correct"] == 1.0
+        assert env.get_metrics()["steps"] == 1
+        wrong, _ = await play(row, "5")
+        assert right["reward"] - wrong["reward"] == 2.0
+
+    async def test_several_turns(self) -> None:
+        row = make_row(self.game, 1)
+        env = make_env(row)
+        assert (await env.init_async(row["prompt"]))[0] == [{"role": "user", "content": "Guess my number."}]
+        output = await env.step_async("7")
+        assert (output["reward"], output["done"]) == (0.0, False)
+        assert message_text(output)
+        output = await env.step_async("2")
+        assert (output["reward"], output["done"], output["observations"]) == (1.0, True, [])
+        assert env.get_metrics()["steps"] == 2
+        await env.close_async()
+        await wait_for_no_tasks()
+
+    async def test_last_turn_of_the_trainer_is_scored(self) -> None:
+        row = make_row(self.game)
+        lost, env = await play(row, "7", "8", max_turns=2)
+        assert (lost["reward"], lost["done"], lost["observations"]) == (0.0, True, [])
+        assert "found" in env.get_metrics()
+        assert (await play(row, "7", "1", max_turns=2))[0]["reward"] == 1.0
+
+    async def test_limits_of_the_environment_apply(self) -> None:
+        row = make_row(self.game)
+        assert (await play(row, *"78787"))[0]["done"]  # its max_turns is 5
+        output, _ = await play(row, "I give up")
+        assert (output["done"], output["metadata"]["stop_condition"]) == (True, "gave_up")
+
+    async def test_rollouts_share_nothing(self) -> None:
+        game = list(rows(self.game, n_rows=3))
+
+        async def one(i: int) -> list[float]:
+            env = make_env(game[i % 3])
+            await env.init_async(game[i % 3]["prompt"])
+            rewards = []
+            for guess in ["9"] * (i % 4) + [str(i % 3 + 1)]:
+                rewards.append((await env.step_async(guess))["reward"])
+                await asyncio.sleep(0)
+            await env.close_async()
+            return rewards
+
+        played = await asyncio.gather(*(one(i) for i in range(24)))
+        assert played == [[0.0] * (i % 4) + [1.0] for i in range(24)]
+        await wait_for_no_tasks()
+
+    def test_threads_load_an_environment_once(self) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            loaded = set(pool.map(lambda _: load_package(self.sums, {"n_tasks": 5}, {}), range(16)))
+        assert len(loaded) == 1
+
+    def test_concurrent_episodes_in_threads(self) -> None:
+        row = make_row(self.sums, 1)
+
+        def one(_: int) -> float:
+            with make_env(row) as env:
+                env.init(row["prompt"])
+                reward: float = env.step("2")["reward"]
+                return reward
+
+        with check_no_threads_left(), ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(one, range(16))) == {2.5}
+
+    def test_blocking_episode_leaves_nothing_behind(self) -> None:
+        row = make_row(self.game)
+        skyrl_gym.register(id="verifiers", entry_point=ENTRY_POINT)
+        env_config = OmegaConf.create({"id": self.game, "args": {}})
+        with check_no_threads_left(), skyrl_gym.make("verifiers", env_config=env_config, extras=row) as env:
+            env.init(row["prompt"])
+            assert not env.step("7")["done"]
+        env.close()
+
+    def test_separate_process_can_play_it(self) -> None:
+        row = make_row(self.game)
+        extras = json.loads(json.dumps({"extra_info": row["extra_info"], "max_turns": 3}))
+        worker = EnvWorker()
+        worker.call("make", ["verifiers", ENTRY_POINT, {}, {}, extras])
+        worker.call("init", [row["prompt"]])
+        assert not worker.call("step", ["7"])["done"]
+        assert worker.call("step", ["1"])["reward"] == 1.0
+        worker.call("close", [])
+
+    async def test_unfinished_episode_is_cleaned_up_once(self) -> None:
+        row = make_row(self.game)
+        env = make_env(row)
+        await env.init_async(row["prompt"])
+        await env.step_async("7")
+        n_before = len(self.log())
+        await env.close_async()
+        await env.close_async()
+        assert len(self.log()) == n_before + 1
+        await wait_for_no_tasks()
+        with pytest.raises(RuntimeError, match="this episode is over"):
+            await env.step_async("1")
+
+    async def test_async_episode_may_be_closed_by_the_blocking_close(self) -> None:
+        row = make_row(self.game)
+        env = make_env(row)
+        await env.init_async(row["prompt"])
+        n_before = len(self.log())
+        env.close()
+        await wait_for_no_tasks()
+        assert len(self.log()) == n_before + 1
+
+    async def test_close_before_init_does_nothing(self) -> None:
+        env = make_env(make_row(self.game))
+        n_before = len(self.log())
+        env.close()
+        await env.close_async()
+        assert len(self.log()) == n_before
+        with pytest.raises(RuntimeError, match="over"):
+            await env.step_async("1")
+
+    async def test_wrong_order_of_calls_raises(self) -> None:
+        row = make_row(self.sums)
+        env = make_env(row)
+        with pytest.raises(RuntimeError, match="call init before step"):
+            await env.step_async("0")
+        with pytest.raises(RuntimeError, match="call init before step"):
+            env.step("0")
+        await env.init_async(row["prompt"])
+        with pytest.raises(RuntimeError, match="has started"):
+            await env.init_async(row["prompt"])
+        await env.step_async("0")
+        with pytest.raises(RuntimeError, match="is over"):
+            await env.step_async("0")
+        await env.close_async()
+
+    @pytest.mark.parametrize("text", ODD_TEXTS, ids=ascii)
+    async def test_unusual_replies_are_scored(self, text: str) -> None:
+        row = make_row(self.sums, 2)
+        output, env = await play(row, text)
+        assert output["done"]
+        assert env.get_metrics()["correct"] == 0.0
+        output, _ = await play(make_row(self.game), text, "1")
+        assert output["reward"] == 1.0
+
+    @pytest.mark.parametrize("text", ["x" * 10**6, "<think>" * 10**5, "<tool_call>{" * 10**5, "\ud800" * 10**6])
+    async def test_parsing_is_linear(self, text: str) -> None:
+        row = make_row(self.game)
+        env = make_env(row)
+        await env.init_async(row["prompt"])
+        with faster_than(1.0):
+            await env.step_async(text)
+        assert (await env.step_async("1"))["reward"] == 1.0
+        await env.close_async()
+
+    def test_row_without_a_record_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"no extra_info\.verifiers; write the dataset with .*verifiers\.rows"):
+            VerifiersEnv({"id": self.sums}, {"extra_info": {"example_id": 1}})
+
+    @pytest.mark.parametrize("records", ["{", "[]", '{"id": "x"}', 7])
+    def test_invalid_record_is_refused(self, records: Any) -> None:
+        with pytest.raises(ValueError, match=r"the row has extra_info\.verifiers='.*'; write the dataset with"):
+            VerifiersEnv({"id": self.sums}, {"extra_info": {"verifiers": records}})
+
+    def test_args_must_be_a_section(self) -> None:
+        with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.verifiers\.args='x' must be a section"):
+            make_env(make_row(self.sums), args="x")
+
+    def test_id_has_several_spellings(self) -> None:
+        row = make_row(self.sums)
+        for env_id in (self.sums, self.sums.replace("-", "_"), f"me/{self.sums}@0.1.0"):
+            make_env(row, id=env_id)
+        with pytest.raises(ValueError, match=rf"id='other', but the row is of '{self.sums}'"):
+            make_env(row, id="other")
+
+    def test_an_unknown_key_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"environment\.skyrl_gym\.verifiers\.arg.*did you mean args"):
+            make_env(make_row(self.sums), arg={})
+
+    def test_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        row = make_row(self.sums)
+        with pytest.raises(ImportError, match="the module no_such_env is not installed"):
+            rows("no-such-env")
+        with pytest.raises(ValueError, match=r"json .* contains no environment of verifiers"):
+            rows("json")
+        monkeypatch.setitem(sys.modules, "verifiers", None)
+        with pytest.raises(ImportError, match=r"pip install '\./skyrl-gym\[verifiers\]'"):
+            make_env(row)

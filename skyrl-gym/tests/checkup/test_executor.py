@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+from skyrl_gym.checkup.executor import CallResult, EnvCall, Executor
+
+
+def value_of(executor: Executor, function: Any, is_async: bool = False) -> Any:
+    (result,) = executor.run([EnvCall(function, is_async)])
+    assert (result.error, result.hangs_at) == (None, None)
+    return result.value
+
+
+async def current_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+def test_consecutive_calls_change_threads_and_avoid_the_main_one() -> None:
+    before = set(threading.enumerate())
+    with Executor(2, limit_s=10) as executor:
+        threads = [value_of(executor, threading.current_thread) for _ in range(4)]
+        awaited = value_of(executor, current_loop, is_async=True)
+    assert threads[0] is threads[2] is not threads[1] is threads[3]
+    assert threading.main_thread() not in threads
+    assert awaited.is_closed()
+    assert set(threading.enumerate()) <= before
+
+
+def test_threads_have_no_event_loop_and_coroutines_share_one_that_runs_between_calls() -> None:
+    ended = threading.Event()
+
+    async def leave_a_task() -> asyncio.Task[None]:
+        return asyncio.create_task(later())
+
+    async def later() -> None:
+        await asyncio.sleep(0.001)
+        ended.set()
+
+    with Executor(2, limit_s=10) as executor:
+        (result,) = executor.run([EnvCall(asyncio.get_event_loop)])
+        assert isinstance(result.error, RuntimeError)
+        task = value_of(executor, leave_a_task, is_async=True)
+        assert ended.wait(timeout=60)
+        assert value_of(executor, current_loop, is_async=True) is task.get_loop()
+
+
+def test_concurrent_calls_overlap() -> None:
+    meeting = threading.Barrier(3)
+    both_are_in, n_in = asyncio.Event(), [0]
+
+    async def meet() -> int:
+        n_in[0] += 1
+        if n_in[0] == 2:
+            both_are_in.set()
+        await both_are_in.wait()
+        return n_in[0]
+
+    with Executor(3, limit_s=10) as executor:
+        results = executor.run([*[EnvCall(meeting.wait)] * 3, *[EnvCall(meet, is_async=True)] * 2])
+    assert sorted(result.value for result in results[:3]) == [0, 1, 2]
+    assert [result.value for result in results[3:]] == [2, 2]
+
+
+def test_concurrent_calls_interleave_between_two_lines() -> None:
+    last = [0]
+
+    def is_met(number: int) -> bool:
+        last[0] = number
+        return last[0] != number
+
+    with Executor(4, limit_s=10) as executor:
+        for _ in range(20):
+            results = executor.run([EnvCall(partial(is_met, number)) for number in range(4)])
+            assert any(result.value for result in results)
+            assert not any(executor.run([EnvCall(partial(is_met, number))])[0].value for number in range(4))
+
+
+def test_only_the_first_lines_are_slowed_down() -> None:
+    def count() -> int:
+        n_lines = 0
+        for _ in range(1_000_000):
+            n_lines += 1
+        return n_lines
+
+    tracers = []
+    with Executor(2, limit_s=100) as executor:  # a million slow lines would take longer
+        assert [result.value for result in executor.run([EnvCall(count)] * 2)] == [1_000_000] * 2
+        tracers = [result.value for result in executor.run([EnvCall(sys.gettrace)]) for _ in range(2)]
+    assert tracers == [None, None]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_raised_error_is_the_result_and_later_calls_work(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    async def fail_async() -> None:
+        raise error
+
+    with Executor(1, limit_s=10) as executor:
+        results = executor.run([EnvCall(fail), EnvCall(fail_async, is_async=True)])
+        assert [result.error for result in results] == [error, error]
+        assert value_of(executor, lambda: 3) == 3
+        assert value_of(executor, current_loop, is_async=True)
+
+
+def test_call_is_timed() -> None:
+    with Executor(1, limit_s=10) as executor:
+        (result,) = executor.run([EnvCall(lambda: time.sleep(0.05))])
+    assert result.seconds >= 0.05
+
+
+def hang_in_a_function(released: threading.Event) -> None:
+    released.wait()
+
+
+async def hang_async() -> None:
+    await anext(numbers())
+
+
+async def numbers() -> Any:
+    await asyncio.Event().wait()
+    yield 1
+
+
+def test_hanging_call_is_reported_with_its_stack() -> None:
+    released = threading.Event()
+    with Executor(2, limit_s=0.1) as executor:
+        hanging, done = executor.run([EnvCall(lambda: hang_in_a_function(released)), EnvCall(lambda: 3)])
+        assert executor.is_stuck
+        assert done.value == 3
+        lines = (hanging.hangs_at or "").split("\n")
+        assert "test_executor.py, line" in lines[0]
+        assert lines[1].endswith("in hang_in_a_function: released.wait()")
+        assert lines[-1].startswith("  threading.py, line")
+        released.set()
+
+
+def test_hanging_coroutine_is_cancelled_at_the_end() -> None:
+    ends: list[str] = []
+
+    async def hang() -> None:
+        try:
+            await hang_async()
+        finally:
+            ends.append("cancelled")
+
+    with Executor(1, limit_s=0.1) as executor:
+        (result,) = executor.run([EnvCall(hang, is_async=True)])
+    assert "in hang: await hang_async()\n" in (result.hangs_at or "")
+    assert "in hang_async: await anext(numbers())" in (result.hangs_at or "")
+    assert ends == ["cancelled"]
+
+
+def test_call_that_blocks_the_event_loop_is_named_for_all() -> None:
+    released = threading.Event()
+
+    async def keep() -> None:
+        released.wait()
+
+    with Executor(1, limit_s=0.1) as executor:
+        results = executor.run([EnvCall(keep, is_async=True), EnvCall(current_loop, is_async=True)])
+        released.set()
+    assert all("in keep: released.wait()" in (result.hangs_at or "") for result in results)
+
+
+def test_stopped_event_loop_is_restarted() -> None:
+    async def stop() -> int:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+        return 3
+
+    with Executor(1, limit_s=10) as executor:
+        assert not executor.was_stopped
+        assert executor.run([EnvCall(stop, is_async=True)])[0].value == 3
+        assert executor.was_stopped
+
+
+def test_finished_call_keeps_nothing_alive() -> None:
+    class Held:
+        is_alive = True
+
+        def __del__(self) -> None:
+            Held.is_alive = False
+
+    with Executor(1, limit_s=10) as executor:
+        executor.run([EnvCall(Held)])
+        deadline = time.monotonic() + 60
+        while Held.is_alive and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert not Held.is_alive
+
+
+def test_result_is_empty_by_default() -> None:
+    assert CallResult() == CallResult(None, None, None, 0.0)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Any
+
+import pytest
+
+from skyrl_gym.checkup.play import play
+from skyrl_gym.envs import BUILT_IN
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.registration import EnvSpec
+
+ROW = {"prompt": [{"role": "user", "content": "6 * 7?"}], "reward_spec": {"ground_truth": "42"}, "max_turns": 3}
+
+
+class AsyncEnv(BaseTextEnv):
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.reward = env_config.inner.reward
+
+    async def init_async(self, prompt: Any) -> Any:
+        self.loop = asyncio.get_running_loop()
+        return prompt, {}
+
+    async def step_async(self, action: str) -> BaseTextEnvStepOutput:
+        assert asyncio.get_running_loop() is self.loop
+        return BaseTextEnvStepOutput(observations=[], reward=self.reward, done=True, metadata={})
+
+
+SPEC = EnvSpec("gsm8k_multi_turn", BUILT_IN["gsm8k_multi_turn"])
+
+
+def test_episode_is_played_by_hand() -> None:
+    screen = io.StringIO()
+    total = play(SPEC, ROW, {}, io.StringIO("#### 41\n.\nLet me see.\n#### 42\n.\n"), screen)
+    assert total == pytest.approx(1.0 + 0.2 / 3)
+    shown = screen.getvalue()
+    assert shown.startswith("\n[user]\n6 * 7?\n")
+    assert "-- reward 1.0" in shown
+    assert "Episode finished: reward 1.06" in shown
+
+
+def test_input_may_end_before_the_episode() -> None:
+    assert play(SPEC, ROW, {}, io.StringIO(""), io.StringIO()) is None
+
+
+def test_last_reply_may_lack_its_full_stop() -> None:
+    assert play(SPEC, ROW, {}, io.StringIO("#### 42"), io.StringIO()) == 1.0
+
+
+def test_max_turns_may_be_none() -> None:
+    screen = io.StringIO()
+    play(SPEC, ROW | {"max_turns": None}, {}, io.StringIO("#### 41\n.\n#### 42\n.\n"), screen)
+    assert "Episode finished: reward 1.02" in screen.getvalue()  # 0.2 / 10 turns for the format of the first
+    assert "in 2 turns" in screen.getvalue()
+
+
+def test_coroutines_share_an_event_loop_and_sections_have_attributes() -> None:
+    spec = EnvSpec("async", AsyncEnv)
+    assert play(spec, {}, {"inner": {"reward": 3}}, io.StringIO("go\n.\n"), io.StringIO()) == 3.0

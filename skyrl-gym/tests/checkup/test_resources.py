@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from worker_processes import is_running, wait_until
+
+from skyrl_gym.checkup.resources import child_processes, count_resources
+
+STUCK = """
+import atexit, os, subprocess, threading
+from concurrent.futures import ThreadPoolExecutor
+from skyrl_gym.checkup.resources import child_processes, exit_soon
+
+before = child_processes()
+child = subprocess.Popen(["sleep", "600"])
+ThreadPoolExecutor().submit(threading.Event().wait)
+print(child.pid, flush=True)
+exit_soon(3, child_processes() - before)
+assert child.wait() == -9
+"""
+
+
+def test_resources_are_counted() -> None:
+    before = count_resources()
+    released = threading.Event()
+    thread = threading.Thread(target=released.wait)
+    thread.start()
+    with open(os.devnull) as _, subprocess.Popen(["sleep", "600"]) as process:
+        held = count_resources()
+        process.kill()
+    released.set()
+    thread.join()
+    assert held["threads"] == before["threads"] + 1
+    if Path("/proc/self/fd").exists():
+        assert held["processes"] == before["processes"] + 1
+        assert held["open files"] >= before["open files"] + 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children of a process are listed on Linux alone")
+def test_child_processes_of_all_threads_are_listed() -> None:
+    before = child_processes()
+    started: list[subprocess.Popen[bytes]] = []
+    has_started, released = threading.Event(), threading.Event()
+
+    def start() -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        has_started.set()
+        released.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    has_started.wait()
+    children = child_processes()
+    released.set()
+    thread.join()
+    started[0].kill()
+    started[0].wait()
+    assert children - before == {started[0].pid}
+
+
+def test_stuck_process_exits_and_kills_its_children() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
+    wait_until(lambda: not is_running(int(done.stdout)))

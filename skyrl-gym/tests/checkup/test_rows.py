@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_gym.checkup.rows import DEFAULT_MAX_TURNS, read_row, split_row
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": [{"role": "user", "content": "6 * 7?"}], "env_class": "multiply", "reward_spec": {"ground_truth": "42"}},
+    {
+        "prompt": [{"role": "user", "content": "Hi\u2028!"}],
+        "env_class": "talk",
+        "max_turns": 3,
+        "extra_info": {"n": [1]},
+    },
+]
+BEGIN = [{"role": "user", "content": "Begin."}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(ROWS, schema=schema()), tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / "rows.jsonl").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS))
+    return tmp_path
+
+
+def schema() -> pa.Schema:
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    return pa.schema(
+        [
+            ("prompt", pa.list_(message)),
+            ("env_class", pa.string()),
+            ("reward_spec", pa.struct([("ground_truth", pa.string())])),
+            ("max_turns", pa.int64()),
+            ("extra_info", pa.struct([("n", pa.list_(pa.int64()))])),
+        ]
+    )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_row_is_the_same_in_every_file_format(folder: Path, kind: str, index: int) -> None:
+    row = read_row(folder / f"rows.{kind}", index)
+    assert {name: value for name, value in row.items() if value is not None} == ROWS[index]
+    assert set(row) - set(ROWS[index]) == (set(schema().names) - set(ROWS[index]) if kind == "parquet" else set())
+
+
+def test_parquet_null_counts_as_missing(folder: Path) -> None:
+    row = read_row(folder / "rows.parquet", 0)
+    assert row["max_turns"] is None
+    prompt, extras = split_row(row)
+    assert prompt == ROWS[0]["prompt"]
+    assert extras == {"reward_spec": {"ground_truth": "42"}, "max_turns": DEFAULT_MAX_TURNS, "extra_info": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "max_turns"),
+    [
+        ({}, DEFAULT_MAX_TURNS),
+        ({"max_turns": None, "extra_info": None}, DEFAULT_MAX_TURNS),
+        ({"max_turns": 3}, 3),
+        ({"max_turns": None, "extra_info": {"max_turns": 4}}, 4),
+    ],
+)
+def test_max_turns(row: dict[str, Any], max_turns: int) -> None:
+    assert split_row(row) == (BEGIN, row | {"max_turns": max_turns})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "6 * 7?"}, r"prompt='6 \* 7\?' is not a list of messages; use \[\{"),
+        ({"prompt": ["6 * 7?"]}, "is not a list of messages"),
+        ({"max_turns": 0}, "must be at least 1"),
+        ({"max_turns": "3"}, "max_turns='3' must be a whole number"),
+    ],
+)
+def test_row_that_training_would_refuse_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_row(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "index", "message"),
+    [
+        ("rows.csv", "a,b", 0, r"rows\.csv is not supported; use a \.parquet, \.json or \.jsonl file"),
+        ("rows.json", "{}", 0, r"a \.json file must hold a list of rows"),
+        ("rows.jsonl", '{"a": 1}\n{', 0, r"rows\.jsonl: line 2 is not JSON"),
+        ("rows.jsonl", "1", 0, r"row 0 of .*rows\.jsonl is '1'; a row must be an object"),
+        ("rows.jsonl", "{}", 1, r"--row 1: .* has rows 0 to 0"),
+        ("rows.jsonl", "{}", -1, r"--row -1: .* has rows 0 to 0"),
+        ("rows.json", "[]", 0, r"--row 0: .* has no rows"),
+        ("rows.parquet", "PAR2", 0, r"--data .*rows\.parquet: "),
+    ],
+)
+def test_unusable_file_is_explained(tmp_path: Path, name: str, text: str, index: int, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_row(tmp_path / name, index)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_missing_file_is_named(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"rows\.{kind} does not exist"):
+        read_row(tmp_path / f"rows.{kind}", 0)
+
+
+def test_missing_pyarrow_names_the_command_that_installs_it(folder: Path) -> None:
+    program = (
+        "import pathlib, sys\n"
+        "sys.modules['pyarrow'] = None\n"  # as where it is not installed
+        "from skyrl_gym.checkup.rows import read_row\n"
+        "try:\n    read_row(pathlib.Path('rows.parquet'), 0)\n"
+        "except ImportError as error:\n    print(error)\n"
+        "print(read_row(pathlib.Path('rows.json'), 0)['env_class'])\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == (
+        "--data rows.parquet: reading .parquet needs pyarrow, which is not installed; run pip install pyarrow\n"
+        "multiply\n"
+    )

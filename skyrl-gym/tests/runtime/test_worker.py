@@ -1,0 +1,147 @@
+"""A worker runs an environment for another process and does not outlive its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import types
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worker_processes import is_running, wait_until
+
+from skyrl_gym.core import Env
+from skyrl_gym.runtime.env_config import EnvConfig
+from skyrl_gym.runtime.worker import EnvWorker, serve
+
+PARENT_PROGRAM = """
+import json, os, socket, subprocess, sys
+
+ours, theirs = socket.socketpair()
+command = [sys.executable, "-m", "skyrl_gym.runtime.worker", str(theirs.fileno()), json.dumps([sys.argv[1]])]
+worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+ours.sendall(b'["hello"]\\n')
+ours.recv(100)
+ours.sendall(b'["make", "x", "endless:Endless", {}, {}, {}]\\n')
+while not os.path.exists(sys.argv[1] + "/begun"):
+    pass
+print(worker.pid, flush=True)
+os._exit(9)
+"""
+ENDLESS_ENV = """
+import pathlib
+
+class Endless:
+    def __init__(self, **options):
+        (pathlib.Path(__file__).parent / "begun").touch()
+        while True:
+            pass
+"""
+
+
+def test_worker_with_a_hanging_environment_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS_ENV)
+    command = [sys.executable, "-c", PARENT_PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 9, done.stderr
+    wait_until(lambda: not is_running(int(done.stdout)))
+
+
+class AsyncEnv(Env[Any, Any]):
+    """Asynchronous environment that starts a task that never ends."""
+
+    def __init__(self, env_config: EnvConfig, extras: dict[str, Any]) -> None:
+        self.env_config = env_config
+        self.events: list[str] = []
+
+    async def init_async(self, prompt: list[Any]) -> list[Any]:
+        self.task = asyncio.create_task(self._wait())
+        return prompt
+
+    async def step_async(self, action: str) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if action == "cancel":
+            raise asyncio.CancelledError("mine")
+        return {"at": datetime(2026, 1, 2), "many": np.arange(2), "one": np.float32(0.5), "action": action}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"topk": self.env_config.topk}
+
+    async def close_async(self) -> None:
+        self.events.append("closed")
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.events.append("task ended")
+
+
+def make_worker() -> EnvWorker:
+    """Return a worker in this process that holds an environment."""
+    worker = EnvWorker()
+    worker.call("make", ["awaited", f"{__name__}:AsyncEnv", {}, {"topk": 3, "inner": {"a": 1}}, {}])
+    return worker
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, types.SimpleNamespace(AsyncEnv=AsyncEnv))
+
+
+def test_coroutines_share_an_event_loop_until_close() -> None:
+    worker = make_worker()
+    env: Any = worker._env
+    assert worker.call("init", [["Go"]]) == ["Go"]
+    assert worker.call("step", ["on"])["action"] == "on"
+    worker.call("close", [])
+    assert env.events == ["closed", "task ended"]
+    worker.call("close", [])
+    assert env.events == ["closed", "task ended"]
+
+
+def test_env_config_sections_have_attributes() -> None:
+    env: Any = make_worker()._env
+    assert (env.env_config.topk, env.env_config.inner.a) == (3, 1)
+
+
+def test_worker_imports_no_heavy_modules() -> None:
+    heavy = (
+        "pydantic",
+        "numpy",
+        "argparse",
+        "concurrent.futures.thread",
+        "skyrl_gym.runtime.validation",
+        "skyrl_gym.checkup",
+    )
+    code = f"import sys, skyrl_gym.runtime.worker; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == "[]\n"
+
+
+def test_socket_protocol() -> None:
+    ours, theirs = socket.socketpair()
+    make = ["make", "awaited", f"{__name__}:AsyncEnv", {}, {"topk": 3}, {}]
+    server = threading.Thread(target=serve, args=(theirs.detach(),), daemon=True)
+    server.start()
+    answers = []
+    with ours, ours.makefile("rw") as line:
+        for call in (make, ["step", "on"], ["step", "cancel"], ["get_metrics"]):
+            line.write(json.dumps(call) + "\n")
+            line.flush()
+            answers.append(json.loads(line.readline()))
+    server.join(timeout=60)
+    assert not server.is_alive()
+    assert answers == [
+        ["ok", None],
+        ["ok", {"at": "2026-01-02T00:00:00", "many": [0, 1], "one": 0.5, "action": "on"}],
+        ["error", "CancelledError: mine"],
+        ["ok", {"topk": 3}],
+    ]

@@ -1,0 +1,111 @@
+"""Mistakes of the configuration: each is answered with the value and the fix, before PyTorch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MISTAKES: dict[str, list[str]] = {
+    "trainer.epoch=3": ["there is no key trainer.epoch; did you mean trainer.epochs?"],
+    "trainer.polcy.model.path=x": ["there is no key trainer.polcy.model.path", "trainer.policy.model.path"],
+    "learning_rate=1e-6": ["there is no key learning_rate"],
+    "trainer.epochs=three": ["trainer.epochs=three must be an integer >= 1"],
+    "trainer.epochs=0": ["trainer.epochs=0 must be an integer >= 1"],
+    "trainer.policy.optimizer_config.lr=-1": ["lr=-1 must be a number >= 0"],
+    "trainer.bf16=yes": ["trainer.bf16=yes must be true or false"],
+    "trainer.logger=wanbd": ["trainer.logger=wanbd must be one of console, jsonl, tensorboard, wandb"],
+    "trainer.logger=wandb": ["WANDB_API_KEY", "trainer.logger=tensorboard"],
+    "--trainer.epochs=3": ["--trainer.epochs=3 is not an override; write trainer.epochs=3"],
+    "epochs": ["epochs is not an override; write trainer.epochs=<value>"],
+    "trainer.seed=1,2": ["asks for a sweep of several runs"],
+    "--multirun": ["--multirun is not an override"],
+    "trainer.run_name='a": ["cannot be read", "quote the value"],
+    "trainer.policy_mini_batch_size=3": ["must divide trainer.train_batch_size=4; try 2 or 4"],
+    "trainer.algorithm.advantage_estimator=grop": ["advantage_estimator='grop' is not registered; available: gae"],
+    "trainer.algorithm.advantage_estimator=gae": ["reads the values of a critic", "set trainer.critic.model.path="],
+    "trainer.algorithm.policy_loss_type=ppo": ["policy_loss_type='ppo' is not registered", "dual_clip"],
+    "trainer.algorithm.kl_estimator_type=k4": ["kl_estimator_type=k4 must be one of k1, k2, k3"],
+    "trainer.algorithm.use_kl_in_reward=true": ["would count the KL divergence twice"],
+    "generator.n_samples_per_prompt=1 trainer.algorithm.advantage_estimator=rloo": ["leaves nothing to compare"],
+    "generator.sampling_params.temperature=0": ["cannot divide the logits in training"],
+    "generator.backend=vllm": ["vLLM is not installed", "generator.backend=auto"],
+    "generator.backend=sglang": ["generator.backend=sglang must be one of auto, hf, vllm"],
+    "generator.engine_init_kwargs.block_size=32": ["are options of vLLM"],
+    "trainer.placement.policy_num_gpus_per_node=8": ["trains and samples on one device", "gpus_per_node=1"],
+    "generator.num_inference_engines=4": ["num_inference_engines=4: this version trains and samples on one device"],
+    "trainer.resume_mode=from_path": ["needs trainer.resume_path=null to be a folder"],
+    "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
+    "data.train_data=[missing.jsonl]": ["data.train_data=missing.jsonl: the file missing.jsonl does not exist"],
+    "data.val_data=[folder.parquet]": ["the file folder.parquet is a folder"],
+    "trainer.policy.model.path=./missing": ["path=./missing: there is no such folder"],
+    "trainer.policy.model.path=without_tokenizer": ["the folder has no tokenizer.json"],
+    "trainer.policy.model.path=without_weights": ["the folder has no model.safetensors"],
+    "trainer.policy.model.path=rows.jsonl": ["rows.jsonl is a file; give the folder"],
+    "--config missing.yaml": ["--config missing.yaml cannot be read"],
+    "--config broken.yaml": ["--config broken.yaml cannot be read"],
+    "--help trainer.epoch": ["there is no key or section trainer.epoch; did you mean trainer.epochs?"],
+}
+
+SCRIPT = """
+import contextlib, io, json, sys
+from skyrl_train.entrypoints.cli import main
+answers = []
+for argv in json.load(sys.stdin):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        status = main(argv)
+    answers.append([status, stderr.getvalue()])
+heavy = sorted({"torch", "transformers", "datasets", "matplotlib"} & set(sys.modules))
+json.dump([answers, heavy], sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Standard error of `skyrl train` for each mistake, all in one process that must not import PyTorch."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "Hi"}]}))
+    (folder / "broken.yaml").write_text("trainer: {epochs: ")
+    (folder / "folder.parquet").mkdir()
+    for name, files in {
+        "model": ["config.json", "model.safetensors", "tokenizer.json"],
+        "without_tokenizer": ["config.json", "model.safetensors"],
+        "without_weights": ["config.json", "tokenizer.json"],
+    }.items():
+        (folder / name).mkdir()
+        for file in files:
+            (folder / name / file).touch()
+    good = ["data.train_data=[rows.jsonl]", "data.val_data=[rows.jsonl]", "trainer.policy.model.path=model"]
+    good += ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"]
+    commands = [["train", *good, *mistake.split()] for mistake in MISTAKES if not mistake.startswith("--help")]
+    commands += [["train", *mistake.split()] for mistake in MISTAKES if mistake.startswith("--help")]
+    packages = str(Path(__file__).parents[3])
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    env |= {"PYTHONPATH": os.pathsep.join([packages, env.get("PYTHONPATH", "")]), "HOME": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(commands),
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    results, heavy = json.loads(done.stdout)
+    assert heavy == [], "a mistake must be answered before these are imported"
+    assert [status for status, _ in results] == [1] * len(MISTAKES)
+    return dict(zip(MISTAKES, [text for _, text in results], strict=True))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_its_fix(mistake: str, answers: dict[str, str]) -> None:
+    answer = answers[mistake]
+    for words in MISTAKES[mistake]:
+        assert words in answer
+    assert "Traceback" not in answer

@@ -1,0 +1,136 @@
+"""API keys and the separation of users."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+from pydantic import SecretStr
+from tinker import types
+from tx_server import BASE_MODEL, Running, serving
+
+from tx.tinker.server.auth import KeyCheck
+
+KEYS = ("tml-alice", "tml-bob")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("state"), api_keys=tuple(map(SecretStr, KEYS))) as running:
+        yield running
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-eve"}, {"X-API-Key": "é"}, {"Authorization": "Basic !"}])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "create_session"), ("GET", "checkpoints"), ("GET", "/"), ("GET", "/metrics")]
+)
+def test_without_a_key(server: Running, headers: dict[str, str], method: str, path: str) -> None:
+    url = server.url + path if path.startswith("/") else f"{server.url}/api/v1/{path}"
+    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    refused = httpx.request(method, url, headers=encoded, json={"tags": []} if method == "POST" else None)
+    assert refused.status_code == 401
+    assert "API key" in refused.json()["detail"]
+
+
+def test_health_needs_no_key(server: Running) -> None:
+    assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
+
+
+def test_basic_and_bearer_authentication(server: Running) -> None:
+    basic = base64.b64encode(b"any:tml-bob").decode()
+    for header in (f"Basic {basic}", "Bearer tml-alice"):
+        assert httpx.get(server.url, headers={"Authorization": header}).status_code == 200
+    assert "Basic" in httpx.get(server.url).headers["www-authenticate"]
+
+
+def test_the_client_reports_a_wrong_key(server: Running) -> None:
+    eve = tinker.ServiceClient(base_url=server.url, api_key="tml-eve")
+    with pytest.raises(tinker.AuthenticationError, match="unknown to this server"):
+        eve.create_sampling_client(base_model=BASE_MODEL)
+    eve.close(status="errored").result()
+
+
+@pytest.fixture
+def alices(server: Running) -> Iterator[tuple[str, str]]:
+    """A model and a checkpoint of alice."""
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-alice")
+    training = service.create_lora_training_client(BASE_MODEL, rank=4).result()
+    yield training.model_id, training.save_weights_for_sampler("mine").result().path
+    service.close(status="success")
+
+
+def test_users_are_isolated(server: Running, alices: tuple[str, str]) -> None:
+    model_id, path = alices
+    session_id = model_id.partition(":")[0]
+    run = f"training_runs/{model_id}"
+    with server.client(**{"X-API-Key": "tml-bob"}) as bob:
+        for method, url, body in (
+            ("POST", "get_info", {"model_id": model_id}),
+            ("POST", "optim_step", {"model_id": model_id, "adam_params": {}}),
+            ("POST", "retrieve_future", {"request_id": "1"}),
+            ("POST", "cancel_future", {"request_id": "1"}),
+            ("POST", "session_heartbeat", {"session_id": session_id}),
+            ("POST", f"sessions/{session_id}/finish", {"reason": {"type": "success"}}),
+            ("GET", f"sessions/{session_id}", None),
+            ("GET", run, None),
+            ("GET", f"{run}/checkpoints", None),
+            ("POST", "weights_info", {"tinker_path": path}),
+            ("POST", "asample", {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "model_path": path}),
+            ("DELETE", f"{run}/checkpoints/sampler_weights/mine", None),
+            ("PUT", f"{run}/checkpoints/sampler_weights/mine/ttl", {"ttl_seconds": 3600}),
+        ):
+            assert bob.request(method, url, json=body).status_code == 404, url
+        for url in ("sessions", "training_runs", "checkpoints"):
+            assert bob.get(url).json().get(url) == []
+    with server.client(**{"X-API-Key": "tml-alice"}) as alice:
+        assert alice.get(run).status_code == 200
+
+
+def test_public_checkpoints_are_read_only(server: Running, alices: tuple[str, str]) -> None:
+    model_id, path = alices
+    url = f"training_runs/{model_id}/checkpoints/sampler_weights/mine"
+    with server.client(**{"X-API-Key": "tml-alice"}) as alice:
+        alice.post(f"{url}/publish")
+    bob = tinker.ServiceClient(base_url=server.url, api_key="tml-bob")
+    sampler = bob.create_sampling_client(model_path=path).result()
+    assert sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1)).result().sequences
+    bob.close(status="success")
+    with server.client(**{"X-API-Key": "tml-bob"}) as http:
+        assert http.delete(url).status_code == 404
+        assert http.post("weights_info", json={"tinker_path": path}).status_code == 200
+
+
+async def test_no_body_is_read_before_the_key(server: Running) -> None:
+    async def receive() -> Any:
+        raise AssertionError("a body was read")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"x-api-key", b"tml-eve")]}
+    await KeyCheck(app, server.config)(scope, receive, send)
+    assert sent[0]["status"] == 401
+    with pytest.raises(AssertionError, match="a body was read"):
+        await KeyCheck(app, server.config)({**scope, "headers": [(b"x-api-key", b"tml-bob")]}, receive, send)
+
+
+def test_each_user_has_a_model_limit(tmp_path: Path) -> None:
+    with serving(tmp_path / "state", api_keys=tuple(map(SecretStr, KEYS)), max_models_per_user=1) as running:
+        responses = []
+        for key in (KEYS[0], KEYS[0], KEYS[1]):
+            with running.client(**{"X-API-Key": key}) as http:
+                session_id = http.post("create_session", json={"tags": []}).json()["session_id"]
+                body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL}
+                responses.append(http.post("create_model", json=body))
+    assert [one.status_code for one in responses] == [200, 400, 200]
+    assert "your models under training have reached the limit per user, --max-models-per-user=1" in responses[1].text

@@ -1,0 +1,117 @@
+"""Request bodies, without a network: an ASGI server passes on a few messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tx.tinker.server.body_limit import BodyLimit
+
+MAX_BYTES = 1000
+PACKED = zstandard.ZstdCompressor().compress(b"words" * 100)
+
+
+class App:
+    """Records the body and the message after it."""
+
+    def __init__(self) -> None:
+        self.body: bytes | None = None
+        self.after: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        assert not message["more_body"]
+        self.body = message["body"]
+        self.after = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+async def post(parts: list[bytes], *, ends: bool = True, **headers: str) -> tuple[int | None, App, str]:
+    """Return the reply's status, what reached the application, and the reply's text."""
+    messages: list[Any] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    if ends:
+        messages.append({"type": "http.request"})
+    messages.append({"type": "http.disconnect"})
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = App()
+    raw_headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    await BodyLimit(app, MAX_BYTES)({"type": "http", "headers": raw_headers}, receive, send)
+    words = b"".join(message.get("body", b"") for message in sent).decode()
+    return (sent[0]["status"] if sent else None), app, words
+
+
+@given(st.lists(st.binary(max_size=100), max_size=9))
+async def test_chunks_are_joined(parts: list[bytes]) -> None:
+    status, app, _ = await post(parts)
+    assert (status, app.body) == (200, b"".join(parts))
+    assert app.after == {"type": "http.disconnect"}
+
+
+async def test_a_truncated_body_is_dropped() -> None:
+    status, app, _ = await post([b"{}"], ends=False)
+    assert (status, app.body) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "headers"),
+    [
+        ([], {"content_length": "1001"}),  # need not even be sent
+        ([bytes(600), bytes(600)], {}),
+        ([zstandard.ZstdCompressor().compress(bytes(1001))], {"content_encoding": "zstd"}),
+        (
+            [zstandard.ZstdCompressor().compress(bytes(1 << 20))] * 2,
+            {"content_encoding": "zstd"},
+        ),  # small when compressed
+    ],
+)
+async def test_bodies_that_are_too_large(parts: list[bytes], headers: dict[str, str]) -> None:
+    assert "content_encoding" not in headers or sum(map(len, parts)) < MAX_BYTES
+    status, app, words = await post(parts, **headers)
+    assert (status, app.body) == (413, None)
+    assert "more than 1000 bytes; split the request" in words
+
+
+@pytest.mark.parametrize("encoding", ["zstd", "ZSTD"])
+async def test_compressed_bodies(encoding: str) -> None:
+    frames = PACKED + zstandard.ZstdCompressor().compress(b"more")
+    _, app, _ = await post([frames[:7], frames[7:]], content_encoding=encoding)
+    assert app.body == b"words" * 100 + b"more"
+    _, app, _ = await post([PACKED], content_encoding="identity")
+    assert app.body == PACKED
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status"),
+    [
+        (b"no zstd", "zstd", 400),
+        (b"\x28\xb5\x2f\xfd\x00\xf8" + b"\x02\xff\xff\xff" * 9, "zstd", 400),  # a window of terabytes
+        (PACKED, "gzip", 415),
+        (PACKED, "zstd, zstd", 415),
+        (b"", "br", 415),
+    ],
+)
+async def test_invalid_encodings(body: bytes, encoding: str, status: int) -> None:
+    found, app, words = await post([body], content_encoding=encoding)
+    assert (found, app.body) == (status, None)
+    assert words
+
+
+async def test_other_scopes_pass_through() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    await BodyLimit(app, MAX_BYTES)({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+    assert seen == ["lifespan"]

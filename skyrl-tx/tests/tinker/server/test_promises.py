@@ -1,0 +1,137 @@
+"""Waiting clients in one event loop; the test plays the database."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from tx.tinker.server.promises import Promises
+
+
+class Pending:
+    """Pending ids, recently finished ones, and the number of queries."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = set(ids)
+        self.lately: set[int] = set()
+        self.n_asked = 0
+
+    def finish(self, number: int, *, is_lately: bool = True) -> None:
+        self.ids.discard(number)
+        if is_lately:
+            self.lately.add(number)
+
+    async def still(self) -> set[int]:
+        self.n_asked += 1
+        await asyncio.sleep(0)
+        return set(self.ids)
+
+    async def recent_ids(self) -> set[int]:
+        self.n_asked += 1
+        await asyncio.sleep(0)
+        return set(self.lately)
+
+
+@asynccontextmanager
+async def watched(pending: Pending, poll_sec: float = 60.0) -> AsyncIterator[Promises]:
+    promises = Promises(pending.still, pending.recent_ids)
+    task = asyncio.create_task(promises.watch(lambda: poll_sec))
+    try:
+        yield promises
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_ring_wakes_clients_whose_request_is_done() -> None:
+    pending = Pending(1, 2)
+    async with watched(pending) as promises:
+        first, second = (asyncio.create_task(promises.wait(number, 60)) for number in (1, 2))
+        await asyncio.sleep(0.05)
+        assert promises.n_waiting == 2
+        pending.finish(1)
+        promises.ring()
+        await asyncio.wait_for(first, 20)
+        assert not second.done()
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert promises.n_waiting == 0
+
+
+async def test_results_from_before_the_wait_are_found_without_a_ring() -> None:
+    async with watched(Pending()) as promises:
+        await asyncio.wait_for(promises.wait(7, 60), 20)
+
+
+async def test_a_thousand_clients_need_few_queries() -> None:
+    pending = Pending(*range(1000))
+    async with watched(pending) as promises:
+        tasks = [asyncio.create_task(promises.wait(number, 60)) for number in range(1000)]
+        for number in range(1000):
+            pending.finish(number)
+            promises.ring()
+        await asyncio.wait_for(asyncio.gather(*tasks), 20)
+    assert pending.n_asked < 20
+
+
+async def test_no_queries_without_waiting_clients() -> None:
+    pending = Pending()
+    async with watched(pending, poll_sec=0.001) as promises:
+        promises.ring()
+        await asyncio.sleep(0.05)
+    assert pending.n_asked == 0
+
+
+async def test_it_polls_without_rings() -> None:
+    pending = Pending(1)
+    async with watched(pending, poll_sec=0.02) as promises:
+        task = asyncio.create_task(promises.wait(1, 60))
+        await asyncio.sleep(0.05)
+        pending.finish(1)
+        await asyncio.wait_for(task, 20)
+
+
+async def test_missed_results_are_found_eventually(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's clock may be wrong, or its ring may be lost."""
+    monkeypatch.setattr("tx.tinker.server.promises.BACKUP_SEC", 0.1)
+    pending = Pending(1)
+    async with watched(pending, poll_sec=0.1) as promises:
+        task = asyncio.create_task(promises.wait(1, 60))
+        await asyncio.sleep(0.05)
+        pending.finish(1, is_lately=False)
+        await asyncio.wait_for(task, 20)
+
+
+async def test_waits_time_out() -> None:
+    async with watched(Pending(1)) as promises:
+        started = time.monotonic()
+        await promises.wait(1, 0.05)
+        assert 0.04 < time.monotonic() - started < 20
+        task = asyncio.create_task(promises.wait(1, 60))
+        await asyncio.sleep(0.01)
+        promises.release()
+        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(promises.wait(1, 60), 20)
+
+
+async def test_it_survives_an_unavailable_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tx.tinker.server.promises.BACKUP_SEC", 0.01)
+    n_asked = 0
+
+    async def ask() -> set[int]:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked < 3:
+            raise OperationalError("select", {}, Exception("away"))
+        return set()
+
+    promises = Promises(ask, ask)
+    task = asyncio.create_task(promises.watch(lambda: 0.01))
+    await asyncio.wait_for(promises.wait(1, 60), 20)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

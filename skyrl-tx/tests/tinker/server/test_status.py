@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine as Database
+from tx_postgresql import database_url
+from tx_server import config_for
+
+from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus, Session, SessionStatus, now
+from tx.tinker.server.status import RequestCounts, Status, query_status
+from tx.tinker.store.database import open_database, reading, writing
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """The data of two users, one of whom has left."""
+    url = config_for(tmp_path).database_url
+    if request.param == "postgresql":
+        url = database_url(request.getfixturevalue("postgresql_url"), tmp_path.name)
+    opened = open_database(url)
+    with writing(opened) as db:
+        for owner in ("alice", "bob", "carol"):
+            status = SessionStatus.FINISHED if owner == "carol" else SessionStatus.ACTIVE
+            db.add(Session(session_id=owner, owner=owner, status=status))
+            db.flush()
+            defaults = {"model_seq_id": 0, "base_model": "m", "rank": 4, "lora": {}}
+            state = ModelStatus.UNLOADED if owner == "carol" else ModelStatus.READY
+            db.add(Model(model_id=f"{owner}:train:0", session_id=owner, status=state, **defaults))
+        db.add_all(requests())
+    yield opened
+    opened.dispose()
+
+
+def requests() -> Iterator[Request]:
+    def one(owner: str, seconds: float, **fields: Any) -> Request:
+        done = now() - timedelta(seconds=1)
+        defaults = {"status": RequestStatus.DONE, "completed_at": done, "created_at": done - timedelta(seconds=seconds)}
+        defaults |= {"kind": Kind.OPTIM_STEP, "model_id": f"{owner}:train:0", "payload": b"", "payload_hash": ""}
+        return Request(owner=owner, **{**defaults, **fields})
+
+    yield one("alice", 1.0)
+    yield one("alice", 2.5)
+    yield one("bob", 4.0)
+    yield one("bob", 0, status=RequestStatus.PENDING, completed_at=None)
+    yield one("bob", 0, kind=Kind.SAMPLE, model_id=None, status=RequestStatus.PENDING, completed_at=None)
+    yield one("bob", 2.0, kind=Kind.SAMPLE, model_id=None, status=RequestStatus.FAILED, error="of bob")
+    yield one("alice", 0, status=RequestStatus.FAILED, error="of alice", completed_at=now() - timedelta(hours=1))
+    yield one("alice", 9.0, status=RequestStatus.CANCELLED)
+
+
+def seen(database: Database, owner: str | None = None) -> Status:
+    with reading(database) as db:
+        return query_status(db, "m", owner)
+
+
+def test_pending_and_finished_requests(database: Database) -> None:
+    found = seen(database)
+    assert found.by_kind == {
+        Kind.OPTIM_STEP: RequestCounts(1, 3, pytest.approx(2.5, abs=1e-3)),
+        Kind.SAMPLE: RequestCounts(1, 1, pytest.approx(2.0, abs=1e-3)),
+    }
+    assert found.by_model["bob:train:0"] == RequestCounts(1, 1, pytest.approx(4.0, abs=1e-3))
+    assert found.by_model["alice:train:0"] == RequestCounts(0, 2, pytest.approx(1.75, abs=1e-3))
+    assert (found.n_models, found.n_sessions) == (2, 2)
+    assert [one.error for one in found.errors] == ["of bob", "of alice"]
+
+
+@pytest.mark.parametrize("owner", ["alice", "bob", "carol", "nobody"])
+def test_users_see_only_their_own_objects(database: Database, owner: str) -> None:
+    found = seen(database, owner)
+    is_there = owner in ("alice", "bob")
+    assert [one.session_id for one in found.sessions] == [owner] * is_there
+    assert [one.model_id for one in found.models] == [f"{owner}:train:0"] * is_there
+    assert [one.error for one in found.errors] == [f"of {owner}"] * is_there
+    assert found.n_models == 2

@@ -1,0 +1,184 @@
+"""Real child processes that stand in for an engine that works, dies, or never responds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tx_server import CHILD_ENVIRONMENT
+
+from tx.tinker.config import TxConfig
+from tx.tinker.doorbell import UNUSABLE
+from tx.tinker.server import supervisor as supervision
+from tx.tinker.server.supervisor import Supervisor
+
+BELL = "import sys; from tx.tinker.doorbell import Doorbell; bell = Doorbell.from_fd(int(sys.argv[2]))\n"
+ECHO = BELL + "while not bell.is_hung_up:\n    if bell.wait(10) and not bell.is_hung_up: bell.ring()\n"
+
+
+@pytest.fixture(autouse=True)
+def _import_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", CHILD_ENVIRONMENT["PYTHONPATH"])
+
+
+def child(program: str) -> tuple[str, ...]:
+    return sys.executable, "-c", textwrap.dedent(program)
+
+
+def supervise(program: str, folder: Path, on_ring: Callable[[], None] = lambda: None) -> Supervisor:
+    config = TxConfig(base_model="org/m", checkpoints_base=folder)
+    return Supervisor(config, on_ring, command=child(program), first_pause_sec=0.01)
+
+
+def unusable_after_the_first_start(folder: Path) -> str:
+    """Return a program."""
+    before = str(folder / "before")
+    return f"""
+        import pathlib, sys
+        if pathlib.Path({before!r}).exists(): sys.exit({UNUSABLE})
+        pathlib.Path({before!r}).touch()
+    """
+
+
+@asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def test_both_sides_can_ring(tmp_path: Path) -> None:
+    rung = asyncio.Event()
+    supervisor = supervise(ECHO, tmp_path, rung.set)
+    supervisor.ring()  # no engine is running
+    async with running(supervisor):
+        await until(lambda: supervisor.is_running)
+        supervisor.ring()
+        await asyncio.wait_for(rung.wait(), 20)
+    assert not supervisor.is_running
+
+
+async def test_it_restarts_a_dead_engine(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    program = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True)\n" + ECHO
+    supervisor = supervise(program, tmp_path)
+
+    def found() -> list[int]:
+        return [int(line) for line in pids.read_text().splitlines()] if pids.exists() else []
+
+    async with running(supervisor):
+        for n_starts in (1, 2, 3):
+            await until(lambda n=n_starts: len(found()) == n)  # type: ignore[misc]
+            os.kill(found()[-1], signal.SIGKILL)
+        await until(lambda: len(found()) == 4)
+    assert supervisor.n_starts == 4
+    for pid in found():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_it_gives_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rung = asyncio.Event()
+    supervisor = supervise("raise SystemExit('no such model')", tmp_path, rung.set)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert supervisor.n_starts == supervision.MAX_FAST_DEATHS
+    assert supervisor.failure is not None
+    assert "died 5 times" in supervisor.failure
+    assert "exit status 1; its last output: no such model" in supervisor.failure
+    assert rung.is_set()
+    assert "no such model" in capfd.readouterr().err
+
+
+async def test_it_does_not_restart_an_unusable_engine(tmp_path: Path) -> None:
+    program = f"import sys; print('no such model', file=sys.stderr); sys.exit({UNUSABLE})"
+    for source, expected in ((program, "no such model"), (f"raise SystemExit({UNUSABLE})", "nothing")):
+        supervisor = supervise(source, tmp_path)
+        async with running(supervisor) as task:
+            await asyncio.wait_for(task, 30)
+        assert (supervisor.n_starts, supervisor.unusable, supervisor.failure) == (1, expected, None)
+
+
+async def test_it_restarts_an_engine_that_was_usable_before(tmp_path: Path) -> None:
+    """The folder may be unavailable for a moment."""
+    supervisor = supervise(unusable_after_the_first_start(tmp_path), tmp_path)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert (supervisor.n_starts, supervisor.unusable) == (supervision.MAX_FAST_DEATHS, None)
+
+
+async def test_it_gives_up_an_engine_that_became_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the engine takes to find out."""
+    monkeypatch.setattr(supervision, "STABLE_SEC", 0.0)
+    supervisor = supervise(unusable_after_the_first_start(tmp_path), tmp_path)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert "its last output: nothing" in (supervisor.failure or "")
+
+
+async def test_it_gives_up_a_program_that_cannot_be_started(tmp_path: Path) -> None:
+    rung = asyncio.Event()
+    config = TxConfig(base_model="org/m", checkpoints_base=tmp_path)
+    supervisor = Supervisor(config, rung.set, command=(str(tmp_path / "none"),), first_pause_sec=0.01)
+    async with running(supervisor) as task:
+        await asyncio.wait_for(task, 30)
+    assert "died 5 times" in (supervisor.failure or "")
+    assert "FileNotFoundError" in (supervisor.failure or "")
+    assert rung.is_set()
+
+
+async def test_it_does_not_give_up_while_there_are_results(tmp_path: Path) -> None:
+    """Requests that kill engines are given up one by one; those behind them are not."""
+    supervisor = supervise(BELL + "bell.ring()\nraise SystemExit('by test')", tmp_path)
+    async with running(supervisor):
+        await until(lambda: supervisor.n_starts > supervision.MAX_FAST_DEATHS + 1)
+    assert supervisor.failure is None
+
+
+async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "GRACE_SEC", 0.3)
+    ready = tmp_path / "ready"
+    program = f"""
+        import signal, time, os
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open({str(ready)!r}, 'w').write(str(os.getpid()))
+        time.sleep(60)
+    """
+    async with running(supervise(program, tmp_path)):
+        await until(lambda: ready.exists() and ready.read_text() != "")
+        started = time.monotonic()
+    assert time.monotonic() - started < 50  # the child would sleep for 60 s
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ready.read_text()), 0)
+
+
+async def test_arguments_and_environment_of_the_child(tmp_path: Path) -> None:
+    file = tmp_path / "output"
+    program = f"""
+        import os, sys, time
+        open({str(file)!r}, 'w').write(os.environ['TX_DATABASE_URL'] + ' ' + ' '.join(sys.argv[1:]) + ' end')
+        time.sleep(60)
+    """
+    async with running(supervise(program, tmp_path)):
+        await until(lambda: file.exists() and file.read_text().endswith("end"))
+    words = file.read_text().split()
+    assert words[0] == f"sqlite:///{tmp_path}/tinker.db"
+    assert words[1] == "--doorbell-fd"
+    assert "--base-model=org/m" in words

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tx_server import CHILD_ENVIRONMENT
+
+from tx.tinker.config import TxConfig
+from tx.tinker.store.checkpoint_files import (
+    check_name,
+    checkpoint_folder,
+    delete_folder,
+    parse_path,
+    rename_into_place,
+    restore_replaced,
+    snapshot_folder,
+    write_folder,
+)
+from tx.tinker.types import UserError
+
+MODEL = "0f5c-ab:train:12"
+BASE = Path("/state")
+CONFIG = TxConfig(base_model="m", checkpoints_base=BASE)
+
+
+def test_a_path_maps_to_a_folder() -> None:
+    path = f"tinker://{MODEL}/sampler_weights/000001"
+    assert str(parse_path(path)) == path
+    assert checkpoint_folder(CONFIG, path) == BASE / "0f5c-ab_train_12" / "sampler_weights" / "000001"
+
+
+@given(st.one_of(st.text(), st.from_regex(r"tinker://[a-z:./]{0,9}(/weights)?/[\w./\0]{0,9}", fullmatch=True)))
+def test_no_path_escapes_the_folder(path: str) -> None:
+    try:
+        folder = checkpoint_folder(CONFIG, path)
+    except UserError:
+        return
+    assert folder.resolve().relative_to(BASE.resolve()).parts == (*folder.parts[-3:],)
+
+
+@given(st.text(max_size=300))
+def test_no_name_escapes_the_folder(name: str) -> None:
+    try:
+        checked = check_name(name)
+    except UserError:
+        return
+    assert len(checkpoint_folder(CONFIG, f"tinker://{MODEL}/weights/{checked}").relative_to(BASE).parts) == 3
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\0b", "a" * 256, ".hidden", "é", "a\n", "a b"])
+def test_invalid_names(name: str) -> None:
+    with pytest.raises(UserError, match="cannot name a checkpoint"):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["0001", "final", "step-1_of.9", "a" * 255])
+def test_names(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "tinker://", f"tinker://{MODEL}/0001", f"tinker://{MODEL}/logs/0001", "tinker://../weights/x", "file:///x"],
+)
+def test_invalid_paths(path: str) -> None:
+    with pytest.raises(UserError, match="is not a checkpoint path"):
+        parse_path(path)
+
+
+def test_deleting(tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "file").write_text("x")
+    delete_folder(folder)
+    assert list(tmp_path.iterdir()) == []
+    delete_folder(folder)
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "there"
+    write_folder(folder, lambda new: (new / "file").write_text("first"))
+    assert files(folder) == {"file": "first"}
+
+    def fail(new: Path) -> None:
+        (new / "file").write_text("second")
+        raise OSError("by test")
+
+    with pytest.raises(OSError, match="by test"):
+        write_folder(folder, fail)
+    assert files(folder) == {"file": "first"}
+    write_folder(folder, lambda new: (new / "other").write_text("third"))
+    assert files(folder) == {"other": "third"}
+    assert [path.name for path in folder.parent.iterdir()] == ["there"]
+
+
+def test_a_folder_stays_until_it_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    write_folder(folder, lambda new: (new / "file").write_text("first"))
+    with pytest.raises(FileNotFoundError):
+        rename_into_place(tmp_path / "gone", folder)
+    assert files(folder) == {"file": "first"}
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_interrupted_replacements_are_undone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f".replaced-{name}" / name).mkdir(parents=True)
+        (tmp_path / f".replaced-{name}" / name / "file").write_text("old")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("new")
+    restore_replaced(tmp_path)
+    assert {path.name: files(path) for path in tmp_path.iterdir()} == {"a": {"file": "old"}, "b": {"file": "new"}}
+
+
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The order of syncs and renames in `tmp_path`, without the random parts of names."""
+    recorded: list[str] = []
+
+    def shown(path: str | Path) -> str:
+        parts = Path(path).relative_to(tmp_path).parts
+        return "/".join(part.partition("-")[0] for part in parts) or "."
+
+    def record(name: str, words: Callable[..., str]) -> None:
+        real = getattr(os, name)
+
+        def recording(*args: Any) -> None:
+            recorded.append(words(*args))
+            real(*args)
+
+        monkeypatch.setattr(os, name, recording)
+
+    record("fsync", lambda descriptor: f"sync {shown(os.readlink(f'/proc/self/fd/{descriptor}'))}")
+    record("rename", lambda source, target: f"rename {shown(source)} to {shown(target)}")
+    return recorded
+
+
+def write_two_files(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "file").write_text("x")
+    (folder / "deep" / "file").write_text("y")
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are resolved on Linux alone")
+
+
+@on_linux
+def test_a_folder_is_synced_before_its_name(tmp_path: Path, events: list[str]) -> None:
+    write_folder(tmp_path / "there", write_two_files)
+    contents, rest = events[:4], events[4:]
+    written = [".unfinished/file", ".unfinished/deep/file", ".unfinished/deep", ".unfinished"]
+    assert sorted(contents) == sorted(f"sync {path}" for path in written)
+    assert rest == ["rename there to .replaced/there", "rename .unfinished to there", "sync ."]
+
+
+@on_linux
+def test_a_replaced_folder_is_deleted_after_the_sync(
+    tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "there", write_two_files)
+    events.clear()
+    rmtree = shutil.rmtree
+
+    def recording(folder: Path, **options: Any) -> None:
+        events.append(f"delete {folder.name.partition('-')[0]}")
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", recording)
+    write_folder(tmp_path / "there", write_two_files)
+    renamed = events.index("rename .unfinished to there")
+    assert events[renamed:] == ["rename .unfinished to there", "sync .", "delete .replaced"]
+
+
+@on_linux
+def test_new_parent_folders_are_synced(tmp_path: Path, events: list[str]) -> None:
+    """A name is stored in the parent folder, which must be synced."""
+    write_folder(tmp_path / "model" / "weights" / "there", write_two_files)
+    assert events.index("sync .") < events.index("sync model") < events.index("sync model/weights")
+    assert events[-1] == "sync model/weights"
+
+
+FILLING = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from safetensors.numpy import save_file
+from tx.tinker.store.checkpoint_files import write_folder
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_folder(Path(sys.argv[1]), lambda new: save_file({"a": np.zeros(100_000)}, new / "file"))
+except OSError as error:
+    assert "File too large" in str(error), error
+    sys.exit(7)
+"""
+
+
+def test_a_full_disk_raises_oserror(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FILLING, str(tmp_path / "there")]
+    assert subprocess.run(command, env=CHILD_ENVIRONMENT, check=False).returncode == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_snapshots_are_by_session() -> None:
+    config = TxConfig(base_model="m", checkpoints_base=Path("/base"))
+    assert snapshot_folder(config, "a-b:sample:7") == Path("/base/snapshots/a-b/7")

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import Engine as Database
+from sqlmodel import Session as Db
+
+from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, Request, RequestStatus, Session, now
+from tx.tinker.refusal import Refusal
+from tx.tinker.store import queries
+from tx.tinker.store.database import reading, writing
+
+MODEL = "s:train:0"
+OWNER = Session(session_id="s").owner
+
+
+def add_model(db: Db) -> None:
+    """Add a model and its session."""
+    db.add(Session(session_id="s"))
+    db.flush()
+    db.add(Model(model_id=MODEL, session_id="s", model_seq_id=0, base_model="m", rank=4, lora={}))
+
+
+def test_an_expired_checkpoint_is_not_found_before_it_is_deleted(database: Database) -> None:
+    fields = {"kind": CheckpointKind.TRAINING, "base_model": "m", "lora": {}, "size_bytes": 1}
+    with writing(database) as db:
+        add_model(db)
+        for name, expires_in in (("expired", -1), ("valid", 3600)):
+            expires_at = now() + timedelta(seconds=expires_in)
+            db.add(Checkpoint(model_id=MODEL, name=name, expires_at=expires_at, **fields))
+    with reading(database) as db:
+        assert queries.find_checkpoint(db, f"tinker://{MODEL}/weights/valid", OWNER).name == "valid"
+        with pytest.raises(Refusal, match="expired at") as refused:
+            queries.find_checkpoint(db, f"tinker://{MODEL}/weights/expired", OWNER)
+    assert refused.value.status == 404
+
+
+def request(kind: Kind, payload: bytes) -> Request:
+    payload_hash = queries.hash_of(payload)
+    return Request(kind=kind, model_id=MODEL, seq_id=3, payload=payload, payload_hash=payload_hash)
+
+
+def test_a_repeated_request_has_the_same_kind_and_the_same_payload(database: Database) -> None:
+    with writing(database) as db:
+        first = request(Kind.SAVE_WEIGHTS, b"x")
+        db.add(first)
+    with reading(database) as db:
+        found = queries.earlier_request(db, request(Kind.SAVE_WEIGHTS, b"x"))
+        assert found is not None
+        assert found.request_id == first.request_id
+        for other in (request(Kind.SAVE_WEIGHTS, b"y"), request(Kind.SAVE_WEIGHTS_FOR_SAMPLER, b"x")):
+            with pytest.raises(Refusal, match=f"seq_id=3 of {MODEL} was used by another request, save_weights"):
+                queries.earlier_request(db, other)
+
+
+def test_a_sample_that_is_done_cannot_be_cancelled(database: Database) -> None:
+    samples = [Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", status=status) for status in RequestStatus]
+    with writing(database) as db:
+        db.add_all(samples)
+        db.flush()
+        for sample in samples:
+            queries.cancel_sample(db, sample.request_id or 0)
+    with reading(database) as db:
+        pairs = zip(RequestStatus, samples, strict=True)
+        found = {status: db.get_one(Request, one.request_id).status for status, one in pairs}
+    assert found == {status: status for status in RequestStatus} | {RequestStatus.PENDING: RequestStatus.CANCELLED}

@@ -1,0 +1,145 @@
+"""One server and one engine own the state, on both databases."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tx_postgresql import database_url
+from tx_server import CHILD_ENVIRONMENT
+
+from tx.tinker.config import TxConfig, arguments_of
+from tx.tinker.store.state_lock import StateLock, StateTakenError
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> TxConfig:
+    url = f"sqlite:///{tmp_path}/db/tinker.db"
+    if request.param == "postgresql":
+        url = database_url(request.getfixturevalue("postgresql_url"), secrets.token_hex(8))
+    return TxConfig(base_model="org/none", checkpoints_base=tmp_path / "state", database_url=url)
+
+
+on_sqlite = pytest.mark.parametrize("config", ["sqlite"], indirect=True)
+
+
+def elsewhere(config: TxConfig, tmp_path: Path) -> TxConfig:
+    """Settings with the same database and another folder."""
+    return config.model_copy(update={"checkpoints_base": tmp_path / "other"})
+
+
+def child(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=CHILD_ENVIRONMENT)
+
+
+def test_only_one_engine_holds_it(config: TxConfig, tmp_path: Path) -> None:
+    with StateLock(config, "engine") as first:
+        first.take()
+        assert first.is_held()
+        for other in (config, elsewhere(config, tmp_path)):
+            with (
+                StateLock(other, "engine") as second,
+                pytest.raises(StateTakenError, match=r"another engine, process \d+ on .* since"),
+            ):
+                second.take()
+        with StateLock(config, "server") as server:
+            server.take()
+    with StateLock(config, "engine") as next_one:
+        next_one.take()
+
+
+@on_sqlite
+def test_a_folder_has_one_database(config: TxConfig, tmp_path: Path) -> None:
+    other = config.model_copy(update={"database_url": f"sqlite:///{tmp_path}/other.db"})
+    with StateLock(config, "engine") as first, StateLock(other, "engine") as second:
+        first.take()
+        with pytest.raises(StateTakenError, match=r"state/engine.lock is in use by another engine"):
+            second.take()
+
+
+def test_a_kill_releases_it(config: TxConfig, caplog: pytest.LogCaptureFixture) -> None:
+    program = (
+        "import sys, time\nfrom tx.tinker.config import parse_config\n"
+        "from tx.tinker.store.state_lock import StateLock\n"
+        "lock = StateLock(parse_config(sys.argv[1:], program='test'), 'engine')\n"
+        "lock.take(); print('taken', file=sys.stderr, flush=True); time.sleep(60)\n"
+    )
+    url = f"--database-url={config.database_url}"
+    holder = child(["-c", program, *arguments_of(config), url])
+    assert holder.stderr is not None
+    assert holder.stderr.readline() == "taken\n"
+    with holder.stderr, StateLock(config, "engine") as lock:
+        threading.Timer(0.5, holder.send_signal, (signal.SIGKILL,)).start()
+        pause = threading.Event()
+        lock.wait(60, lambda: pause.wait(0.05))
+        assert holder.wait(20) == -signal.SIGKILL
+    (waited,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert f"another engine, process {holder.pid} on" in waited
+
+
+@on_sqlite
+def test_a_file_system_without_locks(
+    config: TxConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with StateLock(config, "engine") as lock:
+        lock.take()
+    assert "engine.lock cannot be locked" in caplog.text
+
+
+def test_waiting_times_out(config: TxConfig) -> None:
+    with StateLock(config, "engine") as first, StateLock(config, "engine") as second:
+        first.take()
+        for seconds, should_end in ((0.1, False), (60, True)):
+            with pytest.raises(StateTakenError):
+                second.wait(seconds, lambda should_end=should_end: should_end)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("config", ["postgresql"], indirect=True)
+def test_a_lost_connection(config: TxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tx.tinker.store.state_lock.CHECK_INTERVAL_SEC", 0.0)
+    with StateLock(config, "engine") as lock:
+        lock.take()
+        assert lock.is_held()
+        assert lock._connection is not None
+        lock._connection.connection.dbapi_connection.close()  # type: ignore[union-attr]
+        assert not lock.is_held()
+
+
+@on_sqlite
+def test_a_second_server_names_the_holder_and_exits(config: TxConfig) -> None:
+    url = f"--database-url={config.database_url}"
+    with StateLock(config, "server") as lock:
+        lock.take()
+        second = child(["-m", "tx.run.main", "serve", *arguments_of(config), url])
+        _, output = second.communicate(timeout=60)
+    assert second.returncode == 1
+    assert "server.lock is in use by another server, process" in output
+    assert "; stop it, or use another --checkpoints-base" in output
+
+
+@on_sqlite
+def test_a_second_engine_waits_and_logs_it(config: TxConfig) -> None:
+    url = f"--database-url={config.database_url}"
+    with StateLock(config, "engine") as lock:
+        lock.take()
+        second = child(["-m", "tx.tinker.engine", *arguments_of(config), url])
+        assert second.stderr is not None
+        with second.stderr:
+            while "Waiting up to 300 s for it to exit" not in second.stderr.readline():
+                assert second.poll() is None
+            second.send_signal(signal.SIGTERM)
+            assert "engine.lock is in use by another engine, process" in second.stderr.read()
+        assert second.wait(60) == 1

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine as Database
+
+from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.refusal import Refusal
+from tx.tinker.store.database import writing
+from tx.tinker.submission import admission as module
+from tx.tinker.submission.admission import Admission
+
+
+def accept(database: Database, admission: Admission, **fields: Any) -> int:
+    request = Request(kind=Kind.SAMPLE, payload_hash="", **{"payload": b"12345678", **fields})
+    with writing(database) as db:
+        admission.admit(db, request)
+        db.add(request)
+    assert request.request_id is not None
+    return request.request_id
+
+
+def finish(database: Database, request_id: int) -> None:
+    with writing(database) as db:
+        db.get_one(Request, request_id).status = RequestStatus.DONE
+
+
+def test_the_number_of_requests_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+    admission = Admission(3, 1000)
+    ids = [accept(database, admission) for _ in range(3)]
+    with pytest.raises(Refusal, match="3 requests of the base model are pending") as refused:
+        accept(database, admission)
+    assert refused.value.status == 429
+    finish(database, ids[1])
+    accept(database, admission)
+    with pytest.raises(Refusal):
+        accept(database, admission)
+
+
+def test_queues_are_independent(database: Database) -> None:
+    admission = Admission(1, 1000)
+    for queue in ({}, {"owner": "other"}, {"model_id": "a"}, {"sampling_session_id": "b"}):
+        accept(database, admission, **queue)
+        with pytest.raises(Refusal):
+            accept(database, admission, **queue)
+
+
+def test_the_size_of_requests_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+    admission = Admission(100, 20)
+    first = accept(database, admission, payload=bytes(30))  # a single request is never too large
+    with pytest.raises(Refusal, match="30 bytes are pending"):
+        accept(database, admission)
+    finish(database, first)
+    for _ in range(2):
+        accept(database, admission)
+    with pytest.raises(Refusal, match="16 bytes"):
+        accept(database, admission)
+
+
+def test_finished_requests_do_not_count(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+    admission = Admission(100, 20)
+    finish(database, accept(database, admission, payload=bytes(5)))
+    accept(database, admission, payload=bytes(18))
+
+
+def test_a_new_server_counts_pending_requests(database: Database) -> None:
+    accept(database, Admission(2, 1000))
+    admission = Admission(2, 1000)
+    accept(database, admission)
+    with pytest.raises(Refusal):
+        accept(database, admission)
+
+
+def test_pending_requests_are_counted_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[object] = []
+    count = module._count
+    monkeypatch.setattr(module, "_count", lambda db, queue: counted.append(queue) or count(db, queue))
+    admission = Admission(50, 10_000)
+    for _ in range(50):
+        accept(database, admission)
+    for _ in range(10):
+        with pytest.raises(Refusal):
+            accept(database, admission)
+    assert len(counted) == 1
+
+
+def test_cached_counts_are_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUES", 3)
+    admission = Admission(1, 1000)
+    with writing(database) as db:
+        for number in range(10):
+            admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=str(number)))
+    assert len(admission._known) == 3
+
+
+def test_the_least_recently_used_count_is_evicted_first(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached counts only: the requests are not written to the database."""
+    monkeypatch.setattr(module, "MAX_QUEUES", 2)
+    admission = Admission(2, 1000)
+
+    def admit(model_id: str) -> None:
+        with writing(database) as db:
+            admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=model_id))
+
+    for model_id in ("a", "a", "b", "c", "c"):
+        admit(model_id)
+    with pytest.raises(Refusal):
+        admit("c")
+    admit("a")

@@ -1,0 +1,63 @@
+"""Identify clients by their API keys. Without configured keys, all clients are the same user."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tx.tinker.config import TxConfig
+from tx.tinker.refusal import Refusal
+from tx.tinker.server.replies import refusal_reply
+
+LOCAL_USER = "local"
+
+
+def owner_of(headers: Mapping[str, str], config: TxConfig) -> str:
+    """Return the user of a request; raise `Refusal` 401 if a key is required and missing or unknown."""
+    if not config.api_keys:
+        return LOCAL_USER
+    key_given = _read_key(headers)
+    if key_given is None:
+        raise Refusal(401, "this server needs an API key: set TINKER_API_KEY")
+    for key in config.api_keys:
+        if hmac.compare_digest(key.get_secret_value().encode(), key_given.encode()):
+            return f"key-{hashlib.sha256(key_given.encode()).hexdigest()[:12]}"
+    raise Refusal(401, "the API key is unknown to this server: check TINKER_API_KEY")
+
+
+class KeyCheck:
+    """ASGI middleware that checks the API key before it reads the body."""
+
+    def __init__(self, app: ASGIApp, config: TxConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
+            try:
+                owner_of(Headers(scope=scope), self._config)
+            except Refusal as refusal:
+                await refusal_reply(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _read_key(headers: Mapping[str, str]) -> str | None:
+    """Read the key from `X-API-Key`, a bearer token, or the password of basic authentication."""
+    if key := headers.get("x-api-key"):
+        return key
+    scheme, _, rest = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return rest
+    if scheme.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(rest, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return None

@@ -1,0 +1,94 @@
+"""Read and decompress request bodies before the routes see them, up to a maximum size."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import zstandard
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tx.tinker.refusal import Refusal
+from tx.tinker.server.replies import refusal_reply
+
+MAX_WINDOW = 1 << 27
+"""Maximum zstd window in bytes: the memory that a small body can make the server allocate."""
+READ_SIZE = 1 << 20
+
+
+class BodyLimit:
+    """ASGI middleware that buffers, decompresses and limits request bodies."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            body = await self._read(headers, receive)
+            if body is None:
+                return
+            if encoding := headers.get("content-encoding"):
+                body = await asyncio.to_thread(self._unpack, body, encoding)
+        except Refusal as refusal:
+            await refusal_reply(refusal)(scope, receive, send)
+            return
+        await self._app(scope, _Replay(body, receive), send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """Read the whole body; return None if the client disconnects, since a partial message may look complete."""
+        content_length = headers.get("content-length", "")
+        if content_length.isdecimal() and int(content_length) > self._max_bytes:
+            self._refuse_size()
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > self._max_bytes:
+                self._refuse_size()
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _unpack(self, body: bytes, encoding: str) -> bytes:
+        if encoding.lower() == "identity":
+            return body
+        if encoding.lower() != "zstd":
+            raise Refusal(415, f"Content-Encoding {encoding[:50]!r} is not supported; use zstd or none")
+        unpacked = bytearray()
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+        try:
+            with decompressor.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+                while part := reader.read(READ_SIZE):
+                    unpacked += part
+                    if len(unpacked) > self._max_bytes:
+                        self._refuse_size()
+        except zstandard.ZstdError as error:
+            raise Refusal(400, f"the body is not valid zstd, contrary to its Content-Encoding: {error}") from error
+        return bytes(unpacked)
+
+    def _refuse_size(self) -> None:
+        raise Refusal(413, f"the body is more than {self._max_bytes} bytes; split the request")
+
+
+class _Replay:
+    """Replays the buffered body as one message, then forwards later messages: the disconnect of the client."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}

@@ -1,0 +1,106 @@
+"""Clients that wait for results. One task queries the database for all of them when the engine rings.
+
+It queries recently finished requests, so that its cost does not depend on the number of pending ones. Every
+`BACKUP_SEC` it queries all pending requests, since rings may get lost and clocks may be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from sqlalchemy.exc import SQLAlchemyError
+
+logger = logging.getLogger(__name__)
+
+Ids = set[int]
+PAUSE_SEC = 0.005
+"""Minimum time between two queries, so that a thousand rings do not cause a thousand queries."""
+
+BACKUP_SEC = 1.0
+"""Seconds between queries without a ring: an engine may die between its commit and its ring."""
+
+
+class Promises:
+    """The waiting requests of clients, in one event loop."""
+
+    def __init__(self, pending_ids: Callable[[], Awaitable[Ids]], recent_ids: Callable[[], Awaitable[Ids]]) -> None:
+        self._pending_ids = pending_ids
+        self._recent_ids = recent_ids
+        self._all_checked_at = 0.0
+        self._waiting: dict[int, set[asyncio.Future[None]]] = {}
+        self._rung = asyncio.Event()
+        self.is_released = False
+
+    @property
+    def n_waiting(self) -> int:
+        """Number of waiting clients."""
+        return sum(len(waiting) for waiting in self._waiting.values())
+
+    def ring(self) -> None:
+        """Signal that there may be new results."""
+        self._rung.set()
+
+    def release(self) -> None:
+        """Wake all clients and make later waits return at once: the server is stopping or has no engine."""
+        self.is_released = True
+        for waiting in self._waiting.values():
+            _wake(waiting)
+
+    async def wait(self, request_id: int, seconds: float) -> None:
+        """Wait until a request is probably done, or for `seconds`."""
+        if self.is_released:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(request_id, set()).add(future)
+        self._rung.set()
+        try:
+            async with asyncio.timeout(seconds):
+                await future
+        except TimeoutError:
+            pass
+        finally:
+            waiting = self._waiting.get(request_id, set())
+            waiting.discard(future)
+            if not waiting:
+                self._waiting.pop(request_id, None)
+
+    async def watch(self, poll_sec: Callable[[], float]) -> None:
+        """Query forever: on a ring, and every `poll_sec()` seconds while clients wait."""
+        while True:
+            try:
+                async with asyncio.timeout(poll_sec() if self._waiting else None):
+                    await self._rung.wait()
+            except TimeoutError:
+                pass
+            self._rung.clear()
+            if self._waiting:
+                await self._query()
+                await asyncio.sleep(PAUSE_SEC)
+
+    async def _query(self) -> None:
+        try:
+            done = await self._done()
+        except SQLAlchemyError:
+            logger.exception("the database could not be queried for results; retrying")
+            await asyncio.sleep(BACKUP_SEC)
+            return
+        for request_id in done & self._waiting.keys():
+            _wake(self._waiting[request_id])
+
+    async def _done(self) -> Ids:
+        """Return finished requests: those that are waited for, and possibly others."""
+        if time.monotonic() - self._all_checked_at < BACKUP_SEC:
+            return await self._recent_ids()
+        waiting = set(self._waiting)
+        pending = await self._pending_ids()
+        self._all_checked_at = time.monotonic()
+        return waiting - pending
+
+
+def _wake(waiting: set[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)

@@ -1,0 +1,64 @@
+"""Log each HTTP request in one line and record its metrics."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tx.tinker.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+LOGGED_NOTES = ("session", "model", "request")
+METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
+"""Methods with their own metrics. Clients may invent others without limit."""
+
+
+class RequestLog:
+    """ASGI middleware that logs requests, with the notes that `Call.note` adds to the scope."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope["tx.notes"] = {}
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            self._record(scope, status, time.perf_counter() - started)
+
+    def _record(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
+        endpoint = getattr(
+            scope.get("route"), "path", "other"
+        )  # the route, not the path: the number of paths is unlimited
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self._metrics.http_requests.labels(endpoint, method, status).inc()
+        self._metrics.http_seconds.labels(endpoint).observe(seconds)
+        notes = scope["tx.notes"]
+        notes_text = " ".join(f"{name}={_escape(notes[name])}" for name in LOGGED_NOTES if name in notes)
+        is_noise = status < 400 and endpoint.endswith(("heartbeat", "healthz", "telemetry"))
+        level = logging.DEBUG if is_noise else logging.INFO
+        path = _escape(scope["path"])
+        logger.log(level, "%s %s %d %.1f ms %s", method, path, status, seconds * 1000, notes_text)
+
+
+def _escape(notes_text: str) -> str:
+    """Escape and truncate text of a client, so that it can neither break nor fill a log line."""
+    return notes_text[:200].encode("unicode_escape").decode()

@@ -1,0 +1,189 @@
+"""The state shared by all routes: settings, database, waiting clients, engine and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+from sqlmodel import Session
+
+from tx.tinker.config import TxConfig
+from tx.tinker.db_models import EngineState, now
+from tx.tinker.doorbell import POLL_SEC
+from tx.tinker.server.auth import owner_of
+from tx.tinker.server.downloads import signing_key
+from tx.tinker.server.metrics import Metrics
+from tx.tinker.server.promises import BACKUP_SEC, Promises
+from tx.tinker.server.supervisor import Supervisor
+from tx.tinker.server.throughput import RECORD_INTERVAL_SEC, Throughput
+from tx.tinker.store import queries
+from tx.tinker.store.database import open_database, reading, writing
+from tx.tinker.submission.admission import Admission
+from tx.tinker.submission.training import Submission
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+N_READERS = 4
+RESTART_SEC = 1.0
+ENGINE_TIMEOUT = timedelta(seconds=30)
+
+
+class Service:
+    """The shared state of a server. Its background tasks run within `async with service.running()`."""
+
+    def __init__(self, config: TxConfig, supervisor: Supervisor | None = None) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.throughput = Throughput()
+        self.url_key = signing_key(config.checkpoints_base)
+        self.started_at = now()
+        self.database = open_database(config.database_url)
+        self.promises = Promises(lambda: self.read(queries.pending_ids), lambda: self.read(queries.recent_ids))
+        self.admission = Admission(config.max_queued_requests, config.max_queued_bytes)
+        self.supervisor = supervisor
+        if config.start_engine and supervisor is None:
+            self.supervisor = Supervisor(config, self.promises.ring)
+        self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
+        self._writer = ThreadPoolExecutor(
+            1, thread_name_prefix="tx-write"
+        )  # one thread, so that writers never wait for the database lock
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the background tasks within the block; then stop them and close the database."""
+        loops = (partial(self.promises.watch, self._poll_sec), self._record_throughput)
+        tasks = [asyncio.create_task(run_forever(one)) for one in loops]
+        if self.supervisor is not None:
+            tasks.append(asyncio.create_task(self._supervise(self.supervisor)))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Finish pending writes and close the database."""
+        self._readers.shutdown()
+        self._writer.shutdown()
+        self.database.dispose()
+
+    async def _supervise(self, supervisor: Supervisor) -> None:
+        await supervisor.run()
+        self.promises.release()  # no engine will be started any more
+
+    async def _record_throughput(self) -> None:
+        while True:
+            state = await self.read(self.engine_state)
+            self.throughput.record({} if state is None else state.status)
+            await asyncio.sleep(RECORD_INTERVAL_SEC)
+
+    def engine_state(self, db: Session) -> EngineState | None:
+        """Return the last report of the engine for the served base model."""
+        return queries.engine_state(db, self.config.model_name)
+
+    def _poll_sec(self) -> float:
+        return BACKUP_SEC if self.supervisor is not None and self.supervisor.is_running else POLL_SEC
+
+    async def read(self, query: Callable[[Session], T]) -> T:
+        """Run a query in a reader thread."""
+
+        def in_thread() -> T:
+            with reading(self.database) as db:
+                return query(db)
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, in_thread)
+
+    async def write(self, change: Callable[[Session], T]) -> T:
+        """Run a transaction in the writer thread; return once it is committed."""
+
+        def in_thread() -> T:
+            with writing(self.database) as db:
+                return change(db)
+
+        return await asyncio.get_running_loop().run_in_executor(self._writer, in_thread)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run slow work in a reader thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def ring(self) -> None:
+        """Wake the engine."""
+        if self.supervisor is not None:
+            self.supervisor.ring()
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why no engine will run any more, if so."""
+        return None if self.supervisor is None else self.supervisor.failure
+
+
+async def run_forever(work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work` forever; log exceptions and restart it."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("a background task failed; restarting it in %g s", RESTART_SEC)
+        await asyncio.sleep(RESTART_SEC)
+
+
+def is_alive(state: EngineState | None) -> bool:
+    """Return True if the engine has reported recently."""
+    return state is not None and now() - state.last_seen_at < ENGINE_TIMEOUT
+
+
+class Call:
+    """One HTTP request: its service, its user and its log notes."""
+
+    def __init__(self, service: Service, owner: str, request: Request) -> None:
+        self.service = service
+        self.owner = owner
+        self.http = request
+        self._notes: dict[str, str] = request.scope.setdefault("tx.notes", {})
+
+    def add_notes(self, **notes: str | int | None) -> None:
+        """Add notes to the log line: `session`, `model`, `request`."""
+        self._notes.update({key: str(value) for key, value in notes.items() if value is not None})
+
+    async def prepare(self, query: Callable[[Submission], T]) -> T:
+        """Read what a request needs before it is queued."""
+        return await self.service.read(lambda db: query(self._submission(db)))
+
+    async def submit(self, accept: Callable[[Submission], T]) -> T:
+        """Queue a request and wake the engine."""
+        accepted = await self.service.write(lambda db: accept(self._submission(db)))
+        self.service.ring()
+        return accepted
+
+    def _submission(self, db: Session) -> Submission:
+        return Submission(db, self.owner, self.service.config, self.service.admission)
+
+    async def read(self, query: Callable[[Session, str], T]) -> T:
+        """Run a query for this user."""
+        return await self.service.read(partial(_with_owner, query, self.owner))
+
+    async def write(self, change: Callable[[Session, str], T]) -> T:
+        """Run a transaction for this user."""
+        return await self.service.write(partial(_with_owner, change, self.owner))
+
+
+def _with_owner(query: Callable[[Session, str], T], owner: str, db: Session) -> T:
+    return query(db, owner)
+
+
+async def _call(request: Request) -> Call:
+    service: Service = request.app.state.service
+    return Call(service, owner_of(request.headers, service.config), request)
+
+
+Caller = Annotated[Call, Depends(_call)]

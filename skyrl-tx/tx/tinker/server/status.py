@@ -1,0 +1,105 @@
+"""Query the data of the status page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, true
+from sqlalchemy.orm import defer
+from sqlmodel import Session, col, select
+
+from tx.tinker.db_models import EngineState, Kind, Model, ModelStatus, Request, RequestStatus, SessionStatus, now
+from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.store.queries import ACCEPTING, engine_state, n_models
+
+MAX_ROWS = 50
+MAX_ERRORS = 20
+MINUTE = timedelta(minutes=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Counts of requests, by kind or by model."""
+
+    n_waiting: int = 0
+    n_done: int = 0  # within the last minute
+    mean_seconds: float | None = None  # from acceptance to result, within the last minute
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A snapshot of the server; models, sessions and errors belong to one user or to all."""
+
+    engine: EngineState | None
+    n_models: int  # that count towards the limit
+    n_sessions: int  # active sessions
+    by_kind: dict[Kind, RequestCounts]
+    by_model: dict[str, RequestCounts]
+    models: Sequence[Model]
+    sessions: Sequence[ClientSession]
+    errors: Sequence[Request]
+
+
+def pending_by_kind(db: Session) -> dict[Kind, int]:
+    """Count pending requests by kind."""
+    counted = select(Request.kind, func.count()).where(Request.status == RequestStatus.PENDING).group_by(Request.kind)
+    return {Kind(kind): count for kind, count in db.exec(counted)}
+
+
+def query_status(db: Session, base_model: str, owner: str | None) -> Status:
+    """Query the current status. Models, sessions and errors are those of `owner`, or of all users if None."""
+    session_is_theirs = true() if owner is None else col(ClientSession.owner) == owner
+    request_is_theirs = true() if owner is None else col(Request.owner) == owner
+    is_active = col(ClientSession.status) == SessionStatus.ACTIVE
+    sessions = (
+        select(ClientSession).where(is_active, session_is_theirs).order_by(col(ClientSession.last_seen_at).desc())
+    )
+    return Status(
+        engine=engine_state(db, base_model),
+        n_models=n_models(db, base_model),
+        n_sessions=_count(db, ClientSession, is_active),
+        by_kind=_work(db, col(Request.kind)),
+        by_model=_work(db, col(Request.model_id)),
+        models=_models(db, session_is_theirs),
+        sessions=db.exec(sessions.limit(MAX_ROWS)).all(),
+        errors=_errors(db, request_is_theirs),
+    )
+
+
+def _count(db: Session, table: type[Any], which: ColumnElement[bool]) -> int:
+    return db.exec(select(func.count()).select_from(table).where(which)).one()
+
+
+def _models(db: Session, is_theirs: ColumnElement[bool]) -> Sequence[Model]:
+    is_loaded = col(Model.status).in_((*ACCEPTING, ModelStatus.UNLOADING))
+    query = select(Model).join(ClientSession).where(is_loaded, is_theirs)
+    return db.exec(query.order_by(col(Model.last_request_at).desc()).limit(MAX_ROWS)).all()
+
+
+def _errors(db: Session, is_theirs: ColumnElement[bool]) -> Sequence[Request]:
+    light: Any = (defer(Request.payload), defer(Request.result))  # type: ignore[arg-type]
+    failed = select(Request).options(*light).where(Request.status == RequestStatus.FAILED, is_theirs)
+    return db.exec(failed.order_by(col(Request.completed_at).desc()).limit(MAX_ERRORS)).all()
+
+
+def _recent_ids() -> ColumnElement[bool]:
+    return (col(Request.completed_at) > now() - MINUTE) & (col(Request.status) != RequestStatus.CANCELLED)
+
+
+def _work(db: Session, by: Any) -> dict[Any, RequestCounts]:
+    """Count pending and recently finished requests, grouped by a column."""
+    pending = select(by, func.count()).where(Request.status == RequestStatus.PENDING).group_by(by)
+    lately = select(by, func.count(), func.avg(_seconds(db))).where(_recent_ids()).group_by(by)
+    waiting = dict(db.exec(pending).all())
+    done = {key: (count, float(seconds)) for key, count, seconds in db.exec(lately)}
+    return {key: RequestCounts(waiting.get(key, 0), *done.get(key, (0, None))) for key in {**waiting, **done}}
+
+
+def _seconds(db: Session) -> ColumnElement[Any]:
+    """Return the seconds from acceptance to result. SQLite and PostgreSQL have no common function for it."""
+    if db.get_bind().dialect.name == "sqlite":
+        return (func.julianday(Request.completed_at) - func.julianday(Request.created_at)) * 86400
+    return func.extract("epoch", col(Request.completed_at) - col(Request.created_at))

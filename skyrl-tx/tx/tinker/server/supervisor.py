@@ -1,0 +1,154 @@
+"""Supervise the engine: start it as a child process, restart it when it dies, and stop it with the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tx.tinker.config import TxConfig, arguments_of, environment_of
+from tx.tinker.doorbell import UNUSABLE, Doorbell
+
+logger = logging.getLogger(__name__)
+
+ENGINE = (sys.executable, "-m", "tx.tinker.engine")
+ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Compiled programs map their working memory anew in each call: huge pages avoid most page faults."""
+MAX_FAST_DEATHS = 5
+STABLE_SEC = 60.0
+MAX_PAUSE_SEC = 30.0
+GRACE_SEC = 10.0
+N_LAST_LINES = 30
+
+
+class Supervisor:
+    """Runs one engine at a time, in the event loop of the server."""
+
+    def __init__(
+        self,
+        config: TxConfig,
+        on_ring: Callable[[], None],
+        *,
+        command: Sequence[str] = ENGINE,
+        first_pause_sec: float = 1.0,
+    ) -> None:
+        self._config = config
+        self._on_ring = on_ring
+        self._command = command
+        self._first_pause_sec = first_pause_sec
+        self._bell: Doorbell | None = None
+        self._last_lines: deque[str] = deque(maxlen=N_LAST_LINES)
+        self._has_rung = False
+        self._code: int | None = None
+        self.n_starts = 0
+        self.failure: str | None = None
+        """The reason why no engine will be started any more."""
+        self.unusable: str | None = None
+        """The reason why the first engine could not serve with its settings: the server should exit."""
+
+    @property
+    def is_running(self) -> bool:
+        """True if an engine is running, or still loading the model."""
+        return self._bell is not None
+
+    def ring(self) -> None:
+        """Wake the engine."""
+        if self._bell is not None:
+            self._bell.ring()
+
+    async def run(self) -> None:
+        """Keep an engine running until cancelled, or until too many have died quickly without any result."""
+        n_fast = 0
+        while n_fast < MAX_FAST_DEATHS:
+            started, self._has_rung = time.monotonic(), False
+            try:
+                reason = await self._run_once()
+            except Exception as error:  # e.g. no process or file descriptor is available
+                logger.exception("the engine could not be supervised")
+                reason = f"it could not be supervised: {error!r}"
+            if self.n_starts == 1 and self._code == UNUSABLE:
+                self.unusable = self._last_line
+                logger.critical("giving up: %s", self.unusable)
+                break
+            has_lived = self._code != UNUSABLE and time.monotonic() - started > STABLE_SEC
+            was_useful = self._has_rung or has_lived
+            n_fast = 1 if was_useful else n_fast + 1
+            logger.error("the engine has died: %s", reason)
+            if n_fast < MAX_FAST_DEATHS:
+                pause = min(MAX_PAUSE_SEC, self._first_pause_sec * 2 ** (n_fast - 1))
+                logger.info("restarting the engine in %.1f s", pause)
+                await asyncio.sleep(pause)
+        else:
+            self.failure = f"the engine died {n_fast} times shortly after its start, the last time with: {reason}"
+            logger.critical("giving up: %s", self.failure)
+        self._on_ring()
+
+    async def _run_once(self) -> str:
+        """Run an engine until it ends; return the reason."""
+        server_end, engine_end = Doorbell.pair()
+        with server_end:
+            with engine_end:
+                process = await self._start(engine_end)
+            self._bell = server_end
+            server_end.listen(self._handle_ring)
+            try:
+                await self._relay(process)
+                self._code = await process.wait()
+            finally:
+                self._bell = None
+                server_end.stop_listening()
+                await _end(process)
+        if self._code < 0:
+            return f"signal {-self._code}"
+        return f"exit status {self._code}; its last output: {self._last_line}"
+
+    @property
+    def _last_line(self) -> str:
+        return self._last_lines[-1] if self._last_lines else "nothing"
+
+    def _handle_ring(self) -> None:
+        """Handle a ring: there are results, or the engine has ended."""
+        self._has_rung |= self._bell is not None and not self._bell.is_hung_up
+        self._on_ring()
+
+    async def _start(self, engine_end: Doorbell) -> asyncio.subprocess.Process:
+        self.n_starts += 1
+        self._last_lines.clear()
+        fd = engine_end.fileno()
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            "--doorbell-fd",
+            str(fd),
+            *arguments_of(self._config),
+            pass_fds=(fd,),
+            env={**ENVIRONMENT, **os.environ, **environment_of(self._config)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # ctrl-C must reach only the server, which then stops the engine
+        )
+
+    async def _relay(self, process: asyncio.subprocess.Process) -> None:
+        """Forward stderr and keep its last lines."""
+        assert process.stderr is not None
+        while chunk := await process.stderr.read(1 << 16):
+            text = chunk.decode("utf-8", "replace")
+            with contextlib.suppress(OSError):  # the disk of the log may be full
+                sys.stderr.write(text)
+            self._last_lines.extend(line[-500:] for line in text.splitlines() if line.strip())
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Terminate a process; kill it after `GRACE_SEC`."""
+    for stop in (process.terminate, process.kill):
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_SEC):
+                await process.wait()

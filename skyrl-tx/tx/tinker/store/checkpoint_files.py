@@ -1,0 +1,216 @@
+"""Checkpoint files: `tinker://<model>/<kind>/<name>` is a folder under `checkpoints_base`.
+
+A folder is filled under a temporary name and then renamed, so that it is complete or absent even after a kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError
+
+from tx.tinker.config import TxConfig
+from tx.tinker.db_models import CheckpointKind
+from tx.tinker.types import UserError
+
+SCHEME = "tinker://"
+MODEL_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,10}", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}", re.ASCII)
+ABANDONED_SEC = 3600
+"""Age after which no process can still be writing to a temporary folder."""
+SNAPSHOTS = "snapshots"
+UNFINISHED, REPLACED, DELETED = ".unfinished-", ".replaced-", ".deleted-"
+"""Prefixes of temporary folders: not yet complete, replaced by a new version, and about to be deleted."""
+
+
+class TinkerPath(NamedTuple):
+    """The parts of a checkpoint path."""
+
+    model_id: str
+    kind: CheckpointKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"
+
+
+def parse_path(path: str) -> TinkerPath:
+    """Split a path into its parts.
+
+    Raises:
+        UserError: the path is invalid.
+    """
+    model_id, kind, name = _split_path(path)
+    if kind not in list(CheckpointKind) or not MODEL_ID.fullmatch(model_id):
+        raise UserError(_invalid_path(path))
+    return TinkerPath(model_id, CheckpointKind(kind), check_name(name))
+
+
+def _split_path(path: str) -> list[str]:
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3:
+        raise UserError(_invalid_path(path))
+    return parts
+
+
+def _invalid_path(path: str) -> str:
+    kinds = "|".join(CheckpointKind)
+    return f"{path[:300]!r} is not a checkpoint path; use tinker://<model id>/{kinds}/<name>"
+
+
+def check_name(name: str) -> str:
+    """Return a valid checkpoint name, which is also the name of its folder.
+
+    Raises:
+        UserError: the name has invalid characters, begins with a dot, or is too long.
+    """
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"{name[:300]!r} cannot name a checkpoint; use 1 to 255 letters, digits, '.', '_' or '-', with no '.' first"
+        )
+    return name
+
+
+def checkpoint_folder(config: TxConfig, path: str) -> Path:
+    """Return the folder of a checkpoint: `<base>/<model id with '_' for ':'>/<kind>/<name>`.
+
+    Raises:
+        UserError: the path is invalid.
+    """
+    parts = parse_path(path)
+    return config.checkpoints_base / parts.model_id.replace(":", "_") / parts.kind / parts.name
+
+
+def snapshot_folder(config: TxConfig, sampling_session_id: str) -> Path:
+    """Return the folder of an unnamed sampler: `<base>/snapshots/<session>/<number>`."""
+    session_id, _, number = sampling_session_id.rpartition(":sample:")
+    return snapshots_folder(config, session_id) / number
+
+
+def snapshots_folder(config: TxConfig, session_id: str) -> Path:
+    """Return the folder of all unnamed samplers of a session."""
+    return config.checkpoints_base / SNAPSHOTS / session_id
+
+
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Fill a folder atomically: until `write` has succeeded, a previous version stays in place.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    rename_into_place(fill_folder(folder, write), folder)
+
+
+def fill_folder(folder: Path, write: Callable[[Path], object]) -> Path:
+    """Fill a temporary folder, sync it, and return it for `rename_into_place`."""
+    unfinished = folder.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
+    _make_durable(folder.parent)
+    unfinished.mkdir()
+    try:
+        write(unfinished)
+        _sync(unfinished)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # safetensors raises this on a full disk
+            raise OSError(str(error)) from error
+        raise
+    return unfinished
+
+
+def rename_into_place(complete: Path, folder: Path) -> None:
+    """Rename a complete folder into place. After a kill in between, `restore_replaced` restores the old version."""
+    aside = folder.with_name(f"{REPLACED}{secrets.token_hex(8)}")
+    aside.mkdir()
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside / folder.name)
+        complete.rename(folder)
+    except BaseException:
+        _restore_replaced(aside)
+        shutil.rmtree(complete, ignore_errors=True)
+        raise
+    _sync_path(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def restore_replaced(base: Path) -> None:
+    """Restore folders whose replacement was interrupted by a kill."""
+    for aside in _temporary_folders(base, REPLACED):
+        _restore_replaced(aside)
+
+
+def _restore_replaced(aside: Path) -> None:
+    for folder in aside.iterdir():
+        if not aside.with_name(folder.name).exists():
+            folder.rename(aside.with_name(folder.name))
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _make_durable(folder: Path) -> None:
+    """Create a folder and its missing parents, and sync their names to disk, outermost first."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(created):
+        _sync_path(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Sync a folder's contents to disk before it gets its name."""
+    for path in (*folder.rglob("*"), folder):
+        _sync_path(path)
+
+
+def _sync_path(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder atomically, if it exists."""
+    delete_aside(set_aside(folder))
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename a folder away, for `delete_aside` to delete; return None if it does not exist."""
+    aside = folder.with_name(f"{DELETED}{secrets.token_hex(8)}")
+    try:
+        return folder.rename(aside)
+    except FileNotFoundError:
+        return None
+
+
+def delete_aside(aside: Path | None) -> None:
+    """Delete a folder that was renamed away."""
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def delete_leftovers(base: Path) -> None:
+    """Delete temporary folders of processes that were killed while they wrote or deleted."""
+    for folder in _temporary_folders(base, UNFINISHED, DELETED):
+        if seconds_untouched(folder) > ABANDONED_SEC:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folders(base: Path, *prefixes: str) -> list[Path]:
+    found = (folder for pattern in ("*", "*/*", "*/*/*") for folder in base.glob(pattern))
+    return [folder for folder in found if folder.name.startswith(prefixes)]
+
+
+def seconds_untouched(folder: Path) -> float:
+    """Return the seconds since the last write to a folder; 0 if it is gone."""
+    try:
+        return time.time() - folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,28 @@
+"""Why a model could not be restored, and which weights a name stands for."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+from sqlmodel.sql.sqltypes import AutoString
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make the column and the table."""
+    op.add_column("models", sa.Column("lost_because", AutoString(), nullable=True))
+    op.create_table(
+        "base_weights",
+        sa.Column("base_model", AutoString(), primary_key=True, nullable=False),
+        sa.Column("fingerprint", AutoString(), nullable=False),
+    )
+
+
+def downgrade() -> None:
+    """Drop them."""
+    op.drop_table("base_weights")
+    op.drop_column("models", "lost_because")

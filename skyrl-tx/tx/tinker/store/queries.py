@@ -1,0 +1,345 @@
+"""Queries for accepting and answering requests. All take a database session."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from sqlalchemy import ColumnElement, func, update
+from sqlalchemy.orm import defer
+from sqlmodel import Session, col, select
+
+from tx.tinker.config import TxConfig
+from tx.tinker.db_models import (
+    Checkpoint,
+    EngineState,
+    Kind,
+    Model,
+    ModelStatus,
+    Request,
+    RequestStatus,
+    SamplingSession,
+    SessionStatus,
+    now,
+)
+from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.refusal import Refusal, not_found, refuse
+from tx.tinker.store.checkpoint_files import checkpoint_folder, parse_path, set_aside
+
+ACCEPTING = (ModelStatus.PENDING, ModelStatus.READY)
+"""Statuses of models that accept requests."""
+RECENT = timedelta(seconds=2)
+SEEN_INTERVAL = timedelta(seconds=2)
+"""Minimum time between two updates of a session's `last_seen_at`."""
+
+
+def model_id_of(session_id: str, model_seq_id: int) -> str:
+    """Return the id of a model. Clients construct it, too."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampling_session_id_of(session_id: str, seq_id: int) -> str:
+    """Return the id of a sampling session or snapshot; both share one numbering per client session."""
+    return f"{session_id}:sample:{seq_id}"
+
+
+def hash_of(payload: bytes) -> str:
+    """Hash a payload, to distinguish repeated requests from different ones."""
+    return hashlib.sha256(payload).hexdigest()
+
+
+# -- find
+
+
+def _key(key: str) -> str:
+    """Return a usable key; raise `Refusal` 404 for a NUL character, which PostgreSQL rejects."""
+    if "\0" in key:
+        not_found(f"there is no {key[:100]!r}")
+    return key
+
+
+def find_session(db: Session, session_id: str, owner: str) -> ClientSession:
+    """Return a session; raise `Refusal` 404 if it does not exist or belongs to another user."""
+    found = db.get(ClientSession, _key(session_id))
+    if found is None or found.owner != owner:
+        not_found(f"there is no session {session_id!r}; create it with create_session")
+    return found
+
+
+def active_session(db: Session, session_id: str, owner: str) -> ClientSession:
+    """Return an active session and record that it was seen; raise `Refusal` 400 if it has ended."""
+    session = find_session(db, session_id, owner)
+    if session.status is not SessionStatus.ACTIVE:
+        refuse(f"session {session_id} is {session.status}; create a new one")
+    touch(session)
+    return session
+
+
+def touch(session: ClientSession) -> None:
+    """Record that a session was seen."""
+    if now() - session.last_seen_at > SEEN_INTERVAL:
+        session.last_seen_at = now()
+
+
+def find_model(db: Session, model_id: str, owner: str) -> Model:
+    """Return a model in any status; raise `Refusal` 404 if there is none."""
+    model = db.get(Model, _key(model_id))
+    if model is None or not owns(db, model, owner):
+        not_found(f"there is no model {model_id!r}; create it with create_model")
+    return model
+
+
+def owns(db: Session, model: Model, owner: str) -> bool:
+    """Return whether the model belongs to this user."""
+    session = db.get(ClientSession, model.session_id)
+    return session is not None and session.owner == owner
+
+
+def active_model(db: Session, model_id: str, owner: str) -> Model:
+    """Return a model that accepts requests, and record that its session was seen."""
+    model = find_model(db, model_id, owner)
+    active_session(db, model.session_id, owner)
+    if model.status in (ModelStatus.UNLOADING, ModelStatus.UNLOADED):
+        refuse(f"model {model_id} was unloaded; load a checkpoint of it into a new one")
+    if model.status is ModelStatus.FAILED:
+        refuse(f"model {model_id} could not be created: {_failure_reason(db, model_id)}")
+    model.last_request_at = now()
+    return model
+
+
+def _failure_reason(db: Session, model_id: str) -> str:
+    found = db.exec(select(Request.error).where(Request.model_id == model_id, Request.seq_id == 0)).first()
+    return found or "see the server's log"
+
+
+def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> SamplingSession:
+    """Return a sampling session; raise `Refusal` 404 if there is none."""
+    of_owner = select(SamplingSession).join(ClientSession).where(ClientSession.owner == owner)
+    found = db.exec(of_owner.where(SamplingSession.sampling_session_id == _key(sampling_session_id))).first()
+    if found is None:
+        not_found(f"there is no sampling session {sampling_session_id!r}; create it with create_sampling_session")
+    return found
+
+
+def find_checkpoint(db: Session, path: str, owner: str) -> Checkpoint:
+    """Return a checkpoint that a user may read: their own or a public one; else raise `Refusal` 400 or 404."""
+    parts = parse_path(path)
+    checkpoint = db.get(Checkpoint, (parts.model_id, parts.kind, parts.name))
+    if checkpoint is None or not (checkpoint.is_public or _owns_checkpoint(db, checkpoint, owner)):
+        not_found(f"there is no checkpoint {path}; training_runs/{parts.model_id}/checkpoints lists the existing ones")
+    if checkpoint.expires_at is not None and checkpoint.expires_at <= now():
+        not_found(f"checkpoint {path} expired at {checkpoint.expires_at:%Y-%m-%d %H:%M:%S} UTC")
+    return checkpoint
+
+
+def own_checkpoint(db: Session, path: str, owner: str) -> Checkpoint:
+    """Return a checkpoint that a user may change."""
+    checkpoint = find_checkpoint(db, path, owner)
+    if not _owns_checkpoint(db, checkpoint, owner):
+        not_found(f"checkpoint {path} is another user's")
+    return checkpoint
+
+
+def _owns_checkpoint(db: Session, checkpoint: Checkpoint, owner: str) -> bool:
+    model = db.get(Model, checkpoint.model_id)
+    return model is not None and owns(db, model, owner)
+
+
+def engine_state(db: Session, base_model: str) -> EngineState | None:
+    """Return the engine's last report; None before an engine with this base model was up."""
+    state = db.get(EngineState, 1)
+    return state if state is not None and state.base_model == base_model else None
+
+
+# -- accept
+
+
+def earlier_request(db: Session, request: Request) -> Request | None:
+    """Return the request that this one repeats, if any; raise `Refusal` 400 if its number has another request."""
+    earlier = db.exec(select(Request).where(*same_number)).first() if (same_number := _same_number(request)) else None
+    if earlier is None:
+        return None
+    if (earlier.payload_hash, earlier.kind) != (request.payload_hash, request.kind):
+        where = request.model_id or request.sampling_session_id
+        number = request.seq_id if request.model_id else request.sample_seq_id
+        refuse(f"seq_id={number} of {where} was used by another request, {earlier.kind}; increment it for each new one")
+    return earlier
+
+
+def _same_number(request: Request) -> list[ColumnElement[bool]]:
+    if request.model_id is not None and request.seq_id is not None:
+        return [col(Request.model_id) == request.model_id, col(Request.seq_id) == request.seq_id]
+    if request.sampling_session_id is not None and request.sample_seq_id is not None:
+        return [
+            col(Request.sampling_session_id) == request.sampling_session_id,
+            col(Request.sample_seq_id) == request.sample_seq_id,
+        ]
+    return []
+
+
+def has_requests(db: Session, model_id: str) -> bool:
+    """Return whether a model has had requests since its creation, other than failed attempts to load weights."""
+    others = select(Request.request_id).where(
+        Request.model_id == model_id,
+        col(Request.seq_id).is_distinct_from(0),
+        (col(Request.kind) != Kind.LOAD_WEIGHTS) | (col(Request.status) != RequestStatus.FAILED),
+    )
+    return db.exec(others.limit(1)).first() is not None
+
+
+def n_models(db: Session, base_model: str, owner: str | None = None) -> int:
+    """Count the models of a base model that occupy memory or will, of one user or of all."""
+    living = (col(Model.status).in_(ACCEPTING), col(Model.base_model) == base_model)
+    counted = select(func.count()).select_from(Model).where(*living)
+    if owner is not None:
+        counted = counted.join(ClientSession).where(ClientSession.owner == owner)
+    return db.exec(counted).one()
+
+
+def fail_waiting(db: Session, model: Model, reason: str) -> None:
+    """Fail the pending requests of a model that could not be restored, except unloading, which then succeeds."""
+    waiting = (
+        col(Request.model_id) == model.model_id,
+        col(Request.status) == RequestStatus.PENDING,
+        col(Request.kind) != Kind.UNLOAD_MODEL,
+    )
+    error = f"model {model.model_id} could not be restored: {reason}"
+    failed = {"status": RequestStatus.FAILED, "error": error, "error_category": "server", "completed_at": now()}
+    db.exec(update(Request).where(*waiting).values(failed))
+    model.lost_because = None
+
+
+def unload_request(db: Session, model_id: str) -> int | None:
+    """Return the number of the request to unload a model, if there is one."""
+    of_model = (col(Request.model_id) == model_id, col(Request.kind) == Kind.UNLOAD_MODEL)
+    return db.exec(select(Request.request_id).where(*of_model)).first()
+
+
+def queue_unload(db: Session, model: Model, owner: str) -> None:
+    """Queue a request to unload a model after its earlier requests, unless there is one."""
+    if model.status not in ACCEPTING:
+        return
+    model.status = ModelStatus.UNLOADING
+    payload = f'{{"model_id":"{model.model_id}"}}'.encode()
+    db.add(
+        Request(
+            kind=Kind.UNLOAD_MODEL,
+            owner=owner,
+            session_id=model.session_id,
+            model_id=model.model_id,
+            payload=payload,
+            payload_hash=hash_of(payload),
+        )
+    )
+
+
+def end_session(db: Session, session: ClientSession, status: SessionStatus, reason: str) -> None:
+    """End a session and unload its models. Pending requests up to each model's last save still run; the rest is
+    cancelled.
+    """
+    session.status, session.end_reason = status, reason
+    _cancel(db, col(Request.session_id) == session.session_id, col(Request.kind) == Kind.SAMPLE)
+    for model in db.exec(select(Model).where(Model.session_id == session.session_id)):
+        of_model = col(Request.model_id) == model.model_id
+        _cancel(db, of_model, col(Request.kind) != Kind.UNLOAD_MODEL, col(Request.request_id) > _last_save(db, model))
+        queue_unload(db, model, session.owner)
+
+
+def _last_save(db: Session, model: Model) -> int:
+    """Return the last pending request of a model that saves a named checkpoint; 0 if there is none."""
+    saves = select(Request).where(
+        Request.model_id == model.model_id,
+        Request.status == RequestStatus.PENDING,
+        col(Request.kind).in_((Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL, Kind.SAVE_WEIGHTS_FOR_SAMPLER)),
+    )
+    for request in db.exec(saves.order_by(col(Request.request_id).desc())):
+        if json.loads(request.payload).get("path") is not None:  # a snapshot has no name
+            return request.request_id or 0
+    return 0
+
+
+def _cancel(db: Session, *which: ColumnElement[bool]) -> None:
+    waiting = (*which, col(Request.status) == RequestStatus.PENDING)
+    db.exec(update(Request).where(*waiting).values(status=RequestStatus.CANCELLED, completed_at=now()))
+
+
+# -- answer
+
+
+REQUEST_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
+
+
+def request_number(request_id: str) -> int:
+    """Parse the id that clients use; raise `Refusal` 404 if it is invalid."""
+    if not REQUEST_ID.fullmatch(request_id):
+        not_found(f"there is no request {request_id[:100]!r}")
+    return int(request_id)
+
+
+def find_request(db: Session, request_id: int, owner: str) -> Request:
+    """Return a request without its payload and result; raise `Refusal` 404 if there is none."""
+    light = (defer(col(Request.payload)), defer(col(Request.result)))  # type: ignore[arg-type]
+    request = db.get(Request, request_id, options=light)
+    if request is None or request.owner != owner:
+        not_found(f"there is no request {request_id}; requests of ended sessions are deleted after a while")
+    return request
+
+
+def finished_request(db: Session, request_id: int) -> Request | None:
+    """Return a finished request without its payload; None while it is pending. Raise `Refusal` 410 if its result was
+    deleted.
+    """
+    request = db.get(Request, request_id, options=[defer(col(Request.payload))])  # type: ignore[arg-type]
+    if request is None:
+        not_found(f"there is no request {request_id}")
+    if request.status is RequestStatus.PENDING:
+        return None
+    if request.status is RequestStatus.DONE and request.result is None:
+        raise Refusal(410, f"the result of request {request_id} was deleted because of its age")
+    return request
+
+
+def waiting_reason(db: Session, model_id: str | None, base_model: str) -> str | None:
+    """Return why a model's requests wait although an engine with `base_model` runs; None if they do not."""
+    model = None if model_id is None else db.get(Model, model_id)
+    if model is None:
+        return None
+    if model.base_model != base_model:
+        return f"it waits until {model.base_model} is served again; this server has {base_model}"
+    if model.lost_because is not None:
+        return f"model {model_id} could not be restored, and waits for the next start: {model.lost_because}"
+    return None
+
+
+def pending_ids(db: Session) -> set[int]:
+    """Return the ids of all pending requests."""
+    return set(db.exec(select(Request.request_id).where(Request.status == RequestStatus.PENDING)))  # type: ignore[arg-type]
+
+
+def recent_ids(db: Session) -> set[int]:
+    """Return the ids of requests that finished, failed or were cancelled in the last seconds."""
+    done = col(Request.completed_at) > now() - RECENT
+    return set(db.exec(select(Request.request_id).where(done)))  # type: ignore[arg-type]
+
+
+def cancel_sample(db: Session, request_id: int) -> None:
+    """Cancel a pending sample. Finished samples and other kinds of requests are unaffected."""
+    _cancel(db, col(Request.request_id) == request_id, col(Request.kind) == Kind.SAMPLE)
+
+
+# -- checkpoints
+
+
+def drop_checkpoint(db: Session, checkpoint: Checkpoint, config: TxConfig) -> Path | None:
+    """Delete a checkpoint's row and rename its folder away; return the folder for `delete_aside`."""
+    db.delete(checkpoint)
+    db.flush()
+    return set_aside(checkpoint_folder(config, checkpoint.path))
+
+
+def expiry(ttl_seconds: int | None) -> datetime | None:
+    """Return the time at which a checkpoint expires, if it does."""
+    return None if ttl_seconds is None else now() + timedelta(seconds=ttl_seconds)

@@ -1,0 +1,72 @@
+"""Find and delete expired rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, func, update
+from sqlmodel import Session, col, select
+
+from tx.tinker.db_models import GONE, Checkpoint, Model, Request, RequestStatus, SessionStatus, now
+from tx.tinker.db_models import Session as ClientSession
+
+MAX_ROWS = 1000
+"""Maximum number of rows per transaction, which blocks other writers."""
+
+
+def stale_sessions(db: Session, timeout: float) -> list[ClientSession]:
+    """Return active sessions that were not seen for `timeout` seconds."""
+    limit = now() - timedelta(seconds=timeout)
+    stale = (ClientSession.status == SessionStatus.ACTIVE, col(ClientSession.last_seen_at) < limit)
+    return list(db.exec(select(ClientSession).where(*stale)))
+
+
+def ended_sessions(db: Session, session_ids: Collection[str]) -> list[str]:
+    """Return those of the sessions that are not active."""
+    is_active = (col(ClientSession.session_id).in_(session_ids), ClientSession.status == SessionStatus.ACTIVE)
+    active = set(db.exec(select(ClientSession.session_id).where(*is_active)))
+    return sorted(set(session_ids) - active)
+
+
+def expired_checkpoints(db: Session) -> list[Checkpoint]:
+    """Return expired checkpoints."""
+    return list(db.exec(select(Checkpoint).where(col(Checkpoint.expires_at) <= now())))
+
+
+def delete_results(db: Session, retention: float) -> int:
+    """Delete payloads and results older than `retention` seconds that no restore needs; return how many.
+
+    Deletes at most `MAX_ROWS` at a time; call it again for the rest.
+    """
+    limit = now() - timedelta(seconds=retention)
+    is_restored = select(Model.model_id).where(
+        Model.model_id == Request.model_id,
+        (col(Model.restored_until) >= col(Request.request_id)) | col(Model.status).in_(GONE),
+    )
+    old = select(Request.request_id).where(
+        *_done_before(limit),
+        func.length(Request.payload) > 0,
+        col(Request.model_id).is_(None) | is_restored.exists(),
+    )
+    rows = col(Request.request_id).in_(old.limit(MAX_ROWS))
+    done: Any = db.exec(update(Request).where(rows).values(payload=b"", result=None))
+    return int(done.rowcount)
+
+
+def delete_requests(db: Session, retention: float) -> int:
+    """Delete old requests without an active session or living model, at most `MAX_ROWS` at a time; return how many."""
+    limit = now() - timedelta(seconds=retention)
+    is_active = select(ClientSession.session_id).where(
+        ClientSession.session_id == Request.session_id, ClientSession.status == SessionStatus.ACTIVE
+    )
+    is_there = select(Model.model_id).where(Model.model_id == Request.model_id, col(Model.status).not_in(GONE))
+    old = select(Request.request_id).where(*_done_before(limit), ~is_active.exists(), ~is_there.exists())
+    rows = col(Request.request_id).in_(old.limit(MAX_ROWS))
+    done: Any = db.exec(delete(Request).where(rows))
+    return int(done.rowcount)
+
+
+def _done_before(limit: datetime) -> tuple[ColumnElement[bool], ...]:
+    return col(Request.status) != RequestStatus.PENDING, col(Request.completed_at) < limit

@@ -1,0 +1,127 @@
+"""Validate requests before the engine sees them; raise `UserError` if they are invalid.
+
+The limits of the base model are known once the engine is up; before that, the engine checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tx.tinker.config import TxConfig
+from tx.tinker.db_models import EngineState
+from tx.tinker.losses import LOSSES, Loss
+from tx.tinker.types import Datum, Pass, UserError
+
+MULTI_TARGET = "cross_entropy"
+
+
+def check_base_model(name: str, config: TxConfig) -> None:
+    """Check that this server has the base model of this name or folder."""
+    if name not in (config.model_name, config.base_model) and not _is_same_folder(name, config.base_model):
+        raise UserError(f"base_model={name!r} is not served here; this server has {config.model_name!r}")
+
+
+def _is_same_folder(name: str, base_model: str) -> bool:
+    return name.startswith("/") and Path(name) == Path(base_model).expanduser().absolute()
+
+
+def check_lora(rank: int, *, trains_any: bool, config: TxConfig, state: EngineState | None) -> None:
+    """Check that the rank is supported and the adapter trains something."""
+    if rank > config.max_lora_rank:
+        raise UserError(f"lora_config.rank={rank} is more than the server's limit of {config.max_lora_rank}")
+    if rank == 0 and state is not None and not state.can_train_all:
+        raise UserError("lora_config.rank=0 trains all weights, which this backend cannot; use 1 or more")
+    if rank == 0 and not config.train_all:
+        raise UserError("lora_config.rank=0 trains all weights, which this server does not serve; use 1 or more")
+    if rank > 0 and not trains_any:
+        raise UserError("train_attn, train_mlp and train_unembed are all false; nothing would be trained")
+
+
+def check_pass(pass_: Pass, state: EngineState | None) -> None:
+    """Check the loss, its settings and the data against each other and the model."""
+    loss = LOSSES.get(pass_.loss_fn)
+    if loss is None:
+        raise UserError(f"loss_fn={pass_.loss_fn!r} is not supported; use one of: {', '.join(LOSSES)}")
+    _check_settings(pass_.loss_fn, loss, pass_.settings)
+    if not pass_.data:
+        raise UserError("data is empty; give at least one datum")
+    for number, datum in enumerate(pass_.data):
+        _check_datum(datum, f"data[{number}]", pass_.loss_fn, loss)
+        if state is not None:
+            _check_model_fits(datum, f"data[{number}]", state)
+
+
+def _check_settings(name: str, loss: Loss, settings: Mapping[str, float]) -> None:
+    for key, value in settings.items():
+        if key not in loss.settings:
+            known = ", ".join(loss.settings) or "none"
+            raise UserError(f"loss_fn_config has {key!r}, which {name} does not support; it supports {known}")
+        if not np.isfinite(value):
+            raise UserError(f"loss_fn_config[{key!r}]={value} must be a finite number")
+    merged = {**loss.settings, **settings}
+    low, high = merged.get("clip_low_threshold", 0.0), merged.get("clip_high_threshold", 1.0)
+    if low > high:
+        raise UserError(f"clip_low_threshold={low} is more than clip_high_threshold={high}")
+
+
+def _check_datum(datum: Datum, name: str, loss_name: str, loss: Loss) -> None:
+    n_tokens = len(datum.tokens)
+    if n_tokens == 0:
+        raise UserError(f"{name}.model_input is empty; give at least one token")
+    for key in loss.needs:
+        if key not in datum.inputs:
+            raise UserError(f"{name}.loss_fn_inputs lacks {key!r}, which {loss_name} needs")
+    for key in datum.inputs:
+        if key not in (*loss.needs, *loss.optional):
+            known = ", ".join((*loss.needs, *loss.optional))
+            raise UserError(f"{name}.loss_fn_inputs has {key!r}, which {loss_name} does not use; it uses {known}")
+    _check_shapes(datum, name, loss_name)
+    _check_finite(datum, name)
+
+
+def _check_shapes(datum: Datum, name: str, loss_name: str) -> None:
+    n_tokens = len(datum.tokens)
+    targets = datum.inputs["target_tokens"].shape
+    if len(targets) > 1 and loss_name != MULTI_TARGET:
+        raise UserError(f"{name}: target_tokens has shape {list(targets)}, and {loss_name} takes one target per token")
+    for key, value in datum.inputs.items():
+        if value.shape[:1] != (n_tokens,):
+            raise UserError(f"{name}: {key} has shape {list(value.shape)} for {n_tokens} tokens of model_input")
+        if value.shape != targets:
+            raise UserError(f"{name}: {key} has shape {list(value.shape)}, and target_tokens {list(targets)}")
+    if 0 in targets:
+        raise UserError(f"{name}: target_tokens has shape {list(targets)}; give at least one target")
+
+
+def _trained_mask(datum: Datum) -> np.ndarray:
+    """Return the mask of targets with non-zero weight; other values may be anything."""
+    weights = datum.inputs.get("weights")
+    return np.ones(datum.inputs["target_tokens"].shape, bool) if weights is None else weights != 0
+
+
+def _check_finite(datum: Datum, name: str) -> None:
+    counted = _trained_mask(datum)
+    for key, value in datum.inputs.items():
+        wrong = ~np.isfinite(value) & (counted | (key == "weights"))
+        if wrong.any():
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            at = index[0] if len(index) == 1 else index
+            raise UserError(f"{name}: {key}[{at}] is {value[index]}; it must be finite where the weight is not 0")
+
+
+def _check_model_fits(datum: Datum, name: str, state: EngineState) -> None:
+    if len(datum.tokens) > state.max_context:
+        raise UserError(f"{name}.model_input has {len(datum.tokens)} tokens; the maximum is {state.max_context}")
+    check_tokens(datum.tokens, f"{name}.model_input", state)
+    check_tokens(datum.inputs["target_tokens"][_trained_mask(datum)], f"{name}.loss_fn_inputs['target_tokens']", state)
+
+
+def check_tokens(tokens: np.ndarray | Sequence[int], name: str, state: EngineState) -> None:
+    """Check that all tokens are in the vocabulary."""
+    ids = np.asarray(tokens)
+    wrong = (ids < 0) | (ids >= state.vocab_size)
+    if wrong.any():
+        raise UserError(f"{name} holds token {ids[wrong][0]}; the vocabulary is 0 to {state.vocab_size - 1}")
