@@ -231,7 +231,7 @@ def _secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dic
 
 
 def arguments_of(config: TxConfig) -> list[str]:
-    """Return a command line with the same settings, except for secrets: `environment_of` has those."""
+    """Return a command line with the same settings; those of `environment_of` are left out."""
     settings = config.model_dump(mode="json", exclude=set(SECRET_FIELDS) | {"api_keys_file", "start_engine"})
     return [_argument(name, value) for name, value in settings.items() if value is not None]
 
