@@ -155,7 +155,8 @@ def _prepare(model: PreTrainedModel, key: str, path: str, device: torch.device, 
     model.eval().to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    role, n_parameters = key.split(".")[1], f"{model.num_parameters():,}"  # trainer.policy.model.path is the policy's
+    role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")
+    n_parameters = f"{model.num_parameters():,}"
     logger.info("Loaded the %s from %s: %s parameters, %s on %s", role, path, n_parameters, model.dtype, device)
 
 
