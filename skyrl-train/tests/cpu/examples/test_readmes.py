@@ -97,7 +97,7 @@ def test_the_data_can_be_prepared_and_played(
             assert "from the Hugging Face Hub" in capsys.readouterr().err
     (play,) = [words for words, _ in commands(readme) if words[:3] == ["skyrl", "env", "play"]]
     skyrl_gym(["check", *play[3:]])
-    assert " 0 broken" in capsys.readouterr().out
+    assert " 0 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
