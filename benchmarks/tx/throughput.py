@@ -50,7 +50,7 @@ Player = Callable[[], object]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same work on both sides, its number of tokens and, optionally, the maximum time."""
+    """One workload for both sides, with its number of tokens and an optional time limit."""
 
     name: str
     n_tokens: int

@@ -24,6 +24,7 @@ from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
+from skyrl_train.tracking.signal import N_STEPS
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Logging(Callback):
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking
         self._progress: Progress | None = None
-        self._newest: deque[dict[str, float]] = deque(maxlen=3)
+        self._newest: deque[dict[str, float]] = deque(maxlen=N_STEPS)
         self._has_warned = False
 
     async def on_train_start(self, run: Run) -> None:

@@ -33,12 +33,7 @@ def describe_plan(cfg: SkyRLConfig) -> str:
 
 def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     trainer = cfg.trainer
-    models = [("policy", trainer.policy.model.path, trainer.policy.model.dtype)]
-    if trainer.critic.model.path is not None:
-        models.append(("critic", trainer.critic.model.path, trainer.critic.model.dtype))
-    if reads_reference(trainer.algorithm):
-        models.append(("reference", trainer.ref.model.path, trainer.policy.model.dtype))
-    for role, path, dtype in models:
+    for role, path, dtype in _models(cfg):
         n_parameters = count_parameters(path)
         size = "size unknown before the download" if n_parameters is None else f"{n_parameters:,} parameters"
         yield role, f"{path} · {size} · {dtype}"
@@ -48,6 +43,17 @@ def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     yield "train data", _describe_sources(cfg.data.train_data)
     if cfg.data.val_data and trainer.eval_interval > 0:
         yield "val data", _describe_sources(cfg.data.val_data)
+
+
+def _models(cfg: SkyRLConfig) -> list[tuple[str, str, str]]:
+    """Return role, path and dtype of each model that the run loads."""
+    trainer = cfg.trainer
+    models: list[tuple[str, str, str]] = [("policy", trainer.policy.model.path, trainer.policy.model.dtype)]
+    if trainer.critic.model.path is not None:
+        models.append(("critic", trainer.critic.model.path, trainer.critic.model.dtype))
+    if reads_reference(trainer.algorithm):
+        models.append(("reference", trainer.ref.model.path, trainer.policy.model.dtype))
+    return models
 
 
 def _clock(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
@@ -97,17 +103,13 @@ def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     yield "device", f"{device} · {_format_bytes(free)} of {_format_bytes(total)} free · one process"
     engine = "vLLM" if cfg.generator.backend == "vllm" else "embedded, shares the policy's weights"
     yield "engine", f"{engine} · {cfg.generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
-    trained = [(trainer.policy.model.path, trainer.policy.model.dtype)]
-    if trainer.critic.model.path is not None:
-        trained.append((trainer.critic.model.path, trainer.critic.model.dtype))
-    sizes = [(count_parameters(path), BYTES[dtype]) for path, dtype in trained]
-    if any(n is None for n, _ in sizes):
+    counts = {role: (count_parameters(path), BYTES[dtype]) for role, path, dtype in _models(cfg)}
+    if any(n is None for n, _ in counts.values()):
         yield "memory", "unknown before the download"
     else:
-        weights = sum((n or 0) * width for n, width in sizes)
-        frozen = 0
-        if reads_reference(trainer.algorithm):
-            frozen = (count_parameters(trainer.ref.model.path) or 0) * BYTES[trainer.policy.model.dtype]
+        n_bytes = {role: (n or 0) * width for role, (n, width) in counts.items()}
+        frozen = n_bytes.pop("reference", 0)
+        weights = sum(n_bytes.values())
         yield (
             "memory",
             (

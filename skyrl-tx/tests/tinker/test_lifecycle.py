@@ -1,4 +1,4 @@
-"""Resources are released once nobody needs them: models, files, and the engine's time."""
+"""Unused models, files and engine time are released."""
 
 from __future__ import annotations
 

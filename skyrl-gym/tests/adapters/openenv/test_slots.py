@@ -91,7 +91,7 @@ def test_closed_event_loop_is_skipped() -> None:
     loop.run_until_complete(slots.acquire(1))
     waiting = loop.create_task(slots.acquire(1))
     loop.run_until_complete(settle())
-    loop.close()  # and nobody cancels what waits there
+    loop.close()  # without cancelling the tasks that wait in it
     slots.release(was_playing=False)
     asyncio.run(asyncio.wait_for(slots.acquire(1), 30))
     assert not waiting.done()

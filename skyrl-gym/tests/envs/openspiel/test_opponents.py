@@ -54,7 +54,7 @@ def test_search_is_deterministic_and_does_not_modify_the_state() -> None:
 
 
 def test_search_does_not_use_hidden_cards() -> None:
-    """The same knowledge gives the same move, whatever the opponent's cards."""
+    """The move depends on the player's knowledge alone, not on the opponent's cards."""
     game = load_game("leduc_poker")
     choices = []
     for hidden in (0, 1, 2, 4):

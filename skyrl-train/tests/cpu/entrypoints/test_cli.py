@@ -87,7 +87,16 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_tiny_model_is_written_and_trains(catch_data: Path, tmp_path: Path) -> None:
+def test_a_plan_does_not_guess_the_size_of_a_model_that_is_not_here(
+    catch_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *catch_run, "trainer.ref.model.path=owner/unknown", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "reference    owner/unknown · size unknown before the download" in plan
+    assert "memory       unknown before the download" in plan
+
+
+def test_a_tiny_model_is_written_once(catch_data: Path, tmp_path: Path) -> None:
     folder, data = tmp_path / "tiny", catch_data / "train.parquet"
     assert main(["tiny", str(folder), "--data", str(data)]) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -35,7 +35,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def both(kind: tuple[str, int], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """The same model `m` in both backends, after a step of each."""
+    """Create the model `m` in both backends, and take one step in each."""
     family, rank = kind
     backends = load(models / family)
     backends[0].create_model("m", LoraConfig(rank=rank, seed=5))

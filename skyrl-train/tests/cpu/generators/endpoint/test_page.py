@@ -1,4 +1,4 @@
-"""What docs/guides/endpoint.md shows works, and what it names is there."""
+"""The examples of docs/guides/endpoint.md work, and the names it mentions exist."""
 
 from __future__ import annotations
 
