@@ -30,7 +30,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.json")
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 300
 
-SOURCES = ("algorithms", "workers", "dataset/batch.py", "models/logprobs.py", "learner.py")
+SOURCES = ("algorithms", "workers", "dataset/batch.py", "models/logprobs.py", "learner.py", "trainer.py")
 SPECIFICATION = "workers/test_gradient_specification.py"
 TESTS = {
     "algorithms/advantages/": ("algorithms/advantages", "algorithms/test_trajectories.py", SPECIFICATION),
@@ -46,6 +46,7 @@ TESTS = {
     "models/logprobs.py": ("models/test_logprobs.py", SPECIFICATION),
     "workers/": ("workers", "checkpoint", "distributed"),
     "learner.py": ("test_learner.py", SPECIFICATION, "test_trainer.py"),
+    "trainer.py": ("test_trainer.py", "test_durability.py", "test_learner.py", "test_mixture_in_a_run.py"),
 }
 """Tests under `tests/cpu` for the first matching prefix; they run after the test file that mirrors the source file."""
 
