@@ -23,6 +23,7 @@ TINKER_VERSIONS := $(basename $(notdir $(wildcard $(TINKER_REQUIREMENTS)/[0-9]*.
 VERIFIERS := .venv-verifiers
 VERIFIERS_REQUIREMENTS := skyrl-gym/tests/verifiers_v0/requirements.txt
 VLLM := .venv-vllm
+WHEELS := .venv-wheels
 VLLM_REQUIREMENTS := skyrl-train/tests/vllm/requirements.txt
 IN_TRAIN := cd skyrl-train && ../$(BIN)/python
 BENCH := cd skyrl-train && PYTHONPATH=.:../benchmarks ../$(BIN)/python ../benchmarks
@@ -126,10 +127,11 @@ docs: .venv/.dev ## build the documentation into site/
 
 # --- locked versions -----------------------------------------------------------------------------------------
 
-# uv keeps the versions in its existing output file. Local version labels (2.13.0+cpu) are removed because they depend on
-# the index, and CUDA packages because the torch wheels that need them pin them.
-COMPILE = $(BIN)/uv pip compile --quiet --all-extras --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
-	--no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+# torch is the version that vLLM pins. uv keeps the versions in its existing output file. Local version labels
+# (2.13.0+cpu) are removed because they depend on the index, and CUDA packages because the torch wheels that need them
+# pin them.
+COMPILE = echo torch==2.13.0 | $(BIN)/uv pip compile --quiet --constraint - --extra all --extra dev \
+	--python-version 3.11 --python-platform x86_64-unknown-linux-gnu --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 	--no-emit-package skyrl-gym --no-emit-package skyrl-train --no-emit-package skyrl-tx \
 	skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml
 define WRITE_LOCK
@@ -151,6 +153,16 @@ lock-check: .venv/.dev ## fail if constraints.txt is out of date with the pyproj
 	@$(call WRITE_LOCK,.venv/constraints.txt)
 	@diff -u constraints.txt .venv/constraints.txt \
 	  || { echo "lock-check: constraints.txt does not fit the pyproject files; run make lock"; exit 1; }
+
+# --- packages ------------------------------------------------------------------------------------------------
+
+.PHONY: wheels
+wheels: .venv/.dev ## build wheels into dist/, install them into a new environment, and train with them
+	@rm -rf dist $(WHEELS)
+	@$(BIN)/uv build --quiet --all-packages --out-dir dist
+	@$(PYTHON) -m venv $(WHEELS)
+	@$(WHEELS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
+	@TEST_BIN=$(CURDIR)/$(WHEELS)/bin $(BIN)/python -m pytest -q skyrl-train/tests/cpu/test_docs_blocks.py $(ARGS)
 
 # --- setup ---------------------------------------------------------------------------------------------------
 
@@ -208,6 +220,6 @@ $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS) skyrl-gym/pyproject.toml | $(VERI
 
 .PHONY: clean
 clean: ## remove .venv, caches and built docs; keep outputs/
-	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(TINKER) $(VERIFIERS) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv $(DIFFERENTIAL) $(OPENENV) $(TINKER) $(VERIFIERS) $(VLLM) $(WHEELS) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -rf skyrl-*/build skyrl-*/*.egg-info

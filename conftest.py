@@ -1,4 +1,4 @@
-"""Hypothesis profiles, shared by the tests of all packages.
+"""Hypothesis profiles and markers, shared by the tests of all packages.
 
 `HYPOTHESIS_PROFILE=nightly` tries more examples, different in every run; by default every run tries the same ones.
 """
@@ -7,10 +7,28 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+MARKERS = {
+    "skyrl-train/tests/vllm": "vllm",
+    "skyrl-tx/tests/vllm_server": "vllm",
+    "skyrl-tx/tests/sdk": "integrations",
+    "skyrl-gym/tests/openenv_server": "integrations",
+    "skyrl-gym/tests/verifiers_v0": "integrations",
+}
+"""The marker of all tests in a folder."""
 
 BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 settings.register_profile("ci", BUSY_MACHINE, derandomize=True)
 settings.register_profile("nightly", BUSY_MACHINE, derandomize=False, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of the folders in `MARKERS`."""
+    for item in items:
+        folder = item.path.parent.relative_to(config.rootpath).as_posix()
+        if folder in MARKERS:
+            item.add_marker(MARKERS[folder])

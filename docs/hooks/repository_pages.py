@@ -24,6 +24,7 @@ def site_pages() -> dict[str, str]:
     pages = {
         "CONTRIBUTING.md": "internals/contributing.md",
         "skyrl-gym/README.md": "packages/skyrl-gym.md",
+        "skyrl-train/README.md": "packages/skyrl-train.md",
         "skyrl-tx/README.md": "packages/skyrl-tx.md",
         "skyrl-train/examples/algorithms/README.md": "examples/algorithms/index.md",
     }

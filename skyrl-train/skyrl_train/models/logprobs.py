@@ -68,7 +68,7 @@ def chosen_logprobs(
     hidden: torch.Tensor,
     token_ids: torch.Tensor,
     temperature: float,
-    entropy_grad: bool = False,
+    entropy_grad: bool,
 ) -> TokenScores:
     """Return the scores of each token (N,), from the hidden states (N, H) that it was predicted from.
 

@@ -1,7 +1,7 @@
 """The code blocks of the README and the quickstart run as typed, offline, in order, in one folder for each page.
 
 A Python block that starts with a comment such as `# my_env.py` is written to that file; bash blocks run. Blocks after
-`<!-- needs a download -->` are only parsed.
+`<!-- needs a download -->` are only parsed. `TEST_BIN=FOLDER` runs them with the programs in FOLDER (`make wheels`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def page_id(page: Path) -> str:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment variables with which `python` and `skyrl` are those of this checkout."""
+    """Environment variables with which `python` and `skyrl` are those of this checkout, or of `TEST_BIN`."""
+    if installed := os.environ.get("TEST_BIN"):
+        path = os.pathsep.join([installed, os.environ["PATH"]])
+        return os.environ | {"PATH": path, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("bin")
     run_skyrl = "import sys; from skyrl_train.entrypoints.cli import run; sys.argv[0] = 'skyrl'; run()"
     for name, command in {"python": f'"{sys.executable}"', "skyrl": f'"{sys.executable}" -c "{run_skyrl}"'}.items():

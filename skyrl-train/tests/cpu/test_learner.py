@@ -69,6 +69,16 @@ def test_the_kl_penalties_of_all_rows_lower_the_reward_of_the_trajectory(tiny_mo
     assert metrics.numbers()["loss/avg_kl_max"] == pytest.approx(0.4)
 
 
+def test_padding_does_not_count_as_a_token_without_divergence(tiny_model: PreTrainedModel) -> None:
+    trajectories = [make_trajectory("0", [0.0], repetition=0), make_trajectory("0", [0.0] * 3, repetition=1)]
+    batch = build_training_batch(trajectories, 0)
+    old = torch.full_like(batch.loss_mask, -1.5)
+    batch = replace(batch, old_logprobs=old, ref_logprobs=old - 0.4)
+    in_reward = {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator_type": "k1"}
+    _, metrics = learner(tiny_model, **in_reward).advantages(batch)
+    assert metrics.numbers()["loss/avg_kl"] == pytest.approx(0.4)
+
+
 def test_the_kl_controller_counts_trajectories(tiny_model: PreTrainedModel) -> None:
     adaptive = {
         "use_kl_loss": False,

@@ -32,6 +32,7 @@ TIMEOUT_S = 300
 
 SOURCES = ("algorithms", "workers", "dataset/batch.py", "models/logprobs.py", "learner.py", "trainer.py")
 SPECIFICATION = "workers/test_gradient_specification.py"
+RUNS = ("test_trainer.py", "test_durability.py", "test_algorithms_in_a_run.py", "entrypoints/test_resume.py")
 TESTS = {
     "algorithms/advantages/": ("algorithms/advantages", "algorithms/test_trajectories.py", SPECIFICATION),
     "algorithms/losses/": ("algorithms/losses", SPECIFICATION, "workers/test_critic.py"),
@@ -45,8 +46,8 @@ TESTS = {
     "dataset/batch.py": ("dataset/test_batch.py", SPECIFICATION),
     "models/logprobs.py": ("models/test_logprobs.py", SPECIFICATION),
     "workers/": ("workers", "checkpoint", "distributed"),
-    "learner.py": ("test_learner.py", SPECIFICATION, "test_trainer.py"),
-    "trainer.py": ("test_trainer.py", "test_durability.py", "test_learner.py", "test_mixture_in_a_run.py"),
+    "learner.py": ("test_learner.py", SPECIFICATION, *RUNS),
+    "trainer.py": RUNS,
 }
 """Tests under `tests/cpu` for the first matching prefix; they run after the test file that mirrors the source file."""
 

@@ -113,7 +113,7 @@ def test_chunks_change_neither_values_nor_gradients(
 
     def score() -> tuple[torch.Tensor, ...]:
         leaf = hidden.clone().requires_grad_()
-        logprobs, entropies, _ = chosen_logprobs(tiny_model, leaf, token_ids, 0.7)
+        logprobs, entropies, _ = chosen_logprobs(tiny_model, leaf, token_ids, 0.7, entropy_grad=True)
         head = tiny_model.get_output_embeddings().weight
         gradients = torch.autograd.grad((logprobs * torch.arange(11) + entropies).sum(), [leaf, head])
         return (logprobs.detach(), entropies.detach(), *gradients)

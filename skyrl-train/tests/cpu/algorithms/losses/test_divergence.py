@@ -26,7 +26,9 @@ KL = AlgorithmConfig(dppo=DppoConfig(dppo_type="binary_kl", delta_low=0.1, delta
         (TV, 0.5, 0.41, -1.0, True),
         (TV, 0.5, 0.39, -1.0, False),  # a bad token that fell too far
         (TV, 0.5, 0.29, 1.0, True),  # a good token is pulled back
+        (TV, 0.5, 0.29, 0.5, True),
         (TV, 0.5, 0.71, 0.0, True),  # zero advantage
+        (TV, 0.5, 0.29, 0.0, True),
         (TV, 0.01, 0.09, 1.0, True),  # nine times as likely, and still rare
         # KL(0.5, 0.75) = 0.143841, KL(0.5, 0.8) = 0.223144, and the same of 0.25, 0.2; KL(0.5, 0.3) = 0.087177
         (KL, 0.5, 0.75, 1.0, True),

@@ -1,0 +1,77 @@
+"""The tiny model on one GPU: scores, the engine contract, and whole runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.entrypoints import main_base
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.models.logprobs import response_logprobs
+
+pytest.register_assert_rewrite("tests.contract.engine_contract")
+from tests.contract.engine_contract import EngineContract  # noqa: E402
+from tests.contract.engine_kit import EngineKit  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_head_dim() -> int:
+    """A head dimension that vLLM's attention supports."""
+    return 64
+
+
+@pytest.fixture
+def gpu_model(tiny_model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the tiny model on the GPU, whose weights a test may change."""
+    return copy.deepcopy(tiny_model).to("cuda")
+
+
+def test_logprobs_equal_those_of_the_cpu(tiny_model: PreTrainedModel, gpu_model: PreTrainedModel) -> None:
+    sequences = torch.randint(10, tiny_model.config.vocab_size, (8, 48), generator=torch.Generator().manual_seed(0))
+    attention_mask = torch.ones_like(sequences)
+    attention_mask[:4, :7] = 0
+    loss_mask = torch.ones(8, 16)
+    batch = (sequences, attention_mask, loss_mask)
+    expected = response_logprobs(tiny_model, *batch, temperature=1.0)
+    result = response_logprobs(gpu_model, *(tensor.to("cuda") for tensor in batch), temperature=1.0)
+    torch.testing.assert_close(result.logprobs.cpu(), expected.logprobs, atol=1e-4, rtol=0)
+
+
+class TestContractOnAGPU(EngineContract):
+    """The engine contract, with the embedded engine's model and cache on the GPU."""
+
+    @pytest.fixture
+    async def engine_kit(
+        self, gpu_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> AsyncIterator[EngineKit]:
+        engines = []
+
+        def new(max_num_seqs: int = 32, max_num_batched_tokens: int = 1024) -> HFEngine:
+            limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+            engines.append(HFEngine(gpu_model, tiny_tokenizer, max_cache_bytes=1 << 28, **limits))
+            return engines[-1]
+
+        yield EngineKit(new, gpu_model, tiny_tokenizer, tolerance=1e-4, cache_block_size=1)
+        for engine in engines:
+            await engine.close()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_a_run_trains_and_samples_with_the_trained_weights(
+    catch_run: list[str], tmp_path: Path, backend: str, bf16: bool
+) -> None:
+    main_base.main([*catch_run, f"generator.backend={backend}", f"trainer.bf16={bf16}"])
+    rows = [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+        assert row["policy/rollout_train_logprobs_abs_diff_mean"] < (0.05 if bf16 else 1e-3)
+        assert row["policy/grad_norm"] > 0
