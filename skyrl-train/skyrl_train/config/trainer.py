@@ -172,8 +172,9 @@ class TrainerConfig(Section):
     """Run, in the run folder and in the trackers; a name that exists resumes that run. null takes `$WANDB_NAME` with
     wandb, else `<project_name>-<date>-<time>`."""
 
-    logger: LoggerList = Field(default=["console", "tensorboard"])
-    """Trackers of metrics; wandb needs WANDB_API_KEY. `metrics.jsonl` in the run folder is always written."""
+    logger: LoggerList = Field(default=["tensorboard"])
+    """Trackers of metrics; `console` prints all of them, wandb needs WANDB_API_KEY. A progress line and `metrics.jsonl`
+    in the run folder are always written."""
 
     dump_eval_results: bool = True
     """Write every evaluated trajectory under `evals/` in the run folder."""

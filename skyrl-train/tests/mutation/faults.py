@@ -63,6 +63,8 @@ def variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:  # noqa: C901, one
         case ast.BoolOp(op=op):
             junction = ast.Or() if isinstance(op, ast.And) else ast.And()
             yield f"{type(op).__name__} → {type(junction).__name__}", ast.BoolOp(junction, node.values)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            pass  # most often the last of two dimensions, which is 1, too
         case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
             yield f"drop {type(node.op).__name__}", node.operand
         case ast.Name(id=name) if name in NAMES | FLIPPED:

@@ -66,7 +66,7 @@ def test_loaded_configurations_share_no_lists() -> None:
     load_config().trainer.algorithm.custom["tau"] = 0.3
     load_config().trainer.algorithm.gdpo.weights["format"] = 0.5
     assert load_config().data.train_data == ["$HOME/data/gsm8k/train.parquet"]
-    assert load_config().trainer.logger == ["console", "tensorboard"]
+    assert load_config().trainer.logger == ["tensorboard"]
     assert (load_config().trainer.algorithm.custom, AlgorithmConfig().custom) == ({}, {})
     assert (load_config().trainer.algorithm.gdpo.weights, AlgorithmConfig().gdpo.weights) == ({}, {})
 

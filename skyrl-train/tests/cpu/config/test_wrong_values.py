@@ -181,7 +181,7 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
             "trainer.logger",
             ["console", "mlflow"],
             "trainer.logger=[console,mlflow] must be one of console, jsonl, tensorboard, wandb, or a list of them; "
-            "the default is trainer.logger=[console,tensorboard]",
+            "the default is trainer.logger=[tensorboard]",
         ),
         (
             "trainer.resume_mode",
