@@ -72,3 +72,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
 
     return "".join(part if part.startswith("```") else LINK.sub(rewrite, part) for part in FENCE.split(markdown))
+
+
+CODE_BLOCK = re.compile(r"(<pre\b.*?</pre>)", re.DOTALL)
+INLINE_CODE = re.compile(r"<code>[^<]*</code>")
+SEPARATOR = re.compile(r"(?<=[\w\]}])([./_=]+)(?=[\w$\[{])")
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let the browser break long keys and paths in inline code after a separator, not in the middle of a word."""
+
+    def separate(match: re.Match[str]) -> str:
+        return SEPARATOR.sub(r"\1<wbr>", match[0])
+
+    parts = CODE_BLOCK.split(html)
+    return "".join(part if part.startswith("<pre") else INLINE_CODE.sub(separate, part) for part in parts)

@@ -180,7 +180,7 @@ def learn(run: LearningRun, command: str) -> bool:
         if value is not None:
             print(f"  {label:<16} {value:6.1%}   {'█' * round(40 * max(0.0, value))}")
     has_learned = after >= recipe.required
-    print(f"\nIt has {'' if has_learned else 'NOT '}learned: {recipe.required:.0%} required.")
+    print(f"\n{'Passed' if has_learned else 'FAILED'}: {recipe.required:.0%} required")
     print(f"Learning curve: {run.folder.learning_curve}\nReport:         {run.folder.report}")
     return has_learned
 

@@ -29,7 +29,7 @@ SPLITS = ("train", "validation")
 VALIDATION_NAMES = ("validation", "val", "dev", "test")
 SUFFIXES = (".parquet", ".jsonl", ".json")
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
-HELD_OUT = 0.2  # share of the tasks, for sources without a validation split
+HELD_OUT = 0.2  # fraction of the tasks, for sources without a validation split
 MAX_HELD_OUT = 500
 
 
@@ -197,8 +197,8 @@ def hold_out(preparation: Preparation, rows: Sequence[Row], source: str, seed: i
     tasks = list(dict.fromkeys(map(preparation.identity, rows)))
     if len(tasks) < 2:
         raise DataError(
-            f"--source={source} has a single task, which cannot be in both files; give more rows, or a folder with a "
-            "train and a test file"
+            f"--source={source} has a single task, which cannot be in both files; provide more rows, or a folder "
+            "with a train and a test file"
         )
     n_held_out = min(max(1, int(len(tasks) * HELD_OUT)), MAX_HELD_OUT)
     held_out = set(random.Random(seed).sample(tasks, n_held_out))

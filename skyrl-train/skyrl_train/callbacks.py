@@ -76,10 +76,10 @@ class Callback:
         """Called after resuming, before the first step."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        """Called once the engines have the weights of the step."""
+        """Called after each step, once the engines have its weights."""
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Called once the checkpoint at `path` is complete and the one to resume from."""
+        """Called once the checkpoint at `path` is complete and is the one to resume from."""
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
         """Called after the last step, or after the `error` or interrupt that ended the run."""
@@ -91,7 +91,7 @@ def is_due(interval: int, report: StepReport) -> bool:
 
 
 class SavedConfig(Callback):
-    """Writes the resolved configuration, unless the run is finished already."""
+    """A callback that writes the resolved configuration, unless the run is already finished."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
@@ -102,7 +102,9 @@ class SavedConfig(Callback):
 
 
 class Evaluation(Callback):
-    """Evaluates every `trainer.eval_interval` steps, at the last one, and before training if configured."""
+    """A callback that evaluates every `trainer.eval_interval` steps, after the last one, and before training if
+    configured.
+    """
 
     def __init__(
         self, dataset: PromptDataset, generator: GeneratorInterface, run_folder: RunFolder, chat: ChatEncoder
@@ -124,7 +126,9 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """Sends metrics to the trackers, updates the progress line, and warns once of steps without a learning signal."""
+    """A callback that sends metrics to the trackers, updates the progress line, and warns once if steps have no
+    learning signal.
+    """
 
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking
@@ -167,7 +171,7 @@ Curriculum = Callable[[int, dict[str, float], Mapping[str, float]], Mapping[str,
 
 
 class CurriculumStep(Callback):
-    """Sets the weights of the data sources by a curriculum, before the step is logged and saved."""
+    """A callback that applies the curriculum to the weights of the data sources before the step is logged."""
 
     def __init__(self, prompts: MixedPrompts, curriculum: Curriculum) -> None:
         self._prompts = prompts
@@ -186,7 +190,7 @@ class CurriculumStep(Callback):
 
 
 class TrajectoryDump(Callback):
-    """Writes every trajectory of every step, for `trainer.dump_trajectories`."""
+    """A callback that writes every trajectory of every step, for `trainer.dump_trajectories`."""
 
     def __init__(self, run_folder: RunFolder, chat: ChatEncoder) -> None:
         self._run_folder = run_folder
@@ -199,7 +203,7 @@ class TrajectoryDump(Callback):
 
 
 class Checkpointing(Callback):
-    """Saves every `trainer.ckpt_interval` steps, at the last one and when the run stops.
+    """A callback that saves every `trainer.ckpt_interval` steps, after the last one and when the run stops.
 
     Checks the free disk space before the first step.
     """
@@ -229,7 +233,7 @@ class Checkpointing(Callback):
 
 
 class Reporting(Callback):
-    """Writes `report.html` and `learning_curve.png` when the run ends, also after an error."""
+    """A callback that writes `report.html` and `learning_curve.png` when the run ends, even with an error."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
@@ -241,7 +245,8 @@ class Reporting(Callback):
 
 
 class Export(Callback):
-    """Writes policy and critic as plain Hugging Face folders every `trainer.hf_save_interval` steps and at the last.
+    """A callback that exports policy and critic as Hugging Face folders every `trainer.hf_save_interval` steps and
+    after the last one.
 
     A run that was killed during an export writes the missing folder when it resumes.
     """

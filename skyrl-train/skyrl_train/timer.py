@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Adds up seconds by name: `with timer("generate"): …`."""
+    """A timer that adds up seconds by name: `with timer("generate"): …`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

@@ -44,7 +44,7 @@ class Step:
 
 
 class Trainer:
-    """Trains a policy on the rewards of its own rollouts. Callbacks see it as a `Run`."""
+    """A trainer of a policy on the rewards of its own rollouts. Callbacks see it as a `Run`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Trainer:
         pad_token_id: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        """`sync_engines(version)` sends the policy's weights to the engines."""
+        """Create the trainer. `sync_engines(version)` sends the policy's weights to the engines."""
         self.cfg = cfg
         self.learner = learner
         self.total_steps = total_steps

@@ -42,7 +42,7 @@ def postgresql(bin_folder: Path) -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="tx-postgresql-"))
     shutil.chown(folder, user)
     try:
-        _initialise(bin_folder, folder, user)
+        _initialize(bin_folder, folder, user)
         with _running(bin_folder, folder, user):
             yield str(URL.create("postgresql", username=user, database="postgres", query={"host": str(folder)}))
     finally:
@@ -53,7 +53,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "LC_ALL": "C.UTF-8", "TZ": "America/St_Johns"}  # a zone in which no error goes unnoticed
 
 
-def _initialise(bin_folder: Path, folder: Path, user: str) -> None:
+def _initialize(bin_folder: Path, folder: Path, user: str) -> None:
     command = (bin_folder / "initdb", "--auth=trust", "--no-sync", "--encoding=UTF8", "-D", folder / "data")
     subprocess.run(command, user=_user(user), env=_environment(), check=True, cwd="/", stdout=subprocess.DEVNULL)
 

@@ -116,7 +116,7 @@ class GymnasiumEnv(BaseTextEnv):
 
     def _running(self) -> gymnasium.Env[Any, Any]:
         if self._env is None or self._is_done:
-            raise RuntimeError("this episode is over; make a new GymnasiumEnv for the next one")
+            raise RuntimeError("this episode is over; create a new GymnasiumEnv for the next episode")
         return self._env
 
     def _illegal(self, problem: str) -> BaseTextEnvStepOutput:

@@ -84,6 +84,6 @@ def _reward(name: str, extras: Mapping[str, Any]) -> Reward:
     words = [f" {normalize_answer(target)} " for target in targets]
     if "  " in words:
         raise ValueError(
-            f"environment.skyrl_gym.mcp.reward=contains: one of {targets} normalises to nothing; use exact"
+            f"environment.skyrl_gym.mcp.reward=contains: one of {targets} normalizes to nothing; use exact"
         )
     return lambda answer, _: float(any(target in f" {normalize_answer(answer)} " for target in words))

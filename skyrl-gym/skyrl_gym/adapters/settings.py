@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from skyrl_gym.envs.row import parse_settings
+from skyrl_gym.envs.row import parse_settings, read_extra_info, read_struct, to_python
 
 S = TypeVar("S")
 
@@ -23,7 +23,7 @@ def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] |
         ValueError: a key is unknown, a key without a default is missing, or a section has another type.
     """
     overrides = read_struct(read_extra_info(extras).get("env_config"), "extra_info.env_config")
-    values = unwrap_omegaconf(dict(env_config or {})) | overrides
+    values = to_python(env_config or {}) | overrides
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if values.keys() <= fields.keys():
         for field in fields.values():
@@ -43,11 +43,6 @@ def _check(key: str, field: dataclasses.Field[Any], values: dict[str, Any]) -> N
         raise ValueError(f"{key} is missing; set it in the configuration")
 
 
-def read_extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `extra_info` of a row; empty if it is missing."""
-    return read_struct(extras.get("extra_info"), "extra_info")
-
-
 def reset_arguments(defaults: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `reset`: `defaults`, overridden by `seed` and `reset` of a row or of its `extra_info`."""
     arguments = dict(defaults)
@@ -63,32 +58,3 @@ def _whole(value: Any, name: str) -> int:
         return operator.index(value)  # some libraries refuse numpy integers as seeds
     except TypeError:
         raise ValueError(f"{name}={value!r} of a dataset row must be a whole number") from None
-
-
-def read_struct(value: Any, name: str) -> dict[str, Any]:
-    """Return a struct of a dataset row as a dict without None values, which is how Parquet stores missing keys.
-
-    Raises:
-        ValueError: `value` is not a struct; the message has its `name`.
-    """
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={value!r} of a dataset row must be a dict")
-    return _without_none(unwrap_omegaconf(dict(value)))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
-
-
-def unwrap_omegaconf(value: Any) -> Any:
-    """Convert OmegaConf nodes to dicts and lists. Other mappings and sequences are kept."""
-    is_node = type(value).__module__.partition(".")[0] == "omegaconf"
-    if isinstance(value, dict) or (is_node and isinstance(value, Mapping)):
-        return {str(key): unwrap_omegaconf(item) for key, item in value.items()}
-    if isinstance(value, list) or (is_node and isinstance(value, Sequence)):
-        return [unwrap_omegaconf(item) for item in value]
-    return value

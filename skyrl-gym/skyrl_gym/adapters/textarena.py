@@ -120,7 +120,7 @@ class TextArenaEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Make the model's move, and the opponents' moves until its next turn."""
         if self._is_done:
-            raise RuntimeError("this game is over; make a new TextArenaEnv for the next one")
+            raise RuntimeError("this game is over; create a new TextArenaEnv for the next episode")
         self.turns += 1
         self._move(_parse_move(action))
         self._n_invalid += self._game.was_illegal

@@ -100,7 +100,7 @@ class TrlEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Execute the calls in a reply, in order."""
         if self._is_done or self._is_closed:
-            raise RuntimeError("this episode is over; make a new TrlEnv for the next one")
+            raise RuntimeError("this episode is over; create a new TrlEnv for the next episode")
         self.turns += 1
         texts, is_over = self._execute_calls(action)
         self._is_done = is_over or self.turns >= self.max_turns

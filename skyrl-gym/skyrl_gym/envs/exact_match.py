@@ -1,6 +1,6 @@
 """Exact match of the answer to an open question.
 
-Source: the normalisation of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250).
+Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def normalize_answer(answer: str) -> str:
 
 
 def is_match(answer: str, targets: Sequence[str]) -> bool:
-    """Return True if the normalised answer is one of the targets.
+    """Return True if the normalized answer is one of the targets.
 
-    A target that normalises to nothing, e.g. "A", is compared without normalisation, ignoring case.
+    A target that normalizes to nothing, e.g. "A", is compared without normalization, ignoring case.
     """
     normalized, plain = normalize_answer(answer), answer.strip().lower()
     return any(

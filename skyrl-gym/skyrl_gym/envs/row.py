@@ -4,14 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 S = TypeVar("S")
+
+
+def to_python(value: Any) -> Any:
+    """Convert OmegaConf nodes to dicts and lists, and numpy values to Python. Other objects are kept."""
+    package = type(value).__module__.partition(".")[0]
+    is_node = package == "omegaconf"
+    if isinstance(value, dict) or (is_node and isinstance(value, Mapping)):
+        return {str(key): to_python(item) for key, item in value.items()}
+    if isinstance(value, list) or (is_node and isinstance(value, Sequence)):
+        return [to_python(item) for item in value]
+    if package == "numpy" and hasattr(value, "tolist"):
+        return to_python(value.tolist())
+    return value
+
+
+def read_struct(value: Any, name: str) -> dict[str, Any]:
+    """Return a struct of a dataset row as a dict without None values, which is how Parquet stores missing keys.
+
+    Raises:
+        ValueError: `value` is not a struct; the message has its `name`.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r} of a dataset row must be a dict")
+    return _without_none(to_python(value))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def read_extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `extra_info` of a row, which may be JSON; empty if it is missing.
+
+    Raises:
+        ValueError: it is not a struct, or not JSON.
+    """
+    value = extras.get("extra_info")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"extra_info={value!r} of a dataset row is text but not JSON: {error}") from None
+    return read_struct(value, "extra_info")
 
 
 def read_ground_truth(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_spec",)) -> Any:

@@ -65,7 +65,7 @@ class WordIndex:
 
 
 class VectorIndex:
-    """Search by the inner product of normalised vectors."""
+    """Search by the inner product of normalized vectors."""
 
     def __init__(
         self, documents: Sequence[Document], encoder: Encoder, query_prefix: str = "", document_prefix: str = ""

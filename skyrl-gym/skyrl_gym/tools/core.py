@@ -15,7 +15,7 @@ PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class tool:
-    """Marks a method of a `ToolGroup` as a tool, under the method's own name.
+    """A decorator that turns a method of a `ToolGroup` into a tool of the same name.
 
     class Calculator(ToolGroup):
         @tool

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,14 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_gym.envs.row import parse_settings, read_answer, read_ground_truth, read_max_turns
+from skyrl_gym.envs.row import (
+    parse_settings,
+    read_answer,
+    read_extra_info,
+    read_ground_truth,
+    read_max_turns,
+    to_python,
+)
 from skyrl_gym.runtime.env_config import EnvConfig
 
 
@@ -93,3 +101,24 @@ def test_settings_are_read_from_the_section(config: Any) -> None:
 def test_unknown_setting_names_the_closest_or_all(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=rf"environment\.skyrl_gym\.mine\.{name} is unknown; {hint}"):
         parse_settings("mine", {name: 1}, Settings)
+
+
+def test_rows_are_converted_to_python() -> None:
+    row = {"legal": np.array([{"id": np.int64(3), "text": "a1"}], dtype=object), "task_id": np.int64(7), "b": b"x"}
+    assert to_python(row) == {"legal": [{"id": 3, "text": "a1"}], "task_id": 7, "b": b"x"}
+    assert type(to_python(row)["task_id"]) is int
+    assert to_python({"kind": np.ndarray}) == {"kind": np.ndarray}  # other objects are kept
+
+
+@pytest.mark.parametrize("facts", [{"task_id": 3, "seat": None}, json.dumps({"task_id": 3, "seat": None})])
+def test_extra_info_may_be_json(facts: Any) -> None:
+    assert read_extra_info({"extra_info": facts}) == {"task_id": 3}
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [("{task_id", "is text but not JSON"), ("[1]", r"extra_info=\[1\] of a dataset row must be"), (3, "extra_info=3")],
+)
+def test_other_extra_info_is_refused(facts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_extra_info({"extra_info": facts})

@@ -4,7 +4,7 @@
 
 writes ``train.parquet`` and ``validation.parquet`` (run it from the folder that contains `examples`). A grid has only
 grid_w² starts (49 by default), so both files contain the same games with different frequencies: validation measures
-how well the game is played, not generalisation.
+how well the game is played, not generalization.
 """
 
 from __future__ import annotations

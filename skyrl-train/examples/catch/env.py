@@ -82,7 +82,7 @@ class CatchEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Play a turn with the first letter of the model's reply."""
         if self.state.is_over:
-            raise RuntimeError(f"this game ended after turn {self.turns}; make a new CatchEnv for the next one")
+            raise RuntimeError(f"this game ended after turn {self.turns}; create a new CatchEnv for the next episode")
         self.turns += 1
         letter = parse_action(action)
         before, self.state = self.state, advance(self.state, letter)

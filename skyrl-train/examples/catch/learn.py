@@ -21,7 +21,7 @@ from examples.catch.recipe import METRIC, N_STEPS, TRAIN_METRIC, CatchRun
 from skyrl_train.entrypoints.main_base import run_command
 from skyrl_train.report import plot_learning_curve, write_report
 
-REQUIRED_SHARE = {"shaped": 0.90, "episodic": 0.75}  # share of the optimal player's catch rate
+REQUIRED_SHARE = {"shaped": 0.90, "episodic": 0.75}  # fraction of the optimal player's catch rate
 
 
 def learn(run: CatchRun) -> bool:
@@ -51,9 +51,8 @@ def learn(run: CatchRun) -> bool:
         ("optimal player", baselines.optimal),
     ):
         print(f"  {label:<16} {rate:6.1%}   {'█' * round(40 * rate)}")
-    verdict = "It has learned" if has_learned else "It has NOT learned"
-    optimal = f"the optimal player catches {baselines.optimal:.1%}"
-    print(f"\n{verdict}: {after:.1%} caught; {optimal}; the check requires {required:.1%}.")
+    verdict = "Passed" if has_learned else "FAILED"
+    print(f"\n{verdict}: catch rate {after:.1%} (required {required:.1%}, optimal {baselines.optimal:.1%})")
     print(f"Learning curve: {run.folder.learning_curve}\nReport:         {run.folder.report}")
     return has_learned
 

@@ -57,8 +57,8 @@ def learn(run: CatchRun) -> bool:
     for label, rate in (("random play", run.baselines().chance), ("before training", before), ("after", after)):
         print(f"  {label:<16} {rate:6.1%}   {'█' * round(40 * rate)}")
     has_learned = after >= REQUIRED_RATE
-    verdict = "It has learned" if has_learned else "It has NOT learned"
-    print(f"\n{verdict} ({REQUIRED_RATE:.0%} required). The run is in {run.folder.path}")
+    verdict = "Passed" if has_learned else "FAILED"
+    print(f"\n{verdict}: catch rate {after:.1%} (required {REQUIRED_RATE:.0%}). The run is in {run.folder.path}")
     return has_learned
 
 

@@ -115,7 +115,7 @@ RECIPE = Recipe(
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of games that a model won, drew and lost; an illegal move loses the game."""
+    """Fractions of games that a model won, drew and lost; an illegal move loses the game."""
 
     won: float
     drawn: float
@@ -217,8 +217,8 @@ def report(games: SelfPlay) -> bool:
     print(f"  generation {len(generations)}, against the first copy\n    after {games.n_steps:3} steps    {last}")
     has_learned = all(scores[max(scores)].points >= RECIPE.required for scores in generations)
     print(
-        f"\nIt has {'' if has_learned else 'NOT '}learned: {RECIPE.required} points per game required, where a draw "
-        "counts half."
+        f"\n{'Passed' if has_learned else 'FAILED'}: {RECIPE.required} points per game required, where a draw counts "
+        "half a point"
     )
     print(f"Learning curve: {games.draw()}")
     return has_learned

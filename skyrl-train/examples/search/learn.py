@@ -5,7 +5,7 @@
 Each question is about a box in a room, whose content only the search engine knows. At the start the model knows only
 the format: it searches for some box of the room, or for nothing, and answers with a retrieved or an arbitrary digit.
 To be correct, it must always search for the right box and repeat the digit in the document. The rooms in validation
-do not occur in training, so nothing can be memorised. A retrieval server (`skyrl_gym.retrieval`) runs during training.
+do not occur in training, so nothing can be memorized. A retrieval server (`skyrl_gym.retrieval`) runs during training.
 The exit status is 1 if it did not learn.
 """
 

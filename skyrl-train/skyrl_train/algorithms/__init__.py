@@ -1,4 +1,4 @@
-"""The mathematics of policy optimisation: pure functions over tensors."""
+"""The mathematics of policy optimization: pure functions over tensors."""
 
 from skyrl_train.algorithms import advantages, losses
 from skyrl_train.algorithms.inputs import required_inputs

@@ -165,8 +165,8 @@ def check_policy_loss(
     reduces = outputs[0].ndim == 0
     if reduces and (factors := _factors_on_tokens(config)):
         raise ConfigError(
-            f"{key} returns a scalar, of which {' and '.join(factors)} cannot weigh single tokens; return the loss of "
-            "each token, or leave them out"
+            f"{key} returns a scalar, but {' and '.join(factors)} weigh single tokens; return the loss of each token, "
+            "or remove these settings"
         )
     return ResolvedPolicyLoss(loss, traits or LossTraits(), n_arguments, reduces)
 
@@ -179,7 +179,7 @@ def _count_arguments(loss: PolicyLoss) -> int:
 
 
 def _by_name(metrics: Any) -> dict[str, Any]:
-    """Return metrics by name; a single value is the share of clipped tokens, as in SkyRL."""
+    """Return metrics by name; a single value is the fraction of clipped tokens, as in SkyRL."""
     return metrics if isinstance(metrics, dict) else {"ppo_clip_ratio": metrics}
 
 
@@ -195,7 +195,7 @@ def _check_metrics(key: str, metrics: object) -> None:
                 "metrics as {}"
             )
         if name in RESERVED_METRICS:
-            raise ConfigError(f"{key} returned a metric {name!r}, which the trainer logs itself; take another name")
+            raise ConfigError(f"{key} returned a metric {name!r}, which the trainer logs itself; choose another name")
 
 
 def _factors_on_tokens(config: AlgorithmConfig) -> list[str]:

@@ -15,7 +15,7 @@ Group = list[Trajectory]  # the trajectories of one prompt
 
 
 class GroupCollector:
-    """Collects the groups of one step, from one or more batches of rollouts.
+    """A collector of the groups of one step, from one or more batches of rollouts.
 
     A group is the trajectories of one draw. It is good if its rewards are not all equal (`filters.informative_groups`).
     `dynamic_sampling.type` decides on the other groups:
@@ -31,7 +31,7 @@ class GroupCollector:
     """
 
     def __init__(self, config: DynamicSamplingConfig, tolerance: float, n_prompts: int, random: Random) -> None:
-        """`tolerance` is the standard deviation up to which rewards count as equal; `random` chooses the copies."""
+        """Treat rewards with a standard deviation of at most `tolerance` as equal; `random` selects the copies."""
         self._config = config
         self._tolerance = tolerance
         self._n_prompts = n_prompts
@@ -83,7 +83,7 @@ class GroupCollector:
         generate/n_sample_batches   sampled batches of prompts
         generate/n_groups_dropped   sampled groups that are not trained on
         generate/n_groups_replaced  groups that are copies of others
-        generate/signal_ratio       share of all sampled groups whose rewards are not equal
+        generate/signal_ratio       fraction of all sampled groups whose rewards are not equal
         """
         n_originals = len(self._taken) - self._n_copies
         return {

@@ -130,7 +130,7 @@ def add_rollout_gap(
     rollout_train_kl                                    mean of κ - log κ - 1, an unbiased estimate of
                                                         KL(π_rollout || π_old) per token that is never negative (k3)
     is_ratio_ess_share                                  (Σκ)² / (n Σκ²), the effective sample size of tokens weighted by
-                                                        κ as a share of them: 1 where κ is the same everywhere, 1/n
+                                                        κ as a fraction of them: 1 where κ is the same everywhere, 1/n
                                                         where one token outweighs all others
 
     There are no metrics without a trained token. The formulas of the last two: Approximating KL Divergence (Schulman,
@@ -148,7 +148,7 @@ def add_rollout_gap(
 @no_grad
 def sequence_mask(
     log_probs: torch.Tensor,
-    behaviour_log_probs: torch.Tensor,
+    behavior_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     loss_mask: torch.Tensor,
     threshold: float,
@@ -162,6 +162,6 @@ def sequence_mask(
     Source: DeepSeek-V3.2 (DeepSeek-AI, 2025, arXiv:2512.02556), section 3.1.
     """
     is_bad = masked_mean(advantages, loss_mask, dim=-1) < 0  # (B,)
-    drift = masked_mean(behaviour_log_probs - log_probs, loss_mask, dim=-1)  # (B,)
+    drift = masked_mean(behavior_log_probs - log_probs, loss_mask, dim=-1)  # (B,)
     is_left_out = is_bad & (drift > threshold)
     return ((loss_mask > 0) & ~is_left_out[:, None]).to(log_probs.dtype)

@@ -64,7 +64,7 @@ def token_weights(
         case "token_sum":
             divisor = torch.ones_like(n_tokens[:1])
         case _:
-            raise ConfigError(f"unknown loss reduction {reduction!r}; config/algorithm.py lists the names there are")
+            raise ConfigError(f"unknown loss reduction {reduction!r}; config/algorithm.py lists the valid names")
     return loss_mask / divisor.clamp(min=1)
 
 

@@ -36,7 +36,9 @@ class AdvantageEstimator(Protocol):
 
 
 class PolicyLoss(Protocol):
-    """Scores tokens. The caller reduces them to a scalar, which then does not depend on micro-batches."""
+    """A function that returns the loss of each token. The caller reduces it, so that the result does not depend on
+    micro-batches.
+    """
 
     def __call__(
         self,
@@ -49,7 +51,7 @@ class PolicyLoss(Protocol):
     ) -> tuple[torch.Tensor, Any]:
         """Return the loss of each token (B, R), and metrics (B, R) by name that are averaged over trained tokens.
 
-        A scalar, with scalar metrics or the share of clipped tokens, is accepted as the loss of the mini-batch.
+        A scalar, with scalar metrics or the fraction of clipped tokens, is accepted as the loss of the mini-batch.
         """
         ...
 

@@ -104,7 +104,7 @@ def _rewards_suit_the_estimator(cfg: SkyRLConfig, functions: Functions) -> Itera
     is_alone = cfg.generator.n_samples_per_prompt == 1
     if is_alone and traits.compares_samples and name != "grpo":  # SkyRL's scripts run grpo with one sample: a warning
         yield (
-            f"{estimator} compares the samples of one prompt, and generator.n_samples_per_prompt=1 leaves nothing to "
+            f"{estimator} compares the samples of one prompt, but generator.n_samples_per_prompt=1 leaves nothing to "
             "compare; try generator.n_samples_per_prompt=5, or trainer.algorithm.advantage_estimator=reinforce++"
         )
     for key, value, off in group_filters(cfg):

@@ -58,18 +58,18 @@ class DynamicSamplingConfig(Section):
 
     type: Literal["filter", "replace"] | None = None
     """`filter` samples more prompts until `trainer.train_batch_size` of them have groups of unequal rewards (DAPO);
-    `replace` puts copies of good groups in place of the others. A step then draws as many batches of prompts as it
-    needs, so the data may be passed more than `trainer.epochs` times."""
+    `replace` replaces the other groups with copies of good ones. A step draws as many batches of prompts as it needs,
+    so a run may pass over the data more than `trainer.epochs` times."""
 
     max_sample_batches: CountOrMinusOne = 30
-    """Maximum number of batches in one step, then an error; -1 is no limit."""
+    """Maximum number of batches in one step, after which the run fails; -1 is no limit."""
 
     min_replace_ratio: Annotated[float, Ge(0), Le(1)] = 0.3
-    """`replace` samples again until more than this share of the groups is good."""
+    """`replace` samples again until more than this fraction of the groups is good."""
 
 
 class GdpoConfig(Section):
-    """`advantage_estimator=gdpo`: each named component of the reward is normalised on its own."""
+    """`advantage_estimator=gdpo`: each named component of the reward is normalized separately."""
 
     weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
     """Weight of each component, by its name: `trainer.algorithm.gdpo.weights.format=0.5`; 1 by default."""
@@ -79,13 +79,13 @@ class AlgorithmConfig(Section):
     """Advantages, policy loss, KL and entropy terms."""
 
     advantage_estimator: Text = "grpo"
-    """The advantage estimator: a registered name, yours included."""
+    """Name of a registered advantage estimator, built-in or custom."""
 
     gamma: Discount = 1.0
     """Discount of later rewards, per sampled token, or per turn in per-turn estimators."""
 
     lambd: Discount = 1.0
-    """λ of generalised advantage estimation: 1 trusts rewards, 0 trusts the critic."""
+    """λ of generalized advantage estimation: 1 uses the rewards alone, 0 relies on the critic."""
 
     grpo_norm_by_std: bool = True
     """Divide GRPO's advantages by the standard deviation of the group's rewards; false is Dr. GRPO."""
@@ -97,7 +97,7 @@ class AlgorithmConfig(Section):
     """Shift and scale the advantages of a batch's sampled tokens to mean 0 and variance 1."""
 
     policy_loss_type: Text = "regular"
-    """The policy loss: a registered name, yours included. `regular` is PPO's clipped loss."""
+    """Name of a registered policy loss, built-in or custom. `regular` is PPO's clipped loss."""
 
     loss_reduction: LossReduction = "token_mean"
     """Reduction of token losses over the whole mini-batch, to the mean over tokens; over sequences of each one's token
@@ -145,8 +145,7 @@ class AlgorithmConfig(Section):
     """Settings of the loss `rollout_is`."""
 
     value_clip: Annotated[float, Gt(0)] | None = 0.2
-    """The critic's loss is clipped where its value moves farther than this from the old one in an update; null never
-    clips."""
+    """Maximum change of a critic's value in an update before its loss is clipped; null disables clipping."""
 
     use_kl_loss: bool = True
     """Add the KL divergence from the reference to the loss. Loads the reference."""
@@ -174,7 +173,7 @@ class AlgorithmConfig(Section):
     """Weight of the entropy term."""
 
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Share of a mini-batch's tokens in the policy loss, those of highest entropy; 1 is all tokens."""
+    """Fraction of a mini-batch's tokens in the policy loss, those of highest entropy; 1 is all tokens."""
 
     off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
     """Correction of the gap between the engine that sampled and the policy that is trained."""
@@ -194,17 +193,17 @@ class AlgorithmConfig(Section):
 
     overlong_buffer_len: OptionalCount = None
     """Soft overlong punishment (DAPO): this many tokens before `generator.sampling_params.max_generate_length` cost up
-    to `overlong_buffer_penalty_factor`; null is no punishment."""
+    to `overlong_buffer_penalty_factor`; null disables it."""
 
     overlong_buffer_penalty_factor: Coefficient = 1.0
-    """Punishment of a response of full length."""
+    """Penalty of a response of maximum length."""
 
     temperature: Resolved[Annotated[float, Gt(0)]] = resolved_later()
     """Logits are divided by this in the policy and the reference, as in the engine; null takes
     `generator.sampling_params.temperature`."""
 
     custom: Annotated[dict[str, FreeValue], Allowed("a section of keys of your own")] = Field(default={})
-    """Settings of estimators and losses of your own: `trainer.algorithm.custom.tau=0.3` is their
+    """Settings of custom estimators and losses, which read `trainer.algorithm.custom.tau=0.3` as
     `config.custom["tau"]`."""
 
     @property

@@ -59,7 +59,7 @@ def _read_yaml(file: Path) -> DictConfig:
         settings = OmegaConf.load(file)
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {file} cannot be read: {reason}; give a YAML file of settings") from error
+        raise ConfigError(f"--config {file} cannot be read: {reason}; pass a YAML file of settings") from error
     if not isinstance(settings, DictConfig):
         raise ConfigError(f"--config {file} holds {type(settings).__name__}; it must be a mapping of sections")
     return settings
@@ -146,4 +146,4 @@ def _not_one_override(text: str) -> list[str]:
     if not override.is_sweep_override():
         return []
     key, _, value = text.partition("=")
-    return [f"{text} asks for a sweep of several runs, and this is one run; a list is written {key}=[{value}]"]
+    return [f"{text} is a sweep over several runs, but this command starts one run; write a list as {key}=[{value}]"]

@@ -79,7 +79,7 @@ class ChatTemplateConfig(Section):
     """A chat template in place of the tokenizer's."""
 
     source: Literal["name", "file"] = "name"
-    """`name`: a template of this package; `file`: a file of yours."""
+    """`name`: a template of this package; `file`: your own file."""
 
     name_or_path: Text | None = None
     """`qwen3_with_thinking`, `qwen3_without_thinking`, or the path of a Jinja file. With one, conversations are
@@ -88,31 +88,31 @@ class ChatTemplateConfig(Section):
 
 
 class GeneratorConfig(Section):
-    """The rollout engine and the loop that plays trajectories with it."""
+    """The inference engine and the agent loop."""
 
     backend: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them, and must be
-    installed. `auto` is the embedded engine in this version."""
+    """`hf` is the embedded engine, which generates with the policy's own tensors; `vllm` copies them and must be
+    installed. In this version, `auto` is the embedded engine."""
 
     run_engines_locally: bool = True
-    """Engines are started by this run."""
+    """Start the engines in this run; the only supported mode."""
 
     num_inference_engines: Count = 1
-    """Engines that share the load."""
+    """Number of engines; only 1 is supported."""
 
     inference_engine_tensor_parallel_size: Count = 1
-    """GPUs that one engine is spread over."""
+    """Number of GPUs per engine; only 1 is supported."""
 
     weight_sync_backend: Literal["nccl", "gloo"] = "nccl"
-    """Transport of new weights to engines in other processes. In this version the engine is in the trainer's process,
-    and nothing is sent."""
+    """Transport of new weights to engines in other processes. No effect in this version: the engine is in the trainer's
+    process."""
 
     async_engine: bool = True
-    """Ask the engine asynchronously. Engines always are asynchronous, so false needs no `batched=true`."""
+    """No effect: engines are always asynchronous."""
 
     batched: bool = False
-    """true: all trajectories of a batch play their turns in lockstep, unless environments run in separate processes;
-    false: each at its own pace."""
+    """true: all trajectories of a batch take their turns synchronously, unless environments run in separate processes;
+    false: each trajectory proceeds independently."""
 
     n_samples_per_prompt: Count = 5
     """Trajectories per training prompt, which form one group."""
@@ -125,14 +125,15 @@ class GeneratorConfig(Section):
     `extras["max_turns"]`."""
 
     max_response_length: OptionalCount = None
-    """Maximum number of tokens of a trajectory after its prompt, observations included; the turn that reaches it is cut
-    (`length`)."""
+    """Maximum number of tokens of a trajectory after its prompt, observations included; the turn that reaches it is
+    truncated (`length`)."""
 
     use_conversation_multi_turn: bool = True
-    """Each turn is a message of the assistant. false: all turns make one, and observations are plain text in it."""
+    """true: each turn is an assistant message. false: all turns are one assistant message, with observations as plain
+    text inside."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """Append the template's end of turn, which is not trained on, to a turn that a stop string ended."""
+    """Append the template's end-of-turn token, which is not trained, to a turn that ended at a stop string."""
 
     chat_template: ChatTemplateConfig = ChatTemplateConfig()
     """A chat template in place of the tokenizer's."""
@@ -151,7 +152,7 @@ class GeneratorConfig(Section):
     """With `step_wise_trajectories`, a turn whose prompt begins with all tokens so far extends the previous row."""
 
     inject_context_status: bool = False
-    """Tell the model, at the end of each observation, how much of its context and of its turns it has used."""
+    """Append the used context length and number of turns to each observation."""
 
     reward_functions: StringList = Field(default=[])
     """Registered reward functions (`register_reward_function`) to add to the rewards of environments."""
@@ -172,10 +173,10 @@ class GeneratorConfig(Section):
     `trainer.max_prompt_length` when `max_turns=1`, else the model's context length."""
 
     zero_reward_on_non_stop: bool = False
-    """Set all rewards of a trajectory to 0 unless its last turn ended by itself (`stop`)."""
+    """Set all rewards of a trajectory to 0 unless its last turn ended with the stop reason `stop`."""
 
     apply_overlong_filtering: bool = False
-    """Leave trajectories whose last turn was cut off (`length`) out of the loss; their rewards still count in the
+    """Leave trajectories whose last turn was truncated (`length`) out of the loss; their rewards still count in the
     baseline of their group (DAPO)."""
 
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
@@ -186,7 +187,7 @@ class GeneratorConfig(Section):
     """Maximum number of sequences that the engine decodes at once."""
 
     max_num_batched_tokens: Count = 8192
-    """Tokens that the engine reads in one step: one of every running sequence, and the rest, but at least 64, of new
+    """Maximum number of tokens in one engine step: one per running sequence; the rest, but at least 64, for new
     prompts."""
 
     enforce_eager: bool = True

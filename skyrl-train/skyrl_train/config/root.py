@@ -16,20 +16,20 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
 class MixtureConfig(Section):
-    """The share of each `data_source` in a batch. Without these keys, all training prompts are shuffled together."""
+    """The fraction of each `data_source` in a batch. Without these keys, all training prompts are shuffled together."""
 
     weights: Annotated[dict[str, Annotated[float, Ge(0)]], Allowed("a section of data_source=weight")] = Field(
         default={}
     )
-    """Shares by data source, relative to one another: `data.mixture.weights={gsm8k:3,search:1}`. Each source has
-    epochs of its own. Empty: by the number of prompts, if one of the other keys is set."""
+    """Shares by data source, relative to one another: `data.mixture.weights={gsm8k:3,search:1}`. Epochs are counted per
+    source. Empty: in proportion to the number of prompts, if one of the other keys is set."""
 
     min_per_batch: Annotated[int, Ge(0)] = 0
     """Minimum number of prompts of each data source in every batch."""
 
     curriculum: Text | None = None
-    """`module:function` that adapts the weights: called after each step as `function(step, weights, metrics)`, it
-    returns the weights of the next one. `metrics` are those of the step, e.g. `reward/search/avg_raw_reward`."""
+    """`module:function` that adapts the weights. It is called after each step as `function(step, weights, metrics)`,
+    with metrics such as `reward/search/avg_raw_reward`, and returns the weights of the next step."""
 
     @property
     def is_used(self) -> bool:
@@ -65,11 +65,11 @@ class SkyRLGymConfig(Section):
 
     call_timeout_seconds: Annotated[float, Gt(0)] | None = 300.0
     """Time limit of a call into an environment. A call that exceeds it is abandoned, and its rollout is invalid
-    (`env_timeout`); null waits forever."""
+    (`env_timeout`); null disables the limit."""
 
     isolation: Literal["thread", "process"] = "thread"
     """`process` runs each environment in a separate worker process, at most `max_env_workers` at once. Workers that
-    hang are killed; a crash affects only its own environment. `thread` is faster, but a hanging call never ends."""
+    hang are killed; a crash affects only its own environment. `thread` is faster, but cannot kill a call that hangs."""
 
     python: Text | None = None
     """With `isolation=process`, the Python interpreter of environments; null takes the trainer's."""
@@ -83,7 +83,7 @@ class EnvironmentConfig(Section):
     """The environment and its settings."""
 
     env_class: Text = "gsm8k"
-    """Default environment of dataset rows."""
+    """Environment of dataset rows without `env_class`."""
 
     skyrl_gym: SkyRLGymConfig = SkyRLGymConfig()
     """Environment calls, plus one free section per environment class."""
@@ -99,7 +99,7 @@ class SkyRLConfig(Section):
     """The training run."""
 
     generator: GeneratorConfig = GeneratorConfig()
-    """The rollout engine and the loop that plays trajectories with it."""
+    """The inference engine and the agent loop."""
 
     environment: EnvironmentConfig = EnvironmentConfig()
     """The environment and its settings."""

@@ -112,8 +112,8 @@ class TrainerConfig(Section):
     """Maximum number of trajectories in one forward pass; null leaves it to `max_tokens_per_microbatch`."""
 
     max_tokens_per_microbatch: Count = 16384
-    """Maximum number of tokens in one pass; a longer trajectory has a pass of its own. It limits memory; the loss and
-    its gradient do not depend on it."""
+    """Maximum number of tokens in one pass; a longer trajectory is processed alone. It limits memory; the loss and its
+    gradient do not depend on it."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
@@ -123,10 +123,10 @@ class TrainerConfig(Section):
     weights."""
 
     flash_attn: bool = True
-    """Attention is PyTorch's SDPA either way; on a GPU it picks a flash kernel where one fits."""
+    """No effect: attention is always PyTorch's SDPA, which uses a flash kernel on a GPU where it can."""
 
     max_prompt_length: Count = 512
-    """Longer prompts, in tokens, are left out of the dataset."""
+    """Maximum prompt length in tokens; longer prompts are dropped from the dataset."""
 
     eval_batch_size: Count = 1024
     """Prompts per evaluation batch."""
@@ -135,16 +135,16 @@ class TrainerConfig(Section):
     """Also evaluate before the first step, if evaluation is on."""
 
     eval_interval: CountOrMinusOne = 5
-    """Steps between evaluations; the last step is evaluated too; -1 turns evaluation off."""
+    """Steps between evaluations, with one after the last step; -1 turns evaluation off."""
 
     ckpt_interval: CountOrMinusOne = 10
-    """Steps between checkpoints; the last step has one too; -1 writes none."""
+    """Steps between checkpoints, with one after the last step; -1 writes none."""
 
     ckpt_path: Resolved[Text] = resolved_later()
     """Folder of the checkpoints; null takes `<output_dir>/<project_name>/<run_name>/ckpts`."""
 
     max_ckpts_to_keep: CountOrMinusOne = -1
-    """Number of newest checkpoints to keep; -1 keeps all that the disk has room for."""
+    """Number of newest checkpoints to keep; -1 keeps as many as fit on the disk."""
 
     hf_save_interval: CountOrMinusOne = -1
     """Steps between exports of the policy as a Hugging Face folder; -1 exports none."""
@@ -166,11 +166,11 @@ class TrainerConfig(Section):
     """The run folder is `<output_dir>/<project_name>/<run_name>`."""
 
     project_name: Resolved[Text] = resolved_later()
-    """Project, in the run folder and in the trackers; null takes `$WANDB_PROJECT` with wandb, else `skyrl`."""
+    """Project name, used for the run folder and the trackers; null takes `$WANDB_PROJECT` with wandb, else `skyrl`."""
 
     run_name: Resolved[Text] = resolved_later()
-    """Run, in the run folder and in the trackers; a name that exists resumes that run. null takes `$WANDB_NAME` with
-    wandb, else `<project_name>-<date>-<time>`."""
+    """Run name, used for the run folder and the trackers; an existing name resumes that run. null takes `$WANDB_NAME`
+    with wandb, else `<project_name>-<date>-<time>`."""
 
     logger: LoggerList = Field(default=["tensorboard"])
     """Trackers of metrics; `console` prints all of them, wandb needs WANDB_API_KEY. A progress line and `metrics.jsonl`

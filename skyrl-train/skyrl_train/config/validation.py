@@ -55,7 +55,7 @@ def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and algorithm.max_seq_len is None:
         yield (
             "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm divides by trainer.algorithm.max_seq_len=null, "
-            f"which cannot be worked out when generator.max_turns={cfg.generator.max_turns} and "
+            f"which cannot be computed with generator.max_turns={cfg.generator.max_turns} and "
             "generator.max_input_length=null; set trainer.algorithm.max_seq_len"
         )
 
@@ -64,9 +64,9 @@ def training_temperature_is_positive(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse to divide the logits by the temperature of greedy rollouts."""
     if cfg.trainer.algorithm.temperature == 0:
         yield (
-            "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, and "
-            "trainer.algorithm.temperature=null takes it; try generator.sampling_params.temperature=1.0, or set "
-            "trainer.algorithm.temperature=1.0 if rollouts shall be greedy"
+            "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, but "
+            "trainer.algorithm.temperature=null uses it; try generator.sampling_params.temperature=1.0, or set "
+            "trainer.algorithm.temperature=1.0 if rollouts should be greedy"
         )
 
 
@@ -101,8 +101,8 @@ def one_process_is_enough(cfg: SkyRLConfig) -> Iterator[str]:
         )
     if not cfg.generator.run_engines_locally:
         yield (
-            "generator.run_engines_locally=false asks for engines that another program started, which this version "
-            "does not reach; set generator.run_engines_locally=true"
+            "generator.run_engines_locally=false needs external engines, which this version does not support; set "
+            "generator.run_engines_locally=true"
         )
 
 
@@ -262,8 +262,8 @@ def kl_in_reward_is_possible(cfg: SkyRLConfig) -> Iterator[str]:
     estimator = algorithm.kl_estimator_type
     if estimator.endswith("+"):
         yield (
-            f"trainer.algorithm.kl_estimator_type={estimator} differs from {estimator[:-1]} by its gradient, and with "
-            "trainer.algorithm.use_kl_in_reward=true there is none; set "
+            f"trainer.algorithm.kl_estimator_type={estimator} differs from {estimator[:-1]} only in its gradient, "
+            "which trainer.algorithm.use_kl_in_reward=true does not use; set "
             f"trainer.algorithm.kl_estimator_type={estimator[:-1]}"
         )
 
@@ -274,20 +274,20 @@ def kl_settings_have_a_kl_term(cfg: SkyRLConfig) -> Iterator[str]:
     is_adaptive = algorithm.kl_ctrl.type == "adaptive"
     if is_adaptive and not algorithm.use_kl_in_reward:
         yield (
-            "trainer.algorithm.kl_ctrl.type=adaptive controls the KL penalty in the reward, and "
-            "trainer.algorithm.use_kl_in_reward=false leaves nothing to control; set "
+            "trainer.algorithm.kl_ctrl.type=adaptive controls the KL penalty in the reward, but "
+            "trainer.algorithm.use_kl_in_reward=false disables it; set "
             "trainer.algorithm.use_kl_in_reward=true and trainer.algorithm.use_kl_loss=false, or "
             "trainer.algorithm.kl_ctrl.type=fixed"
         )
     if is_adaptive and algorithm.kl_loss_coef == 0:
         yield (
-            "trainer.algorithm.kl_loss_coef=0.0 stays 0 whatever trainer.algorithm.kl_ctrl.type=adaptive multiplies it "
-            "by; try trainer.algorithm.kl_loss_coef=0.001"
+            "trainer.algorithm.kl_ctrl.type=adaptive multiplies trainer.algorithm.kl_loss_coef=0.0, which stays 0; try "
+            "trainer.algorithm.kl_loss_coef=0.001"
         )
     if algorithm.use_bias_correction_kl and not algorithm.use_kl_loss:
         yield (
-            "trainer.algorithm.use_bias_correction_kl=true weighs the KL loss, and "
-            "trainer.algorithm.use_kl_loss=false leaves none; set trainer.algorithm.use_kl_loss=true, or "
+            "trainer.algorithm.use_bias_correction_kl=true weighs the KL loss, but "
+            "trainer.algorithm.use_kl_loss=false disables it; set trainer.algorithm.use_kl_loss=true, or "
             "trainer.algorithm.use_bias_correction_kl=false"
         )
 
@@ -317,9 +317,9 @@ def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
     first, buffer = 1 + algorithm.eps_clip_high, algorithm.overlong_buffer_len
     if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= first:
         yield (
-            f"trainer.algorithm.clip_ratio_c={algorithm.clip_ratio_c} must be above {first:g}, that is 1 plus "
-            f"trainer.algorithm.eps_clip_high={algorithm.eps_clip_high}, or trainer.algorithm.policy_loss_type="
-            f"dual_clip clips what it should not; try trainer.algorithm.clip_ratio_c={first + 2:g}"
+            f"trainer.algorithm.clip_ratio_c={algorithm.clip_ratio_c} must be above {first:g}, i.e. 1 plus "
+            f"trainer.algorithm.eps_clip_high={algorithm.eps_clip_high}; otherwise trainer.algorithm.policy_loss_type="
+            f"dual_clip clips inside the range of PPO; try trainer.algorithm.clip_ratio_c={first + 2:g}"
         )
     if buffer is not None and buffer >= longest:
         fixes = [f"trainer.algorithm.overlong_buffer_len={n}" for n in ([longest // 4 or 1] if longest > 1 else [])]
@@ -340,8 +340,8 @@ def rewards_are_compared(cfg: SkyRLConfig) -> Iterator[str]:
         )
     if algorithm.dynamic_sampling.type == "filter" and algorithm.zero_variance_filter:
         yield (
-            "trainer.algorithm.zero_variance_filter=true finds no group of equal rewards, for "
-            "trainer.algorithm.dynamic_sampling.type=filter has dropped them; leave one of the two out"
+            "trainer.algorithm.zero_variance_filter=true has no effect, because "
+            "trainer.algorithm.dynamic_sampling.type=filter already drops groups of equal rewards; remove one of them"
         )
     for name, effect in (
         ("zero_reward_on_non_stop", "nearly every reward becomes 0"),
@@ -349,8 +349,8 @@ def rewards_are_compared(cfg: SkyRLConfig) -> Iterator[str]:
     ):
         if getattr(generator, name) and generator.sampling_params.max_generate_length == 1:
             yield (
-                f"generator.{name}=true looks for replies that ended by themselves, and with "
-                f"generator.sampling_params.max_generate_length=1 next to none does: {effect}; set "
+                f"generator.{name}=true keeps replies that end with the EOS token, but almost none does with "
+                f"generator.sampling_params.max_generate_length=1: {effect}; set "
                 f"generator.{name}=false"
             )
 

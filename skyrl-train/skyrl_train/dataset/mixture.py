@@ -1,4 +1,4 @@
-"""Batches with a fixed share of prompts from each data source."""
+"""Batches with a fixed fraction of prompts from each data source."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MixedPrompts(PromptOrder):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The share of each source in a batch; they add up to 1."""
+        """The fraction of each source in a batch; they add up to 1."""
         return dict(self._weights)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -157,9 +157,9 @@ def _generator(seed: int, name: str, number: int) -> torch.Generator:
 def _check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
     known = ", ".join(sources)
     if unknown := sorted(set(weights) - set(sources)):
-        raise ConfigError(f"{MIXTURE}.weights names {', '.join(unknown)}, and the data sources are: {known}")
+        raise ConfigError(f"{MIXTURE}.weights names {', '.join(unknown)}, but the data sources are: {known}")
     if missing := sorted(set(sources) - set(weights)):
-        raise ConfigError(f"{MIXTURE}.weights has none for {', '.join(missing)}; 0 leaves a data source out")
+        raise ConfigError(f"{MIXTURE}.weights has no weight for {', '.join(missing)}; set 0 to exclude a data source")
     for name, weight in weights.items():
         if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"{MIXTURE}.weights.{name}={weight!r} must be a number of at least 0")

@@ -17,7 +17,7 @@ from skyrl_train.types.specs import World
 
 
 class FSDP2Strategy(DistributedStrategy):
-    """Shards each transformer block and, as the root, the rest: embeddings, final norm and head.
+    """A strategy that shards each transformer block and, as the root, the rest: embeddings, final norm and head.
 
     The process group must exist. Gradients are summed over ranks, not averaged: the weights of a loss are those of the
     whole mini-batch.

@@ -9,7 +9,7 @@ from skyrl_train.models.scoring_module import ScoringModule
 
 
 class SingleStrategy(DistributedStrategy):
-    """Keeps the whole model on one device."""
+    """A strategy that keeps the whole model on one device."""
 
     def _wrap(self, module: ScoringModule) -> ScoringModule:
         return module

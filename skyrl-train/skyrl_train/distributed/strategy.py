@@ -49,10 +49,10 @@ class TrainState:
 
 
 class DistributedStrategy(ABC):
-    """Spreads one model over the ranks of a world. All ranks make the same calls in the same order."""
+    """The distribution of one model over the ranks of a world. All ranks make the same calls in the same order."""
 
     def __init__(self, world: World, save_group: dist.ProcessGroup | None = None) -> None:
-        """`save_group` is the process group for writing and reading checkpoints; None for a single rank."""
+        """Set the process group for writing and reading checkpoints, `save_group`; None for a single rank."""
         self.world = world
         self._save_group = save_group
 

@@ -130,7 +130,7 @@ def report(
 
         page = report_run(RunFolder(folder))
         if page is None:
-            raise DataError(f"{folder} has no metrics.jsonl with a step in it; give the folder of a run")
+            raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
         typer.echo(page)
 
     run_command(write)

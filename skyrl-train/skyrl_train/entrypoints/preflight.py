@@ -49,13 +49,13 @@ def _missing_data(key: str, sources: list[str]) -> Iterator[str]:
         path = Path(os.path.expandvars(source)).expanduser()
         if path.suffix in DATA_SUFFIXES and not path.is_file():
             fault = "is a folder" if path.is_dir() else "does not exist"
-            yield f"{key}={show(source)}: the file {path} {fault}; give a .parquet, .json or .jsonl file"
+            yield f"{key}={show(source)}: the file {path} {fault}; use a .parquet, .json or .jsonl file"
 
 
 def _missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Iterator[str]:
     folder = Path(path)
     if folder.is_file():
-        yield f"{key}={show(path)} is a file; give the folder that it is in"
+        yield f"{key}={show(path)} is a file; use the folder that contains it"
     elif folder.is_dir():
         names = {entry.name for entry in folder.iterdir()}
         missing = [] if "config.json" in names else ["config.json"]
@@ -65,4 +65,4 @@ def _missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Itera
             files = " and no ".join(missing)
             yield f"{key}={show(path)}: the folder has no {files}; save the model and its tokenizer there"
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
-        yield f"{key}={show(path)}: there is no such folder; give a local folder, or a name on the Hub (owner/name)"
+        yield f"{key}={show(path)}: there is no such folder; use a local folder, or a name on the Hub (owner/name)"

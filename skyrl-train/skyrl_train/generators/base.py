@@ -246,7 +246,7 @@ def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -
             continue
         our_name = ALIASES.get(name, name)
         if our_name not in known:
-            raise DataError(f"sampling_params has {name}={value!r}, which no engine here supports; leave it out")
+            raise DataError(f"sampling_params has {name}={value!r}, which no engine here supports; remove it")
         if value is not None:
             converted[our_name] = value
     for name in converted.keys() & {"stop", "stop_token_ids"}:

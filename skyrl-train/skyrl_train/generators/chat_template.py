@@ -43,7 +43,7 @@ class _Cached:
 
 
 class ChatEncoder:
-    """Encodes prompts and observations for one tokenizer."""
+    """An encoder of prompts and observations for one tokenizer."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ChatEncoder:
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`template` replaces the tokenizer's own; `template_kwargs` are its variables.
+        """Use `template` instead of the tokenizer's own, if given, and pass it the variables `template_kwargs`.
 
         Raises:
             ConfigError: the chat template cannot join turns.

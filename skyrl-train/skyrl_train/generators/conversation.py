@@ -37,7 +37,7 @@ class TokenConversation:
     """The next prompt is the previous one, the sampled tokens, and the tokens of the observations."""
 
     def __init__(self, chat: ChatEncoder, prompt: Messages | None, *, ends_stopped_turns: bool = True) -> None:
-        """`prompt` starts the first row; None starts none.
+        """Start the first row with `prompt`, or no row if it is None.
 
         With `ends_stopped_turns`, a turn that ended at a stop string gets the template's end of turn.
         """

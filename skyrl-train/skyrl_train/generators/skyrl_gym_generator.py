@@ -53,7 +53,7 @@ STOP_REASONS: tuple[tuple[type[Exception], str], ...] = (
 
 
 class SkyRLGymGenerator(GeneratorInterface):
-    """Plays `skyrl_gym` environments with an inference engine.
+    """A generator that plays `skyrl_gym` environments with an inference engine.
 
     With `generator.batched`, all rollouts of a call take their turns together. Otherwise, and always with
     `isolation=process`, each rollout proceeds at its own pace and the engine batches concurrent requests. Both produce
@@ -71,7 +71,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         tokenizer: PreTrainedTokenizerBase,
         model_name: str | None = None,
     ) -> None:
-        """`model_name` is accepted for compatibility with SkyRL and not used."""
+        """Create the generator. `model_name` is accepted for compatibility with SkyRL and ignored."""
         self.generator_cfg = generator_cfg
         self.inference_engine_client = inference_engine_client
         self.tokenizer = tokenizer

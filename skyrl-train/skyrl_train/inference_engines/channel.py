@@ -71,7 +71,7 @@ class Channel:
     """Messages over one connected socket, sent by a task. Belongs to the running event loop."""
 
     def __init__(self, sock: socket.socket, on_unsendable: Callable[[int, EngineError], None]) -> None:
-        """`on_unsendable` is called with the number of a message that cannot be sent, and the error."""
+        """Call `on_unsendable` with the number of a message that cannot be sent, and the error."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -180,7 +180,7 @@ class RemoteEngine:
         self, method: str, *args: Any, chunks: asyncio.Queue[TokenChunk | None] | None = None
     ) -> tuple[int, asyncio.Future[Any]]:
         if self._closing is not None:
-            raise EngineError("the engine is closed; make another")
+            raise EngineError("the engine is closed; create a new one")
         if self._broken_by is not None:
             raise EngineError(self._broken_by)
         number, done = next(self._numbers), asyncio.get_running_loop().create_future()

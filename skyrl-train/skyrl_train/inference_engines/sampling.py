@@ -64,7 +64,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
     top = _top_logits(logits, draws)
 
     highest = logits.amax(dim=-1, keepdim=True)  # (B, 1)
-    weights = logits.sub_(highest).exp_()  # (B, V), not normalised
+    weights = logits.sub_(highest).exp_()  # (B, V), not normalized
     sums = _chunk_sums(weights)  # (B, V / CHUNK)
     log_total = sums.sum(dim=-1).log()  # (B,) of the weights
     if shaped_rows:
@@ -194,7 +194,7 @@ def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Return sums (B, ⌈V / CHUNK⌉) over neighbouring tokens of `weights` (B, V)."""
+    """Return sums (B, ⌈V / CHUNK⌉) over neighboring tokens of `weights` (B, V)."""
     n_whole = weights.shape[-1] // CHUNK * CHUNK
     sums = weights[:, :n_whole].unflatten(-1, (-1, CHUNK)).sum(dim=-1) if n_whole else weights[:, :0]
     if n_whole == weights.shape[-1]:

@@ -120,7 +120,7 @@ class SteppedEngine(ABC, Generic[S]):
     async def pause(self) -> None:
         self._check_usable()
         if self._is_paused:
-            raise EngineError("the engine is paused already; resume() it first")
+            raise EngineError("the engine is paused already; call resume() first")
         self._is_paused = True
         self._n_holds += 1
         try:
@@ -144,7 +144,7 @@ class SteppedEngine(ABC, Generic[S]):
         if n_unfinished and not self._is_paused:
             raise EngineError(
                 f"weights changed to version {plan.version} while {n_unfinished} sequences were being generated; "
-                "pause() the engine first, or wait for generate() to return"
+                "call pause() first, or wait for generate() to return"
             )
         async with self._hold():  # a cancelled call may still be in a step
             receipt = await self._load_weights(plan)
@@ -312,25 +312,25 @@ class SteppedEngine(ABC, Generic[S]):
         lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
         if lowest < 0 or highest >= self._vocab_size:
             raise EngineError(
-                f"a prompt with token {lowest if lowest < 0 else highest}: this model knows 0 to "
+                f"a prompt with token {lowest if lowest < 0 else highest}: valid tokens are 0 to "
                 f"{self._vocab_size - 1}; use the tokenizer of its folder"
             )
         if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._vocab_size]:
-            raise EngineError(f"stop_token_ids={unknown}: this model knows 0 to {self._vocab_size - 1}")
+            raise EngineError(f"stop_token_ids={unknown}: valid tokens are 0 to {self._vocab_size - 1}")
         return self._new_sequence(request, min(n_prompt + request.sampling.max_new_tokens, self.info.context_length))
 
     def _check_usable(self) -> None:
         if self._closing is not None:
-            raise EngineError("the engine is closed; make another")
+            raise EngineError("the engine is closed; create a new one")
         if self._broken_by is not None:
             raise EngineError(
-                f"the engine cannot continue after {self._broken_by!r}; make another"
+                f"the engine cannot continue after {self._broken_by!r}; create a new one"
             ) from self._broken_by
 
     def _check_ready(self) -> None:
         self._check_usable()
         if self._is_asleep:
-            raise EngineError("the engine is asleep; wake_up() it first")
+            raise EngineError("the engine is asleep; call wake_up() first")
 
     def _unfinished(self) -> list[S]:
         return [sequence for sequence in self._held() if not sequence.is_over]

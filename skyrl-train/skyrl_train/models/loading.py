@@ -61,13 +61,13 @@ def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBas
     try:
         other = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError):
-        logger.info("%s=%s has no tokenizer; it is assumed to read the policy's tokens", key, path)
+        logger.info("%s=%s has no tokenizer; assuming that it uses the policy's", key, path)
         return
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if different := [token for token, token_id in ours.items() if theirs.get(token) != token_id]:
         raise ConfigError(
-            f"{key}={path} reads other tokens than the policy: {different[0]!r} is {ours[different[0]]} for the policy "
-            f"and {theirs.get(different[0])} for it; use a model with the policy's tokenizer"
+            f"{key}={path} has another tokenizer than the policy: {different[0]!r} has the id "
+            f"{theirs.get(different[0])} instead of {ours[different[0]]}; use a model with the policy's tokenizer"
         )
 
 
@@ -127,12 +127,12 @@ def load_value_model(
     if missing:
         raise ConfigError(
             f"{CRITIC_PATH}={path} lacks {len(missing)} weights of a {type(model).__name__}, {min(missing)} for one; "
-            "give a folder that save_pretrained wrote"
+            "use a folder that save_pretrained wrote"
         )
     if report["missing_keys"]:
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
-        logger.info("%s has no value head: it starts at zero", path)
+        logger.info("%s has no value head; initializing it to zero", path)
     _prepare(model, CRITIC_PATH, path, device, gradient_checkpointing)
     return model
 
@@ -145,7 +145,7 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"cannot load the {kind} from {key}={path}: {reason}; give a folder that holds "
+            f"cannot load the {kind} from {key}={path}: {reason}; use a folder that contains "
             "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows"
         ) from error
 
@@ -162,7 +162,7 @@ def _prepare(model: PreTrainedModel, key: str, path: str, device: torch.device, 
 
 @contextmanager
 def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Let layers recompute their activations, if gradient checkpointing is on.
+    """Make layers recompute their activations if gradient checkpointing is on.
 
     Transformers checkpoints a layer only in training mode. Its parts stay in evaluation mode, so that dropout never
     makes the trained log-probs differ from the engine's.

@@ -12,7 +12,7 @@ from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
 
 
 class ScoringModule(torch.nn.Module):
-    """Scores the tokens with loss mask 1, with a language model or a critic.
+    """A module that scores the tokens with loss mask 1, with a language model or a critic.
 
     One forward pass calls body and head, so that FSDP gathers the parameters of both, and the head runs on trained
     positions only.
@@ -21,7 +21,9 @@ class ScoringModule(torch.nn.Module):
     def __init__(
         self, model: PreTrainedModel, *, temperature: float = 1.0, entropy_grad: bool = False, is_critic: bool = False
     ) -> None:
-        """`temperature` divides logits; `entropy_grad` makes entropies differentiable (two more values per logit)."""
+        """Divide logits by `temperature`; with `entropy_grad`, make entropies differentiable (two more values per
+        logit).
+        """
         super().__init__()
         self.model = model
         self._temperature = temperature

@@ -98,7 +98,7 @@ def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
         DataError: the dataset cannot be read, or a row has no prompt.
     """
     if folder.exists():
-        raise ConfigError(f"{folder} exists; give the name of a new folder")
+        raise ConfigError(f"{folder} already exists; choose a new folder")
     conversations: list[Any] = [row.get("prompt") for row in read_rows(data)] if data else [DEFAULT_TEXT]
     for number, conversation in enumerate(conversations):
         if not is_conversation(conversation):

@@ -32,7 +32,7 @@ class Chart:
     baselines: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def labelled(self) -> list[Line]:
+    def labeled(self) -> list[Line]:
         """The lines that the legend names."""
         return [line for line in self.lines if line.label]
 
@@ -77,7 +77,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Maps steps and values to SVG units, within margins that hold the tick labels."""
+    """A mapping from steps and values to SVG units, within margins that hold the tick labels."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]

@@ -33,15 +33,15 @@ _TRAINING_TWIN = {
 # metric → (title, explanation)
 _PANELS = {
     "reward/avg_raw_reward": ("Training reward", "the mean over a step's rollouts; it should rise"),
-    "policy/policy_kl": ("KL from the reference", "how far the policy has moved from its start"),
-    "policy/policy_entropy": ("Entropy", "how undecided the policy is; near zero, it stops exploring"),
+    "policy/policy_kl": ("KL from the reference", "distance of the policy from its starting point"),
+    "policy/policy_entropy": ("Entropy", "randomness of the policy; near zero, it stops exploring"),
     "policy/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
-    "policy/policy_loss": ("Policy loss", "its level says little; watch for jumps"),
+    "policy/policy_loss": ("Policy loss", "the level means little; watch for jumps"),
     "policy/rollout_train_logprobs_abs_diff_mean": (
         "Gap between engine and trainer",
-        "mean difference of their log-probs; it should be near zero",
+        "mean difference of their log-probs; should be near zero",
     ),
-    "policy/ppo_clip_ratio": ("Clipped tokens", "the share of tokens whose update was clipped"),
+    "policy/ppo_clip_ratio": ("Clipped tokens", "the fraction of tokens whose update was clipped"),
     "generate/avg_num_tokens": ("Response length", "tokens in a response"),
     "policy/policy_lr": ("Learning rate", "the schedule"),
     "trainer/tokens_per_second": ("Speed", "tokens per second"),

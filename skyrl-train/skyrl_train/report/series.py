@@ -44,7 +44,7 @@ class Series:
         return [[(step, float(value or 0)) for step, value in points] for is_finite, points in stretches if is_finite]
 
     def smoothed(self) -> Series:
-        """Return the mean over a centred window of a tenth of the points; short series are unchanged."""
+        """Return the mean over a centered window of a tenth of the points; short series are unchanged."""
         half = len(self.values) // 20
         means: list[float | None] = []
         for index, value in enumerate(self.values):

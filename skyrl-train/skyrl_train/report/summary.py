@@ -65,7 +65,7 @@ def headlines(rows: MetricRows) -> list[Headline]:
         found.append(_training_reward(reward))
     if steps := read_series(rows, "timing/step"):
         total = sum(part.seconds for part in time_split(rows))
-        found.append(Headline("time", duration(total), f"{statistics.median(steps.finite):.2g} s a step"))
+        found.append(Headline("time", duration(total), f"{statistics.median(steps.finite):.2g} s per step"))
     if speed := read_series(rows, "trainer/tokens_per_second"):
         found.append(Headline("tokens per second", f"{statistics.median(speed.finite):,.0f}", "median over the steps"))
     return found
@@ -127,7 +127,8 @@ def _before_and_after(series: Series) -> Headline:
 
 def _training_reward(series: Series) -> Headline:
     first, last = (statistics.fmean(part) for part in (series.finite[:_N_AVERAGED], series.finite[-_N_AVERAGED:]))
-    return Headline("training reward", f"{last:.3g}", f"{first:.3g} in the first {_N_AVERAGED} steps")
+    n_steps = min(_N_AVERAGED, len(series.finite))
+    return Headline("training reward", f"{last:.3g}", f"{first:.3g} in the first {n_steps} steps")
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

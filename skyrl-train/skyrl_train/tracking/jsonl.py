@@ -18,7 +18,7 @@ from skyrl_train.errors import DataError
 
 
 class MetricsFile:
-    """Appends to a metrics file; every line reaches the operating system before `log` returns."""
+    """An append-only metrics file; every line reaches the operating system before `log` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)

@@ -15,7 +15,8 @@ _MAX_EVAL_METRICS = 3
 
 
 class Progress:
-    """Shows step/total, reward, newest evaluation, tokens per second and the time left, on `stream` (standard error).
+    """A progress line on `stream` (standard error): step/total, reward, latest evaluation, tokens per second and time
+    left.
 
     A terminal shows one changing line. Elsewhere a line appears every `seconds_between_lines`, and for the first step,
     the last step and steps with evaluation metrics.

@@ -14,10 +14,10 @@ def find_missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
     Rows without the metrics, such as step 0, are ignored.
     """
     for metric, meaning in (
-        ("loss/avg_raw_advantages_abs", "all advantages are 0: in every group all rewards are equal"),
-        ("policy/grad_norm", "the gradient is 0"),
+        ("loss/avg_raw_advantages_abs", "all advantages were 0, because the rewards within each group are equal"),
+        ("policy/grad_norm", "the gradient was 0"),
     ):
         newest = [row[metric] for row in rows if row.get(metric) is not None][-N_STEPS:]
         if len(newest) == N_STEPS and not any(newest):
-            return f"In the last {N_STEPS} steps {meaning}, so that the policy does not learn; see {GUIDE}."
+            return f"In the last {N_STEPS} steps, {meaning}: the policy is not learning. See {GUIDE}."
     return None

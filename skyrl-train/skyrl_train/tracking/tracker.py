@@ -32,7 +32,7 @@ class Tracker(Protocol):
 
 
 class ConsoleTracker:
-    """Writes metrics to standard output, one line per prefix: `policy   grad_norm 0.41 · policy_kl 0.002`."""
+    """A tracker that writes to standard output, one line per prefix: `policy   grad_norm 0.41 · policy_kl 0.002`."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         lines = [f"step {step}"]
@@ -45,11 +45,11 @@ class ConsoleTracker:
         """Keep what was printed."""
 
     def close(self) -> None:
-        """Standard output stays open."""
+        """Leave standard output open."""
 
 
 class TensorBoardTracker:
-    """Writes event files to `log_dir`, or to the folder that the variable `TENSORBOARD_DIR` names."""
+    """A tracker that writes event files to `log_dir`, or to `$TENSORBOARD_DIR` if it is set."""
 
     def __init__(self, log_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -72,7 +72,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to a Weights & Biases run, its files in `run_dir/wandb`, or in `$WANDB_DIR/wandb`.
+    """A tracker that logs to a Weights & Biases run, with files in `run_dir/wandb` or `$WANDB_DIR/wandb`.
 
     Raises `ConfigError` when there is no login, the package is not installed, or wandb cannot start the run.
     """

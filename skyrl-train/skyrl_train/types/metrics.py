@@ -14,8 +14,8 @@ MetricKind = Literal["mean", "std", "ess", "sum", "max", "min"]
 class Metric(NamedTuple):
     """The sums behind one number, e.g. `Metric("mean", value=6.0, weight=4.0)` is 1.5.
 
-    `mean`, `std` (of the population) and `ess` (effective sample size as a share of the samples, (Σx)² / (n Σx²)) are
-    of all merged samples.
+    `mean`, `std` (of the population) and `ess` (effective sample size as a fraction of the samples, (Σx)² / (n Σx²))
+    cover all merged samples.
     """
 
     kind: MetricKind
@@ -73,7 +73,7 @@ class Metrics(dict[str, Metric]):
 
 
 class MetricSums:
-    """Collects metrics of tensors, and moves them off the device all at once."""
+    """An accumulator for metrics of tensors that moves them off the device all at once."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, MetricKind] = {}

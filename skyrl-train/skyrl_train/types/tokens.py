@@ -92,7 +92,7 @@ class Segment:
     rewards: list[float]
     logprobs: list[float] | None = None  # nats; None: not reported
     sampling_logprobs: list[float] | None = (
-        None  # of the truncated or penalised distribution, if it was sampled from one
+        None  # of the truncated or penalized distribution, if it was sampled from one
     )
     turns: tuple[Turn, ...] = ()
 

@@ -2,7 +2,7 @@
 
 Three things differ behind the names. Policy losses return the loss of each token (B, R), which the trainer reduces over
 the whole mini-batch; a custom loss may still return a scalar. `ppo_policy_loss` is `regular` alone. The registries
-are plain ones in the driver, which hands functions to its workers, so there is nothing to synchronise.
+are plain ones in the driver, which hands functions to its workers, so there is nothing to synchronize.
 """
 
 from skyrl_train.algorithms.advantages import gae as compute_gae_advantage_return

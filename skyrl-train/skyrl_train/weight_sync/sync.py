@@ -65,7 +65,7 @@ class WeightSink(Protocol):
 
 
 class WeightSync:
-    """Sends the weights of one model to its sinks, and checks that they have arrived."""
+    """A channel that sends the weights of one model to its sinks, and checks that they have arrived."""
 
     def __init__(
         self,
@@ -77,7 +77,9 @@ class WeightSync:
         host: str = "127.0.0.1",
         timeout_s: float = 600.0,
     ) -> None:
-        """`shared` requires sinks in the process of the source. `host` is the address of the source's rank 0."""
+        """Connect source and sinks. `shared` requires them in one process. `host` is the address of the source's rank
+        0.
+        """
         self._source = source
         self._sinks = list(sinks)
         self._transport: Transport = transport
@@ -116,7 +118,7 @@ class WeightSync:
             sent, received = send_task.result(), [task.result() for task in receive_tasks]
         for index, receipt in enumerate(received):
             if receipt != sent:
-                raise SyncError(f"weight sync {version}: {sent} was sent and sink {index} has received {receipt}")
+                raise SyncError(f"weight sync {version}: {sent} was sent, but sink {index} received {receipt}")
 
     async def _plan(self, version: int) -> SyncPlan:
         if self._transport == "shared":

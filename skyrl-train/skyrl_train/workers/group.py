@@ -25,7 +25,7 @@ class WorkerGroup:
     """
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
-        """`objective` is what the model minimises; the reference has none."""
+        """Create the group of a model that minimizes `objective`; the reference has none."""
         self._objective = objective
         self._spec = spec
         self._ranks = list(ranks)

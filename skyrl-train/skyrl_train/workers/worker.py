@@ -34,7 +34,7 @@ class Worker:
     """
 
     def __init__(self, spec: ModelSpec, strategy: DistributedStrategy, objective: Objective | None = None) -> None:
-        """Load the model. `objective` is what it minimises; the reference has none."""
+        """Load the model. `objective` is what it minimizes; the reference has none."""
         self._spec = spec
         self._strategy = strategy
         self._objective = objective

@@ -249,7 +249,7 @@ class EngineContract:
     async def test_only_the_call_with_unknown_stop_tokens_is_refused(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
-        with pytest.raises(EngineError, match=r"stop_token_ids=\[-1, 99999\]: this model knows 0 to"):
+        with pytest.raises(EngineError, match=r"stop_token_ids=\[-1, 99999\]: valid tokens are 0 to"):
             await engine.generate([engine_kit.request(5, stop_token_ids=(-1, 7, 99_999), min_new_tokens=2)])
         assert len((await served)[0].token_ids) == 20
 
@@ -472,7 +472,7 @@ class EngineContract:
         for _ in range(2):
             await engine.sleep()
         for call in (engine.generate([request]), Listener(engine, request).result(), engine_kit.sync(engine, 1)):
-            with pytest.raises(EngineError, match=r"asleep; wake_up\(\) it first"):
+            with pytest.raises(EngineError, match=r"asleep; call wake_up\(\) first"):
                 await call
         for _ in range(2):
             await engine.wake_up()

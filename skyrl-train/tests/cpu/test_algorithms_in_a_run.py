@@ -299,7 +299,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(
         (teacher / file.name).write_bytes(text)
     with pytest.raises(SystemExit):
         train("student", f"trainer.ref.model.path='{teacher}'")
-    assert "reads other tokens than the policy" in capsys.readouterr().err
+    assert "has another tokenizer than the policy" in capsys.readouterr().err
 
 
 def test_groups_of_equal_rewards_are_masked_from_the_loss(
@@ -347,11 +347,11 @@ def test_zero_reward_on_non_stop_zeroes_rewards_of_truncated_replies(
     assert rows[1]["reward/avg_raw_reward"] == pytest.approx(batch.rewards.sum(dim=1).mean().item())
 
 
-def test_advantage_batch_normalize_normalises_advantages_over_the_batch(
+def test_advantage_batch_normalize_normalizes_advantages_over_the_batch(
     train: Callable[..., Metrics], batches: list[TrainingBatch]
 ) -> None:
     train(
-        "normalised",
+        "normalized",
         "trainer.algorithm.advantage_estimator=rloo",
         "trainer.algorithm.advantage_batch_normalize=true",
         "trainer.max_training_steps=1",

@@ -66,7 +66,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[str]:
-    """Overrides for an evaluation of a randomly initialised model on all environments."""
+    """Overrides for an evaluation of a randomly initialized model on all environments."""
     model = tmp_path / "model"
     tiny_tokenizer.save_pretrained(model)
     tiny_qwen3(tiny_tokenizer, seed=0, context_length=8192).save_pretrained(model)

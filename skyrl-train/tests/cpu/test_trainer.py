@@ -192,6 +192,6 @@ def test_a_run_without_a_learning_signal_warns_once(
 ) -> None:
     greedy = ["generator.sampling_params.temperature=0", "trainer.algorithm.temperature=1"]  # equal samples
     train(*greedy, "trainer.epochs=5")
-    warnings = [record.message for record in caplog.records if "the policy does not learn" in record.message]
+    warnings = [record.message for record in caplog.records if "the policy is not learning" in record.message]
     assert len(warnings) == 1
     assert warnings[0] in (tmp_path / "outputs/skyrl/test_run/report.html").read_text()

@@ -53,7 +53,7 @@ def test_rloo(tiny_model_path: Path, tmp_path: Path) -> None:
 
 
 def test_gdpo(tiny_model_path: Path, tmp_path: Path) -> None:
-    """Completions have one token, because the last normalisation is over completions in TRL and over tokens here."""
+    """Completions have one token, because the last normalization is over completions in TRL and over tokens here."""
     config = GRPOConfig(
         str(tmp_path),
         **ON_CPU,

@@ -171,7 +171,7 @@ def assert_same_loss(
 
 
 def our_loss(scores: TokenScores, inputs: Inputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Return the loss of a mini-batch from `PolicyObjective`, which the workers minimise."""
+    """Return the loss of a mini-batch from `PolicyObjective`, which the workers minimize."""
     mask = inputs["completion_mask"].float()
     batch = TrainingBatch(
         sequences=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),

@@ -1,7 +1,7 @@
 """Mutation testing of the algorithms: inject faults one at a time, and count those that a test catches.
 
 Faults are sampled with a fixed seed, evenly over the source files. Each is written into a copy of the package, where
-the tests of its module run, then the gradient specification, until one fails. Survivors that do not change behaviour
+the tests of its module run, then the gradient specification, until one fails. Survivors that do not change behavior
 are listed with their reason in `equivalent.json`. The exit status is 1 if less than 95% of the other faults are caught.
 """
 

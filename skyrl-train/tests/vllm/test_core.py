@@ -69,7 +69,7 @@ async def test_a_model_that_cannot_run_raises_at_start(
 
 async def test_a_second_engine_in_the_process_is_refused(new_engine: NewEngine) -> None:
     first = new_engine()
-    with pytest.raises(EngineError, match=r"already; close\(\) it first"):
+    with pytest.raises(EngineError, match=r"already has a vLLM engine; call close\(\)"):
         new_engine()
     assert len((await first.generate([REQUEST]))[0].token_ids) == 3
     await first.close()

@@ -105,7 +105,7 @@ async def test_a_tied_head_may_be_sent_as_well(
 
 async def test_a_mixture_of_experts_is_refused(new_engine: NewEngine, save_model: SaveModel) -> None:
     path = save_model(Qwen3MoeConfig(**SMALL, head_dim=32, num_experts=4, moe_intermediate_size=32))
-    with pytest.raises(EngineError, match=r"a mixture of experts cannot take over new weights; use .*backend=hf"):
+    with pytest.raises(EngineError, match=r"weight sync does not work for mixtures of experts; use .*backend=hf"):
         new_engine(path)
 
 

@@ -60,5 +60,5 @@ def test_layers_without_experts_are_refused(models: Path) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no config\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         read_config(tmp_path)

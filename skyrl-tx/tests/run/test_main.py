@@ -30,7 +30,7 @@ def test_commands() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (None, "{} holds no config.json; give the folder of a Hugging Face model"),
+        (None, "{} has no config.json; use the folder of a Hugging Face model"),
         ('{"architectures": ["Qwen3ForCausalLM"]}', "{} cannot be loaded: KeyError('num_attention_heads')"),
     ],
 )

@@ -23,7 +23,7 @@ Found = Mapping[str, set[str]]
 
 
 class Run(NamedTuple):
-    """The results with one SDK: outcomes by behaviour, and facts about the wire by name."""
+    """The results with one SDK: outcomes by behavior, and facts about the wire by name."""
 
     outcomes: Found
     facts: Found
@@ -59,7 +59,7 @@ def _read(results: Path) -> Run:
     for case in ET.parse(results).iter("testcase"):
         properties = {one.attrib["name"]: one.attrib["value"] for one in case.iter("property")}
         outcome = case.find("*[@message]")
-        outcomes[properties.pop("behaviour")].add("passed" if outcome is None else _kind(outcome))
+        outcomes[properties.pop("behavior")].add("passed" if outcome is None else _kind(outcome))
         for name, value in properties.items():
             facts[name].add(value)
     return Run(outcomes, facts)

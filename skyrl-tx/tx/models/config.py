@@ -117,11 +117,11 @@ def read_config(folder: Path) -> ModelConfig:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ModelError(f"{folder} holds no config.json; give the folder of a Hugging Face model")
+        raise ModelError(f"{folder} has no config.json; use the folder of a Hugging Face model")
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{file} is no JSON: {error}") from error
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
     return config_of(settings, generation=_generation(folder))
 
 

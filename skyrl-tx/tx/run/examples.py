@@ -63,7 +63,7 @@ def _json_rows(file: Path) -> list[Mapping[str, Any]]:
 
 
 class ExampleBuilder:
-    """Converts rows to data with the tokenizer and chat template of a model."""
+    """A converter from rows to data, with the tokenizer and chat template of a model."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
         """Load the tokenizer in `folder`. Rows are truncated to `max_length` tokens."""

@@ -219,9 +219,7 @@ def _secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dic
     keys = [key.strip() for key in (*lines, *environment.get(API_KEYS, "").split(",")) if key.strip()]
     if not keys and ("api_keys_file" in settings or API_KEYS in environment):
         where = settings.get("api_keys_file", API_KEYS)
-        raise NoKeysError(
-            f"{where} has no key, and without keys anyone could use the server; add a key, or leave it out"
-        )
+        raise NoKeysError(f"{where} has no key, and without keys anyone could use the server; add a key, or remove it")
     secrets: dict[str, Any] = {"api_keys": tuple(SecretStr(key) for key in keys)}
     if environment.get(EXTERNAL_KEY):
         secrets["external_inference_api_key"] = SecretStr(environment[EXTERNAL_KEY])

@@ -110,7 +110,7 @@ class OpenEnvEnv(AsyncEnv):
             OpenEnvError: the session cannot be opened, or the reset fails.
         """
         if self._format is not None:
-            raise RuntimeError("this episode has started; make a new OpenEnvEnv for the next one")
+            raise RuntimeError("this episode has started; create a new OpenEnvEnv for the next episode")
         try:
             action_format = await self._choose_format()
             result = await self._session.reset(**self._reset_arguments)
@@ -129,7 +129,9 @@ class OpenEnvEnv(AsyncEnv):
             OpenEnvError: the session or the environment fails. A refused action does not raise.
         """
         if self._format is None or self._is_done:
-            raise RuntimeError("this episode is over; make a new one" if self._is_done else "call init before step")
+            raise RuntimeError(
+                "this episode is over; create a new environment" if self._is_done else "call init before step"
+            )
         self.turns += 1
         try:
             actions = self._format.read(action)

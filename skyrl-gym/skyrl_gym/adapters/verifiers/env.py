@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.adapters.async_env import AsyncEnv
-from skyrl_gym.adapters.settings import NO_LIMIT, read_extra_info, read_settings, unwrap_omegaconf
+from skyrl_gym.adapters.settings import NO_LIMIT, read_settings
 from skyrl_gym.adapters.verifiers.package import load_package, module_name
 from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, parse_reply
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
-from skyrl_gym.envs.row import read_max_turns
+from skyrl_gym.envs.row import read_extra_info, read_max_turns, to_python
 
 COLUMN = "verifiers"
 """The field of `extra_info` with the environment's arguments, as JSON because parquet would merge the keys of dicts."""
@@ -117,7 +117,7 @@ class VerifiersEnv(AsyncEnv):
             VerifiersError: the environment failed.
         """
         if self._has_started:
-            raise RuntimeError("this episode has started or is closed; make a new VerifiersEnv for the next one")
+            raise RuntimeError("this episode has started or is closed; create a new VerifiersEnv for the next episode")
         self._has_started = True
         self._loop = asyncio.get_running_loop()
         try:
@@ -134,7 +134,9 @@ class VerifiersEnv(AsyncEnv):
             VerifiersError: the environment or one of its services failed.
         """
         if self._turn is None:
-            raise RuntimeError("this episode is over; make a new one" if self._has_started else "call init before step")
+            raise RuntimeError(
+                "this episode is over; create a new environment" if self._has_started else "call init before step"
+            )
         turn, self._turn = self._turn, None  # no step is possible after one that fails
         self.turns += 1
         reply = parse_reply(action, has_tools=bool(turn.tools))
@@ -195,7 +197,7 @@ def _record(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_origin(env_config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section with the row's environment; arguments in the section override the row's."""
-    section = unwrap_omegaconf(dict(env_config or {}))
+    section = to_python(env_config or {})
     if section.get("id") and module_name(section["id"]) != module_name(record["id"]):
         raise ValueError(
             f"environment.skyrl_gym.verifiers.id={section['id']!r}, but the row is of {record['id']!r}; "

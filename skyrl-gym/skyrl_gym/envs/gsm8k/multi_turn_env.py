@@ -42,7 +42,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         """Grade the reply, and ask for another one unless it is right or the last."""
         if self._is_done:
             raise RuntimeError(
-                f"this episode ended after turn {self.turns}; make a new GSM8kMultiTurnEnv for the next one"
+                f"this episode ended after turn {self.turns}; create a new GSM8kMultiTurnEnv for the next episode"
             )
         self.turns += 1
         grade = self._grader(action, self.ground_truth)

@@ -38,7 +38,9 @@ class MultiplyEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Grade the reply, and return feedback unless it is the last."""
         if self._is_done:
-            raise RuntimeError(f"this episode ended after turn {self.turns}; make a new MultiplyEnv for the next one")
+            raise RuntimeError(
+                f"this episode ended after turn {self.turns}; create a new MultiplyEnv for the next episode"
+            )
         self.turns += 1
         answer = self._parse_action(action)
         self._is_correct = answer is not None and answer.strip() == self.ground_truth

@@ -7,9 +7,10 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.openspiel.answers import ParsedAnswer, parse_answer
-from skyrl_gym.envs.openspiel.options import read_extra_info, row_options, set_options
+from skyrl_gym.envs.openspiel.options import row_options, set_options
 from skyrl_gym.envs.openspiel.rewards import move_value
 from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
+from skyrl_gym.envs.row import read_extra_info
 
 MAX_LOGGED_ANSWER = 200
 """Maximum number of characters of an answer in `metadata`."""
@@ -41,7 +42,7 @@ class OpenSpielEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Score the move that the model's reply names."""
         if self.parsed is not None:
-            raise RuntimeError("this task has been answered; make a new OpenSpielEnv for the next one")
+            raise RuntimeError("this task has been answered; create a new OpenSpielEnv for the next episode")
         self.turns += 1
         self.parsed = parse_answer(action, self.task.legal)
         is_legal = self.parsed.move is not None

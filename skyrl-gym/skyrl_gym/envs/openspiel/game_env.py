@@ -18,13 +18,13 @@ from skyrl_gym.envs.openspiel.opponents import LanguageModel, MctsConfig, MctsOp
 from skyrl_gym.envs.openspiel.options import (
     finite_number,
     one_of,
-    read_extra_info,
     row_options,
     set_options,
     whole_number,
 )
 from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
 from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
+from skyrl_gym.envs.row import read_extra_info
 
 OPPONENTS = ("random", "mcts", "policy")
 ILLEGAL_RULES = ("retry", "lose", "random")
@@ -39,9 +39,8 @@ class GameConfig:
     opponent: ``random``, ``mcts`` (options in `mcts`), or ``policy``, a language model (options in `policy`).
     seat: the player of the model; by default, it alternates from task to task.
     illegal: the rule for answers without a legal move. ``retry``: the model may answer again, up to `n_retries` times
-    in
-        a row, and then loses. So one slip does not lose a game, but the format is still learned, because tries use up
-        turns. ``lose``: the model loses at once. ``random``: a random move replaces the answer.
+        in a row, and then loses. One slip does not lose a game, but the format is still learned, because retries use
+        up turns. ``lose``: the model loses immediately. ``random``: a random move replaces the answer.
     legal_move_reward: added to the reward of a turn with a legal move.
     max_turns: the game is scored in its current state after this many turns of the model; the trainer's limit also
         applies.
@@ -143,7 +142,9 @@ class OpenSpielGameEnv(BaseTextEnv):
         if self._turn is None:
             raise RuntimeError("call init before step, because another player may have to move first")
         if self.outcome is not None:
-            raise RuntimeError(f"this game ended after turn {self.turns}; make a new OpenSpielGameEnv for the next one")
+            raise RuntimeError(
+                f"this game ended after turn {self.turns}; create a new OpenSpielGameEnv for the next episode"
+            )
         self.turns += 1
         parsed = parse_answer(action, self._turn.legal)
         observations = self._play(parsed.move.action) if parsed.move else self._after_illegal_answer()
@@ -183,7 +184,7 @@ class OpenSpielGameEnv(BaseTextEnv):
     def _start(self) -> None:
         """Play up to the seat's first decision; restart the game if it ends before."""
         if self._turn is not None:
-            raise RuntimeError("this game has started; make a new OpenSpielGameEnv for the next one")
+            raise RuntimeError("this game has started; create a new OpenSpielGameEnv for the next episode")
         for _ in range(MAX_DEALS):
             self._match.advance()
             if not self._match.is_over:

@@ -1,42 +1,19 @@
-"""Options in the configuration and in dataset rows: conversion to plain Python, and validation."""
+"""Validation of options in the configuration and in dataset rows."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
-
-def to_python(value: Any) -> Any:
-    """Convert mappings to dicts, sequences and arrays to lists, and numpy scalars to Python numbers."""
-    if hasattr(value, "tolist"):
-        return to_python(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): to_python(value[key]) for key in value}
-    if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
-        return value
-    return [to_python(item) for item in value]
+from skyrl_gym.envs.row import read_extra_info, to_python
 
 
 def set_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options that are not None, which is how parquet and YAML store a missing option."""
     return {name: value for name, value in to_python(options or {}).items() if value is not None}
-
-
-def read_extra_info(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `extra_info` of a dataset row, which may be JSON. Raises `ValueError` if it is not a mapping."""
-    facts = extras.get("extra_info")
-    if isinstance(facts, str):
-        try:
-            facts = json.loads(facts)
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"extra_info is text but not JSON: {problem}; got {facts!r}") from problem
-    if facts is not None and not isinstance(facts, Mapping):
-        raise ValueError(f"extra_info must be a mapping, got {type(facts).__name__}: {facts!r}")
-    return set_options(facts)
 
 
 def row_options(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

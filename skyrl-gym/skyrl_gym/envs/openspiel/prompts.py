@@ -33,7 +33,7 @@ RULES = {
     ),
     "chess": "The position is in FEN. White is player 1, Black is player 0. Moves are in algebraic notation.",
     "clobber": (
-        "A move takes a neighbouring piece of the opponent, not diagonally, by moving onto it: a5b5 moves from a5 to "
+        "A move takes a neighboring piece of the opponent, not diagonally, by moving onto it: a5b5 moves from a5 to "
         "b5. Player 0 has o, player 1 has x. Who cannot move loses."
     ),
     "connect_four": "Player 0 has x, player 1 has o. The number in a move is the column. Four in a row win.",

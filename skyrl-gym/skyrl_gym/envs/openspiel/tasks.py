@@ -186,7 +186,7 @@ class OpenSpielTasks:
 
 
 def read_task(facts: Mapping[str, Any], config: TaskConfig) -> OpenSpielTask:
-    """Return the task of a row's `extra_info`, from its serialised state or else from its `task_id` under `config`.
+    """Return the task of a row's `extra_info`, from its serialized state or else from its `task_id` under `config`.
 
     Raises:
         ValueError: the row has neither, or its state contradicts its player or its legal actions.

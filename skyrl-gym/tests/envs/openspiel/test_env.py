@@ -115,7 +115,7 @@ def test_second_answer_raises() -> None:
     env = OpenSpielEnv({}, extras())
     assert env.get_metrics() == {}
     env.step("a1")
-    with pytest.raises(RuntimeError, match="make a new OpenSpielEnv"):
+    with pytest.raises(RuntimeError, match="create a new OpenSpielEnv"):
         env.step("a1")
 
 

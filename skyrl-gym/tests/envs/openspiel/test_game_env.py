@@ -212,7 +212,7 @@ def test_wrong_order_of_calls_raises() -> None:
     with pytest.raises(RuntimeError, match="has started"):
         env.init([])
     play_at_random(env)
-    with pytest.raises(RuntimeError, match="make a new OpenSpielGameEnv"):
+    with pytest.raises(RuntimeError, match="create a new OpenSpielGameEnv"):
         env.step("0")
 
 

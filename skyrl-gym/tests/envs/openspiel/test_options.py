@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
@@ -10,36 +7,17 @@ from omegaconf import OmegaConf
 from skyrl_gym.envs.openspiel.options import (
     finite_number,
     one_of,
-    read_extra_info,
     reject_unknown,
     row_options,
     set_options,
-    to_python,
     whole_number,
 )
 
 
-def test_config_and_rows_are_converted_to_python() -> None:
+def test_options_that_are_none_are_dropped() -> None:
     section = OmegaConf.create({"cases": ["hex"], "mcts": {"uct_c": 1.5}, "seat": None})
     assert set_options(section) == {"cases": ["hex"], "mcts": {"uct_c": 1.5}}
-    row = {"legal": np.array([{"id": np.int64(3), "text": "a1"}], dtype=object), "task_id": np.int64(7), "b": b"x"}
-    assert to_python(row) == {"legal": [{"id": 3, "text": "a1"}], "task_id": 7, "b": b"x"}
-    assert type(to_python(row)["task_id"]) is int
     assert set_options(None) == {}
-
-
-@pytest.mark.parametrize("facts", [{"task_id": 3, "seat": None}, json.dumps({"task_id": 3, "seat": None})])
-def test_extra_info_may_be_json(facts: Any) -> None:
-    assert read_extra_info({"extra_info": facts}) == {"task_id": 3}
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [("{task_id", "extra_info is text but not JSON"), ("[1]", "must be a mapping, got list"), (3, "got int: 3")],
-)
-def test_other_extra_info_is_refused(facts: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_extra_info({"extra_info": facts})
 
 
 def test_options_in_extra_info_take_precedence_over_columns() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO on Catch: generalised advantage estimation with a critic. Any key=value argument overrides its settings.
+# PPO on Catch: generalized advantage estimation with a critic. Any key=value argument overrides its settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 

@@ -9,7 +9,7 @@ advantages themselves otherwise.
 
 from skyrl_train.algorithms.advantages.by_group import (
     gpg,
-    group_normalised,
+    group_normalized,
     grpo,
     grpo_passk,
     maxrl,
@@ -36,7 +36,7 @@ __all__ = [
     "gae_per_turn",
     "gdpo",
     "gpg",
-    "group_normalised",
+    "group_normalized",
     "group_statistics",
     "grpo",
     "grpo_passk",

@@ -25,7 +25,7 @@ def grpo(
     grpo_norm_by_std: bool = True,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group-relative advantages: A = (S - mean_group(S)) / (std_group(S) + 1e-6), the same for every token.
+    """Compute group-relative advantages: A = (S - mean_group(S)) / (std_group(S) + 1e-6), the same for every token.
 
     S is the sum of a trajectory's rewards, std the unbiased one; `grpo_norm_by_std=false` leaves the division
     out. A group of one has no baseline: its advantage is S itself. A group of equal rewards gets exactly 0; by the
@@ -35,14 +35,15 @@ def grpo(
     (Liu et al., 2025, arXiv:2503.20783).
     """
     scores = trajectory_scores(token_level_rewards, response_mask)  # (B,)
-    return _same_for_every_token(group_normalised(scores, index, grpo_norm_by_std), response_mask)
+    return _same_for_every_token(group_normalized(scores, index, grpo_norm_by_std), response_mask)
 
 
 @register_advantage_estimator("rloo", compares="samples", per_token=False, whitens=False)
 def rloo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE leave-one-out: A = S - the mean score of the others = (S - mean_group(S)) · n / (n - 1).
+    """Compute REINFORCE leave-one-out advantages: A = S - mean of the other scores = (S - mean_group(S)) · n / (n -
+    1).
 
     S is the sum of a trajectory's rewards, n the size of its group. A group of one has no others: its advantage is 0.
 
@@ -57,7 +58,8 @@ def rloo(
 def reinforce_plus_plus_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE++ with a group baseline: A = whiten(S - mean_group(S)) over the sampled tokens of the batch.
+    """Compute REINFORCE++ advantages with a group baseline: A = whiten(S - mean_group(S)) over the batch's sampled
+    tokens.
 
     S is the sum of a trajectory's rewards. Whitening weighs trajectories by their length, so it shifts all groups by a
     common mean, and a group of equal rewards is not exactly 0; a batch of such groups only is.
@@ -73,7 +75,8 @@ def reinforce_plus_plus_baseline(
 def opo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Optimal reward baseline: A = S - Σ_group l·S / Σ_group l, with l the number of a trajectory's sampled tokens.
+    """Subtract the optimal reward baseline: A = S - Σ_group l·S / Σ_group l, with l the number of a trajectory's
+    sampled tokens.
 
     The baseline of least variance weighs each score by the squared norm of its gradient, which grows with length; a
     trajectory whose mask is all 0 weighs nothing. A group of one, or of equal rewards, gets exactly 0.
@@ -112,7 +115,8 @@ def gpg(
 def maxrl(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum likelihood RL: A = (S - mean_group(S)) / (mean_group(S) - floor + 1e-6), floor = min(0, min_group(S)).
+    """Compute maximum-likelihood RL advantages: A = (S - mean_group(S)) / (mean_group(S) - floor + 1e-6), floor =
+    min(0, min_group(S)).
 
     S is the sum of a trajectory's rewards. Without negative rewards the floor is 0 and this is the paper's estimator:
     with rewards of 0 and 1, prompts that are solved with probability p weigh 1/p. With signed rewards the paper's
@@ -139,7 +143,8 @@ def grpo_passk(
     grpo_norm_by_std: bool = True,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pass@k: the best of a group gets A = (its score - the second best) / (std_group + 1e-6), the others 0.
+    """Compute pass@k advantages: the best of a group gets A = (its score - the second best) / (std_group + 1e-6), the
+    others 0.
 
     The group is the k samples, its value is its best score, and A is the part of it that the best one adds. A tie for
     the best adds nothing, and neither does a group of one. `grpo_norm_by_std=false` leaves the division out.
@@ -160,13 +165,13 @@ def grpo_passk(
     return _same_for_every_token(advantages, response_mask)
 
 
-def group_normalised(scores: torch.Tensor, index: list[str], by_std: bool = True) -> torch.Tensor:
+def group_normalized(scores: torch.Tensor, index: list[str], by_std: bool = True) -> torch.Tensor:
     """Return scores (B,) less the mean of their group, divided by its std + 1e-6; a group of one keeps its score."""
     mean, std, size = group_statistics(scores, index)
-    normalised = torch.where(std > 0, scores - mean, 0.0)
+    normalized = torch.where(std > 0, scores - mean, 0.0)
     if by_std:
-        normalised = normalised / (std + 1e-6)
-    return torch.where(size > 1, normalised, scores)
+        normalized = normalized / (std + 1e-6)
+    return torch.where(size > 1, normalized, scores)
 
 
 def _centred_scores(

@@ -17,7 +17,8 @@ from skyrl_train.lazy import torch
 def reinforce_plus_plus(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE++: the reward-to-go G_t = r_t + γ G_{t+1}, whitened over the sampled tokens of the batch.
+    """Compute REINFORCE++ advantages: the reward-to-go G_t = r_t + γ G_{t+1}, whitened over the sampled tokens of the
+    batch.
 
     The batch is the only baseline, so one sample of a prompt is enough. Returns are G.
 
@@ -37,7 +38,7 @@ def gae(
     lambd: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation, whitened over the sampled tokens of the batch.
+    """Compute generalized advantage estimates, whitened over the sampled tokens of the batch.
 
     With V (B, R) the critic's values and V = 0 after the end: δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1},
     where t + 1 is the next sampled token. Returns, the critic's targets, are V plus A before whitening.
@@ -45,7 +46,7 @@ def gae(
     Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation (Schulman et al., 2015,
     arXiv:1506.02438).
     """
-    advantages = generalised_advantages(token_level_rewards, values, response_mask, gamma, lambd)
+    advantages = generalized_advantages(token_level_rewards, values, response_mask, gamma, lambd)
     return masked_whiten(advantages, response_mask), on_sampled_tokens(advantages + values, response_mask)
 
 
@@ -57,7 +58,7 @@ def remax(
     gamma: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ReMax: A_t = G_t - b, the reward-to-go less the reward of the greedy answer to the same prompt.
+    """Compute ReMax advantages: A_t = G_t - b, where b is the reward of a greedy rollout of the same prompt.
 
     G_t = r_t + γ G_{t+1}; b is `greedy_rewards` (B,), the total of one more rollout at temperature 0. Returns are G.
 
@@ -77,7 +78,8 @@ def optimal_token_baseline(
     gamma: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Optimal token baseline: A_t = G_t - B_t, with B_t = Σ_group G_t W_t / Σ_group W_t for each token position.
+    """Subtract the optimal token baseline: A_t = G_t - B_t, with B_t = Σ_group G_t W_t / Σ_group W_t for each token
+    position.
 
     G_t = r_t + γ G_{t+1} is the reward-to-go. W_t = Σ_{s≤t} (1 - 2 π_s + Σ_v π_s(v)²) adds up the squared gradient
     norms, in the logits, of the tokens sampled so far: the baseline of least variance weighs by them. π_s is the
@@ -106,7 +108,7 @@ def optimal_token_baseline(
 def on_policy_distillation(
     response_mask: torch.Tensor, old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On-policy distillation: A_t = log π_teacher - log π_old of each sampled token; rewards are not read.
+    """Compute distillation advantages: A_t = log π_teacher - log π_old of each sampled token; rewards are ignored.
 
     The teacher is the reference model. On the policy's own samples the mean of -A is the reverse KL divergence to the
     teacher. There is no discount, because each token is graded separately.
@@ -122,7 +124,7 @@ def on_policy_distillation(
 def token_rewards(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rewards themselves: A_t = r_t, for an environment or a reward model that returns advantages."""
+    """Use the rewards as advantages: A_t = r_t, for an environment or a reward model that returns advantages."""
     advantages = on_sampled_tokens(token_level_rewards, response_mask)  # (B, R)
     return advantages, advantages
 
@@ -138,7 +140,7 @@ def reward_to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor,
     return on_sampled_tokens(returns, response_mask)
 
 
-def generalised_advantages(
+def generalized_advantages(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lambd: float
 ) -> torch.Tensor:
     """Return A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t (B, R), where t + 1 is the next step in the mask.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_train.algorithms.advantages.by_token import generalised_advantages, reward_to_go
+from skyrl_train.algorithms.advantages.by_token import generalized_advantages, reward_to_go
 from skyrl_train.algorithms.advantages.groups import Cells, on_sampled_tokens, prompt_groups
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
@@ -29,7 +29,8 @@ def grpo_per_turn(
     grpo_norm_by_std: bool = True,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GRPO turn by turn: A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6) among the group's trajectories with a turn k.
+    """Compute GRPO advantages per turn: A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6) among the group's trajectories
+    with a turn k.
 
     G_k = r_k + γ G_{k+1} with r_k the rewards on the tokens of turn k: a turn gets no credit for earlier rewards. A
     trajectory that is alone at a turn gets 0 there. `grpo_norm_by_std=false` leaves the division out. Returns are G.
@@ -47,7 +48,8 @@ def grpo_per_turn(
 def rloo_per_turn(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], gamma: float = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave-one-out turn by turn: A_k = (G_k - mean(G_k)) · n_k / (n_k - 1) among the n_k trajectories with a turn k.
+    """Compute leave-one-out advantages per turn: A_k = (G_k - mean(G_k)) · n_k / (n_k - 1) among the n_k trajectories
+    with a turn k.
 
     G_k = r_k + γ G_{k+1} with r_k the rewards on the tokens of turn k. A trajectory that is alone at a turn gets 0
     there. Returns are G.
@@ -69,7 +71,7 @@ def gae_per_turn(
     lambd: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation over turns, whitened over the sampled tokens of the batch.
+    """Compute generalized advantage estimates over turns, whitened over the sampled tokens of the batch.
 
     V_k is the critic's value at the first token of turn k, and 0 after the last turn: δ_k = r_k + γ V_{k+1} - V_k,
     A_k = δ_k + γλ A_{k+1}, with r_k the rewards on the tokens of turn k. All its tokens get A_k. Returns, the critic's
@@ -80,7 +82,7 @@ def gae_per_turn(
     turns = turn_index(response_mask)
     rewards = _sum_by_turn(token_level_rewards, turns)  # (B, T)
     turn_values = _sum_by_turn(torch.where(_starts(response_mask > 0), values, 0.0), turns)  # (B, T)
-    advantages = generalised_advantages(rewards, turn_values, torch.ones_like(rewards), gamma, lambd)
+    advantages = generalized_advantages(rewards, turn_values, torch.ones_like(rewards), gamma, lambd)
     whitened = masked_whiten(_on_tokens(advantages, turns), response_mask)
     return whitened, _on_tokens(advantages + turn_values, turns)
 

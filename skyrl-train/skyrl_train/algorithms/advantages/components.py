@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.algorithms.advantages.by_group import group_normalised
+from skyrl_train.algorithms.advantages.by_group import group_normalized
 from skyrl_train.algorithms.advantages.groups import on_sampled_tokens
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
@@ -22,7 +22,7 @@ def gdpo(
     config: AlgorithmConfig,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group reward-decoupled normalisation: A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)).
+    """Group reward-decoupled normalization: A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)).
 
     S_c (B,) is a trajectory's total of component c, w_c its weight in `gdpo.weights`, 1 where none is given. GRPO on
     the sum would not distinguish trajectories that earned the same sum in different ways, and would lose a component of
@@ -39,7 +39,7 @@ def gdpo(
     # double precision: whitening magnifies the rounding of components that cancel
     total = torch.stack(
         [
-            weights.get(name, 1.0) * group_normalised(scores.double(), index)
+            weights.get(name, 1.0) * group_normalized(scores.double(), index)
             for name, scores in reward_components.items()
         ]
     ).sum(dim=0)  # (B,)

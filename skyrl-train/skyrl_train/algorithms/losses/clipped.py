@@ -11,9 +11,9 @@ from skyrl_train.lazy import torch
 @register_policy_loss("regular")
 @within_mask
 def clipped_surrogate(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """PPO's clipped surrogate: -min(ρA, clip(ρ, 1 - eps_clip_low, 1 + eps_clip_high) A) with ρ = π / π_old.
+    """Compute PPO's clipped surrogate: -min(ρA, clip(ρ, 1 - eps_clip_low, 1 + eps_clip_high) A) with ρ = π / π_old.
 
-    All tensors (B, R). Metric `ppo_clip_ratio`: the share of tokens where the clip wins, which have no gradient.
+    All tensors (B, R). Metric `ppo_clip_ratio`: the fraction of tokens where the clip wins, which have no gradient.
 
     Source: Proximal Policy Optimization (Schulman et al., 2017, arXiv:1707.06347), equation 7; a separate upper bound,
     DAPO (Yu et al., 2025, arXiv:2503.14476).
@@ -25,10 +25,11 @@ def clipped_surrogate(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("dual_clip")
 @within_mask
 def dual_clip(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """The clipped surrogate, at most -A · clip_ratio_c where A < 0, where PPO does not bound ρ.
+    """Compute the clipped surrogate, bounded by -A · clip_ratio_c where A < 0 (PPO leaves ρ unbounded there).
 
     With clip_ratio_c > 1 + eps_clip_high this is the two-sided clip, -min(min(ρ, δ) A, clip(ρ) A) for δ = clip_ratio_c.
-    All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `dual_clip_ratio`, the share of tokens at the bound.
+    All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `dual_clip_ratio`, the fraction of tokens at the
+    bound.
 
     Source: Mastering Complex Control in MOBA Games (Ye et al., 2019, arXiv:1912.09729); as the two-sided
     clip, INTELLECT-2 (Prime Intellect Team, 2025, arXiv:2505.07291), section 4.1.

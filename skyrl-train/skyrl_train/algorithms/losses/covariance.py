@@ -17,12 +17,12 @@ from skyrl_train.lazy import torch
 @register_policy_loss("clip_cov", whole_batch=True)
 @within_mask
 def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """PPO's clipped surrogate, and 0 for a few randomly chosen tokens of high covariance.
+    """Compute PPO's clipped surrogate, with 0 for a few randomly chosen tokens of high covariance.
 
     Candidates are the tokens with clip_cov_lb < cov < clip_cov_ub that PPO does not clip; of these,
     max(⌊clip_ratio · N⌋, 1) are left out, with N the trained tokens of the mini-batch. They are drawn with torch's CPU
     generator. All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`; `masked_token_ratio`, the
-    share of tokens left out.
+    fraction of tokens left out.
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
     """
@@ -41,10 +41,10 @@ def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("kl_cov", whole_batch=True, reads_eps_clip=False)
 @within_mask
 def kl_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-ρA, plus ppo_kl_coef · |log ρ| on the tokens of highest covariance, with ρ = π / π_old.
+    """Compute -ρA, plus ppo_kl_coef · |log ρ| on the tokens of highest covariance, with ρ = π / π_old.
 
     These are max(⌊kl_cov_frac · N⌋, 1) of the N trained tokens of the mini-batch. All tensors (B, R). Metric
-    `kl_cov_ratio`: the share of tokens that pay.
+    `kl_cov_ratio`: the fraction of tokens with the penalty.
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.
     """
@@ -68,7 +68,7 @@ def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mas
 
 
 def _n_chosen(share: float, loss_mask: torch.Tensor) -> int:
-    """Return a share of the trained tokens, rounded down, but at least one if there is any."""
+    """Return a fraction of the trained tokens, rounded down, but at least one if there is any."""
     n_tokens = int((loss_mask > 0).sum())
     return min(max(int(share * n_tokens), 1), n_tokens)
 

@@ -11,24 +11,24 @@ from skyrl_train.lazy import torch
 @register_policy_loss("dppo", reads_rollout_logprobs=True, reads_eps_clip=False)
 @within_mask
 def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside of the trust region.
+    """Compute -sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside the trust region.
 
     μ is the policy that sampled: the engine's probabilities, or the old ones if it reports none. A token is outside if
     A > 0, π > μ and D(μ, π) > delta_high, or if A < 0, π < μ and D(μ, π) > delta_low. D is a distance between the
     Bernoulli distributions "this token or another": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. Unlike PPO's
     ratio, D is small for rare tokens whose probability hardly changed, and large for frequent ones with a large change.
 
-    All tensors (B, R). Metric `masked_token_ratio`: the share of tokens left out.
+    All tensors (B, R). Metric `masked_token_ratio`: the fraction of tokens left out.
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning (Qi et al., 2026, arXiv:2602.04879).
     """
-    behaviour = tokens.old_log_probs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
+    behavior = tokens.old_log_probs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
     distance = _binary_tv if config.dppo.dppo_type == "binary_tv" else _binary_kl
-    moved = distance(behaviour, tokens.log_probs.detach())  # (B, R)
-    rose, fell = tokens.log_probs > behaviour, tokens.log_probs < behaviour
+    moved = distance(behavior, tokens.log_probs.detach())  # (B, R)
+    rose, fell = tokens.log_probs > behavior, tokens.log_probs < behavior
     is_left_out = (tokens.advantages > 0) & rose & (moved > config.dppo.delta_high)
     is_left_out |= (tokens.advantages < 0) & fell & (moved > config.dppo.delta_low)
-    weight = importance_ratio(tokens.log_probs.detach(), behaviour).clamp(max=config.dppo.max_ratio)
+    weight = importance_ratio(tokens.log_probs.detach(), behavior).clamp(max=config.dppo.max_ratio)
     loss = -torch.where(is_left_out, 0.0, weight) * tokens.advantages * tokens.log_probs
     return loss, {"masked_token_ratio": is_left_out.to(loss.dtype)}
 

@@ -41,9 +41,9 @@ class Tokens:
         return importance_ratio(self.log_probs, self.old_log_probs)
 
 
-def importance_ratio(log_probs: torch.Tensor, behaviour_log_probs: torch.Tensor) -> torch.Tensor:
+def importance_ratio(log_probs: torch.Tensor, behavior_log_probs: torch.Tensor) -> torch.Tensor:
     """Return π / μ per token (B, R); the exponent is held within ±20 so that no ratio overflows."""
-    return (log_probs - behaviour_log_probs).clamp(-20, 20).exp()
+    return (log_probs - behavior_log_probs).clamp(-20, 20).exp()
 
 
 def within_mask(loss: Callable[[Tokens, AlgorithmConfig], LossOutput]) -> PolicyLoss:

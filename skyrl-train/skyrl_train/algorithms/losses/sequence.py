@@ -17,14 +17,15 @@ from skyrl_train.lazy import torch
 @register_policy_loss("gspo", loss_reduction="sequence_mean")
 @within_mask
 def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """PPO's clip of the trajectory's ratio: -min(s_t A, clip(s_t) A) with s_t = sg(s) · π / sg(π), sg(x) x detached.
+    """Apply PPO's clip to the trajectory's ratio: -min(s_t A, clip(s_t) A) with s_t = sg(s) · π / sg(π), where sg(x)
+    is x detached.
 
     s = exp(mean_t log(π / π_old)) is the trajectory's ratio. s_t has the value of s and the gradient of its own token:
     the paper's GSPO-token. If all tokens have the same advantage, their mean has the value and the gradient of
     -min(sA, clip(s) A), the paper's GSPO, so one function has both names.
 
     All tensors (B, R). The paper uses `loss_reduction=sequence_mean` and a narrow clip, 3e-4 below and 4e-4 above.
-    Metric `ppo_clip_ratio`: the share of tokens in clipped trajectories.
+    Metric `ppo_clip_ratio`: the fraction of tokens in clipped trajectories.
 
     Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), sections 4.1 and 4.3.
     """
@@ -37,9 +38,9 @@ def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("luspo", per_sequence=True, loss_reduction="sequence_mean")
 @within_mask
 def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """GSPO's loss of a trajectory times the number of its tokens, which removes its bias against long ones.
+    """Compute GSPO's loss times the length of the trajectory, which removes the bias against long ones.
 
-    The ratio is GSPO's, the length-normalised s. All tensors (B, R); one advantage for a trajectory, and
+    The ratio is GSPO's, the length-normalized s. All tensors (B, R); one advantage for a trajectory, and
     `loss_reduction=sequence_mean`, since `token_mean` would weigh by length a second time. Metric as in `gspo`.
 
     Source: Length-Unbiased Sequence Policy Optimization (Liu et al., 2026, arXiv:2602.05261).
@@ -53,10 +54,11 @@ def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("gmpo", per_sequence=True, reads_eps_clip=False, loss_reduction="sequence_mean")
 @within_mask
 def gmpo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-A · exp(mean_t l_t): the geometric mean of the ratios, each clipped first on the side that A pushes it to.
+    """Compute -A · exp(mean_t l_t): the geometric mean of the ratios, each clipped first on the side that A pushes it
+    to.
 
     l_t = min(log ρ_t, c) where A > 0, max(log ρ_t, -c) where A < 0, with c = gmpo.log_ratio_clip. All tensors (B, R);
-    one advantage for a trajectory, and `loss_reduction=sequence_mean`. Metric `ppo_clip_ratio`: the share of clipped
+    one advantage for a trajectory, and `loss_reduction=sequence_mean`. Metric `ppo_clip_ratio`: the fraction of clipped
     tokens; unlike in `gspo`, the others of their trajectory keep their gradient.
 
     Source: Geometric-Mean Policy Optimization (Zhao et al., 2025, arXiv:2507.20673).
@@ -70,7 +72,7 @@ def gmpo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("vespo", per_sequence=True, reads_eps_clip=False)
 @within_mask
 def vespo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-φ(w) · A · log π with φ(w) = w^k e^(λ(1 - w)), detached, of the trajectory's full ratio w = Π_t ρ_t.
+    """Compute -φ(w) · A · log π with φ(w) = w^k e^(λ(1 - w)), detached, of the trajectory's full ratio w = Π_t ρ_t.
 
     k and λ are `k_pos`, `lambda_pos` where A ≥ 0, else `k_neg`, `lambda_neg`. φ is 1 on policy, approaches 0 as w goes
     to 0 or infinity, and is largest at w = k / λ. All tensors (B, R). Metric `vespo_weight`: φ.

@@ -12,7 +12,7 @@ from skyrl_train.lazy import torch
 @register_policy_loss("policy_gradient", reads_eps_clip=False)
 @within_mask
 def policy_gradient(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """The plain policy gradient: -A log π, without a correction for tokens of an older policy.
+    """Compute the plain policy gradient -A log π, without a correction for tokens of an older policy.
 
     All tensors (B, R); no metrics. With the estimator `gpg` this is Group Policy Gradient.
 
@@ -25,14 +25,14 @@ def policy_gradient(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("cross_entropy", reads_eps_clip=False)
 @within_mask
 def cross_entropy(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-log π: imitate the tokens, whatever their advantages. All tensors (B, R); no metrics."""
+    """Compute -log π: imitate the tokens, whatever their advantages. All tensors (B, R); no metrics."""
     return -tokens.log_probs, {}
 
 
 @register_policy_loss("importance_sampling", reads_eps_clip=False)
 @within_mask
 def importance_sampling(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-ρA with ρ = π / π_old, without a clip. All tensors (B, R). Metric `importance_ratio`: ρ.
+    """Compute -ρA with ρ = π / π_old, without a clip. All tensors (B, R). Metric `importance_ratio`: ρ.
 
     Source: Off-Policy Actor-Critic (Degris et al., 2012, arXiv:1205.4839).
     """
@@ -42,10 +42,10 @@ def importance_sampling(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("rollout_is", reads_rollout_logprobs=True, reads_eps_clip=False)
 @within_mask
 def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-sg(ρ) · A · log π with ρ = π / π_rollout, and 0 where ρ is outside of [ratio_low, ratio_high].
+    """Compute -sg(ρ) · A · log π with ρ = π / π_rollout, and 0 where ρ is outside [ratio_low, ratio_high].
 
     One ratio corrects both for updates since the rollout and for the gap between engine and trainer. All tensors (B,
-    R). Metric `masked_token_ratio`: the share of tokens left out.
+    R). Metric `masked_token_ratio`: the fraction of tokens left out.
 
     Source: IcePop, in Every Step Evolves (Ling Team, 2025, arXiv:2510.18855).
 
@@ -66,10 +66,10 @@ def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("cispo", reads_eps_clip=False)
 @within_mask
 def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-sg(clip(ρ, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A · log π with ρ = π / π_old.
+    """Compute -sg(clip(ρ, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A · log π with ρ = π / π_old.
 
     The weight is clipped, not the update: every token keeps a gradient. All tensors (B, R). Metric `ppo_clip_ratio`:
-    the share of tokens whose weight is clipped.
+    the fraction of tokens whose weight is clipped.
 
     Source: MiniMax-M1 (MiniMax, 2025, arXiv:2506.13585), section 3.1.
     """
@@ -82,7 +82,7 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("sapo", reads_eps_clip=False, loss_reduction="sequence_mean")
 @within_mask
 def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-(4 / τ) σ(τ(ρ - 1)) · A with ρ = π / π_old: a sigmoid in place of the clip.
+    """Compute -(4 / τ) σ(τ(ρ - 1)) · A with ρ = π / π_old: a sigmoid instead of the clip.
 
     τ is `tau_pos` where A > 0, else `tau_neg`. All tensors (B, R). Metric `sapo_gate`: 4 σ (1 - σ), the factor on
     the gradient of -ρA; 1 on policy.
@@ -98,11 +98,12 @@ def sapo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 @register_policy_loss("dro", reads_eps_clip=False)
 @within_mask
 def dro(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """-(A log π - β/2 · (log ρ)²) with ρ = π / π_old: a penalty on moving away from the old policy in place of a clip.
+    """Compute -(A log π - β/2 · (log ρ)²) with ρ = π / π_old: a penalty for moving away from the old policy instead
+    of a clip.
 
     All tensors (B, R). Metric `dro_penalty`: β/2 · (log ρ)².
 
-    Source: Offline Regularised Reinforcement Learning (Richemond et al., 2024, arXiv:2405.19107); per token, with any
+    Source: Offline Regularized Reinforcement Learning (Richemond et al., 2024, arXiv:2405.19107); per token, with any
     advantage, Kimi k1.5 (Kimi Team, 2025, arXiv:2501.12599).
     """
     penalty = config.dro.beta / 2 * tokens.log_ratio.square()

@@ -1,4 +1,4 @@
-"""The interface between a loss and the ranks that minimise it."""
+"""The interface between a loss and the ranks that minimize it."""
 
 from __future__ import annotations
 

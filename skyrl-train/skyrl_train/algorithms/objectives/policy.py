@@ -19,7 +19,7 @@ class PolicyObjective:
     """Σ loss_weights · policy loss + Σ sequence_weights · (kl_loss_coef · KL - entropy_loss_coef · entropy).
 
     A policy loss that compares tokens across the mini-batch, or reduces to a scalar by itself, has the scope `batch`.
-    The driver computes its gradient in the log-probs (`differentiate`), and the ranks minimise
+    The driver computes its gradient in the log-probs (`differentiate`), and the ranks minimize
     Σ logprob_gradient · log π instead, which by the chain rule has the same gradient.
     """
 
@@ -62,15 +62,15 @@ class PolicyObjective:
         assert rows.sequence_weights is not None, "weigh() comes first"
         weight = rows.sequence_weights.sum()  # 1 over the mini-batch
         sums = MetricSums()
-        regularisation = self._regularisation(scores, rows, weight, sums)
+        regularization = self._regularization(scores, rows, weight, sums)
         if rows.logprob_gradient is None:
             policy_loss = self._policy_loss(scores.logprobs, rows, sums)
-            loss = policy_loss + regularisation
+            loss = policy_loss + regularization
             sums.add("mean", "policy_loss", policy_loss, weight)
             sums.add("mean", "final_loss", loss, weight)
         else:
-            loss = (scores.logprobs * rows.logprob_gradient).sum() + regularisation
-            sums.add("mean", "final_loss", regularisation, weight)
+            loss = (scores.logprobs * rows.logprob_gradient).sum() + regularization
+            sums.add("mean", "final_loss", regularization, weight)
         if rows.rollout_logprobs is not None:
             add_rollout_gap(sums, _start_logprobs(scores.logprobs, rows), rows.rollout_logprobs, rows.loss_mask)
         return loss, sums.metrics()
@@ -101,7 +101,7 @@ class PolicyObjective:
             if rows.rollout_logprobs is None:
                 raise ConfigError(
                     "trainer.algorithm.off_policy_correction needs the log-probs of the engine, and the generator "
-                    "reports none; return rollout_logprobs, or leave the correction out"
+                    "reports none; return rollout_logprobs, or remove the correction"
                 )
             factor, metrics = correction_weights(old, rows.rollout_logprobs, mask, algorithm.off_policy_correction)
             weights = weights * factor
@@ -114,7 +114,7 @@ class PolicyObjective:
             metrics = metrics | {"off_policy_sequence_masked": 1 - kept}
         return weights, metrics
 
-    def _regularisation(
+    def _regularization(
         self, scores: TokenScores, rows: TrainingBatch, weight: torch.Tensor, sums: MetricSums
     ) -> torch.Tensor:
         """Return the KL and entropy terms; both are measured even if they are not in the loss."""

@@ -82,7 +82,8 @@ class AgentGenerator(GeneratorInterface):
         public_url: str | None = None,
         max_concurrent_agents: int = 128,
     ) -> None:
-        """The server starts with the first rollout. `public_url` is its address for agents on other machines.
+        """Prepare the server, which starts with the first rollout. `public_url` is its address for agents on other
+        machines.
 
         Raises:
             ConfigError: a setting applies to turns of environments only.
@@ -246,5 +247,5 @@ def _check_config(cfg: GeneratorConfig) -> None:
     if named:
         raise ConfigError(
             f"{', '.join(named)}: these shape the turns of an environment, and agents take their turns as they like; "
-            "leave them out"
+            "remove them"
         )

@@ -87,7 +87,7 @@ class ModelService:
         ends_stopped_turns: bool = True,
         max_input_length: int | None = None,
     ) -> None:
-        """`max_input_length` limits prompts, in tokens; None is the engine's limit."""
+        """Limit prompts to `max_input_length` tokens; None is the engine's limit."""
         max_length = engine.info.longest_sequence - 1  # leaves room for a token
         self.model_name = model_name
         self.engine = engine

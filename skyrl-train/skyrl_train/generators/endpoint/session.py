@@ -105,7 +105,7 @@ class Session:
             return
         warned.add(name)
         logger.warning(
-            "Requests ask for %s=%s. While they are recorded for training, %s; such values are ignored",
+            "Requests set %s=%s, which is ignored while they are recorded for training: %s",
             *(name, requested, "seeds are the trainer's" if configured is None else f"{name} is {configured}"),
         )
 

@@ -181,7 +181,7 @@ class CompletionOptions(WireModel):
         for name, values in NOT_OFFERED.items():
             value = (self.model_extra or {}).get(name)
             if value not in values:
-                message = f"{name}={reprlib.repr(value)} is not offered here; leave {name} out"
+                message = f"{name}={reprlib.repr(value)} is not supported; remove {name}"
                 refuse(message, param=name, code="unsupported")
 
 

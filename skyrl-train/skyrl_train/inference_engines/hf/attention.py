@@ -1,6 +1,6 @@
 """Attention of one packed forward pass: new tokens of all sequences side by side, keys read in place.
 
-Sequences with neighbouring regions form a run, which is one call of PyTorch's attention. Query heads that share a key
+Sequences with neighboring regions form a run, which is one call of PyTorch's attention. Query heads that share a key
 head are folded into one (n, key heads, heads per key head · T, d) query, so that keys are never repeated.
 """
 
@@ -26,7 +26,7 @@ MAX_COPIED = 512  # tokens of a sequence whose keys are copied, to join others i
 
 @dataclass(slots=True)
 class RowRun:
-    """n sequences of T new tokens each, in neighbouring regions of the same size."""
+    """n sequences of T new tokens each, in neighboring regions of the same size."""
 
     tokens: slice  # of the tokens of the pass
     start: int  # of the first region
@@ -104,7 +104,7 @@ class PackedCache:
 
 
 def _runs(rows: Sequence[Row], position_ids: torch.Tensor, size: int | None) -> Iterator[RowRun]:
-    """Join compatible neighbouring rows into runs. `size` of the memory is set for isolated rows."""
+    """Join compatible neighboring rows into runs. `size` of the memory is set for isolated rows."""
     can_join = _can_join if size is None else _can_join_isolated
     first, n_tokens = 0, 0
     while first < len(rows):
@@ -239,7 +239,7 @@ def hidden_states(
     """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
 
     Rows are in the order of their regions. With `is_isolated`, they are in the order of `padded_length`, then of their
-    regions, and a sequence is padded to that length, not to the length of its neighbours. For the same N, its states
+    regions, and a sequence is padded to that length, not to the length of its neighbors. For the same N, its states
     are then bitwise the same among any other sequences.
     """
     cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated)

@@ -60,7 +60,9 @@ def load_engine(
 
 
 class HFEngine(SteppedEngine[CachedSequence]):
-    """Generates with the tensors of `model` itself: a weight update needs no copy, only a new version number."""
+    """An engine that generates with the tensors of `model` itself: a weight update needs no copy, only a new version
+    number.
+    """
 
     def __init__(
         self,
@@ -108,8 +110,8 @@ class HFEngine(SteppedEngine[CachedSequence]):
         if -(-max_tokens // UNIT) * UNIT > self._memory.size:
             raise EngineError(
                 f"a sequence of {max_tokens} tokens needs {max_tokens * self._bytes_per_token:,} bytes of key-value "
-                f"cache and {self._max_cache_bytes:,} are allowed; raise generator.gpu_memory_utilization or lower "
-                "generator.max_input_length or sampling_params.max_generate_length"
+                f"cache but only {self._max_cache_bytes:,} are available; raise generator.gpu_memory_utilization or "
+                "lower generator.max_input_length or sampling_params.max_generate_length"
             )
         return CachedSequence(request, max_tokens)
 
@@ -150,7 +152,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
             if name not in own or own[name].shape != tensor.shape:
                 own_shape = tuple(own[name].shape) if name in own else "none"
                 raise EngineError(
-                    f"the policy sends {name} of shape {tuple(tensor.shape)} and the engine's model has {own_shape}; "
+                    f"the policy sends {name} of shape {tuple(tensor.shape)} but the engine's model has {own_shape}; "
                     "load the engine from the policy's folder"
                 )
             received.add(name)

@@ -1,6 +1,6 @@
 """Key-value memory of the embedded engine: one flat pool of tokens per layer, handed out in regions.
 
-A region is contiguous, so that attention reads the keys of neighbouring sequences in place.
+A region is contiguous, so that attention reads the keys of neighboring sequences in place.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Refusal(Enum):
 
 
 class RegionTable:
-    """Allocates regions of one memory. Idle regions keep their tokens until their space is needed."""
+    """An allocator of regions in one memory. Idle regions keep their tokens until their space is needed."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -62,7 +62,7 @@ class EngineStep:
 
 
 class Scheduler:
-    """Serves sequences in the order of their arrival. They join and leave between steps.
+    """A first-come, first-served scheduler. Sequences join and leave between steps.
 
     Every running sequence reads one token per step; prompts share the rest of `max_tokens`, in chunks. When memory runs
     out, the sequence that came last is preempted and later read again. It samples the same tokens, because randomness

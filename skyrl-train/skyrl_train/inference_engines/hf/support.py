@@ -1,4 +1,4 @@
-"""A check that a model supports packed sequences: some architectures mix neighbouring tokens outside of attention."""
+"""A check that a model supports packed sequences: some architectures mix neighboring tokens outside of attention."""
 
 from __future__ import annotations
 

@@ -60,22 +60,22 @@ class Core:
     """The one vLLM engine core of this process. Use it from a single thread."""
 
     def __init__(self, options: Mapping[str, Any], eos_token_id: int | None) -> None:
-        """`options` are fields of vLLM's `EngineArgs`; `eos_token_id` is the tokenizer's.
+        """Start the core with `options`, fields of vLLM's `EngineArgs`, and the tokenizer's `eos_token_id`.
 
         Raises:
             EngineError: vLLM does not start with these options.
         """
         if clashes := sorted(OWN_OPTIONS.keys() & options.keys()):
-            raise EngineError(f"engine_init_kwargs.{clashes[0]} is the engine's own to set; remove it")
+            raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
         if model_parallel_is_initialized():
-            raise EngineError("there is a vLLM engine in this process already; close() it first")
+            raise EngineError("this process already has a vLLM engine; call close() on it first")
         with _preserved_process_state():
             try:
                 config = EngineArgs(
                     **OWN_OPTIONS, **{"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}
                 ).create_engine_config()
                 if config.model_config.is_moe:  # on a CPU, its outputs would be wrong after a weight sync
-                    raise ValueError("a mixture of experts cannot take over new weights; use generator.backend=hf")
+                    raise ValueError("weight sync does not work for mixtures of experts; use generator.backend=hf")
                 self._client = EngineCoreClient.make_client(
                     multiprocess_mode=False,
                     asyncio_mode=False,

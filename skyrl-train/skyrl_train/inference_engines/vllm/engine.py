@@ -18,7 +18,8 @@ from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
 
 
 class VLLMEngine(SteppedEngine[ActiveSequence]):
-    """Generates with vLLM, in this process and with its own copy of the weights. A process has one at a time.
+    """An engine that generates with vLLM, in this process and with its own copy of the weights. A process has one at
+    a time.
 
     Sessions need no cache of their own: vLLM keeps full blocks of keys and values, indexed by their tokens, until it
     needs their space. A partial block is read again.

@@ -134,7 +134,7 @@ def test_numeric_metrics_are_accepted(metrics: Any) -> None:
 )
 def test_settings_that_weight_tokens_refuse_a_scalar_loss(settings: dict[str, Any]) -> None:
     config = AlgorithmConfig(policy_loss_type="mine", **settings)
-    with pytest.raises(ConfigError, match=rf"returns a scalar, of which trainer\.algorithm\.{next(iter(settings))}"):
+    with pytest.raises(ConfigError, match=rf"returns a scalar, but trainer\.algorithm\.{next(iter(settings))}"):
         check_policy_loss(lambda log_probs, *_: (log_probs.mean(), 0.0), config)
     assert not check_policy_loss(lambda log_probs, *_: (log_probs, 0.0), config).reduces
 

@@ -73,10 +73,10 @@ def test_the_dtype_of_the_values_is_kept_for_any_mask_dtype(dtype: torch.dtype, 
 def test_normalization_by_hand_ignores_padding() -> None:
     advantages = torch.tensor([[1.0, 2.0, math.nan], [6.0, 100.0, -5.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    normalised = normalize_over_batch(advantages, mask)
+    normalized = normalize_over_batch(advantages, mask)
     scale = math.sqrt(14 / 3)  # mean 3, mean square (4 + 1 + 9) / 3
-    assert normalised[0].tolist() == pytest.approx([-2 / scale, -1 / scale, 0])
-    assert normalised[1].tolist() == pytest.approx([3 / scale, 0, 0])
+    assert normalized[0].tolist() == pytest.approx([-2 / scale, -1 / scale, 0])
+    assert normalized[1].tolist() == pytest.approx([3 / scale, 0, 0])
 
 
 def test_the_variance_is_at_least_1e_8() -> None:

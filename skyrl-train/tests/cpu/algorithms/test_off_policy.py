@@ -323,9 +323,9 @@ def test_the_gap_is_an_unbiased_estimate_of_the_kl_divergence() -> None:
 def test_off_policy_mistakes_are_masked(advantage: float, drift: float, is_kept: bool) -> None:
     mask = torch.tensor([[1.0, 0.0, 1.0]])
     log_probs = torch.tensor([[-1.0, math.nan, -2.0]], requires_grad=True)
-    behaviour = torch.tensor([[-1.0 + 1.5 * drift, 7.0, -2.0 + 0.5 * drift]])
+    behavior = torch.tensor([[-1.0 + 1.5 * drift, 7.0, -2.0 + 0.5 * drift]])
     advantages = torch.tensor([[2 * advantage, math.nan, 0.0]])
-    kept = sequence_mask(log_probs, behaviour, advantages, mask, threshold=0.2)
+    kept = sequence_mask(log_probs, behavior, advantages, mask, threshold=0.2)
     assert kept.tolist() == [[float(is_kept), 0.0, float(is_kept)]]
     assert not kept.requires_grad
 

@@ -63,7 +63,7 @@ PROBLEMS: list[Case] = [
     ),
     (
         [estimator("rloo"), ONE_SAMPLE],
-        "trainer.algorithm.advantage_estimator=rloo compares the samples of one prompt, and "
+        "trainer.algorithm.advantage_estimator=rloo compares the samples of one prompt, but "
         "generator.n_samples_per_prompt=1 leaves nothing to compare; try generator.n_samples_per_prompt=5, or "
         "trainer.algorithm.advantage_estimator=reinforce++",
         [
@@ -283,7 +283,7 @@ def test_estimators_that_learn_from_equal_rewards(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if ESTIMATORS[name].whitens])
-def test_estimators_that_normalise(name: str) -> None:
+def test_estimators_that_normalize(name: str) -> None:
     assert (
         len(warnings([estimator(name), CRITIC_OF.get(name, TEACHER), f"{ALGORITHM}.advantage_batch_normalize=true"]))
         == 1
@@ -419,7 +419,7 @@ class TestYourOwnEstimator:
 
         assert "=mine does not read" in refusal([estimator("mine"), *KL_IN_REWARD])
 
-    def test_that_whitens_is_not_normalised_again(self) -> None:
+    def test_that_whitens_is_not_normalized_again(self) -> None:
         @register_advantage_estimator("mine")
         def mine(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> Tensors:
             tokens = token_level_rewards[response_mask > 0]

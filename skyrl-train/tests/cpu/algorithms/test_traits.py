@@ -1,4 +1,4 @@
-"""Declared traits of estimators and losses against their behaviour."""
+"""Declared traits of estimators and losses against their behavior."""
 
 from __future__ import annotations
 

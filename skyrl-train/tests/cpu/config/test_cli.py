@@ -195,8 +195,8 @@ def test_a_wrong_file_is_refused(text: str | None, expected: str, tmp_path: Path
         (["--multirun"], "--multirun is not an override; write multirun=<value>, without spaces around ="),
         (
             ["trainer.logger=console,jsonl"],
-            "trainer.logger=console,jsonl asks for a sweep of several runs, and this is one run; "
-            "a list is written trainer.logger=[console,jsonl]",
+            "trainer.logger=console,jsonl is a sweep over several runs, but this command starts one run; "
+            "write a list as trainer.logger=[console,jsonl]",
         ),
         (
             ["data.train_data=~/a.parquet"],
@@ -224,8 +224,8 @@ def test_a_wrong_file_is_refused(text: str | None, expected: str, tmp_path: Path
         ),
         (
             ["trainer.algorithm.custom.tau=0.1,0.2"],
-            "trainer.algorithm.custom.tau=0.1,0.2 asks for a sweep of several runs, and this is one run; "
-            "a list is written trainer.algorithm.custom.tau=[0.1,0.2]",
+            "trainer.algorithm.custom.tau=0.1,0.2 is a sweep over several runs, but this command starts one run; "
+            "write a list as trainer.algorithm.custom.tau=[0.1,0.2]",
         ),
         (
             ["~trainer.nothing"],

@@ -95,7 +95,7 @@ def test_without_a_source_the_default_configuration_is_loaded() -> None:
         ),
     ],
 )
-def test_values_are_filled_in_and_normalised(pairs: list[tuple[str, Any]], key: str, value: object) -> None:
+def test_values_are_filled_in_and_normalized(pairs: list[tuple[str, Any]], key: str, value: object) -> None:
     assert value_at(load_config(nested(*pairs)), key) == value
 
 

@@ -62,15 +62,15 @@ PROBLEMS: list[Case] = [
     (
         ["trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "generator.max_turns=3"],
         "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm divides by trainer.algorithm.max_seq_len=null, which "
-        "cannot be worked out when generator.max_turns=3 and generator.max_input_length=null; "
+        "cannot be computed with generator.max_turns=3 and generator.max_input_length=null; "
         "set trainer.algorithm.max_seq_len",
         [],
     ),
     (
         ["generator.sampling_params.temperature=0.0"],
-        "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, and "
-        "trainer.algorithm.temperature=null takes it; try generator.sampling_params.temperature=1.0, or set "
-        "trainer.algorithm.temperature=1.0 if rollouts shall be greedy",
+        "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, but "
+        "trainer.algorithm.temperature=null uses it; try generator.sampling_params.temperature=1.0, or set "
+        "trainer.algorithm.temperature=1.0 if rollouts should be greedy",
         [],
     ),
     (
@@ -117,8 +117,8 @@ PROBLEMS: list[Case] = [
     ),
     (
         ["generator.run_engines_locally=false"],
-        "generator.run_engines_locally=false asks for engines that another program started, which this version does "
-        "not reach; set generator.run_engines_locally=true",
+        "generator.run_engines_locally=false needs external engines, which this version does not support; "
+        "set generator.run_engines_locally=true",
         [],
     ),
     (
@@ -172,28 +172,28 @@ PROBLEMS: list[Case] = [
     ),
     (
         [*KL_IN_REWARD, f"{ALGORITHM}.kl_estimator_type=k3+"],
-        "trainer.algorithm.kl_estimator_type=k3+ differs from k3 by its gradient, and with "
-        "trainer.algorithm.use_kl_in_reward=true there is none; set trainer.algorithm.kl_estimator_type=k3",
+        "trainer.algorithm.kl_estimator_type=k3+ differs from k3 only in its gradient, which "
+        "trainer.algorithm.use_kl_in_reward=true does not use; set trainer.algorithm.kl_estimator_type=k3",
         [[*KL_IN_REWARD, f"{ALGORITHM}.kl_estimator_type=k3"], [f"{ALGORITHM}.kl_estimator_type=k3+"]],
     ),
     (
         [f"{ALGORITHM}.kl_ctrl.type=adaptive"],
-        "trainer.algorithm.kl_ctrl.type=adaptive controls the KL penalty in the reward, and "
-        "trainer.algorithm.use_kl_in_reward=false leaves nothing to control; set "
+        "trainer.algorithm.kl_ctrl.type=adaptive controls the KL penalty in the reward, but "
+        "trainer.algorithm.use_kl_in_reward=false disables it; set "
         "trainer.algorithm.use_kl_in_reward=true and trainer.algorithm.use_kl_loss=false, or "
         "trainer.algorithm.kl_ctrl.type=fixed",
         [[*KL_IN_REWARD, f"{ALGORITHM}.kl_ctrl.type=adaptive"], [f"{ALGORITHM}.kl_ctrl.type=fixed"]],
     ),
     (
         [*KL_IN_REWARD, f"{ALGORITHM}.kl_ctrl.type=adaptive", f"{ALGORITHM}.kl_loss_coef=0"],
-        "trainer.algorithm.kl_loss_coef=0.0 stays 0 whatever trainer.algorithm.kl_ctrl.type=adaptive multiplies it by; "
+        "trainer.algorithm.kl_ctrl.type=adaptive multiplies trainer.algorithm.kl_loss_coef=0.0, which stays 0; "
         "try trainer.algorithm.kl_loss_coef=0.001",
         [[*KL_IN_REWARD, f"{ALGORITHM}.kl_loss_coef=0"]],
     ),
     (
         [*KL_IN_REWARD, f"{ALGORITHM}.use_bias_correction_kl=true"],
-        "trainer.algorithm.use_bias_correction_kl=true weighs the KL loss, and trainer.algorithm.use_kl_loss=false "
-        "leaves none; set trainer.algorithm.use_kl_loss=true, or trainer.algorithm.use_bias_correction_kl=false",
+        "trainer.algorithm.use_bias_correction_kl=true weighs the KL loss, but trainer.algorithm.use_kl_loss=false "
+        "disables it; set trainer.algorithm.use_kl_loss=true, or trainer.algorithm.use_bias_correction_kl=false",
         [[f"{ALGORITHM}.use_bias_correction_kl=true"], KL_IN_REWARD],
     ),
     (
@@ -231,8 +231,8 @@ PROBLEMS: list[Case] = [
     ),
     (
         [loss("dual_clip"), f"{ALGORITHM}.clip_ratio_c=1.28", f"{ALGORITHM}.eps_clip_high=0.28"],
-        "trainer.algorithm.clip_ratio_c=1.28 must be above 1.28, that is 1 plus trainer.algorithm.eps_clip_high=0.28, "
-        "or trainer.algorithm.policy_loss_type=dual_clip clips what it should not; try "
+        "trainer.algorithm.clip_ratio_c=1.28 must be above 1.28, i.e. 1 plus trainer.algorithm.eps_clip_high=0.28; "
+        "otherwise trainer.algorithm.policy_loss_type=dual_clip clips inside the range of PPO; try "
         "trainer.algorithm.clip_ratio_c=3.28",
         [
             [loss("dual_clip"), f"{ALGORITHM}.clip_ratio_c=1.3", f"{ALGORITHM}.eps_clip_high=0.28"],
@@ -282,8 +282,8 @@ DOUBTS: list[Case] = [
     ),
     (
         [f"{ALGORITHM}.dynamic_sampling.type=filter", f"{ALGORITHM}.zero_variance_filter=true"],
-        "trainer.algorithm.zero_variance_filter=true finds no group of equal rewards, for "
-        "trainer.algorithm.dynamic_sampling.type=filter has dropped them; leave one of the two out",
+        "trainer.algorithm.zero_variance_filter=true has no effect, because "
+        "trainer.algorithm.dynamic_sampling.type=filter already drops groups of equal rewards; remove one of them",
         [
             [f"{ALGORITHM}.dynamic_sampling.type=replace", f"{ALGORITHM}.zero_variance_filter=true"],
             [f"{ALGORITHM}.dynamic_sampling.type=filter"],
@@ -298,8 +298,8 @@ DOUBTS: list[Case] = [
     ),
     (
         ["generator.zero_reward_on_non_stop=true", "generator.sampling_params.max_generate_length=1"],
-        "generator.zero_reward_on_non_stop=true looks for replies that ended by themselves, and with "
-        "generator.sampling_params.max_generate_length=1 next to none does: nearly every reward becomes 0; set "
+        "generator.zero_reward_on_non_stop=true keeps replies that end with the EOS token, but almost none does "
+        "with generator.sampling_params.max_generate_length=1: nearly every reward becomes 0; set "
         "generator.zero_reward_on_non_stop=false",
         [
             ["generator.zero_reward_on_non_stop=true", "generator.sampling_params.max_generate_length=2"],
@@ -308,9 +308,9 @@ DOUBTS: list[Case] = [
     ),
     (
         ["generator.apply_overlong_filtering=true", "generator.sampling_params.max_generate_length=1"],
-        "generator.apply_overlong_filtering=true looks for replies that ended by themselves, and with "
-        "generator.sampling_params.max_generate_length=1 next to none does: nearly every trajectory is left out of the "
-        "loss; set generator.apply_overlong_filtering=false",
+        "generator.apply_overlong_filtering=true keeps replies that end with the EOS token, but almost none does "
+        "with generator.sampling_params.max_generate_length=1: nearly every trajectory is left out of the loss; "
+        "set generator.apply_overlong_filtering=false",
         [["generator.apply_overlong_filtering=true"]],
     ),
 ]

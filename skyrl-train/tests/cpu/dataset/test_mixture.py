@@ -149,8 +149,8 @@ def test_changed_weights_are_resumed_only_with_resumes_weights(resumes_weights: 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"games": 1}, r"data\.mixture\.weights has none for maths; 0 leaves a data source out"),
-        ({"games": 1, "maths": 1, "gmes": 1}, r"weights names gmes, and the data sources are: games, maths"),
+        ({"games": 1}, r"data\.mixture\.weights has no weight for maths; set 0 to exclude a data source"),
+        ({"games": 1, "maths": 1, "gmes": 1}, r"weights names gmes, but the data sources are: games, maths"),
         ({"games": -1, "maths": 1}, r"weights\.games=-1 must be a number of at least 0"),
         ({"games": float("nan"), "maths": 1}, r"weights\.games=nan must be a number"),
         ({"games": 0, "maths": 0}, "weights are all 0; at least one of games, maths must have more"),

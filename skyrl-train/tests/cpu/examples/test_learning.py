@@ -34,7 +34,7 @@ def test_a_model_that_has_not_learned_gives_exit_status_1(tmp_path: Path, capsys
     assert run(tmp_path) == 1
     output = capsys.readouterr().out
     assert re.search(r"random attempts +5\.6%.*\n +before training +\d.*\n +after +\d", output)
-    assert "It has NOT learned: 95% required." in output
+    assert "FAILED: 95% required" in output
     folder = tmp_path / "multiply/seed3"
     for name in ("learning_curve.png", "report.html", "metrics.jsonl", "export/global_step_1/policy/config.json"):
         assert (folder / name).stat().st_size > 0
@@ -42,7 +42,7 @@ def test_a_model_that_has_not_learned_gives_exit_status_1(tmp_path: Path, capsys
 
 def test_the_required_score_decides_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, recipe=dataclasses.replace(TINY, required=0.0)) == 0
-    assert "It has learned: 0% required." in capsys.readouterr().out
+    assert "Passed: 0% required" in capsys.readouterr().out
 
 
 def test_without_evaluations_the_run_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

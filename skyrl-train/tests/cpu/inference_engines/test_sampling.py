@@ -69,7 +69,7 @@ def test_tokens_follow_the_softmax(temperature: float) -> None:
     assert chi_square < 18.5  # 4 degrees of freedom: one in a thousand
 
 
-def test_truncated_tokens_follow_the_renormalised_softmax() -> None:
+def test_truncated_tokens_follow_the_renormalized_softmax() -> None:
     n = 40_000
     expected = torch.tensor([0.0, 0.4, 0.15, 0.0, 0.3]) / 0.85 * n
     sampled = counts(n, top_k=3)

@@ -94,12 +94,12 @@ def test_a_complete_run_has_every_section_and_loads_no_urls(folder: RunFolder) -
     )
     assert page.headings == [
         "shaped",
-        "Did it learn?",
-        "How the training went",
-        "Where the time went",
+        "Learning curves",
+        "Training metrics",
+        "Time",
         "Evaluations",
-        "What the model writes",
-        "The run",
+        "Sample episodes",
+        "Settings",
         "All metrics",
     ]
     assert page.loads == []
@@ -141,5 +141,5 @@ def test_responses_are_escaped(folder: RunFolder) -> None:
 def test_without_an_evaluation_the_rate_of_the_environment_is_shown(folder: RunFolder) -> None:
     _log(folder, [{"environment/catch_rate": 0.25}])
     page, text = _write(folder)
-    assert page.headings == ["shaped", "How the training went", "All metrics"]
+    assert page.headings == ["shaped", "Training metrics", "All metrics"]
     assert "<h3>Catch rate</h3>" in text

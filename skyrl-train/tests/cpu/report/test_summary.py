@@ -18,8 +18,13 @@ def test_headlines_compare_with_the_values_before_training() -> None:
         "catch rate": ("97.5%", "20% before training"),
         "average score": ("1", "-0.5 before training"),
         "training reward": ("0.8", "0.3 in the first 5 steps"),
-        "time": ("20 s", "2 s a step"),
+        "time": ("20 s", "2 s per step"),
     }
+
+
+def test_a_short_run_names_its_number_of_steps() -> None:
+    (reward,) = headlines([{"step": step, "reward/avg_raw_reward": 0.5} for step in (1, 2)])
+    assert (reward.value, reward.note) == ("0.5", "0.5 in the first 2 steps")
 
 
 def test_a_single_environment_is_shown_once() -> None:

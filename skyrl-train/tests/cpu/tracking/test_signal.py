@@ -10,9 +10,9 @@ ADVANTAGES, NORM = "loss/avg_raw_advantages_abs", "policy/grad_norm"
 @pytest.mark.parametrize(
     ("advantages", "norms", "expected"),
     [
-        ([0.0, 0.0, 0.0], [0.1, 0.1, 0.1], "all advantages are 0"),
-        ([0.3, 0.0, 0.0, 0.0], [0.1] * 4, "all advantages are 0"),
-        ([0.3, 0.3, 0.3], [0.0, 0.0, 0.0], "the gradient is 0"),
+        ([0.0, 0.0, 0.0], [0.1, 0.1, 0.1], "all advantages were 0"),
+        ([0.3, 0.0, 0.0, 0.0], [0.1] * 4, "all advantages were 0"),
+        ([0.3, 0.3, 0.3], [0.0, 0.0, 0.0], "the gradient was 0"),
         ([0.0, 0.0, 0.2], [0.1, 0.1, 0.1], None),
         ([0.0, 0.0], [0.0, 0.0], None),
         ([], [], None),
@@ -28,4 +28,4 @@ def test_three_steps_without_a_signal_are_found(
 
 def test_steps_with_unreadable_numbers_are_ignored() -> None:
     rows = [{ADVANTAGES: 0.0, NORM: 0.1}, {ADVANTAGES: None, NORM: 0.1}, *[{ADVANTAGES: 0.0, NORM: 0.1}] * 2]
-    assert "all advantages are 0" in str(find_missing_signal(rows))  # type: ignore[arg-type]
+    assert "all advantages were 0" in str(find_missing_signal(rows))  # type: ignore[arg-type]

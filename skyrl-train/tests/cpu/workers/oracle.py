@@ -215,10 +215,10 @@ def _group_scores(inputs: EstimatorInputs, i: int) -> Floats:
 
 
 def _grpo(inputs: EstimatorInputs, i: int, s: Settings) -> float:
-    return _normalised(inputs.scores[i], _group_scores(inputs, i), s.grpo_norm_by_std)
+    return _normalized(inputs.scores[i], _group_scores(inputs, i), s.grpo_norm_by_std)
 
 
-def _normalised(score: float, group: Floats, by_std: bool = True) -> float:
+def _normalized(score: float, group: Floats, by_std: bool = True) -> float:
     mean, std = _statistics(group)
     if len(group) == 1:
         return score
@@ -278,7 +278,7 @@ def _gdpo(inputs: EstimatorInputs, weights: dict[str, float]) -> Advantages:
     totals = []
     for i, t in enumerate(inputs.trajectories):
         group = [inputs.trajectories[j].components for j in inputs.group(i)]
-        parts = (weights.get(c, 1.0) * _normalised(x, [g[c] for g in group]) for c, x in t.components.items())
+        parts = (weights.get(c, 1.0) * _normalized(x, [g[c] for g in group]) for c, x in t.components.items())
         totals.append(sum(parts))
     advantages = whiten([[a] * len(r) for a, r in zip(totals, inputs.rewards, strict=True)])
     return advantages, advantages

@@ -85,4 +85,4 @@ def rest(server: Server, service: tinker.ServiceClient) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Record each test's description with its outcome."""
     for item in items:
-        item.user_properties.append(("behaviour", item.function.__doc__.strip().rstrip(".")))
+        item.user_properties.append(("behavior", item.function.__doc__.strip().rstrip(".")))

@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         ).result(),
     ),
     "no such token": (
-        "holds token 99999",
+        "has token 99999",
         lambda server, service, training: training.forward([datum_of([99999], [5])], CE).result(),
     ),
     "no such checkpoint": (
@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         lambda server, service, training: client_of(service.create_sampling_client(model_path="tinker://x/y")),
     ),
     "no token to sample from": ("is empty", asking(types.ModelInput.from_ints([]))),
-    "no such token to sample from": ("holds token 99999", asking(types.ModelInput.from_ints([99999]))),
+    "no such token to sample from": ("has token 99999", asking(types.ModelInput.from_ints([99999]))),
     "too long a sample": ("the maximum for this prompt is", asking(max_tokens=100000)),
     "too long a text to stop at": ("99 characters", asking(stop=["x" * 99])),
     "too many of the likeliest": ("topk_prompt_logprobs=2000", asking(topk_prompt_logprobs=2000)),

@@ -132,7 +132,7 @@ def unchecked(desk: Desk, submit: Callable[[], int]) -> int:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"prompt": [1, 64]}, "prompt holds token 64; the vocabulary is 0 to 63"),
+        ({"prompt": [1, 64]}, "prompt has token 64; the vocabulary is 0 to 63"),
         ({"prompt": [1] * 129, "max_tokens": None}, "exceed the model's 128"),
         ({"max_tokens": 2**31 - 1}, "max_tokens=2147483647 exceed the model's 128 positions"),
     ],

@@ -51,10 +51,10 @@ def test_several_targets() -> None:
         (datum(target_tokens=np.zeros(4, np.int32)), r"target_tokens has shape \[4\] for 3 tokens"),
         (datum(target_tokens=np.zeros((3, 0), np.int32)), "at least one target"),
         (datum(target_tokens=np.zeros((3, 2), np.int32), weights=np.ones(3, np.float32)), r"target_tokens \[3, 2\]"),
-        (datum(target_tokens=np.int32([0, 100, 0])), "holds token 100; the vocabulary is 0 to 99"),
-        (datum(target_tokens=np.int32([0, -1, 0])), "holds token -1"),
+        (datum(target_tokens=np.int32([0, 100, 0])), "has token 100; the vocabulary is 0 to 99"),
+        (datum(target_tokens=np.int32([0, -1, 0])), "has token -1"),
         (datum(weights=np.float32([0, np.inf, 0])), r"weights\[1\] is inf"),
-        (Datum(np.int32([100]), {"target_tokens": np.int32([1])}), r"data\[1\].model_input holds token 100"),
+        (Datum(np.int32([100]), {"target_tokens": np.int32([1])}), r"data\[1\].model_input has token 100"),
     ],
 )
 def test_invalid_data(one: Datum, words: str) -> None:

@@ -29,7 +29,7 @@ def test_empty_sparse_rows_are_zeros() -> None:
         (pb.Tensor(dense=b"", dtype=77), "dtype 77"),
         (pb.Tensor(dtype=pb.DTYPE_INT64), "no values"),
         (pb.Tensor(dense=b"1234567", dtype=pb.DTYPE_INT64), "7 bytes"),
-        (pb.Tensor(dense=packed(1, 2), dtype=pb.DTYPE_INT64, shape=[3]), "2 numbers, and its shape"),
+        (pb.Tensor(dense=packed(1, 2), dtype=pb.DTYPE_INT64, shape=[3]), "2 numbers, but its shape"),
         (pb.Tensor(dense=packed(1), dtype=pb.DTYPE_INT64, shape=[1, 1, 1]), r"must be \[n\] or \[n, k\]"),
         (pb.Tensor(dense=packed(1), dtype=pb.DTYPE_INT64, shape=[-1]), "must be"),
         (sparse(packed(1), packed(0, 1), packed(0), [1]), "sparse"),

@@ -14,7 +14,7 @@ G = TypeVar("G")
 
 
 class PassAccumulator(Generic[G]):
-    """Collects results per datum and sums gradients."""
+    """An accumulator of results per datum and of gradients."""
 
     def __init__(self, data: Sequence[Datum], add: Callable[[G, G], G]) -> None:
         """Collect results of `data`. `add` may modify its first argument."""

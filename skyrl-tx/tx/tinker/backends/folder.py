@@ -35,7 +35,7 @@ def optimizer_file(folder: Path) -> Path:
     """
     file = folder / OPTIMIZER
     if not file.is_file():
-        raise UserError("the checkpoint has no optimizer state; load it without")
+        raise UserError("the checkpoint has no optimizer state; load it without the optimizer")
     return file
 
 

@@ -87,7 +87,7 @@ R = TypeVar("R", bound=RequestState[Any])
 
 
 class TurnQueue(Generic[R]):
-    """Schedules the requests with samples to begin, in turns, so that one request need not wait for thousands.
+    """A round-robin queue of the samples to begin, so that one request need not wait for thousands of others.
 
     Owners take turns, and so do the requests of an owner: every owner has one turn per round. Samples of other requests
     may overtake one that does not fit, but at most `MAX_OVERTAKING` of them: then all wait, so that every sample gets

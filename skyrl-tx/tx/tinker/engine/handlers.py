@@ -47,7 +47,7 @@ CREATING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
 
 
 class Handlers:
-    """Runs requests, with one method per kind."""
+    """The handlers of requests, one method per kind."""
 
     def __init__(
         self, config: TxConfig, database: Database, backend: Backend, points: RestorePoints, samplers: Samplers

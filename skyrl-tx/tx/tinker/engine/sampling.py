@@ -28,7 +28,7 @@ class _Running(NamedTuple):
 
 
 class Sampling:
-    """Hands sample requests to the sampler and collects their outcomes."""
+    """The sampling loop: hands sample requests to the sampler and collects their outcomes."""
 
     def __init__(
         self, sampler: Sampler, samplers: Samplers, limits: EngineState, max_running: int = MAX_RUNNING

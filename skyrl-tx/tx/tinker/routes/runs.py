@@ -103,7 +103,7 @@ def path_of(run_id: str, checkpoint_id: str) -> str:
 
 @router.post(CHECKPOINT + "/publish")
 async def publish(call: Caller, run_id: str, checkpoint_id: str) -> Response:
-    """Let all users of this server read a checkpoint."""
+    """Make a checkpoint readable by all users of this server."""
     return await _set_public(call, path_of(run_id, checkpoint_id), is_public=True)
 
 

@@ -103,7 +103,7 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
     body = await request.body()
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in (PROTOBUF, JSON):
-        raise Refusal(415, f"Content-Type {kind[:50]!r} is not understood; send {PROTOBUF} or {JSON}")
+        raise Refusal(415, f"Content-Type {kind[:50]!r} is not supported; send {PROTOBUF} or {JSON}")
     read: Callable[[bytes], ForwardBackwardMessage]
     read = codec.message_from_bytes if kind == PROTOBUF else partial(_from_json, is_forward_only)
     state = await call.service.read(call.service.engine_state)

@@ -81,7 +81,9 @@ class BodyLimit:
 
 
 class _Replay:
-    """Replays the buffered body as one message, then forwards later messages: the disconnect of the client."""
+    """A receive channel that replays the buffered body as one message, then forwards later messages: the client's
+    disconnect.
+    """
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body

@@ -27,7 +27,7 @@ N_LAST_LINES = 30
 
 
 class Supervisor:
-    """Runs one engine at a time, in the event loop of the server."""
+    """A supervisor that runs one engine at a time, in the event loop of the server."""
 
     def __init__(
         self,

@@ -165,7 +165,7 @@ def _matches(owner: str, query: SearchSessionsRequest) -> list[ColumnElement[boo
         wanted.append(or_(*(_has_status(one) for one in query.statuses)))
     words = sorted(set((query.display_name or "").split()))
     if len(words) > MAX_WORDS:
-        refuse(f"display_name has {len(words)} words; give at most {MAX_WORDS}")
+        refuse(f"display_name has {len(words)} words; use at most {MAX_WORDS}")
     names = [col(ClientSession.display_name).icontains(word, autoescape=True) for word in words]
     either = [and_(*names)] if names else []
     if query.session_id is not None:

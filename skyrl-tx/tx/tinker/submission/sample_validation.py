@@ -17,7 +17,7 @@ def sample_job(body: AsampleRequest, weights: SampleWeights, state: EngineState 
     _refuse_unsupported(body)
     prompt = [token for chunk in body.prompt.chunks for token in chunk_tokens(chunk.model_dump(), "prompt")]
     if not prompt:
-        raise UserError("prompt is empty; give at least one token")
+        raise UserError("prompt is empty; pass at least one token")
     params = body.sampling_params
     tokens, strings = _stops(params)
     job = SampleJob(
@@ -60,7 +60,7 @@ def _refuse_unsupported(body: AsampleRequest) -> None:
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
         value = getattr(body, name)
         if value is not None and value is not False and value != 0:
-            raise UserError(f"{name} is not supported by this server; leave it out")
+            raise UserError(f"{name} is not supported by this server; remove it")
 
 
 def _stops(params: SamplingSettings) -> tuple[list[int] | None, list[str]]:
@@ -73,15 +73,15 @@ def _stops(params: SamplingSettings) -> tuple[list[int] | None, list[str]]:
         return None, []
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > MAX_STOP_TOKENS:
-        raise UserError(f"stop has {len(stops)} entries; give at most {MAX_STOP_TOKENS}")
+        raise UserError(f"stop has {len(stops)} entries; pass at most {MAX_STOP_TOKENS}")
     tokens = [one for one in stops if isinstance(one, int)]
     strings = [one for one in stops if isinstance(one, str)]
     if not strings:
         return tokens, []
     for string in strings:
         if not 0 < len(string) <= MAX_STOP_CHARACTERS:
-            problem = f"stop holds {string[:100]!r}, of {len(string)} characters"
-            raise UserError(f"{problem}; give 1 to {MAX_STOP_CHARACTERS}")
+            problem = f"stop has {string[:100]!r}, of {len(string)} characters"
+            raise UserError(f"{problem}; pass 1 to {MAX_STOP_CHARACTERS}")
     return None, strings
 
 

@@ -201,7 +201,7 @@ def _check_loaded(to: Submission, body: wire.LoadWeightsRequest, checkpoint: Che
 def check_no_token(weights_access_token: str | None) -> None:
     """Refuse tokens for checkpoints of other users."""
     if weights_access_token is not None:
-        refuse("weights_access_token is not supported by this server; publish the checkpoint, and leave it out")
+        refuse("weights_access_token is not supported by this server; publish the checkpoint, and remove it")
 
 
 def forward_backward(to: Submission, body: Pass, seq_id: int | None, payload: bytes) -> int:
@@ -243,7 +243,7 @@ def save_weights(to: Submission, body: wire.SaveWeightsRequest) -> int:
 def save_weights_external(to: Submission, body: wire.SaveWeightsExternalRequest) -> int:
     """Queue a checkpoint for other programs."""
     if body.age_encryption_recipients:
-        refuse("age_encryption_recipients is not supported by this server; leave it out")
+        refuse("age_encryption_recipients is not supported by this server; remove it")
     return _save(to, Kind.SAVE_WEIGHTS_EXTERNAL, CheckpointKind.EXTERNAL, body, body.path)
 
 
@@ -258,7 +258,7 @@ def save_weights_for_sampler(to: Submission, body: wire.SaveWeightsForSamplerReq
     if body.path is not None:
         refuse("save_weights_for_sampler takes either path or sampling_session_seq_id, and not both")
     if body.ttl_seconds is not None or body.user_metadata:
-        refuse("ttl_seconds and user_metadata need a named sampler; set path, or leave them out")
+        refuse("ttl_seconds and user_metadata need a named sampler; set path, or remove them")
     model = queries.find_model(to.db, body.model_id, to.owner)
     snapshot = queries.sampling_session_id_of(model.session_id, body.sampling_session_seq_id)
     whole = body.model_copy(update={"sampling_session_id": snapshot})

@@ -47,7 +47,7 @@ def check_pass(pass_: Pass, state: EngineState | None) -> None:
         raise UserError(f"loss_fn={pass_.loss_fn!r} is not supported; use one of: {', '.join(LOSSES)}")
     _check_settings(pass_.loss_fn, loss, pass_.settings)
     if not pass_.data:
-        raise UserError("data is empty; give at least one datum")
+        raise UserError("data is empty; pass at least one datum")
     for number, datum in enumerate(pass_.data):
         _check_datum(datum, f"data[{number}]", pass_.loss_fn, loss)
         if state is not None:
@@ -70,7 +70,7 @@ def _check_settings(name: str, loss: Loss, settings: Mapping[str, float]) -> Non
 def _check_datum(datum: Datum, name: str, loss_name: str, loss: Loss) -> None:
     n_tokens = len(datum.tokens)
     if n_tokens == 0:
-        raise UserError(f"{name}.model_input is empty; give at least one token")
+        raise UserError(f"{name}.model_input is empty; pass at least one token")
     for key in loss.needs:
         if key not in datum.inputs:
             raise UserError(f"{name}.loss_fn_inputs lacks {key!r}, which {loss_name} needs")
@@ -93,7 +93,7 @@ def _check_shapes(datum: Datum, name: str, loss_name: str) -> None:
         if value.shape != targets:
             raise UserError(f"{name}: {key} has shape {list(value.shape)}, and target_tokens {list(targets)}")
     if 0 in targets:
-        raise UserError(f"{name}: target_tokens has shape {list(targets)}; give at least one target")
+        raise UserError(f"{name}: target_tokens has shape {list(targets)}; pass at least one target")
 
 
 def _trained_mask(datum: Datum) -> np.ndarray:
@@ -124,4 +124,4 @@ def check_tokens(tokens: np.ndarray | Sequence[int], name: str, state: EngineSta
     ids = np.asarray(tokens)
     wrong = (ids < 0) | (ids >= state.vocab_size)
     if wrong.any():
-        raise UserError(f"{name} holds token {ids[wrong][0]}; the vocabulary is 0 to {state.vocab_size - 1}")
+        raise UserError(f"{name} has token {ids[wrong][0]}; the vocabulary is 0 to {state.vocab_size - 1}")

@@ -113,7 +113,7 @@ def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
         raise UserError(f"{name} holds a chunk of kind {kind}; this server supports encoded_text only, so send tokens")
     tokens = chunk.encoded_text.tokens
     if len(tokens) % 4:
-        raise UserError(f"{name} holds {len(tokens)} bytes of tokens, which must be 4 bytes each")
+        raise UserError(f"{name} has {len(tokens)} bytes of tokens; each token takes 4 bytes")
     return np.frombuffer(tokens, "<i4")
 
 
@@ -124,7 +124,7 @@ def _loss_input(key: str, values: np.ndarray, name: str) -> np.ndarray:
     if values.dtype.kind != "i":
         raise UserError(f"{name}.loss_fn_inputs['target_tokens'] is {values.dtype}, and must be int64")
     if values.size and not (INT32_RANGE[0] <= values.min() and values.max() <= INT32_RANGE[1]):
-        raise UserError(f"{name}.loss_fn_inputs['target_tokens'] holds {values.max()}, which is not a token")
+        raise UserError(f"{name}.loss_fn_inputs['target_tokens'] has {values.max()}, which is not a token")
     return values.astype(np.int32, copy=False)
 
 

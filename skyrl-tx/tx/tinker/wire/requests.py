@@ -108,7 +108,7 @@ class OptimizerSettings(RequestBody):
 
 
 class CreateModelRequest(RequestBody):
-    """Creates a model. Payload of `CREATE_MODEL`, with its id and the chosen seed."""
+    """A request to create a model. Payload of `CREATE_MODEL`, with its id and the chosen seed."""
 
     session_id: Id
     model_seq_id: Number
@@ -120,7 +120,7 @@ class CreateModelRequest(RequestBody):
 
 
 class LoadWeightsRequest(RequestBody):
-    """Loads weights into a new model or a just created one. Payload of `LOAD_WEIGHTS`, with the id."""
+    """A request to load weights into a new or just created model. Payload of `LOAD_WEIGHTS`, with the id."""
 
     path: Text
     optimizer: bool
@@ -135,7 +135,7 @@ class LoadWeightsRequest(RequestBody):
 
 
 class ModelRequest(RequestBody):
-    """Names a model: `get_info`, `unload_model`. Payload of `UNLOAD_MODEL`."""
+    """A request that names a model: `get_info`, `unload_model`. Payload of `UNLOAD_MODEL`."""
 
     model_id: Id
 
@@ -152,7 +152,7 @@ class AdamSettings(RequestBody):
 
 
 class OptimStepRequest(RequestBody):
-    """Runs an optimizer step. Payload of `OPTIM_STEP`."""
+    """A request for an optimizer step. Payload of `OPTIM_STEP`."""
 
     model_id: Id
     seq_id: Number | None = None
@@ -165,7 +165,7 @@ class OptimStepRequest(RequestBody):
 
 
 class SaveWeightsRequest(RequestBody):
-    """Saves a training checkpoint. Payload of `SAVE_WEIGHTS`, with a name in `path`."""
+    """A request to save a training checkpoint. Payload of `SAVE_WEIGHTS`, with a name in `path`."""
 
     model_id: Id
     path: Text | None = None
@@ -176,7 +176,9 @@ class SaveWeightsRequest(RequestBody):
 
 
 class SaveWeightsForSamplerRequest(RequestBody):
-    """Saves weights to sample from. Payload of `SAVE_WEIGHTS_FOR_SAMPLER`, with `path` or `sampling_session_id` set."""
+    """A request to save weights to sample from. Payload of `SAVE_WEIGHTS_FOR_SAMPLER`, with `path` or
+    `sampling_session_id` set.
+    """
 
     model_id: Id
     path: Text | None = None
@@ -189,7 +191,7 @@ class SaveWeightsForSamplerRequest(RequestBody):
 
 
 class SaveWeightsExternalRequest(RequestBody):
-    """Saves weights for other programs. Payload of `SAVE_WEIGHTS_EXTERNAL`."""
+    """A request to save weights for other programs. Payload of `SAVE_WEIGHTS_EXTERNAL`."""
 
     model_id: Id
     path: Text
@@ -199,7 +201,7 @@ class SaveWeightsExternalRequest(RequestBody):
 
 
 class CreateSamplingSessionRequest(RequestBody):
-    """Creates a sampling session for the base model or a checkpoint."""
+    """A request for a sampling session with the base model or a checkpoint."""
 
     session_id: Id
     sampling_session_seq_id: Number
@@ -288,32 +290,32 @@ class ForwardBackwardRequest(RequestBody):
 
 
 class RetrieveFutureRequest(RequestBody):
-    """Polls for the result of a request."""
+    """A poll for the result of a request."""
 
     request_id: Id
     allow_metadata_only: bool = False
 
 
 class CancelFutureRequest(RequestBody):
-    """Cancels a request."""
+    """A request to cancel another request."""
 
     request_id: Id
 
 
 class WeightsInfoRequest(RequestBody):
-    """Asks for the description of a checkpoint's weights."""
+    """A request for the description of a checkpoint's weights."""
 
     tinker_path: Text
 
 
 class SetTtlRequest(RequestBody):
-    """Sets the lifetime of a checkpoint; null removes the limit."""
+    """A request to set the lifetime of a checkpoint; null removes the limit."""
 
     ttl_seconds: Ttl | None
 
 
 class CopyWeightsRequest(RequestBody):
-    """Copies a checkpoint."""
+    """A request to copy a checkpoint."""
 
     source_path: Text
     session_id: Id | None = None
@@ -324,7 +326,7 @@ class CopyWeightsRequest(RequestBody):
 
 
 class AssignProjectRequest(RequestBody):
-    """Assigns a session to a project."""
+    """A request to assign a session to a project."""
 
     project_id: Annotated[Text, Len(1)]
 

@@ -41,7 +41,7 @@ def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
     if not tensor.shape:
         return values
     if values.size != math.prod(shape):
-        raise UserError(f"{name} holds {values.size} numbers, and its shape {list(shape)} needs {math.prod(shape)}")
+        raise UserError(f"{name} has {values.size} numbers, but its shape {list(shape)} needs {math.prod(shape)}")
     return values.reshape(shape)
 
 
@@ -66,7 +66,7 @@ def check_sparse(tensors: Iterable[pb.Tensor]) -> None:
 def _unpack_numbers(packed: bytes, dtype: str, name: str) -> np.ndarray:
     size = np.dtype(dtype).itemsize
     if len(packed) % size:
-        raise UserError(f"{name} holds {len(packed)} bytes, which must be {size} for each number")
+        raise UserError(f"{name} has {len(packed)} bytes; each number takes {size}")
     return np.frombuffer(packed, dtype)
 
 
@@ -141,7 +141,7 @@ def chunk_tokens(chunk: Mapping[str, Any], name: str) -> list[int]:
     if kind != "encoded_text":
         raise UserError(f"{name} holds a chunk of kind {kind}; this server supports encoded_text only, so send tokens")
     if tokens is None:
-        raise UserError(f"{name} holds a chunk without tokens; give a list of them, which may be empty")
+        raise UserError(f"{name} has a chunk without tokens; pass a list, which may be empty")
     if tokens and not (INT32_RANGE[0] <= min(tokens) and max(tokens) <= INT32_RANGE[1]):
-        raise UserError(f"{name} holds {max(tokens, key=abs)}, which is not a token")
+        raise UserError(f"{name} has {max(tokens, key=abs)}, which is not a token")
     return tokens

@@ -122,8 +122,8 @@ def test_grpo_passk_rewards_a_unique_best_of_either_sign() -> None:
     uids = ["a", "a", "a", "b", "b", "b"]
     centred = row_advantages(grpo_passk, [-1, -4, -2, 5, 1, 5], uids, grpo_norm_by_std=False)
     assert centred == [1, 0, 0, 0, 0, 0]  # group b has a tie for the best
-    normalised = row_advantages(grpo_passk, [-1, -4, -2, 5, 1, 5], uids)
-    assert normalised == pytest.approx([1 / statistics.stdev([-1, -4, -2]), 0, 0, 0, 0, 0], rel=1e-5)
+    normalized = row_advantages(grpo_passk, [-1, -4, -2, 5, 1, 5], uids)
+    assert normalized == pytest.approx([1 / statistics.stdev([-1, -4, -2]), 0, 0, 0, 0, 0], rel=1e-5)
 
 
 def test_grpo_passk_treats_a_rounding_difference_as_a_tie() -> None:

@@ -136,10 +136,10 @@ def test_gae_per_turn_by_hand() -> None:
 @given(inputs)
 def test_against_a_loop(inputs: Inputs) -> None:
     returns = [returns_to_go(inputs, i) for i in range(len(inputs["index"]))]
-    normalised: list[list[float]] = []
+    normalized: list[list[float]] = []
     left_out: list[list[float]] = []
     for i, row_returns in enumerate(returns):
-        normalised.append([])
+        normalized.append([])
         left_out.append([])
         for k, value in enumerate(row_returns):
             peers = [
@@ -149,8 +149,8 @@ def test_against_a_loop(inputs: Inputs) -> None:
             others.remove(value)
             left_out[i].append(value - statistics.fmean(others) if others else 0.0)
             spread = statistics.stdev(peers) + 1e-6 if others and inputs["grpo_norm_by_std"] else 1.0
-            normalised[i].append((value - statistics.fmean(peers)) / spread)
-    assert_on_turns(grpo_per_turn(**inputs)[0], normalised, inputs)
+            normalized[i].append((value - statistics.fmean(peers)) / spread)
+    assert_on_turns(grpo_per_turn(**inputs)[0], normalized, inputs)
     assert_on_turns(rloo_per_turn(**inputs)[0], left_out, inputs)
     assert_on_turns(rloo_per_turn(**inputs)[1], returns, inputs)
 

@@ -44,7 +44,7 @@ def expected(answer_weight: float, format_weight: float) -> torch.Tensor:
     ("weights", "answer_weight", "format_weight"),
     [({}, 1, 1), ({"format": 0.5}, 1, 0.5), ({"answer": -2.0, "format": 0.0}, -2, 0)],
 )
-def test_components_are_normalised_separately_and_weighted(
+def test_components_are_normalized_separately_and_weighted(
     weights: dict[str, float], answer_weight: float, format_weight: float
 ) -> None:
     actual = estimate(config(**weights))
@@ -76,8 +76,8 @@ def test_one_component_is_grpo_whitened() -> None:
     advantages, _ = gdpo(
         response_mask=MASK, index=UIDS, reward_components={"answer": COMPONENTS["answer"]}, config=config()
     )
-    normalised = torch.tensor([1.0, -1, -1, 1], dtype=torch.float64)[:, None] * MASK * 0.5 / (0.5**0.5 + 1e-6)
-    torch.testing.assert_close(advantages, masked_whiten(normalised, MASK))
+    normalized = torch.tensor([1.0, -1, -1, 1], dtype=torch.float64)[:, None] * MASK * 0.5 / (0.5**0.5 + 1e-6)
+    torch.testing.assert_close(advantages, masked_whiten(normalized, MASK))
 
 
 def test_components_that_nearly_cancel_keep_their_precision() -> None:

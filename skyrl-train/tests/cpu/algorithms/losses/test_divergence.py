@@ -73,8 +73,8 @@ def test_the_weight_of_a_token_is_bounded(score: Callable[..., Any], advantage: 
     ],
 )
 def test_the_kl_divergence_of_certain_tokens(log_mu: float, log_pi: float, is_kept: bool) -> None:
-    behaviour, log_probs = torch.tensor([[log_mu]]), torch.tensor([[log_pi]])
+    behavior, log_probs = torch.tensor([[log_mu]]), torch.tensor([[log_pi]])
     ones = torch.ones(1, 1)
-    loss, metrics = dppo(log_probs, behaviour, ones, KL, ones, behaviour)
+    loss, metrics = dppo(log_probs, behavior, ones, KL, ones, behavior)
     assert loss.isfinite().all()
     assert metrics["masked_token_ratio"].item() == (not is_kept)

@@ -130,7 +130,7 @@ def test_the_example_end_to_end(run: LearningRun, capsys: pytest.CaptureFixture[
         rf" +generation 2, against the first copy\n +after +1 steps{score}",
         output,
     )
-    assert "It has NOT learned: 0.55 points per game required" in output
+    assert "FAILED: 0.55 points per game required" in output
     assert (folder / f"seed{SEED}-generations.png").stat().st_size > 0
     assert len(list(folder.glob(f"seed{SEED}-generation?-before-*"))) == 2
     log = (folder / f"seed{SEED}-generation2/train.log").read_text()

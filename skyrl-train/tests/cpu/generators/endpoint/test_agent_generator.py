@@ -213,7 +213,7 @@ async def test_configured_reward_functions_and_weights_apply(agent_stage: AgentS
 async def test_an_agent_that_edits_its_history_produces_several_rows(agent_stage: AgentStage) -> None:
     async def forgetful(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
         async with new_client(base_url) as client:
-            for text in ("Summarise", "State"):
+            for text in ("Summarize", "State"):
                 messages: list[Any] = [{"role": "user", "content": text}]
                 await client.chat.completions.create(model=model, messages=messages)
         return 1.0

@@ -61,7 +61,7 @@ def test_configuration_keys_of_the_page_exist() -> None:
 
 
 def test_fields_listed_as_refused_are_refused() -> None:
-    (listed,) = re.findall(r"would change the answer get status 400:(.*?)\n\n", PAGE, re.DOTALL)
+    (listed,) = re.findall(r"would change the\s+answer get status 400:(.*?)\n\n", PAGE, re.DOTALL)
     names = re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", listed, flags=re.DOTALL))  # without values in parentheses
     assert len(names) > 10
     assert set(names) - NOT_OFFERED.keys() == set()

@@ -37,9 +37,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
     ({"seed": 2**80}, "seed", "seed"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than 0.01"),
-    ({"logit_bias": {"5": 100}}, "logit_bias", "logit_bias={'5': 100} is not offered here"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not offered here"),
-    ({"tool_choice": "required"}, "tool_choice", "is not offered here"),
+    ({"logit_bias": {"5": 100}}, "logit_bias", "logit_bias={'5': 100} is not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "is not supported"),
     ({"session_id": ["a", "b"]}, "session_id", "2 session ids for 1 prompts; send one for each"),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 without logprobs; set logprobs to true"),
     (
@@ -79,7 +79,7 @@ def test_a_wrong_chat_request(live: LiveEndpoint, change: dict[str, Any], param:
             {"prompt": [5] * 512},
             "maximum context length is 511 tokens before its reply, and your prompt resulted in 512",
         ),
-        ({"echo": True}, "echo=True is not offered here; leave echo out"),
+        ({"echo": True}, "echo=True is not supported; remove echo"),
         ({"logprobs": True}, "logprobs: Input should be a valid integer"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_deeply_nested_value_is_refused() -> None:
     deep: Any = 100
     for _ in range(5000):
         deep = {"5": deep}
-    with pytest.raises(RequestError, match=r"logit_bias=.* is not offered here"):
+    with pytest.raises(RequestError, match=r"logit_bias=.* is not supported"):
         ChatRequest.model_validate(CHAT | {"logit_bias": deep}).check_offered()
 
 

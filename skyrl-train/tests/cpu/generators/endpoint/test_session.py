@@ -44,7 +44,10 @@ def test_a_request_cannot_change_the_sampled_distribution(session: Session, capl
         assert session.sampling_for(chat_request(**others), warned) == SAMPLING
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(messages) == len(others), "one warning per field, however often it is sent"
-    assert "Requests ask for temperature=0.0. While they are recorded for training, temperature is 0.7" in messages[0]
+    assert (
+        "Requests set temperature=0.0, which is ignored while they are recorded for training: temperature is 0.7"
+        in messages[0]
+    )
 
 
 def test_values_equal_to_those_of_the_session_cause_no_warning(

@@ -160,8 +160,8 @@ async def test_a_failed_sync_clears_the_cache_and_keeps_the_old_weights(
     await engine.generate([turn])
     (first, tensor), (second, _), *_ = tiny_model.named_parameters()
     for sent, message in (
-        ([(first, tensor), (second, tensor)], rf"the policy sends {second} of shape .* and the engine's model has"),
-        ([("unknown", tensor)], "the policy sends unknown of shape .* and the engine's model has none"),
+        ([(first, tensor), (second, tensor)], rf"the policy sends {second} of shape .* but the engine's model has"),
+        ([("unknown", tensor)], "the policy sends unknown of shape .* but the engine's model has none"),
         ([(first, tensor)], "the policy has no "),
     ):
         with pytest.raises(EngineError, match=message):

@@ -97,7 +97,7 @@ async def test_the_cache_uses_at_most_max_cache_bytes(
     n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     n_min_bytes = 64 * 2 * 2 * n_heads * 8 * 4  # tokens, keys and values, layers, heads, head_dim, float32
     await new_engine(other_model, max_cache_bytes=n_min_bytes).generate([request(10, 4)])
-    with pytest.raises(EngineError, match=f"{n_min_bytes - 1:,} are allowed"):
+    with pytest.raises(EngineError, match=f"{n_min_bytes - 1:,} are available"):
         await new_engine(other_model, max_cache_bytes=n_min_bytes - 1).generate([request(10, 4)])
 
 
@@ -146,7 +146,7 @@ async def test_a_session_of_varying_prompt_lengths(new_engine: NewEngine) -> Non
 async def test_only_the_call_of_a_sequence_that_can_never_fit_is_refused(new_engine: NewEngine) -> None:
     engine = new_engine(max_cache_bytes=2 * REGION_BYTES)
     served = asyncio.create_task(engine.generate([request(20, 20)]))
-    message = rf"a sequence of 129 tokens needs {129 * TOKEN_BYTES:,} bytes .* {2 * REGION_BYTES:,} are allowed"
+    message = rf"a sequence of 129 tokens needs {129 * TOKEN_BYTES:,} bytes .* {2 * REGION_BYTES:,} are available"
     with pytest.raises(EngineError, match=message):
         await engine.generate([request(10, 5), request(100, 29)])
     (result,) = await served
