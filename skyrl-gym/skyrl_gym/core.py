@@ -31,7 +31,7 @@ class EnvStepOutput(TypedDict, Generic[ObsType]):
 
 
 class Env(Generic[ObsType, ActType]):
-    """One episode of one task: `init` once, `step` until done, `close`. An episode is never reset; make a new one.
+    """One episode of one task: `init` once, `step` until done, `close`. Create a new instance for each episode.
 
     As a context manager, an environment closes itself at the end of the block, also after an error.
     """

@@ -9,8 +9,8 @@ from typing import Any
 
 from skyrl_gym.adapters.settings import read_settings
 from skyrl_gym.envs.entry_point import load_attribute
-from skyrl_gym.envs.exact_match import is_match, normalize_answer, parse_targets
-from skyrl_gym.envs.row import parse_settings, read_ground_truth, read_max_turns
+from skyrl_gym.envs.exact_match import is_match, is_mentioned, normalize_answer, parse_targets
+from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns
 from skyrl_gym.envs.tool_env import ToolEnv
 from skyrl_gym.tools.core import Prefixed, ToolGroup
 from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
@@ -30,8 +30,8 @@ class MCPEnvConfig:
     seconds. If two servers have tools with the same name, a `prefix` renames a server's `read` to `<prefix>_read`."""
     reward: str = "exact"
     """`exact`: the answer is one of `reward_spec["ground_truth"]`, ignoring case, articles and punctuation. `contains`:
-    one of them is in it, word for word, as it is in a list of everything. `module:function`: what that returns for the
-    answer and the row."""
+    one of them is in it, word for word, with at most 20 other words and not in a list of possible answers.
+    `module:function`: what that returns for the answer and the row."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -52,7 +52,7 @@ class MCPEnv(ToolEnv):
 
     DUPLICATE_FIX = "set environment.skyrl_gym.mcp.servers.{group}.prefix"
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         settings = read_settings(MCPEnvConfig, "mcp", env_config, extras)
         self._extras = extras
         self._reward = _reward(settings.reward, extras)
@@ -81,9 +81,8 @@ def _reward(name: str, extras: Mapping[str, Any]) -> Reward:
     targets = parse_targets(read_ground_truth(extras))
     if name == "exact":
         return lambda answer, _: float(is_match(answer, targets))
-    words = [f" {normalize_answer(target)} " for target in targets]
-    if "  " in words:
+    if not all(map(normalize_answer, targets)):
         raise ValueError(
             f"environment.skyrl_gym.mcp.reward=contains: one of {targets} normalizes to nothing; use exact"
         )
-    return lambda answer, _: float(any(target in f" {normalize_answer(answer)} " for target in words))
+    return lambda answer, _: float(is_mentioned(answer, targets))

@@ -24,6 +24,7 @@ def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] |
     """
     overrides = read_struct(read_extra_info(extras).get("env_config"), "extra_info.env_config")
     values = to_python(env_config or {}) | overrides
+    values.pop("env_class", None)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if values.keys() <= fields.keys():
         for field in fields.values():

@@ -54,7 +54,7 @@ class BaseTextEnv(Env[ConversationType, str]):
             for group in self.tool_groups:
                 groups.callback(group.close)
 
-    def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
+    def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
         """Set the tool groups. Of two tools with the same name, the last one counts."""
         self.tool_groups = list(tool_groups)
         self.tool_to_toolgroup = {}

@@ -1,6 +1,7 @@
-"""Exact match of the answer to an open question.
+"""Match of the answer to an open question.
 
-Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250).
+Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), except that numbers keep their values:
+5 is not -5, and 12 is not 1.2.
 """
 
 from __future__ import annotations
@@ -12,11 +13,31 @@ from typing import Any
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
+MINUS, POINT = "\ue000", "\ue001"
+"""Stand-ins for the punctuation that changes the value of a number."""
+IN_NUMBERS = (
+    (re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])"), lambda found: found[1].replace(",", "")),
+    (re.compile(r"(?<![\w.)])[-−–](?=[$€£]?\.?[0-9])"), lambda _: MINUS),
+    (re.compile(r"(?<![^\W0-9_])(?<!\.)\.(?=[0-9])"), lambda _: POINT),
+    (re.compile(rf"(?<=[0-9])[{re.escape(string.punctuation)}−–](?=[0-9])"), lambda _: " "),
+)
+COMMA, OR = "\ue002", "\ue003"
+SEPARATORS = ((re.compile(r"(?<![0-9]),|,(?![0-9])|[;|/\n•]"), COMMA), (re.compile(r"\b(?:and|or)\b"), OR))
+"""Marks between the items of a list."""
+MAX_OTHER_WORDS = 20
 
 
 def normalize_answer(answer: str) -> str:
-    """Lowercase an answer, and remove punctuation, articles and redundant spaces."""
-    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
+    """Lowercase an answer, and remove punctuation, articles and redundant spaces.
+
+    Signs and decimal points of numbers are kept, and commas between thousands are removed. Other punctuation between
+    digits becomes a space, so that 3/4 is not 34.
+    """
+    text = answer.lower()
+    for pattern, replace in IN_NUMBERS:
+        text = pattern.sub(replace, text)
+    text = text.translate(PUNCTUATION).replace(MINUS, "-").replace(POINT, ".")
+    return " ".join(ARTICLES.sub(" ", text).split())
 
 
 def is_match(answer: str, targets: Sequence[str]) -> bool:
@@ -29,6 +50,50 @@ def is_match(answer: str, targets: Sequence[str]) -> bool:
         normalized == expected if (expected := normalize_answer(target)) else plain == target.strip().lower()
         for target in targets
     )
+
+
+def is_mentioned(answer: str, targets: Sequence[str]) -> bool:
+    """Return True if a short answer has one of the targets in it, word for word, and offers no other answers.
+
+    A short answer has at most `MAX_OTHER_WORDS` more words than the target. It offers others if the target is an item
+    of a list, as in "London, Paris, Rome" and "Paris or Rome"; "Paris, France" is not a list.
+    """
+    words = _split(answer)
+    return any(_is_mentioned(words, [word for word in _split(target) if word != COMMA]) for target in targets)
+
+
+def _split(text: str) -> list[str]:
+    """Return the normalised words of a text, and the marks between them."""
+    text = text.lower()
+    for pattern, mark in SEPARATORS:
+        text = pattern.sub(f" {mark} ", text)
+    return normalize_answer(text).split()
+
+
+def _is_mentioned(words: list[str], target: list[str]) -> bool:
+    mention = rf"(?: {COMMA})* ".join(map(re.escape, target))
+    found = re.search(rf"(?<= ){mention}(?= )", f" {' '.join(words)} ")
+    if found is None:
+        return False
+    n_others = sum(word not in (COMMA, OR) for word in words) - len(target)
+    n_before, n_in = found.string[: found.start()].count(" ") - 1, found[0].count(" ") + 1
+    sides = (words[:n_before][::-1], words[n_before + n_in :])
+    return n_others <= MAX_OTHER_WORDS and sum(_count_items(side, len(target) + 1) for side in sides) < 2
+
+
+def _count_items(words: list[str], max_words: int) -> int:
+    """Count the short items of a list that starts with a mark. An item after "and" or "or" counts twice."""
+    n_items, n_words, weight = 0, 0, 0
+    for word in [*words, COMMA]:
+        if word not in (COMMA, OR):
+            n_words += 1
+            if not weight or n_words > max_words:
+                break
+            continue
+        n_items += weight if n_words else 0
+        weight = 2 if word == OR or (not n_words and weight == 2) else 1
+        n_words = 0
+    return n_items
 
 
 def parse_targets(ground_truth: Any) -> list[str]:

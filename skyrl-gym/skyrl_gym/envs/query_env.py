@@ -9,7 +9,11 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 
 
 class QueryEnv(BaseTextEnv):
-    """An environment that executes a query each turn, and scores all replies after an answer or the last turn."""
+    """An environment that executes a query each turn, and scores all replies after an answer or the last turn.
+
+    A subclass may override `_is_done`, `_get_reward` and `_parse_action`, as in SkyRL. `_parse_action` takes a reply
+    and returns the call in it.
+    """
 
     answer_tags: ClassVar[tuple[str, str]]
     """Tags around the answer, e.g. ``("<answer>", "</answer>")``."""
@@ -34,13 +38,24 @@ class QueryEnv(BaseTextEnv):
         """Execute the query, or score the replies."""
         self.turns += 1
         self.chat_history.append({"role": "assistant", "content": action})
-        if self.turns >= self.max_turns or all(tag in action for tag in self.answer_tags):
-            replies = [message["content"] for message in self.chat_history if message["role"] == "assistant"]
-            return BaseTextEnvStepOutput(observations=[], reward=self.score(replies), done=True, metadata={})
+        done = self._is_done(action)
+        reward = self._get_reward(action, done)
+        if done:
+            return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
         observation, metadata = self.execute(action)
         message = {"role": "user", "content": observation}
         self.chat_history.append(message)
-        return BaseTextEnvStepOutput(observations=[message], reward=0.0, done=False, metadata=metadata)
+        return BaseTextEnvStepOutput(observations=[message], reward=reward, done=False, metadata=metadata)
+
+    def _is_done(self, action: str) -> bool:
+        """Return True if the reply has an answer, or the turns have run out."""
+        return self.turns >= self.max_turns or all(tag in action for tag in self.answer_tags)
+
+    def _get_reward(self, action: str, done: bool) -> float:
+        """Return the reward of this turn: 0 until the episode is done, then the score of all replies."""
+        if not done:
+            return 0.0
+        return self.score([message["content"] for message in self.chat_history if message["role"] == "assistant"])
 
     def get_metrics(self) -> dict[str, Any]:
         """Return the number of turns."""

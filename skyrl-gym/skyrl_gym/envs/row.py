@@ -8,11 +8,15 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 S = TypeVar("S")
+
+NO_ROW: Mapping[str, Any] = MappingProxyType({})
+"""The default row of a constructor, which reports the first field that the environment needs."""
 
 
 def to_python(value: Any) -> Any:
@@ -107,11 +111,13 @@ def read_max_turns(extras: Mapping[str, Any], default: int) -> int:
 def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: type[S]) -> S:
     """Parse the section `environment.skyrl_gym.<env_class>` into the dataclass `kind`, which holds the defaults.
 
+    The key `env_class`, which SkyRL's sections may have, is ignored.
+
     Raises:
         ValueError: the section has an unknown key, or a value of the wrong type.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    settings = dict(env_config or {})
+    settings = {name: value for name, value in (env_config or {}).items() if name != "env_class"}
     for name in settings:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)

@@ -10,12 +10,13 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 
 class SingleTurnEnv(BaseTextEnv):
-    """An environment that grades one reply."""
+    """An environment that grades one reply. A subclass may override `_get_reward`, as in SkyRL."""
 
     def __init__(self, ground_truth: str, grader: maths.Grader) -> None:
         super().__init__()
         self.ground_truth = ground_truth
         self._grader = grader
+        self._grade: maths.Grade | None = None
         self._n_undecided = 0
 
     @abstractmethod
@@ -25,12 +26,17 @@ class SingleTurnEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Grade the reply."""
         self.turns += 1
-        grade = self._grader(action, self.ground_truth)
-        self._n_undecided += grade.undecided is not None
-        reward, metadata = self.score(grade)
-        return BaseTextEnvStepOutput(
-            observations=[], reward=reward, done=True, metadata=metadata | {"undecided": grade.undecided}
-        )
+        reward = self._get_reward(action)
+        metadata: dict[str, Any] = {}
+        if self._grade is not None:  # None if a subclass has replaced the grader
+            metadata = self.score(self._grade)[1] | {"undecided": self._grade.undecided}
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)
+
+    def _get_reward(self, action: str) -> float:
+        """Return the reward of a reply."""
+        self._grade = self._grader(action, self.ground_truth)
+        self._n_undecided += self._grade.undecided is not None
+        return self.score(self._grade)[0]
 
     def get_metrics(self) -> dict[str, Any]:
         """Return, with ``math_verify``, 1 if it could not decide on the answer, else 0."""

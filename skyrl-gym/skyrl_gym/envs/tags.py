@@ -11,10 +11,13 @@ def first_between(text: str, opening: str, closing: str) -> str | None:
 
 
 def last_between(text: str, opening: str, closing: str) -> str | None:
-    """Return the text between the last `closing` and the `opening` before it, or None without them."""
-    before, found, _ = text.rpartition(closing)
-    _, started, inside = before.rpartition(opening)
-    return inside if found and started else None
+    """Return the text between the last `opening` that is closed and the next `closing`, or None without them."""
+    before, _, _ = text.rpartition(closing)
+    start = before.rfind(opening)
+    if start < 0:
+        return None
+    inside, _, _ = text[start + len(opening) :].partition(closing)
+    return inside
 
 
 def all_between(text: str, opening: str, closing: str) -> list[str]:

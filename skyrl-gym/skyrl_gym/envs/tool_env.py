@@ -52,7 +52,7 @@ class ToolEnv(BaseTextEnv):
         self._n_calls = 0
         self._n_errors = 0
 
-    def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
+    def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
         """Set the tool groups. Raises ValueError if two tools have the same name, by which the model calls them."""
         super().init_tool_groups(tool_groups)
         groups: dict[str, ToolGroup] = {}

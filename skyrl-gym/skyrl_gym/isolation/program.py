@@ -83,9 +83,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Stdin:
-    """A run of the whole program, which reads `text`."""
+    """A run of the whole program, which reads `text`.
+
+    With `ignores_exit_status`, a program that calls `sys.exit` succeeds whatever the status; an exception still fails.
+    """
 
     text: str = ""
+    ignores_exit_status: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,10 @@ def _job(
         "source": source,
         "prelude": "",
         "runs": [
-            {"stdin": run.text} if isinstance(run, Stdin) else {"call": run.name, "args": run.args} for run in runs
+            {"stdin": run.text, "ignores_exit_status": run.ignores_exit_status}
+            if isinstance(run, Stdin)
+            else {"call": run.name, "args": run.args}
+            for run in runs
         ],
         "limits": asdict(limits),
         "folder": folder,
@@ -310,6 +317,8 @@ def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Ge
             read += chunk
             if not chunk or len(read) > max_bytes:
                 return
+            if b"\n" not in chunk:  # a long line arrives in many chunks
+                continue
             while (end := read.find(b"\n")) >= 0:
                 yield bytes(read[:end])
                 del read[: end + 1]

@@ -24,9 +24,9 @@ MAX_ANSWER_CHARS = 4096
 
 _pool = Pool("skyrl_gym.maths", MAX_WORKERS)
 
-BOXED = r"\boxed{"
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count
-_MARK = re.compile(r"####|answer\**\s*:", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+]?\d)(\S+))")
+_MARK = re.compile(r"####|answer\**\s*[:=]", re.IGNORECASE)
 _PROSE_MARK = re.compile(r"\banswer\s+is\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.\s|\n|<\|")
 
@@ -75,13 +75,16 @@ def grade(reply: str, ground_truth: str) -> Grade:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{…}``, which may contain braces; None if there is none or it is not
-    closed.
+    r"""Return the content of the last ``\boxed{…}``, which may contain braces, or number in ``\boxed 42``.
+
+    None if there is no box, or the last one is not closed.
     """
-    start = text.rfind(BOXED) + len(BOXED)
-    if start < len(BOXED):
+    box = _last(_BOX, text)
+    if box is None:
         return None
-    depth = 1
+    if box[1] is not None:
+        return box[1].rstrip(".,;$")
+    start, depth = box.end(), 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
@@ -97,12 +100,15 @@ def final_answer(text: str) -> str | None:
     """
     boxed = last_boxed(text)
     mark = _last(_MARK, text)
-    if boxed is not None and (mark is None or text.rfind(BOXED) > mark.start()):
+    box = _last(_BOX, text)
+    if boxed is not None and box is not None and (mark is None or box.start() > mark.start()):
         return boxed.strip() or None
     mark = mark or _last(_PROSE_MARK, text)
     if mark is None:
         return None
     sentence = _SENTENCE_END.split(text[mark.end() :].lstrip(" \t\r\n:*"), maxsplit=1)[0]
+    repeated = _last(_PROSE_MARK, sentence)  # "Final Answer: The final answer is 42."
+    sentence = sentence[repeated.end() :].lstrip(" :") if repeated is not None else sentence
     return sentence.strip().rstrip(" \t.,*") or None
 
 

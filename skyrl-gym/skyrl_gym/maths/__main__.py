@@ -6,6 +6,7 @@ import logging
 import sys
 from typing import Any
 
+from skyrl_gym.maths.equivalence import is_same
 from skyrl_gym.worker_pool.serving import serve
 
 MEMORY_BYTES = 512 << 20  # Python and sympy use about 130 MiB
@@ -16,24 +17,6 @@ def answer(question: list[Any]) -> dict[str, Any]:
     """Compare an answer with the ground truth."""
     candidate, gold, _ = question
     return {"is_correct": is_same(candidate, gold)}
-
-
-def is_same(answer: str, gold: str) -> bool | None:
-    """Return the verdict of math-verify, without its timeouts; None if it cannot parse `gold`."""
-    from math_verify import LatexExtractionConfig, parse
-    from math_verify import verify as compare
-
-    box = [LatexExtractionConfig(boxed_match_priority=0)]
-    parsed_gold, parsed_answer = (parse(_latex(text), box, parsing_timeout=None) for text in (gold, answer))
-    return bool(compare(parsed_gold, parsed_answer, timeout_seconds=None)) if parsed_gold else None
-
-
-def _latex(text: str) -> str:
-    r"""Format an answer for math-verify: in a box, except for a percentage, which must be written as ``$50$\%``."""
-    if not text.rstrip(" $").endswith("%"):
-        return rf"\boxed{{{text}}}"
-    number = text.strip(" $").removesuffix("%").removesuffix("\\")
-    return rf"${number}$\%"
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ class tool:
             return str(a + b)
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.name = function.__name__
-        self.__doc__ = function.__doc__
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+        self.name = func.__name__
+        self.__doc__ = func.__doc__
 
     def __get__(self, instance: object | None, owner: type) -> Any:
         """Return the bound method on an instance, and the descriptor itself on the class."""
-        return self if instance is None else MethodType(self.function, instance)
+        return self if instance is None else MethodType(self.func, instance)
 
 
 class ToolGroup:

@@ -110,9 +110,9 @@ class SearchToolGroup(ToolGroup):
         for name, value in (("topk", topk), ("timeout", timeout)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} of a search must be positive")
-        self._url = search_url
-        self._topk = topk
-        self._timeout = timeout
+        self.search_url = search_url
+        self.topk = topk
+        self.timeout = timeout
         self._log_requests = log_requests
         self._raise_failures = raise_failures
 
@@ -126,17 +126,17 @@ class SearchToolGroup(ToolGroup):
         if query is None:
             return ""
         answer, problem = call_search_api(
-            retrieval_service_url=self._url,
+            retrieval_service_url=self.search_url,
             query=query,
-            topk=self._topk,
+            topk=self.topk,
             return_scores=True,
-            timeout=self._timeout,
+            timeout=self.timeout,
             log_requests=self._log_requests,
-            session=pool_for(self._url),
+            session=pool_for(self.search_url),
         )
         if problem is not None:
             if self._raise_failures:
-                raise ToolFailure(f"search at {self._url}: {problem}")
+                raise ToolFailure(f"search at {self.search_url}: {problem}")
             return json.dumps({"result": f"Search error: {problem}"})
         return json.dumps({"result": _text(answer or {})})
 

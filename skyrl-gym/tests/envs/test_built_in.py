@@ -2,14 +2,59 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import sqlite3
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import skyrl_gym
 from skyrl_gym.core import Env
-from skyrl_gym.envs import BUILT_IN
+from skyrl_gym.envs import BUILT_IN, register
+from skyrl_gym.envs.aime.env import AIMEEnv
+from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.envs.gsm8k.env import GSM8kEnv
+from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
+from skyrl_gym.envs.lcb.env import LCBEnv
+from skyrl_gym.envs.multiply.env import MultiplyEnv
+from skyrl_gym.envs.search.env import SearchEnv
+from skyrl_gym.envs.searchcode.env import SearchCodeEnv
+from skyrl_gym.envs.sql.env import SQLEnv, Text2SQLEnvConfig
+from skyrl_gym.tools.core import tool
+from skyrl_gym.tools.search import SearchToolGroup
+
+ROW = {"reward_spec": {"ground_truth": "42"}, "max_turns": 3}
+TESTS = json.dumps([{"input": "", "output": "42"}])
+SKYRL = {
+    "aime": AIMEEnv,
+    "gsm8k": GSM8kEnv,
+    "gsm8k_multi_turn": GSM8kMultiTurnEnv,
+    "lcb": LCBEnv,
+    "multiply": MultiplyEnv,
+    "search": SearchEnv,
+    "searchcode": SearchCodeEnv,
+    "text2sql": SQLEnv,
+}
+"""The environments that SkyRL has too."""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return a section and a row for each environment."""
+    file = tmp_path / "spider/database/shop/shop.sqlite"
+    file.parent.mkdir(parents=True)
+    sqlite3.connect(file).close()
+    sections: dict[str, dict[str, Any]] = {env_class: {} for env_class in SKYRL}
+    rows: dict[str, dict[str, Any]] = {env_class: dict(ROW) for env_class in SKYRL}
+    sections["text2sql"] = {"db_path": str(tmp_path)}
+    rows["text2sql"] = ROW | {"db_id": "shop", "data": "spider"}
+    rows["lcb"] = ROW | {"reward_spec": {"ground_truth": TESTS}}
+    return {env_class: (sections[env_class], rows[env_class]) for env_class in SKYRL}
 
 
 @pytest.mark.parametrize("id", BUILT_IN)
@@ -26,3 +71,105 @@ def test_importing_the_package_registers_environments_without_importing_them() -
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.splitlines() == ["True", "[]"]
+
+
+@pytest.mark.parametrize("env_class", SKYRL)
+def test_constructor_has_skyrl_s_defaults(env_class: str, rows: dict[str, Any]) -> None:
+    section, row = rows[env_class]
+    with pytest.raises(AssertionError, match="field is required"):
+        SKYRL[env_class]()
+    for config in (section | {"env_class": env_class}, section):
+        SKYRL[env_class](env_config=config, extras=row).close()
+    register("mine", SKYRL[env_class])
+    skyrl_gym.make("mine", env_config=section, extras=row).close()
+
+
+@pytest.mark.parametrize("env_class", SKYRL)
+def test_overridden_get_reward_is_honoured(env_class: str, rows: dict[str, Any]) -> None:
+    def get_reward(self: BaseTextEnv, action: str, done: bool = True) -> float:
+        return len(action) / 10
+
+    mine: Any = type("Mine", (SKYRL[env_class],), {"_get_reward": get_reward})
+    section, row = rows[env_class]
+    with mine(section, row | {"max_turns": 1}) as env:
+        output = env.step("abc")
+    assert (output["reward"], output["done"]) == (0.3, True)
+
+
+@pytest.mark.parametrize("env_class", SKYRL)
+def test_overridden_get_reward_may_extend_the_built_in_one(env_class: str, rows: dict[str, Any]) -> None:
+    base: Any = SKYRL[env_class]
+
+    def get_reward(self: Any, *args: Any) -> float:
+        return base._get_reward(self, *args) + 0.5  # type: ignore[no-any-return]
+
+    section, row = rows[env_class]
+    replies = []
+    for kind in (base, type("Mine", (base,), {"_get_reward": get_reward})):
+        with kind(section, row | {"max_turns": 1}) as env:
+            replies.append(env.step("no answer"))
+    assert replies[1]["reward"] == replies[0]["reward"] + 0.5
+    assert replies[1]["metadata"] == replies[0]["metadata"]
+
+
+@pytest.mark.parametrize("env_class", ["gsm8k_multi_turn", "multiply", "search", "searchcode", "text2sql"])
+def test_overridden_is_done_is_honoured(env_class: str, rows: dict[str, Any]) -> None:
+    mine: Any = type("Mine", (SKYRL[env_class],), {"_is_done": lambda self, action: "stop" in action})
+    section, row = rows[env_class]
+    with mine(section, row) as env:
+        assert env.step("stop")["done"]
+    with mine(section, row | {"max_turns": 1}) as env:
+        assert not env.step("<tool>")["done"]
+
+
+@pytest.mark.parametrize(
+    ("env_class", "parsed", "observation"),
+    [
+        ("search", [None], "<information></information>"),
+        ("searchcode", ("PythonCodeExecutorToolGroup", "python", ["print(6 * 7)"]), "42"),
+        ("text2sql", ("SQLCodeExecutorToolGroup", "sql", ("shop", "SELECT 6 * 7 AS answer", 1)), "42"),
+    ],
+)
+def test_overridden_parse_action_of_tools_is_honoured(
+    env_class: str, parsed: Any, observation: str, rows: dict[str, Any]
+) -> None:
+    mine: Any = type("Mine", (SKYRL[env_class],), {"_parse_action": lambda self, action: parsed})
+    section, row = rows[env_class]
+    with mine(section, row) as env:
+        output = env.step("<search>anything</search>")
+    assert observation in output["observations"][0]["content"]
+
+
+@pytest.mark.parametrize("env_class", ["gsm8k_multi_turn", "multiply"])
+def test_overridden_parse_action_of_answers_is_honoured(env_class: str, rows: dict[str, Any]) -> None:
+    mine: Any = type("Mine", (SKYRL[env_class],), {"_parse_action": lambda self, action: action.removeprefix("It is ")})
+    section, row = rows[env_class]
+    with mine(section, row) as env:
+        assert env.step("It is 41")["reward"] == 0.0
+        output = env.step("It is 42")
+    assert (output["reward"], output["done"], output["metadata"]["parsed_answer"]) == (1.0, True, "42")
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("gsm8k.utils", ["compute_score", "extract_solution"]),
+        ("aime.utils", ["compute_score", "normalize_final_answer"]),
+        ("search.utils", ["compute_score", "extract_solution", "normalize_answer"]),
+        ("sql.utils", ["compute_score", "verify_format_and_extract"]),
+        ("lcb.livecodebench", ["extract_code_from_model"]),
+    ],
+)
+def test_skyrl_s_modules_exist(module: str, names: list[str]) -> None:
+    imported = importlib.import_module(f"skyrl_gym.envs.{module}")
+    assert all(callable(getattr(imported, name)) for name in names)
+
+
+def test_skyrl_s_names_of_tools() -> None:
+    group = SearchToolGroup(search_url="http://localhost:1/retrieve", topk=7, timeout=2)
+    assert (group.search_url, group.topk, group.timeout) == ("http://localhost:1/retrieve", 7, 2)
+    assert tool(func=str.upper).name == "upper"
+    assert Text2SQLEnvConfig().match == "set"
+    env = BaseTextEnv()
+    env.init_tool_groups()
+    assert env.tool_groups == []

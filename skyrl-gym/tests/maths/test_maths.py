@@ -147,7 +147,8 @@ def test_endless_answer_times_out_and_the_next_is_graded(bomb: str) -> None:
     verify("1", "1")
     before, n_open = workers(MODULE), n_descriptors()
     started = time.monotonic()
-    assert verify(bomb, "42", timeout_seconds=0.5) == Grade(bomb, False, "timeout")
+    gold = "3!" if "!" in bomb else "42"  # an operation that the ground truth lacks is not carried out
+    assert verify(bomb, gold, timeout_seconds=0.5) == Grade(bomb, False, "timeout")
     assert time.monotonic() - started < 20
     assert verify("42", "42") == Grade("42", True)
     assert len(workers(MODULE)) == len(before) == 1
@@ -305,6 +306,11 @@ def test_workers_get_the_module_path_and_no_secrets(monkeypatch: pytest.MonkeyPa
         (r"\boxed{42}", "42"),
         (r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {42}", "42"),
+        (r"\boxed 42.", "42"),
+        (r"$\boxed42$", "42"),
+        (r"\boxed{41} in \boxed", "41"),
+        (r"\fbox{42}", "42"),
         (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
         (r"\boxed{a\\}", r"a\\"),
         (r"\boxed{}", ""),
@@ -332,6 +338,8 @@ def test_last_boxed(text: str, inside: str | None) -> None:
         ("Answer: 42<|im_end|>", "42"),
         ("The answer is 3.5. I hope it is correct.", "3.5"),
         ("The answer is clear. Answer: 42", "42"),
+        ("Answer = 42", "42"),
+        ("Final Answer: The final answer is $42$. I hope it is correct.", "$42$"),
         (r"\boxed{42}" + "\nThe answer is above", "42"),
         (r"Answer: 42 \boxed{", r"42 \boxed{"),
         ("42", None),

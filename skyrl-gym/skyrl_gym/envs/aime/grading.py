@@ -14,6 +14,14 @@ BOX_END_CHARS = 100
 INVALID = "[INVALID]"
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n<]+)", re.IGNORECASE)
+_DELIMITER = re.compile(r"\\[()\[\]]")  # \(…\) and \[…\] are $…$
+_FORMULA = re.compile(r"([^$]*)\$([^$]*)\$([^$]*)")
+_WORDS = re.compile(r"(?:(?!\b(?:not|or|and|less|more|hundred|thousand|million|billion)\b)[^\W\d_]|[\s.,:;'()])*")
+"""The words around a formula that do not change its value."""
+_MARKDOWN = re.compile(r"^[\s*_]+|[\s*_.]+$")
+_OR = re.compile(r"\bor\b")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,|,\\!|\\ | )\d{3})+(?!\d)", re.ASCII)
+_DIGITS = re.compile(r"\d+", re.ASCII)
 
 # The normalisation of Lewkowycz et al. 2022 (Minerva), appendix D. The order matters.
 _REPLACED = (
@@ -24,10 +32,9 @@ _REMOVED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", r"\ldots", "sue"),
     *("points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges"),
     *("students", "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
-    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", "°", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
 _REWRITTEN = (
-    (re.compile(r".*?(\$.*?\$).*"), r"\1"),  # the first formula of a line, without the words around it
     *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
     (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),  # \frac12 is \frac{1}{2}
@@ -45,17 +52,28 @@ class Score(TypedDict):
 
 def normalize_answer(answer: str) -> str:
     r"""Remove units, words, ``$``, boxes, a leading ``x =`` and the commas of a number from an answer."""
-    answer = answer.rpartition("=")[2]
+    answer = _last_side(_MARKDOWN.sub("", _DELIMITER.sub("$", answer)))
+    answer = _THOUSANDS.sub(lambda number: "".join(_DIGITS.findall(number[0])), answer)
+    numbers = _DIGITS.findall(answer)
+    formula = _FORMULA.fullmatch(answer)
+    if formula is not None and _WORDS.fullmatch(formula[1] + " " + formula[3]):
+        answer = formula[2]  # without the words around it
     for before, after in _REPLACED:
         answer = answer.replace(before, after)
     for word in _REMOVED:
         answer = answer.replace(word, "")
     for pattern, template in _REWRITTEN:
         answer = pattern.sub(template, answer)
-    answer = answer.replace("$", "")
-    digits = answer.replace(",", "")
-    is_integer = digits.isascii() and digits.isdigit()  # "²" is a digit too, but not of an integer
-    return (digits if is_integer else answer).strip()
+    answer = answer.replace("$", "").strip(" .")
+    is_integer = _DIGITS.fullmatch(answer) is not None
+    return " ".join(numbers) if is_integer and answer not in numbers else answer  # 4 dollars 2 is not 42
+
+
+def _last_side(answer: str) -> str:
+    """Return the last side of an equation; the whole answer if its sides are different numbers or alternatives."""
+    *sides, last = answer.split("=")
+    numbers = {side.strip(" $.") for side in (*sides, last) if _DIGITS.fullmatch(side.strip(" $."))}
+    return answer if len(numbers) > 1 or _OR.search("=".join(sides)) else last
 
 
 def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> Score:

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_gym import maths
 from skyrl_gym.envs.gsm8k.grading import GRADERS
-from skyrl_gym.envs.row import read_answer
+from skyrl_gym.envs.row import NO_ROW, read_answer
 from skyrl_gym.envs.single_turn_env import SingleTurnEnv
 
 
@@ -25,7 +25,7 @@ class GSM8kEnv(SingleTurnEnv):
         ModuleNotFoundError: the grader needs a package that is not installed.
     """
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         grader = maths.choose_grader("gsm8k", env_config, GRADERS, "strict")
         super().__init__(read_answer(extras), grader)
 

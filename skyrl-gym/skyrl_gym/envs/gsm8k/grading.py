@@ -13,22 +13,33 @@ from skyrl_gym.maths import Grade, Grader
 Method = Literal["strict", "flexible"]
 
 # [0-9], not \d: the strict format allows ASCII digits only, not "٤٢".
-_STRICT = re.compile(r"#### (-?[0-9.,]+)")
-_NUMBER = re.compile(r"-?[0-9.,]+")
+_STRICT = re.compile(r"(?<!#)#### (-?[0-9.,]+)([^\n]{0,40})")
+_CONTINUED = re.compile(
+    r"[^\W_]|[/^]|\s*(?:[-+*/^×·÷,;:]\s*)?(?:\b(?:or|and|to)\s+)?[-+$]?[0-9]"
+    r"|\s*(?:hundred|thousand|million|billion|trillion|dozen)\b",
+    re.IGNORECASE,
+)
+"""Text after a number that makes it another number or one of several: ``42/1``, ``42e3``, ``42 000``, ``42 or 43``."""
+_NUMBER = re.compile(r"[/^]?(?:(?<![\w)])-)?[0-9.,]+")
+_THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """Return the answer of a reply as written but without commas, or None without an answer.
+    """Return the answer of a reply as written but without commas between thousands, or None without an answer.
 
-    strict: the number after the first ``#### ``, exactly: ``#### 42.`` gives ``42.``, and ``#### $42`` nothing.
+    strict: the number after the first ``#### ``, exactly: ``#### 42.`` gives ``42.``, and ``#### $42`` nothing. If more
+    follows that changes the number, as in ``#### 42/7`` or ``#### 42 or 43``, it belongs to the answer.
     flexible: the last token with a digit that looks like a number, without a full stop at its end.
     """
     if method == "strict":
         found = _STRICT.search(solution_str)
-        return found[1].replace(",", "") if found else None
+        if found is None:
+            return None
+        number, rest = found.groups()
+        return f"{number}{rest}" if _CONTINUED.match(rest) else _without_commas(number)
     if method == "flexible":
-        numbers = (number.rstrip(".,").replace(",", "") for number in reversed(_NUMBER.findall(solution_str)))
-        return next((number for number in numbers if number.strip("-.")), None)
+        numbers = (number.rstrip(".,") for number in reversed(_NUMBER.findall(solution_str)))
+        return next((_without_commas(number) for number in numbers if number.strip("-./^,")), None)
     raise ValueError(f"method={method!r} is unknown; use 'strict' or 'flexible'")
 
 
@@ -37,7 +48,7 @@ def compute_score(
 ) -> float:
     """Return `score` for the right answer, `format_score` for a wrong one, and 0 for none.
 
-    Answers are compared as text, ignoring commas: ``42.0`` is not ``42``.
+    Answers are compared as text, ignoring commas between thousands: ``42.0`` is not ``42``.
     """
     grade = _grade(solution_str, str(ground_truth), method)
     if grade.answer is None:
@@ -47,7 +58,13 @@ def compute_score(
 
 def _grade(reply: str, ground_truth: str, method: Method) -> Grade:
     answer = extract_solution(reply, method)
-    return Grade(answer, answer is not None and answer == ground_truth.strip().replace(",", ""))
+    return Grade(answer, answer is not None and answer == _without_commas(ground_truth.strip()))
+
+
+def _without_commas(number: str) -> str:
+    """Remove the commas between thousands and at the end: ``1,234`` is 1234, but ``4,2`` is not 42."""
+    number = number.rstrip(",")
+    return number.replace(",", "") if _THOUSANDS.match(number) else number
 
 
 GRADERS: Mapping[str, Grader] = {

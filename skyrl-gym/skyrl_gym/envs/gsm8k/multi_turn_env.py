@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_gym import maths
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.gsm8k.grading import GRADERS
-from skyrl_gym.envs.row import read_answer, read_max_turns
+from skyrl_gym.envs.row import NO_ROW, read_answer, read_max_turns
 from skyrl_gym.metrics import default_aggregate_metrics
 
 MAX_TURNS = 5
@@ -24,37 +24,56 @@ ANSWER_NOW = "This is your last turn. Give nothing but your final answer, in the
 class GSM8kMultiTurnEnv(BaseTextEnv):
     """One word problem, up to `max_turns` replies: ``extras["max_turns"]``, else the row's ``extra_info``, else 5.
 
-    A turn has reward 1 for a right answer, which ends the episode, ``0.2 / max_turns`` for a wrong one, and 0 for none.
-    So a model that only keeps to the format gets 0.2 in total. The row and `env_config` are those of `GSM8kEnv`.
+    A right answer has reward 1 and ends the episode, a wrong answer on the last turn has 0.2, and everything else 0. So
+    wrong tries before the right one earn nothing. The row and `env_config` are those of `GSM8kEnv`. A subclass may
+    override `_parse_action`, `_is_done` and `_get_reward`.
 
     Raises the errors of `GSM8kEnv`, and ValueError if `max_turns` is not a positive whole number.
     """
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__()
         self.ground_truth = read_answer(extras)
         self.max_turns = read_max_turns(extras, MAX_TURNS)
         self._grader = maths.choose_grader("gsm8k_multi_turn", env_config, GRADERS, "strict")
         self._n_undecided = 0
-        self._is_done = False
+        self._grade = maths.Grade(None, False)
+        self._has_ended = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Grade the reply, and ask for another one unless it is right or the last."""
-        if self._is_done:
+        if self._has_ended:
             raise RuntimeError(
                 f"this episode ended after turn {self.turns}; create a new GSM8kMultiTurnEnv for the next episode"
             )
         self.turns += 1
-        grade = self._grader(action, self.ground_truth)
-        self._n_undecided += grade.undecided is not None
-        self._is_done = grade.is_correct or self.turns >= self.max_turns
-        format_reward = 0.0 if grade.answer is None else FORMAT_REWARD / self.max_turns
+        self._grade = maths.Grade(None, False)
+        answer = self._parse_action(action)
+        if answer != self._grade.answer:  # a subclass has replaced the parser
+            self._grade = maths.Grade(answer, answer is not None and answer.strip() == self.ground_truth)
+        self._has_ended = self._is_done(action)
         return BaseTextEnvStepOutput(
             observations=self._observations(),
-            reward=1.0 if grade.is_correct else format_reward,
-            done=self._is_done,
-            metadata={"parsed_answer": grade.answer, "undecided": grade.undecided},
+            reward=self._get_reward(action, self._has_ended),
+            done=self._has_ended,
+            metadata={"parsed_answer": answer, "undecided": self._grade.undecided},
         )
+
+    def _parse_action(self, action: str) -> str | None:
+        """Grade the reply and return its answer, or None without one."""
+        self._grade = self._grader(action, self.ground_truth)
+        self._n_undecided += self._grade.undecided is not None
+        return self._grade.answer
+
+    def _is_done(self, action: str) -> bool:
+        """Return True if the answer is right, or the turns have run out."""
+        return self._grade.is_correct or self.turns >= self.max_turns
+
+    def _get_reward(self, action: str, done: bool) -> float:
+        """Return the reward of this turn."""
+        if self._grade.is_correct:
+            return 1.0
+        return FORMAT_REWARD if done and self._grade.answer is not None else 0.0
 
     def get_metrics(self) -> dict[str, Any]:
         """Return the number of turns and, with ``math_verify``, of answers that it could not decide on."""
@@ -68,7 +87,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         return {"avg_steps" if key == "steps" else key: value for key, value in means.items()}
 
     def _observations(self) -> ConversationType:
-        if self._is_done:
+        if self._has_ended:
             return []
         is_next_last = self.turns + 1 == self.max_turns
         return [{"role": "user", "content": ANSWER_NOW if is_next_last else TRY_AGAIN}]

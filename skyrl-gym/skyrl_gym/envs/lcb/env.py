@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, limits_per_test, parse_tests
-from skyrl_gym.envs.row import parse_settings, read_ground_truth
+from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth
 from skyrl_gym.isolation.program import Demand, level_for
 
 
@@ -37,7 +37,7 @@ class LCBEnv(BaseTextEnv):
     `skyrl_gym.isolation` isolates programs. `metadata` has `parsed_code` and `failure`, the way the program failed.
     """
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__()
         self._settings = parse_settings("lcb", env_config, LCBEnvConfig)
         self.tests = parse_tests(read_ground_truth(extras))
@@ -47,16 +47,17 @@ class LCBEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Run the program on the tests."""
         self.turns += 1
+        reward = self._get_reward(action)
+        metadata = {"parsed_code": extract_code(action), "failure": self._verdict.failure}
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)
+
+    def _get_reward(self, action: str) -> float:
+        """Return the reward of a reply. A subclass may override it, as in SkyRL."""
         code = extract_code(action)
         if code is not None:
-            limits = limits_per_test(self._settings.timeout, self._settings.memory_mb << 20)
+            limits = limits_per_test(self._settings.timeout, self._settings.memory_mb << 20, self.tests)
             self._verdict = grade(code, self.tests, limits, self._settings.total_timeout, self._level)
-        return BaseTextEnvStepOutput(
-            observations=[],
-            reward=float(self._verdict.is_correct),
-            done=True,
-            metadata={"parsed_code": code, "failure": self._verdict.failure},
-        )
+        return float(self._verdict.is_correct)
 
     def get_metrics(self) -> dict[str, Any]:
         """Return the fraction of passed tests, and flags for a reply with code and for a program that hit a limit."""

@@ -5,6 +5,7 @@ Source of the test format and of the comparison: LiveCodeBench (Jain et al., 202
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,34 @@ MAX_NUMBER_CHARS = 400
 WALL_TIME_FACTOR = 4.0  # seconds of wall time allowed per second of CPU time
 
 PRELUDE = """
-import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, typing
-from bisect import *
+from string import *
+from re import *
+from datetime import *
 from collections import *
-from functools import *
 from heapq import *
-from itertools import *
+from bisect import *
+from copy import *
 from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from json import *
 from typing import *
-inf = float("inf")
+from builtins import *
+import bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, random, re
+import statistics, string, sys, typing
+sys.setrecursionlimit(50000)
 """
-"""The names that solutions expect on the sites where such tasks come from."""
+"""The names that solutions expect on the sites where such tasks come from, as SkyRL and LiveCodeBench provide them.
+
+Builtins come after the modules with equal names (`math.pow`, `operator.abs`), and modules after their functions.
+"""
+LIBRARIES = {"np": "numpy", "pd": "pandas"}
+"""Libraries that a solution may use under these names without an import. They are slow to import, so only on demand."""
+OUTPUT_BYTES, OUTPUT_FACTOR = 1 << 20, 4  # a program may print more than expected: spaces, digits, escapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +112,19 @@ def parse_tests(ground_truth: Any) -> list[Test]:
     return tests
 
 
-def limits_per_test(cpu_seconds: float, memory_bytes: int) -> Limits:
-    """Return the limits of one test.
+def limits_per_test(cpu_seconds: float, memory_bytes: int, tests: Sequence[Test]) -> Limits:
+    """Return the limits of each of the tests.
 
     CPU time counts, so a verdict does not depend on the load of the machine. Wall time only ends programs that sleep.
+    The limit on output is a multiple of the longest expected output.
     """
-    return Limits(seconds=WALL_TIME_FACTOR * cpu_seconds, cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
+    max_output = max(len(test.output if isinstance(test.run, Stdin) else json.dumps(test.output)) for test in tests)
+    return Limits(
+        seconds=WALL_TIME_FACTOR * cpu_seconds,
+        cpu_seconds=cpu_seconds,
+        memory_bytes=memory_bytes,
+        output_bytes=OUTPUT_BYTES + OUTPUT_FACTOR * max_output,
+    )
 
 
 def grade(
@@ -107,7 +132,10 @@ def grade(
 ) -> Verdict:
     """Run a program on the tests until it fails one, with `total_seconds` of CPU time for all of them."""
     n_passed, seconds = 0, 0.0
-    with closing(run_program(code, [test.run for test in tests], limits, level, prelude=PRELUDE)) as results:
+    prelude = PRELUDE + "".join(
+        f"import {module} as {name}\n" for name, module in LIBRARIES.items() if _uses_library(code, name, module)
+    )
+    with closing(run_program(code, [test.run for test in tests], limits, level, prelude=prelude)) as results:
         for test, result in zip(tests, results, strict=True):
             if not test.is_passed(result):
                 return Verdict(n_passed, len(tests), _failure(result))
@@ -116,6 +144,10 @@ def grade(
             if seconds > total_seconds and n_passed < len(tests):
                 return Verdict(n_passed, len(tests), "time")
     return Verdict(n_passed, len(tests))
+
+
+def _uses_library(code: str, name: str, module: str) -> bool:
+    return re.search(rf"\b{name}\s*\.", code) is not None and importlib.util.find_spec(module) is not None
 
 
 def is_same_output(actual: str, expected: str) -> bool:
@@ -149,7 +181,7 @@ def _parse_test(record: Any) -> Test:
         raise TypeError(f"a test must be an object, not {record!r}")
     kind = record.get("testtype", "stdin")
     if kind == "stdin":
-        return Test(Stdin(str(record["input"])), str(record["output"]))
+        return Test(Stdin(str(record["input"]), ignores_exit_status=True), str(record["output"]))
     if kind != "functional":
         raise ValueError(f"testtype={kind!r} is neither 'stdin' nor 'functional'")
     metadata = record.get("metadata") or {}

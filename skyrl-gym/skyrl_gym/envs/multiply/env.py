@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_gym.envs.row import read_answer, read_max_turns
+from skyrl_gym.envs.row import NO_ROW, read_answer, read_max_turns
 
 MAX_TURNS = 5
 FORMAT_REWARD = 0.5
@@ -22,51 +22,57 @@ class MultiplyEnv(BaseTextEnv):
     `extras` is the row: ``reward_spec["ground_truth"]`` is the product, compared as text. With one turn, the default of
     `generator.max_turns`, the reward is 1 for a right reply and 0 for a wrong one. With several, the model gets
     feedback and tries again: a right answer has reward 1 and ends the episode, a wrong boxed answer on the last turn
-    has 0.5, and everything else 0. An environment made without `max_turns` allows 5 turns.
+    has 0.5, and everything else 0. An environment made without `max_turns` allows 5 turns. A subclass may override
+    `_parse_action`, `_is_done` and `_get_reward`.
 
     Raises:
         AssertionError: the row has no ground truth.
         ValueError: the ground truth is neither text nor a whole number, or `max_turns` is less than 1.
     """
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__()
         self.ground_truth = read_answer(extras)
         self.max_turns = read_max_turns(extras, MAX_TURNS)
+        self._answer: str | None = None
         self._is_correct = False
+        self._has_ended = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Grade the reply, and return feedback unless it is the last."""
-        if self._is_done:
+        if self._has_ended:
             raise RuntimeError(
                 f"this episode ended after turn {self.turns}; create a new MultiplyEnv for the next episode"
             )
         self.turns += 1
-        answer = self._parse_action(action)
-        self._is_correct = answer is not None and answer.strip() == self.ground_truth
+        self._answer = self._parse_action(action)
+        self._is_correct = self._answer is not None and self._answer.strip() == self.ground_truth
+        self._has_ended = self._is_done(action)
         return BaseTextEnvStepOutput(
-            observations=[] if self._is_done else [_feedback(answer)],
-            reward=self._reward(answer),
-            done=self._is_done,
-            metadata={"parsed_answer": answer},
+            observations=[] if self._has_ended else [_feedback(self._answer)],
+            reward=self._get_reward(action, self._has_ended),
+            done=self._has_ended,
+            metadata={"parsed_answer": self._answer},
         )
 
     def get_metrics(self) -> dict[str, Any]:
         """Return the number of turns, and 1 if the answer was found."""
         return {"steps": self.turns, "correct": int(self._is_correct)}
 
-    @property
-    def _is_done(self) -> bool:
-        return self._is_correct or self.turns >= self.max_turns
-
     def _parse_action(self, action: str) -> str | None:
+        """Return the answer of a reply, or None without one."""
         box = _FIRST_BOX.search(action)
         return box[1] if box and box[2] else None
 
-    def _reward(self, answer: str | None) -> float:
+    def _is_done(self, action: str) -> bool:
+        """Return True if the answer is right, or the turns have run out."""
+        return self._is_correct or self.turns >= self.max_turns
+
+    def _get_reward(self, action: str, done: bool) -> float:
+        """Return the reward of this turn."""
         if self._is_correct:
             return 1.0
-        has_format_reward = self._is_done and self.max_turns > 1 and answer is not None
+        has_format_reward = done and self.max_turns > 1 and self._answer is not None
         return FORMAT_REWARD if has_format_reward else 0.0
 
 

@@ -3,7 +3,7 @@ r"""Parsing of replies: find the legal move that a reply names, if any.
 The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is not empty.
 Thoughts are not answers: text before ``</think>``, or after a ``<think>`` that is never closed, is dropped. An answer
 names a move by its whole text, by its number in the prompt, or by mentioning it as a separate word; the last mention
-counts. An empty answer names no move.
+counts, unless it is negated, as in "do not call". An empty answer names no move.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ _NUMBER = re.compile(
     r"(?: (?:is|number|index))?[:=]? ?)?#?(0|[1-9][0-9]{0,8})",
     re.ASCII | re.IGNORECASE,
 )
+_NEGATION = re.compile(
+    r"(?:\b(?:not|never|neither|nor|avoid|without|except|instead of|rather than|over|refuse to)|n['’]t)"
+    r"(?: (?:to|be|do|go|going|want|like|choose|pick|play|playing|select|take|make|for|with|on|the|a|an|any|my|move"
+    r"|action|option))*(?: \S+,? (?:or|nor))*[^\w\s]* ?[^\w\s]*$",
+    re.IGNORECASE,
+)
+"""The words before a mention that negate it."""
+MAX_NEGATION = 80
+"""Number of characters before a mention that are searched for a negation."""
 _AROUND_NUMBER = "()[]{}<>\"'`*_~$|\\"
 
 Way = Literal["text", "number", "mention", "none"]
@@ -133,11 +142,12 @@ def _find_mention(text: str, legal: LegalMoves) -> Move | None:
 
 
 def _last_mention(text: str, name: str) -> int:
-    """Return the end of the last mention of `name` as a separate word; -1 without one."""
+    """Return the end of the last mention of `name` as a separate word that is not negated; -1 without one."""
     start = text.rfind(name)
     while start >= 0:
         end = start + len(name)
-        if _is_opened(text, start) and _is_closed(text, end):
+        is_word = _is_opened(text, start) and _is_closed(text, end)
+        if is_word and not _NEGATION.search(text, max(0, start - MAX_NEGATION), start):
             return end
         start = text.rfind(name, 0, end - 1)
     return -1

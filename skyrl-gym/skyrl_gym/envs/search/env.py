@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_gym.envs.exact_match import parse_targets
 from skyrl_gym.envs.query_env import QueryEnv
-from skyrl_gym.envs.row import parse_settings, read_ground_truth, read_max_turns
+from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns
 from skyrl_gym.envs.search.grading import compute_score
 from skyrl_gym.envs.tags import first_between
 from skyrl_gym.tools.search import SearchToolGroup
@@ -51,7 +51,7 @@ class SearchEnv(QueryEnv):
 
     answer_tags = ("<answer>", "</answer>")
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         settings = parse_settings("search", env_config, SearchEnvConfig)
         super().__init__(read_max_turns(extras, MAX_TURNS))
         self.ground_truth = read_ground_truth(extras)
@@ -62,11 +62,15 @@ class SearchEnv(QueryEnv):
 
     def execute(self, action: str) -> tuple[str, dict[str, Any]]:
         """Search for the query in a reply."""
-        query = first_between(action, "<search>", "</search>")
-        self._n_searches += query is not None
-        found = self._execute_tool(self.tool_group.get_name(), "search", [query])
-        metadata = {"tool_group": self.tool_group.get_name(), "tool_name": "search", "tool_input": [query]}
+        tool_input = self._parse_action(action)
+        self._n_searches += tool_input != [None]
+        found = self._execute_tool(self.tool_group.get_name(), "search", tool_input)
+        metadata = {"tool_group": self.tool_group.get_name(), "tool_name": "search", "tool_input": tool_input}
         return f"\n<information>{found}</information>\n", metadata
+
+    def _parse_action(self, action: str) -> list[str | None]:
+        """Return the arguments of the tool: the query of a reply, or None without one."""
+        return [first_between(action, "<search>", "</search>")]
 
     def score(self, replies: list[str]) -> float:
         """Score the last answer by exact match."""

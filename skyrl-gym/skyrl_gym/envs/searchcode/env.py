@@ -9,9 +9,9 @@ from typing import Any
 
 from skyrl_gym.envs.gsm8k.grading import compute_score
 from skyrl_gym.envs.query_env import QueryEnv
-from skyrl_gym.envs.row import parse_settings, read_ground_truth, read_max_turns
+from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns
 from skyrl_gym.envs.search.env import SearchEnvConfig
-from skyrl_gym.envs.tags import first_between
+from skyrl_gym.envs.tags import first_between, last_between
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.isolation.program import Demand
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
@@ -34,12 +34,12 @@ class SearchCodeEnv(QueryEnv):
     """The model calls `<tool><search>…</search></tool>` or `<tool><python>…</python></tool>`, reads the result, and
     ends with `<solution>…</solution>`.
 
-    The reward is 1 if the first `#### …` in the model's own text is the right number, else 0. Tool output is not read.
+    The reward is 1 if the first `#### …` in the last solution is the right number, else 0. Tool output is not read.
     """
 
     answer_tags = ("<solution>", "</solution>")
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         settings = parse_settings("searchcode", env_config, SearchCodeEnvConfig)
         super().__init__(read_max_turns(extras, MAX_TURNS))
         self.ground_truth = str(read_ground_truth(extras))
@@ -50,21 +50,24 @@ class SearchCodeEnv(QueryEnv):
         """Call the tool that a reply asks for."""
         metadata: dict[str, Any] = {"tools": [group.get_tool_names() for group in self.tool_groups]}
         try:
-            name, tool_input = self._parse_call(action)
-            group = self.tool_to_toolgroup[name]
-            metadata |= {"tool_group": group, "tool_name": name, "tool_input": [tool_input]}
-            return str(self._execute_tool(group, name, [tool_input])), metadata
+            group, name, tool_input = self._parse_action(action)
+            metadata |= {"tool_group": group, "tool_name": name, "tool_input": tool_input}
+            return str(self._execute_tool(group, name, tool_input)), metadata
         except ToolFailure:
             raise
         except ValueError as error:  # the model's mistake
             return str(error), metadata
 
     def score(self, replies: list[str]) -> float:
-        """Return 1 if the first `#### …` is the right number, else 0."""
-        return compute_score("\n".join(replies), self.ground_truth)
+        """Return 1 if the first `#### …` in the last solution is the right number, else 0."""
+        return compute_score(last_between("\n".join(replies), *self.answer_tags) or "", self.ground_truth)
 
-    def _parse_call(self, action: str) -> tuple[str, str]:
-        """Return the name and the input of the called tool. Raises ValueError with a message for the model."""
+    def _parse_action(self, action: str) -> tuple[str, str, list[Any]]:
+        """Return the group, the name and the arguments of the called tool.
+
+        Raises:
+            ValueError: the reply has no valid call; the message is for the model.
+        """
         call = first_between(action, "<tool>", "</tool>")
         if call is None:
             raise ValueError("Call a tool with <tool><name>input</name></tool>, or end with <solution>…</solution>.")
@@ -73,4 +76,4 @@ class SearchCodeEnv(QueryEnv):
             raise ValueError("Write the tool's name as a tag around its input: <tool><name>input</name></tool>.")
         if name[1] not in self.tool_to_toolgroup:
             raise ValueError(f"There is no tool {name[1]}. Tools: {', '.join(sorted(self.tool_to_toolgroup))}.")
-        return name[1], tool_input.strip()
+        return self.tool_to_toolgroup[name[1]], name[1], [tool_input.strip()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_gym.envs.query_env import QueryEnv
-from skyrl_gym.envs.row import parse_settings, read_ground_truth, read_max_turns
+from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns
 from skyrl_gym.envs.sql.grading import Match, compute_score, extract_query, join_replies
 from skyrl_gym.tools.sql import SQLCodeExecutorToolGroup
 
@@ -21,21 +21,22 @@ FOLDERS = {
 
 
 @dataclass(frozen=True)
-class SQLEnvConfig:
+class Text2SQLEnvConfig:
     """`environment.skyrl_gym.text2sql`."""
 
     db_path: str = "/home/ray/default/sql_data"
     """The folder of all databases: `SynSQL-2.5M/databases`, `spider/database` and `bird/train/train_databases`."""
-    match: Match = "exact"
-    """`exact`: the same rows as the ground truth, equally often and, if it has an order, in that order. `set`: the same
-    rows, ignoring order and repetitions."""
+    match: Match = "set"
+    """`set`: the same rows as the ground truth, ignoring order and repetitions, as the benchmarks Spider and BIRD do.
+    `exact`: the same rows, equally often and, if the ground truth has an order, in that order."""
 
 
 class SQLEnv(QueryEnv):
     """The model queries with `<sql>…</sql>`, thinks in `<think>…</think>`, and ends with `<solution>…</solution>`.
 
-    The reward is -1 for a wrong format, 1 for a query with the result of `reward_spec["ground_truth"]`, else 0. The row
-    names the database by `data` (synsql, spider or bird) and `db_id`. Databases are opened read-only.
+    The reward is -1 for a wrong format, 1 for a query with the result of `reward_spec["ground_truth"]`, else 0. The
+    query must read a table that the ground truth reads: a constant is not an answer. The row names the database by
+    `data` (synsql, spider or bird) and `db_id`. Databases are opened read-only.
 
     Raises:
         AssertionError: the row has no `db_id` or no ground truth.
@@ -45,9 +46,9 @@ class SQLEnv(QueryEnv):
 
     answer_tags = ("<solution>", "</solution>")
 
-    def __init__(self, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__(read_max_turns(extras, MAX_TURNS))
-        self._settings = parse_settings("text2sql", env_config, SQLEnvConfig)
+        self._settings = parse_settings("text2sql", env_config, Text2SQLEnvConfig)
         assert "db_id" in extras, (
             f"db_id field is required: add the database's name to the row, which has {sorted(extras)}"
         )
@@ -63,9 +64,13 @@ class SQLEnv(QueryEnv):
 
     def execute(self, action: str) -> tuple[str, dict[str, Any]]:
         """Run the query in a reply."""
-        group, tool_input = self.tool_group.get_name(), (self.db_id, extract_query(action), self.max_turns - self.turns)
-        result = self._execute_tool(group, "sql", tool_input)
-        return result, {"tool_group": group, "tool_name": "sql", "tool_input": tool_input}
+        group, name, tool_input = self._parse_action(action)
+        result = self._execute_tool(group, name, tool_input)
+        return result, {"tool_group": group, "tool_name": name, "tool_input": tool_input}
+
+    def _parse_action(self, action: str) -> tuple[str, str, tuple[Any, ...]]:
+        """Return the group, the name and the arguments of the tool; the query is None if the reply has none."""
+        return self.tool_group.get_name(), "sql", (self.db_id, extract_query(action), self.max_turns - self.turns)
 
     def score(self, replies: list[str]) -> float:
         """Score the format and the result of the solution."""

@@ -47,8 +47,10 @@ def join_replies(replies: Sequence[str]) -> str:
     return "<observation></observation>".join(replies)
 
 
-def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = "exact") -> float:
+def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = "set") -> float:
     """Return -1 for a wrong format, 1 if the solution has the result of `ground_truth`, else 0.
+
+    A solution that reads none of the tables of `ground_truth` scores 0, whatever its result.
 
     Raises:
         ValueError: the query of the ground truth fails, so the solution cannot be graded.
@@ -58,13 +60,29 @@ def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = 
         return -1.0
     try:
         expected = run_query(db_file, ground_truth, QUERY_SECONDS)
+        expected_tables = find_tables(db_file, ground_truth)
     except QueryError as error:
         raise ValueError(f"the ground truth fails on {db_file}: {error}; {ground_truth}") from error
     try:
         actual = run_query(db_file, solution, QUERY_SECONDS)
+        if expected_tables and expected_tables.isdisjoint(find_tables(db_file, solution)):
+            return 0.0
     except QueryError:
         return 0.0
     return float(is_same(actual, expected, match, is_ordered=has_order(ground_truth)))
+
+
+def find_tables(db_file: Path, query: str) -> set[str]:
+    """Return the tables that SQLite opens for a query. A name is not enough: `WITH goods AS (SELECT 4)` reads no table.
+
+    Raises:
+        QueryError: the query fails.
+    """
+    schema = run_query(db_file, "SELECT rootpage, tbl_name FROM sqlite_schema", QUERY_SECONDS).rows
+    tables = {1: "sqlite_schema"} | {page: name for page, name in schema if page}
+    program = run_query(db_file, f"EXPLAIN {query}", QUERY_SECONDS)
+    opcode, page, database = (program.columns.index(name) for name in ("opcode", "p2", "p3"))
+    return {tables[row[page]] for row in program.rows if row[opcode] == "OpenRead" and row[database] == 0}
 
 
 def is_same(actual: Table, expected: Table, match: Match, *, is_ordered: bool) -> bool:

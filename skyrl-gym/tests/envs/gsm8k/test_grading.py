@@ -22,7 +22,7 @@ MEGABYTE = 1 << 20
         ("#### 42.", "42."),
         ("#### 1\n#### 2", "1"),
         ("#### 12 apples", "12"),
-        ("##### 5", "5"),
+        ("##### 5", None),
         ("#### x\n#### 3", "3"),
         ("#### .", "."),
         ("####42", None),
@@ -31,7 +31,7 @@ MEGABYTE = 1 << 20
         ("#### +42", None),
         ("#### --42", None),
         ("#### ٤٢", None),
-        ("#### 4٢", "4"),
+        ("#### 4٢", "4٢"),
         ("The answer is 42", None),
         ("", None),
         ("####", None),
@@ -63,7 +63,11 @@ def test_flexible_reads_the_last_number(reply: str, answer: str | None) -> None:
     assert extract_solution(reply, "flexible") == answer
 
 
-@given(st.integers().map(str), st.text(alphabet="abc\n$ٱ", max_size=20), st.text(alphabet="abc\n$ٱ", max_size=20))
+@given(
+    st.integers().map(str),
+    st.text(alphabet="abc\n$ٱ", max_size=20),
+    st.from_regex(r"([ \n$%*][abc\n$ٱ]*)?", fullmatch=True),
+)
 def test_a_number_in_the_format_is_found_in_any_text(number: str, before: str, after: str) -> None:
     assert extract_solution(f"{before}#### {number}{after}", "strict") == number
     assert extract_solution(f"{before} {number} {after}", "flexible") == number

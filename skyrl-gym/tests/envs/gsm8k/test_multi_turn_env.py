@@ -16,10 +16,10 @@ def asked(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-def test_format_rewards_add_up_to_a_fifth() -> None:
+def test_wrong_answer_earns_a_fifth_on_the_last_turn_alone() -> None:
     env = new()
     steps = [env.step("#### 41") for _ in range(5)]
-    assert [step["reward"] for step in steps] == [pytest.approx(0.04)] * 5
+    assert [step["reward"] for step in steps] == [0.0] * 4 + [0.2]
     assert [step["done"] for step in steps] == [False] * 4 + [True]
     assert [step["observations"] for step in steps] == [asked(TRY_AGAIN)] * 3 + [asked(ANSWER_NOW), []]
     assert env.get_metrics() == {"steps": 5}
@@ -29,7 +29,7 @@ def test_format_rewards_add_up_to_a_fifth() -> None:
 
 def test_the_right_answer_ends_the_episode() -> None:
     env = new(max_turns=3)
-    first, second = env.step("Let me think."), env.step("#### 42")
+    first, second = env.step("#### 41"), env.step("#### 42")
     assert (first["reward"], first["done"]) == (0.0, False)
     assert (second["reward"], second["done"], second["observations"]) == (1.0, True, [])
     assert second["metadata"] == {"parsed_answer": "42", "undecided": None}
@@ -63,7 +63,7 @@ def test_other_graders() -> None:
     assert new({"grader": "flexible"}).step("So 42.")["reward"] == 1.0
     env = new({"grader": "math_verify"}, max_turns=2)
     assert env.step("I do not know.")["reward"] == 0.0
-    assert env.step(r"\boxed{43}")["reward"] == 0.1
+    assert env.step(r"\boxed{43}")["reward"] == 0.2
     assert env.get_metrics() == {"steps": 2, "undecided": 0}
     with pytest.raises(ValueError, match=r"gsm8k_multi_turn\.grader=lenient"):
         new({"grader": "lenient"})

@@ -86,6 +86,48 @@ def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], mes
         play("", **settings)
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("print(pow(3, 60))", 3**60),
+        ("print(pow(5, 117, 19))", pow(5, 117, 19)),
+        ("print(abs(-2), sum([1, 2]), round(1.5), max(3, 4))", "2 3 2 4"),
+        ("print(bisect.bisect_left([1, 2, 3], 2), bisect_right([1, 2], 2))", "1 2"),
+        ("print(int(np.array([1, 2]).sum()))", 3),
+        ("x = [[1]]; y = deepcopy(x); y[0][0] = 2; print(x, copy.copy(x))", "[[1]] [[1]]"),
+        ("print(gcd(12, 18), math.gcd(12, 18), isqrt(17), inf > 1, ceil(1.2))", "6 6 4 True 2"),
+        ("print(Counter('aab').most_common(1), defaultdict(int)[3], collections.deque([1]).pop())", "[('a', 2)] 0 1"),
+        ("print(heapq.nsmallest(1, [3, 1]), reduce(add, [1, 2]), list(accumulate([1, 2])))", "[1] 3 [1, 3]"),
+        ("print(datetime.datetime(2020, 1, 2).day, re.sub('a', 'b', 'a'), ascii_lowercase[:3])", "2 b abc"),
+        (
+            "print(random.Random(0) is not None, string.digits, json.loads('[1]'), mean([1, 3]))",
+            "True 0123456789 [1] 2",
+        ),
+        ("def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(20000))", 20000),
+        ("print(4); sys.exit(1)", 4),
+        ("print(4); exit('done')", 4),
+        ("print('7' * (1 << 20) + '8')", "7" * (1 << 20) + "8"),
+        ("print('y\\n' * (3 << 20))", "y\n" * (3 << 20)),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_right_programs(code: str, expected: object) -> None:
+    assert play(fenced(code), [{"input": "", "output": str(expected), "testtype": "stdin"}])[:2] == (1.0, None)
+
+
+def test_failing_program_is_wrong_whatever_it_printed() -> None:
+    tests = [{"input": "", "output": "4", "testtype": "stdin"}]
+    assert play(fenced("print(4); raise ValueError('sys.exit')"), tests)[:2] == (0.0, "error")
+    assert play(fenced("print(5); sys.exit(0)"), tests)[:2] == (0.0, "wrong")
+
+
+def test_long_results_of_functions() -> None:
+    test = {"input": "300000", "output": json.dumps([9] * 300_000), "testtype": "functional"}
+    tests = [test | {"metadata": {"func_name": "nines"}}]
+    assert play(fenced("def nines(n): return [9] * n"), tests)[0] == 1.0
+    assert play(fenced("def nines(n): return [9] * 9 * n"), tests)[:2] == (0.0, "output")
+
+
 def test_metrics() -> None:
     half = "n = int(input())\nprint(n + int(input()) if n < 2 else 0)"
     assert play(fenced(half))[2] == {"passed_tests": 2 / 3, "has_code": True, "met_limit": False}

@@ -16,5 +16,5 @@ def test_line_breaks_matter_and_number_notation_does_not(printed: str, is_passed
 def test_waiting_counts_towards_the_total_time() -> None:
     """A quarter of the waiting counts, since a busy machine makes programs wait too."""
     tests = [LcbTest(Stdin(""), "") for _ in range(3)]
-    verdict = grade("import time; time.sleep(0.8)", tests, limits_per_test(5.0, 1 << 29), total_seconds=0.1)
+    verdict = grade("import time; time.sleep(0.8)", tests, limits_per_test(5.0, 1 << 29, tests), total_seconds=0.1)
     assert verdict == Verdict(n_passed=1, n_tests=3, failure="time")

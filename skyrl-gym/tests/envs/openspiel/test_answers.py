@@ -167,10 +167,33 @@ def test_last_answer_counts(reply: str, move: str) -> None:
     assert parse(reply) == move
 
 
+@pytest.mark.parametrize(
+    ("reply", "move"),
+    [
+        ("I play a1 not b2", "a1"),
+        ("I play a1, not **b2**.", "a1"),
+        ("I play a1 rather than b2", "a1"),
+        ("a1 instead of b2", "a1"),
+        ("not a1 but b2", "b2"),
+        ("I won't play a1, so b2", "b2"),
+        ("a1, not b2 or c3", "a1"),
+        ("I do not play a1", None),
+        ("Don't take the action b2", None),
+        ("neither a1 nor b2", None),
+        ("There is nothing better than a1", "a1"),
+        ("Note: a1", "a1"),
+    ],
+)
+def test_negated_move_is_not_named(reply: str, move: str | None) -> None:
+    assert parse(reply) == move
+
+
 def test_case_is_ignored_if_unambiguous() -> None:
     assert parse("I CALL.", POKER) == "Call"
     assert parse("\\boxed{raise}", POKER) == "Raise"
     assert parse("recall the raised", POKER) is None
+    assert parse("Do not Call", POKER) is None
+    assert parse("I should not call but raise", POKER) == "Raise"
 
 
 def test_chess_distinguishes_pawns_from_bishops() -> None:
@@ -230,6 +253,7 @@ def test_answer_is_reported() -> None:
         "(" * 500_000 + "a1" + ")" * 500_000,
         "\n" * 1_000_000,
         "the answer is " * 75_000,
+        "not a1 " * 150_000,
         "1" * 1_000_000,
         "\\text{" * 160_000,
         "\ud800" * 1_000_000,

@@ -62,14 +62,16 @@ def test_query_and_solution(folder: Path) -> None:
     ],
 )
 def test_results_are_compared(folder: Path, query: str, exact: float, as_set: float) -> None:
-    assert new_env(folder).step(solution(query))["reward"] == exact
-    assert new_env(folder, match="set").step(solution(query))["reward"] == as_set
+    assert new_env(folder, match="exact").step(solution(query))["reward"] == exact
+    assert new_env(folder).step(solution(query))["reward"] == as_set
 
 
 def test_order_matters_if_the_ground_truth_has_an_order(folder: Path) -> None:
     gold = GOLD + " ORDER BY price DESC"
-    assert new_env(folder, gold).step(solution(gold))["reward"] == 1.0
-    assert new_env(folder, gold).step(solution(GOLD + " ORDER BY price"))["reward"] == 0.0
+    other_order = solution(GOLD + " ORDER BY price")
+    assert new_env(folder, gold, match="exact").step(solution(gold))["reward"] == 1.0
+    assert new_env(folder, gold, match="exact").step(other_order)["reward"] == 0.0
+    assert new_env(folder, gold).step(other_order)["reward"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,29 @@ def test_database_output_is_not_graded(folder: Path) -> None:
     assert f"</observation><think>y</think><solution>{GOLD}</solution>" in message
     env.step(EXPLORE)
     assert env.step("I give up.")["reward"] == -1.0
+
+
+@pytest.mark.parametrize(
+    ("query", "reward"),
+    [
+        ("SELECT count(*) FROM goods", 1.0),
+        ("SELECT count(name) AS n FROM (SELECT * FROM goods)", 1.0),
+        ("WITH g AS (SELECT * FROM goods) SELECT sum(1) FROM g", 1.0),
+        ("-- four\nSELECT count(*) FROM goods", 1.0),
+        ("SELECT 4", 0.0),
+        ("WITH goods AS (SELECT 4) SELECT * FROM goods", 0.0),
+        ("WITH goods AS (SELECT 1) SELECT 4 FROM goods", 0.0),
+        ("SELECT 4 FROM (SELECT 1 AS name) AS goods", 0.0),
+        ("SELECT 4 FROM sqlite_master LIMIT 1", 0.0),
+        ("VALUES (4)", 0.0),
+    ],
+)
+def test_solution_reads_a_table_of_the_ground_truth(folder: Path, query: str, reward: float) -> None:
+    assert new_env(folder, "SELECT count(*) FROM goods").step(solution(query))["reward"] == reward
+
+
+def test_constant_ground_truth_needs_no_table(folder: Path) -> None:
+    assert new_env(folder, "SELECT 4").step(solution("SELECT 2 + 2"))["reward"] == 1.0
 
 
 def test_failing_ground_truth_raises(folder: Path) -> None:

@@ -19,7 +19,7 @@ from skyrl_gym.envs.openspiel.endpoint import EndpointConfig
 from skyrl_gym.envs.openspiel.game_env import GameConfig
 from skyrl_gym.envs.openspiel.opponents import MctsConfig
 from skyrl_gym.envs.search.env import SearchEnvConfig
-from skyrl_gym.envs.sql.env import SQLEnvConfig
+from skyrl_gym.envs.sql.env import Text2SQLEnvConfig
 from skyrl_train.config.problems import FIELDS
 from skyrl_train.entrypoints.command import find_warnings, parse_cli
 
@@ -34,7 +34,7 @@ SETTINGS = {
     "environment.skyrl_gym.openspiel_game.mcts.": MctsConfig,
     "environment.skyrl_gym.openspiel_game.policy.": EndpointConfig,
     "environment.skyrl_gym.search.": SearchEnvConfig,
-    "environment.skyrl_gym.text2sql.": SQLEnvConfig,
+    "environment.skyrl_gym.text2sql.": Text2SQLEnvConfig,
 }
 
 RECORDER = """#!/usr/bin/env bash

@@ -110,7 +110,7 @@ def test_rows_of_spider_are_converted(prepare: Any, play: Any, tmp_path: Path, d
         "db_id": "shop",
         "data": "spider",
     }
-    assert play(row, solution("SELECT 2"), db_path=str(db_path)) == 1.0
+    assert play(row, solution("SELECT count(id) FROM goods"), db_path=str(db_path)) == 1.0
 
 
 def test_rows_of_bird_are_converted(prepare: Any, play: Any, tmp_path: Path, db_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_rows_of_bird_are_converted(prepare: Any, play: Any, tmp_path: Path, db_
     row = prepare(main, "--source", str(tmp_path), "--db_path", str(db_path), "--data", "bird")["validation"][0]
     assert "What you should know:\nink is dear\n\nQuestion: How many?" in row.prompt[0]["content"]
     assert (row.data_source, row.env_extras["data"]) == ("bird", "bird")
-    assert play(row, solution("SELECT 2"), db_path=str(db_path)) == 1.0
+    assert play(row, solution("SELECT count(id) FROM goods"), db_path=str(db_path)) == 1.0
 
 
 def test_rows_in_the_columns_of_skyrl_keep_their_prompts(prepare: Any, tmp_path: Path) -> None:
