@@ -8,6 +8,9 @@ import pickle
 class SkyRLError(Exception):
     """Base class of all errors that this project raises on purpose."""
 
+    exit_status = 1
+    """Exit status of a command that the error ends."""
+
 
 class ConfigError(SkyRLError, ValueError):
     """The configuration is invalid: an unknown key, a wrong type, or values that contradict each other."""
@@ -27,6 +30,16 @@ class EngineError(SkyRLError):
 
 class CheckpointError(SkyRLError):
     """A checkpoint could not be written, is incomplete, or does not fit the run that loads it."""
+
+
+class DivergenceError(SkyRLError):
+    """The weights of a model are NaN or infinite, or can no longer learn."""
+
+    exit_status = 3
+
+
+class StorageError(SkyRLError):
+    """The file system refused a file of the run: it is full, read-only or broken."""
 
 
 class WorkerError(SkyRLError):

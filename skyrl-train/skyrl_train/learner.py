@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,16 @@ from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import AdvantageEstimator
 from skyrl_train.algorithms.trajectories import TrajectoryView
 from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.errors import DivergenceError
 from skyrl_train.types import Metric, Metrics, TrainingBatch
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
+
+N_PROBED = 8
+"""Rows of an update with which `check_weights` tries the new weights."""
+
+MIN_MEAN_LOGPROB = -100.0
+"""Below this mean, an update has made its own samples impossible: exp(-100) is 0 in float32."""
 
 
 class Learner:
@@ -49,6 +57,7 @@ class Learner:
         self._estimator = estimator
         self._required = required_inputs(estimator)
         self._kl_controller = kl_controller(cfg.algorithm)
+        self._probe: TrainingBatch | None = None  # of the last update
 
     # -- batch → weights
 
@@ -148,11 +157,29 @@ class Learner:
 
     async def _update(self, role: str, group: WorkerGroup, batch: TrainingBatch, mini_batch_size: int) -> Metrics:
         metrics = Metrics()
+        self._probe = _shortest_rows(batch, N_PROBED)
         for epoch in range(self._cfg.update_epochs_per_batch):
             for index, mini_batch in enumerate(batch.chunk(mini_batch_size)):
                 is_first = epoch == index == 0  # the weights are still those that scored the batch
                 metrics = metrics.merge(await group.update(mini_batch, mini_batch.old_logprobs if is_first else None))
         return metrics.with_prefix(role)
+
+    async def check_weights(self) -> None:
+        """Check that weights are finite, and that rows of the last update still have log-probs and a gradient.
+
+        A much too large update leaves weights that are finite, yet give every token a gradient of 0 or NaN.
+
+        Raises:
+            DivergenceError: training has diverged.
+        """
+        for name, group in self._changing().items():
+            fault = None if await group.is_finite() else "its weights are NaN or infinite"
+            if fault is None and name != "ref" and self._probe is not None:
+                fault = _find_divergence((await group.probe(self._probe)).numbers())
+            if fault is not None:
+                model = self._cfg.critic if name == "critic" else self._cfg.policy
+                key = f"trainer.{'critic' if model is self._cfg.critic else 'policy'}.optimizer_config.lr"
+                raise DivergenceError(f"the {name} has diverged with {key}={model.optimizer_config.lr:g}: {fault}")
 
     async def refresh_reference(self, version: int) -> None:
         """Copy the policy's weights, of `version`, to the reference."""
@@ -166,9 +193,16 @@ class Learner:
         return sum([await group.checkpoint_bytes() for group in self._changing().values()])
 
     async def save(self, folder: Path) -> None:
-        """Write the state of each model into its own folder; CheckpointError if weights are NaN or infinite."""
-        writing = [await group.save(folder / name) for name, group in self._changing().items()]
-        await asyncio.gather(*writing)
+        """Write the state of each model into its own folder."""
+        writing: list[Awaitable[Any]] = []
+        try:
+            for name, group in self._changing().items():
+                writing.append(await group.save(folder / name))
+        finally:
+            results = await asyncio.gather(*writing, return_exceptions=True)  # the folder may be removed next
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def restore(self, folder: Path) -> None:
         """Load what `save` wrote; CheckpointError if it is incomplete or belongs to another model."""
@@ -197,3 +231,25 @@ class Learner:
         if self.ref is not None and self._reference_sync is not None:
             groups["ref"] = self.ref
         return groups
+
+
+def _shortest_rows(batch: TrainingBatch, n_rows: int) -> TrainingBatch | None:
+    """Return the shortest rows that have a trained token; None if no row has one."""
+    lengths = batch.attention_mask.sum(dim=1).tolist()
+    trained = sorted(batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist(), key=lengths.__getitem__)
+    return batch.select(trained[:n_rows]) if trained else None
+
+
+def _find_divergence(probe: Mapping[str, float]) -> str | None:
+    """Return a phrase if the mean log-prob or value of tokens, or its gradient norm, is that of broken weights.
+
+    A mean of exactly 0 may have the gradient 0: that of a policy which has become certain of every token.
+    """
+    mean, norm = probe["mean"], probe["grad_norm"]
+    if not math.isfinite(norm):
+        return f"the gradient of its outputs is {norm:g}"
+    if norm == 0 and mean != 0:
+        return "the gradient of its outputs is 0, so that it cannot learn any more"
+    if mean < MIN_MEAN_LOGPROB:
+        return f"the tokens that it has just sampled have a mean log-prob of {mean:g}"
+    return None

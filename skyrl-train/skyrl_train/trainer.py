@@ -6,7 +6,7 @@ A step draws P prompts and plays G samples of each. Its batch has B rows of L to
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,7 +18,7 @@ from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore, write_complete
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, DivergenceError
 from skyrl_train.generators.source import BatchSource
 from skyrl_train.learner import Learner
 from skyrl_train.timer import StepTimer
@@ -90,6 +90,8 @@ class Trainer:
             for callback in self._callbacks:
                 try:
                     await callback.on_train_end(self, error)
+                except OSError as failure:  # e.g. the disk is full, which ended the run
+                    logger.warning("%s failed at the end of the run: %s", type(callback).__name__, failure)
                 except Exception:  # a failing callback must not hide why the run ended
                     logger.exception("%s failed at the end of the run", type(callback).__name__)
 
@@ -127,7 +129,9 @@ class Trainer:
             try:
                 data = await self._source.take(step.number)
             except Exception:
-                await self._save_before_failure()
+                if self.global_step > 0:
+                    await self._check_weights(self.global_step)  # divergence explains why rollouts fail
+                    await self._save_before_failure()
                 raise
         step.played, step.ends_epoch = data.played, data.ends_epoch
         step.record(data.metrics)
@@ -158,6 +162,8 @@ class Trainer:
                 step.record(await self.learner.update_critic(batch))
         with step.timer("policy_train"):
             step.record(await self.learner.update_policy(batch))
+        if step.number == self.total_steps or _has_no_gradient(step.metrics.numbers()):
+            await self._check_weights(step.number)
         if self.cfg.trainer.update_ref_every_epoch and step.ends_epoch and step.number < self.total_steps:
             await self.learner.refresh_reference(step.number)
             logger.info("The policy of step %d is the new reference", step.number)
@@ -182,8 +188,10 @@ class Trainer:
         """Write everything that a resumed run needs to continue exactly, then call `on_checkpoint`.
 
         Raises:
-            CheckpointError: the disk refused, or the weights are NaN or infinite; the last checkpoint is intact.
+            CheckpointError: the disk refused; the last checkpoint is intact.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn; the last checkpoint is intact.
         """
+        await self._check_weights(self.global_step)
 
         async def write(folder: Path) -> None:
             state = {
@@ -200,9 +208,25 @@ class Trainer:
         for callback in self._callbacks:
             await callback.on_checkpoint(self, path)
 
+    async def _check_weights(self, step: int) -> None:
+        """Check the weights after the update of `step`.
+
+        Raises:
+            DivergenceError: training has diverged; the message says what remains of the run.
+        """
+        try:
+            await self.learner.check_weights()
+        except DivergenceError as error:
+            last = self._checkpoints.resumable_step()
+            kept = "there is no earlier checkpoint" if last is None else f"the checkpoint of step {last} is kept"
+            raise DivergenceError(
+                f"in step {step}, {error}; {kept}. The same command would diverge again: start a new run with a lower "
+                "learning rate, from a checkpoint if you like (docs/guides/debugging.md#divergence)"
+            ) from error
+
     async def _save_before_failure(self) -> None:
         """Save the last finished step, whose weights are unchanged, so that a resumed run loses none."""
-        if self.cfg.trainer.ckpt_interval > 0 and self.global_step > 0:
+        if self.cfg.trainer.ckpt_interval > 0:
             try:
                 await self.save_checkpoint()
             except CheckpointError as error:
@@ -215,21 +239,33 @@ class Trainer:
         self._checkpoints.check_space(await self.learner.checkpoint_bytes())
 
     async def export(self, folder: Path) -> None:
-        """Write policy and critic as plain Hugging Face folders into `folder`, complete or not at all."""
-        await write_complete(folder, self.learner.export)
+        """Write policy and critic as plain Hugging Face folders into `folder`, complete or not at all.
+
+        Raises:
+            CheckpointError: the disk refused.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn.
+        """
+        await self._check_weights(self.global_step)
+        try:
+            await write_complete(folder, self.learner.export)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"cannot export step {self.global_step} to {folder}: {error}. Free disk space, or set "
+                f"trainer.export_path to a larger disk; the same command then {self._checkpoints.describe_rerun()}"
+            ) from error
 
     async def resume(self) -> None:
         """Load the checkpoint that `trainer.resume_mode` asks for, if there is one."""
         folder = self._checkpoints.find(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path)
         if folder is None:
             return
+        await self._checkpoints.verify(folder)
         try:
             state = torch.load(folder / "driver.pt", weights_only=True)
             self.learner.load_state_dict(state["learner"])
         except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError) as error:
             raise CheckpointError(
-                f"cannot resume from {folder}: {error}; remove it and resume from another, or, if an older version "
-                "wrote it, finish the run with that version"
+                f"cannot resume from {folder}: {error!r}; another version wrote it, which can finish the run"
             ) from error
         self._source.load_state_dict(state["source"])
         await self.learner.restore(folder)
@@ -238,3 +274,9 @@ class Trainer:
         logger.info("Resumed from %s", folder)
         for line in changed_settings(yaml.safe_load(state["config"]), self.cfg.model_dump(mode="json")):
             logger.warning("Changed since the checkpoint, whose optimizer and schedule continue as they were: %s", line)
+
+
+def _has_no_gradient(metrics: Mapping[str, float]) -> bool:
+    """Return True if updates of a step were skipped, or if its gradient is 0 although its advantages are not."""
+    skipped = metrics.get("policy/skipped_updates", 0) + metrics.get("critic/skipped_updates", 0)
+    return skipped > 0 or (metrics.get("policy/grad_norm") == 0 and metrics["loss/avg_raw_advantages_abs"] > 0)

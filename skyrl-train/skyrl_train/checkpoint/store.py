@@ -1,7 +1,7 @@
 """A folder of checkpoints, each complete or absent.
 
 latest_ckpt_global_step.txt     the step to resume from, written last
-global_step_N/                  renamed to this once all its files are on disk
+global_step_N/                  renamed to this once all its files are on disk, with `checksums.json`
 .global_step_N.partial/         incomplete, in progress or left by a crash: never read, removed by the next save
 .global_step_N.replaced/        the step's earlier checkpoint, for the moment in which a new one replaces it
 """
@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
-from skyrl_train.checkpoint.durable import make_folder, replace_text, sync, sync_tree
+from skyrl_train.checkpoint.durable import disk_error, make_folder, replace_text, sync, sync_tree
+from skyrl_train.checkpoint.manifest import find_damage, write_manifest
 from skyrl_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class CheckpointStore:
         """Keep the newest `max_to_keep` checkpoints; -1 keeps all that the disk has room for."""
         self.path = path
         self._max_to_keep = max_to_keep
+        self._resumed_step: int | None = None  # kept until the next save, also if the pointer names another
 
     async def save(self, step: int, write: Write, expected_bytes: int = 0) -> Path:
         """Let `write` fill an empty folder, then make it the checkpoint of `step` and the one to resume from.
@@ -46,15 +48,22 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk refused, or `write` raised it; the one to resume from is unchanged.
         """
+
+        async def write_with_manifest(folder: Path) -> None:
+            await write(folder)
+            await asyncio.to_thread(write_manifest, folder)
+
         try:
             await asyncio.to_thread(self._make_room, expected_bytes)
-            target = await write_complete(self._folder(step), write)
+            target = await write_complete(self._folder(step), write_with_manifest)
             await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"cannot save the checkpoint of step {step} in {self.path}: {error}; the one before it is intact. "
-                "Free disk space or set trainer.ckpt_path to another disk, then rerun the command to resume"
+                f"cannot save the checkpoint of step {step} in {self.path}: {disk_error(error)}. Free disk space, or "
+                f"move {self.path} to a larger disk and set trainer.ckpt_path to it; the same command then "
+                f"{self.describe_rerun()}"
             ) from error
+        self._resumed_step = None
         try:
             await asyncio.to_thread(self._remove_superseded, step)
         except OSError as error:
@@ -65,7 +74,7 @@ class CheckpointStore:
         """Return the checkpoint that `trainer.resume_mode` asks for, or None to start anew.
 
         Raises:
-            CheckpointError: it does not exist, or its name lacks its step.
+            CheckpointError: it does not exist, its name lacks its step, or the pointer names none.
         """
         if mode == "latest":
             return self.latest()
@@ -76,7 +85,29 @@ class CheckpointStore:
             raise CheckpointError(f"trainer.resume_path={folder} must end in global_step_N, e.g. ckpts/global_step_40")
         if not folder.is_dir():
             raise CheckpointError(f"trainer.resume_path={folder} does not exist")
+        if folder.parent.resolve() == self.path.resolve():
+            self._resumed_step = int(folder.name.removeprefix("global_step_"))
         return folder
+
+    async def verify(self, folder: Path) -> None:
+        """Compare the files of a checkpoint with their checksums.
+
+        Raises:
+            CheckpointError: one differs or is missing; the message names it and the newest complete checkpoint.
+        """
+        if damage := await asyncio.to_thread(find_damage, folder):
+            complete = await asyncio.to_thread(self._newest_complete)
+            fix = (
+                f"The newest complete checkpoint is {complete}: set trainer.resume_mode=from_path and "
+                f"trainer.resume_path={complete} to resume from it"
+                if complete
+                else f"No checkpoint in {self.path} is complete: set trainer.resume_mode=none to start again"
+            )
+            raise CheckpointError(f"cannot resume from {folder}: {', '.join(damage)}. {fix}")
+
+    def _newest_complete(self) -> Path | None:
+        folders = (self._folder(step) for step in reversed(self.steps()))
+        return next((folder for folder in folders if not find_damage(folder)), None)
 
     def latest(self) -> Path | None:
         """Return the checkpoint to resume from, or None when there is none.
@@ -96,6 +127,19 @@ class CheckpointStore:
                 "write one of them into the file, or set trainer.resume_mode=none"
             )
         return folder
+
+    def resumable_step(self) -> int | None:
+        """Return the step of the checkpoint to resume from, or None if there is none."""
+        pointed = self._pointed_step()
+        if pointed is None or not pointed.isdecimal():
+            return None
+        names = (f"global_step_{pointed}", f".global_step_{pointed}.replaced")
+        return int(pointed) if any((self.path / name).is_dir() for name in names) else None
+
+    def describe_rerun(self) -> str:
+        """Return what the same command would do next, as a verb phrase."""
+        step = self.resumable_step()
+        return "starts again, because there is no checkpoint" if step is None else f"resumes from step {step}"
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
@@ -129,15 +173,15 @@ class CheckpointStore:
         return sorted((step for step in self.steps() if step != newest), key=lambda step: (step < newest, step))
 
     def _removable(self) -> list[int]:
-        """Return all steps but the one to resume from; none while the pointer names a missing checkpoint."""
-        pointed = self._pointed_step()
-        return next((self._other_steps(step) for step in self.steps() if str(step) == pointed), [])
+        """Return all steps but those to resume from; none while the pointer names a missing checkpoint."""
+        pointed = self.resumable_step()
+        return [] if pointed is None else [step for step in self._other_steps(pointed) if step != self._resumed_step]
 
     def _pointed_step(self) -> str | None:
         """Return the pointer's text, or the newest step if a crash came before the first pointer was written."""
         pointer, steps = self.path / POINTER, self.steps()
         if pointer.exists():
-            return pointer.read_text().strip()
+            return pointer.read_text(encoding="utf-8", errors="replace").strip()
         return str(steps[-1]) if steps else None
 
     def _make_room(self, expected_bytes: int) -> None:
@@ -186,9 +230,13 @@ async def write_complete(target: Path, write: Write) -> Path:
     if partial.exists():
         await asyncio.to_thread(shutil.rmtree, partial)
     make_folder(target.parent)
-    partial.mkdir()
-    await write(partial)
-    await asyncio.to_thread(_commit, partial, target)
+    try:
+        partial.mkdir()
+        await write(partial)
+        await asyncio.to_thread(_commit, partial, target)
+    except Exception:
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # what is incomplete takes up room
+        raise
     return target
 
 

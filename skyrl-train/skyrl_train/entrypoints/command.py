@@ -18,14 +18,15 @@ from skyrl_train.errors import SkyRLError
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command. An error of this project ends it with its message and exit status 1, an interrupt with 130."""
+    """Run a command. An error of this project ends it with its message and exit status, an interrupt with 130."""
     log_to_console()
     try:
         command()
     except* SkyRLError as group:
-        for error in _leaves(group):
+        errors = _leaves(group)
+        for error in errors:
             print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(max(error.exit_status for error in errors))
     except* KeyboardInterrupt:
         sys.exit(130)
 
@@ -58,7 +59,7 @@ def log_to_console() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def _leaves(error: SkyRLError | BaseExceptionGroup[SkyRLError]) -> list[SkyRLError]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     return [error]

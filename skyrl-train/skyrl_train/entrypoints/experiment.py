@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from skyrl_train.callbacks import (
     SavedConfig,
     TrajectoryDump,
 )
-from skyrl_train.checkpoint import folder_lock
+from skyrl_train.checkpoint import CheckpointStore, folder_lock
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
@@ -47,8 +48,9 @@ from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.command import log_to_console, validate_cfg
 from skyrl_train.entrypoints.engine import new_engine
+from skyrl_train.entrypoints.preflight import find_unusable_folders
 from skyrl_train.entrypoints.runtime import collect_rarely, compute_thread, on_first_interrupt
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
@@ -74,6 +76,8 @@ from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
 
 class BasePPOExp:
     """One training run, assembled from its configuration."""
@@ -86,6 +90,7 @@ class BasePPOExp:
         self.cfg = validate_cfg(cfg)
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
             logger.warning(sentence)
+        raise_problems(find_unusable_folders(self.cfg))
         self.run_folder = RunFolder.create(
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
@@ -100,8 +105,9 @@ class BasePPOExp:
                 asyncio.run(self._run())
             except KeyboardInterrupt:
                 logger.info(
-                    "Stopped. To resume from the last checkpoint, rerun the command with trainer.run_name=%s",
+                    "Stopped. With trainer.run_name=%s, the same command %s",
                     self.cfg.trainer.run_name,
+                    CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun(),
                 )
                 raise
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
@@ -113,6 +119,7 @@ class BasePPOExp:
         disable_progress_bar()  # transformers shows one for each file
         folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
         with (
+            self._disk_errors(),
             folder_lock(folder, "wait until it ends, or give this run another trainer.run_name"),
             folder_lock(ckpt_path, "wait until it ends, or set another trainer.ckpt_path")
             if not ckpt_path.is_relative_to(folder)
@@ -126,6 +133,20 @@ class BasePPOExp:
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
             yield
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Answer a disk that is full or broken with a StorageError, wherever the run writes."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            rerun = CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun()
+            raise StorageError(
+                f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space; the same "
+                f"command then {rerun}"
+            ) from error
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import reads_reference
+from skyrl_train.checkpoint import find_folder_fault
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import DATA_SUFFIXES
@@ -25,6 +26,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     """Yield a sentence for each file, folder or function that a training run, or else an evaluation, would not find."""
     trainer = cfg.trainer
+    yield from find_unusable_folders(cfg)
     if trains:
         for look_up, name in (
             (advantage_estimator, trainer.algorithm.advantage_estimator),
@@ -42,6 +44,23 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         yield from _missing_model("trainer.critic.model.path", trainer.critic.model.path)
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
         yield from _missing_model("trainer.ref.model.path", trainer.ref.model.path)
+
+
+def find_unusable_folders(cfg: SkyRLConfig) -> Iterator[str]:
+    """Yield a sentence for each folder that the run would write into and cannot. Creates nothing."""
+    trainer = cfg.trainer
+    if fault := find_folder_fault(trainer.run_dir):
+        yield (
+            f"the run folder {show(trainer.run_dir)} cannot be written: {fault}; set trainer.output_dir, "
+            "trainer.project_name and trainer.run_name, of which it consists, to a folder that you may write into"
+        )
+        return  # the other folders may be below it
+    folders = {"trainer.ckpt_path": trainer.ckpt_path}
+    if trainer.hf_save_interval > 0:
+        folders["trainer.export_path"] = trainer.export_path
+    for key, folder in folders.items():
+        if fault := find_folder_fault(folder):
+            yield f"{key}={show(folder)} cannot be written: {fault}; set it to a folder that you may write into"
 
 
 def _missing_data(key: str, sources: list[str]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from skyrl_train.checkpoint import make_folder
 from skyrl_train.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class RunFolder:
 def log_to_file(path: Path) -> Iterator[None]:
     """Append the project's log messages, from level INFO up, to `path` within the context."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in ("skyrl_train", "skyrl_gym")]
@@ -88,6 +91,30 @@ def log_to_file(path: Path) -> Iterator[None]:
             logger.removeHandler(handler)
             logger.setLevel(old_level)
         handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that warns once, on the console, when a message cannot be written, e.g. to a full disk."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._warn(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("%s lacks the last messages: %s", self.baseFilename, error)
 
 
 def _folder(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from skyrl_train.config.validation import wandb_login_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
 from skyrl_train.tracking.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
@@ -157,5 +160,10 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except OSError as failure:
+            if error is None:
+                raise
+            logger.warning("The last metrics could not be written: %s", failure)  # `error` says why the run ends

@@ -74,6 +74,16 @@ class WorkerGroup:
         """Take one optimizer step on a mini-batch; `log_probs` as in `forward_backward`."""
         return (await self.forward_backward(mini_batch, log_probs)).merge(await self.optim_step())
 
+    async def is_finite(self) -> bool:
+        """Return False if a weight is NaN or infinite."""
+        return all(await self._call("is_finite"))
+
+    async def probe(self, rows: TrainingBatch) -> Metrics:
+        """Return the mean log-prob or value of the rows' tokens, and the norm of its gradient. Changes nothing."""
+        spec = self._spec
+        shards, _ = split(rows, self._n_parts, spec.max_tokens_per_micro_batch, spec.max_rows_train)
+        return Metrics().merge(*await self._call("probe", per_part=shards))
+
     async def save(self, folder: Path) -> Awaitable[Any]:
         """Return once training may continue; await the result until `folder` is on disk."""
         await self._call("begin_save", folder)

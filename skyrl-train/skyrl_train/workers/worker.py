@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import get_scheduler
 
 from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.checkpoint import disk_error
 from skyrl_train.distributed import DistributedStrategy, TrainState
 from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.errors import CheckpointError
@@ -45,6 +47,7 @@ class Worker:
         else:
             self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
         self._saving: Future[Any] | None = None
+        self._is_skipping = False  # True while gradients are NaN or infinite
 
     def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, Any]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -98,22 +101,31 @@ class Worker:
                 metrics["grad_norm"] = Metric("mean", norm)
             state.optimizer.step()
             state.scheduler.step()
-        else:
-            logger.warning("The gradient norm of the %s is %s: this update is skipped", role, norm)
+        elif not self._is_skipping:
+            logger.warning("The gradient norm of the %s is %s: updates are skipped until it is finite", role, norm)
+        self._is_skipping = not is_finite
         state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def begin_save(self, folder: Path) -> None:
-        """Copy weights, optimizer, schedule and this rank's random state to host memory; write them in the background.
+    def is_finite(self) -> bool:
+        """Return False if a weight is NaN or infinite."""
+        return self._strategy.is_finite(self.module)
 
-        Raises:
-            CheckpointError: a weight is NaN or infinite.
-        """
-        if not self._strategy.is_finite(self.module):
-            raise CheckpointError(
-                f"the weights of the {self._spec.role} are NaN or infinite: it has diverged, and no checkpoint of it "
-                "is written; resume from an earlier checkpoint with a lower learning rate"
-            )
+    def probe(self, shard: Shard) -> Metrics:
+        """Return the mean log-prob or value of the shard's tokens, and the norm of its gradient. Changes nothing."""
+        assert self._state.optimizer is not None
+
+        def consume(scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
+            total = scores[0].sum()
+            return total, Metrics({"mean": Metric("mean", total.item(), rows.loss_mask.sum().item())})
+
+        metrics = Metrics().merge(*self._run(shard, consume, backward=True))
+        metrics["grad_norm"] = Metric("mean", self._strategy.clip_gradients(self.module, math.inf))
+        self._state.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy weights, optimizer, schedule and this rank's random state to host memory; write in the background."""
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(random_state(), folder / f"rng_{self._strategy.world.rank}.pt")
         if self._strategy.world.rank == 0:
@@ -150,8 +162,11 @@ class Worker:
             ) from error
 
     def export(self, folder: Path) -> None:
-        """Write a plain Hugging Face folder."""
-        self._strategy.export(self.module, folder)
+        """Write a plain Hugging Face folder; OSError if the file system refuses."""
+        try:
+            self._strategy.export(self.module, folder)
+        except SafetensorError as error:
+            raise OSError(f"the {self._spec.role} could not be written: {error}") from error
         if self._strategy.world.rank == 0:
             self._spec.save_tokenizer(str(folder))
 
@@ -179,4 +194,5 @@ def _root_cause(error: BaseException) -> str:
     """Return the first of the errors that DCP collects from its ranks."""
     if isinstance(error, CheckpointException):
         error = next((reason for reason, _ in error.failures.values()), error)
+    error = disk_error(error)
     return f"{type(error).__name__}: {error}"

@@ -1,10 +1,11 @@
-"""Durability of runs: diverged weights, an interrupted export, a second process."""
+"""Durability of runs: divergence, damaged checkpoints, full disks, an interrupted export, a second process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,10 +17,12 @@ import torch
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, folder_lock
-from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
+from skyrl_train.checkpoint.manifest import find_damage
+from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli, run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner import Learner
-from skyrl_train.trainer import Trainer
+from skyrl_train.trainer import Step, Trainer
+from skyrl_train.types import TrainingBatch
 
 
 @pytest.fixture
@@ -37,31 +40,170 @@ def pointed_step(folder: Path) -> int:
     return int((folder / "ckpts/latest_ckpt_global_step.txt").read_text())
 
 
-def test_a_diverged_policy_does_not_replace_a_finite_checkpoint(
-    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stage", "step", "overrides"),
+    [
+        ("update", 2, ["trainer.hf_save_interval=1"]),  # the last step
+        ("update", 2, ["trainer.ckpt_interval=-1", "trainer.hf_save_interval=1"]),
+        ("update", 1, ["trainer.max_ckpts_to_keep=1"]),
+        ("sync_weights", 1, []),  # found before the checkpoint
+        ("sync_weights", 1, ["trainer.ckpt_interval=-1"]),  # found when the rollouts of the next step fail
+    ],
+)
+def test_a_diverged_run_ends_with_its_own_status_and_keeps_what_is_finite(
+    catch_run: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+    step: int,
+    overrides: list[str],
 ) -> None:
-    """Every rollout of step 2 fails; saving it would delete the only checkpoint, that of step 1."""
-    sync = Trainer.sync_weights
+    class Diverging(Trainer):
+        async def update(self, current: Step, batch: TrainingBatch) -> None:
+            self.harm("update", current)
+            await super().update(current, batch)
 
-    async def diverge(self: Trainer, step: object) -> None:
-        await sync(self, step)  # type: ignore[arg-type]
-        if step.number == 1:  # type: ignore[attr-defined]
-            self.global_step = 1
-            await self.save_checkpoint()
-            (rank,) = self.learner.policy._ranks
-            with torch.no_grad():
-                for parameter in rank.worker.module.parameters():  # type: ignore[attr-defined]
-                    parameter.fill_(torch.nan)
+        async def sync_weights(self, current: Step) -> None:
+            await super().sync_weights(current)
+            self.harm("sync_weights", current)
 
-    monkeypatch.setattr(Trainer, "sync_weights", diverge)
-    with pytest.raises(SystemExit):
-        train("trainer.max_ckpts_to_keep=1", "trainer.ckpt_interval=100")
+        def harm(self, name: str, current: Step) -> None:
+            if (name, current.number) == (stage, step):
+                (rank,) = self.learner.policy._ranks
+                with torch.no_grad():
+                    for parameter in rank.worker.module.parameters():  # type: ignore[attr-defined]
+                        parameter.fill_(torch.nan)
+
+    class Experiment(BasePPOExp):
+        trainer_class = Diverging
+
+    command = [*catch_run, "trainer.ckpt_interval=1", "trainer.eval_interval=-1", *overrides]
+    with pytest.raises(SystemExit) as stop:
+        run_command(Experiment(parse_cli(command)).run)
+    assert stop.value.code == 3
+    error = capsys.readouterr().err
+    is_saved = step == 2 and "trainer.ckpt_interval=-1" not in overrides
+    kept = "the checkpoint of step 1 is kept" if is_saved else "there is no earlier checkpoint"
+    assert error.count("diverged with") == 1
+    assert f"error: in step {step}, the policy has diverged with trainer.policy.optimizer_config.lr=1e-06: " in error
+    assert f"its weights are NaN or infinite; {kept}. The same command would diverge again: start a new run" in error
+    assert "Traceback" not in error
     folder = tmp_path / "skyrl/test_run"
-    assert "logits are not finite" in capsys.readouterr().err
-    assert "Step 1 is not saved: " in (folder / "train.log").read_text()
-    assert pointed_step(folder) == 1
-    monkeypatch.setattr(Trainer, "sync_weights", sync)
-    assert pointed_step(train("trainer.ckpt_interval=100")) == 2, "the run resumes from the finite checkpoint"
+    assert sorted(path.name for path in folder.glob("ckpts/.global_step_*")) == []
+    assert sorted(path.name for path in folder.glob("ckpts/global_step_*")) == (["global_step_1"] if is_saved else [])
+    is_exported = "trainer.hf_save_interval=1" in overrides
+    assert [path.name for path in folder.glob("export/*")] == (["global_step_1"] if is_exported else [])
+    if is_saved:
+        main(command)
+        assert pointed_step(folder) == 2, "without the fault, the run resumes from the finite checkpoint"
+
+
+def test_a_learning_rate_of_1000_ends_the_run_in_its_first_step(
+    train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train("trainer.policy.optimizer_config.lr=1e3")
+    assert stop.value.code == 3
+    message = "in step 1, the policy has diverged with trainer.policy.optimizer_config.lr=1000: the gradient of"
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "skyrl/test_run/ckpts").iterdir())
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_offered_one_resumes(
+    train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train() / "ckpts"
+    damaged = folder / "global_step_2/policy/__0_0.distcp"
+    with damaged.open("r+b") as file:
+        file.seek(damaged.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(SystemExit):
+        train()
+    message = capsys.readouterr().err
+    assert f"the content of {damaged} has changed since it was saved" in message
+    settings = re.findall(r"trainer\.resume_\w+=\S+", message)
+    assert settings == ["trainer.resume_mode=from_path", f"trainer.resume_path={folder}/global_step_1"]
+    train(*settings)
+    assert find_damage(folder / "global_step_2") == []
+
+
+LIMIT_FILES = """
+import resource, sys
+from examples.catch.main_catch import register_catch
+from skyrl_train.callbacks import Callback
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli, run_command
+
+class LimitFiles(Callback):
+    async def {method}(self, run, _):
+        if run.global_step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+
+class Experiment(BasePPOExp):
+    def get_callbacks(self, *parts):
+        return [LimitFiles(), *super().get_callbacks(*parts)]
+
+register_catch()
+run_command(lambda: Experiment(parse_cli(sys.argv[1:])).run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "failure", "left"),
+    [
+        ("on_step_end", "cannot save the checkpoint of step 2 in {0}/ckpts: the policy could not be written: ", []),
+        ("on_checkpoint", "cannot export step 2 to {0}/export/global_step_2: the policy could not be written: ", [2]),
+    ],
+)
+def test_a_file_that_cannot_be_written_ends_the_run_with_one_message_and_leaves_room(
+    train: Callable[..., Path], catch_run: list[str], tmp_path: Path, method: str, failure: str, left: list[int]
+) -> None:
+    overrides = ["trainer.ckpt_interval=1", "trainer.eval_interval=-1", "trainer.hf_save_interval=2"]
+    script = LIMIT_FILES.replace("{method}", method)
+    command = [sys.executable, "-c", script, *catch_run, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    folder = tmp_path / "skyrl/test_run"
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {failure.format(folder)}")
+    assert "File too large" in error
+    assert error.endswith(f"the same command then resumes from step {max([1, *left])}")
+    assert list(folder.glob("*/.global_step_*")) == [], "incomplete folders take up room"
+    assert not (folder / "export/global_step_2").exists()
+    train("trainer.hf_save_interval=2")
+    assert (folder / "export/global_step_2/policy/model.safetensors").exists()
+
+
+def test_a_log_on_a_full_disk_is_warned_of_once_and_does_not_end_the_run(
+    train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "skyrl/test_run"
+    folder.mkdir(parents=True)
+    (folder / "train.log").symlink_to("/dev/full")
+    train()
+    assert pointed_step(folder) == 2
+    assert caplog.text.count("train.log lacks the last messages: [Errno 28] No space left on device") == 1
+    assert "Logging error" not in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_a_run_with_one_message(
+    train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "skyrl/test_run"
+    folder.mkdir(parents=True)
+    for name in ("config.yaml", "train.log"):
+        (folder / name).symlink_to("/dev/full")
+    with pytest.raises(SystemExit) as stop:
+        train()
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert (
+        f"error: a file of the run in {folder} could not be written: [Errno 28] No space left on device. Free disk "
+        "space; the same command then starts again, because there is no checkpoint"
+    ) in error
+    assert "Traceback" not in error
 
 
 def test_an_interrupted_export_is_absent_and_written_on_resume(
@@ -182,9 +324,10 @@ def test_a_checkpoint_of_an_older_version_is_refused_by_name(
     train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = train("trainer.max_training_steps=1") / "ckpts/global_step_1"
-    (folder / "driver.pt").rename(folder / "trainer_state.pt")
+    (folder / "checksums.json").unlink()
     with pytest.raises(SystemExit):
         train()
     message = capsys.readouterr().err
-    assert f"cannot resume from {folder}" in message
-    assert "finish the run with that version" in message
+    assert f"cannot resume from {folder}: checksums.json is missing" in message
+    assert "an older version wrote it" in message
+    assert "set trainer.resume_mode=none to start again" in message

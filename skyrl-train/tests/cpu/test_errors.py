@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from skyrl_train import errors
+from skyrl_train.entrypoints.command import run_command
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,16 @@ def test_every_error_is_a_skyrl_error_and_survives_pickling(kind: type[errors.Sk
     assert isinstance(error, errors.SkyRLError)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (kind, str(error))
+
+
+def test_divergence_has_an_exit_status_of_its_own() -> None:
+    def fail() -> None:
+        raise ExceptionGroup("tasks", [errors.EnvError("first"), errors.DivergenceError("second")])
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(fail)
+    assert stop.value.code == errors.DivergenceError.exit_status == 3
+    assert errors.EnvError.exit_status == 1
 
 
 class TwoPartError(Exception):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from workers.worker_batches import SingleRankGroup, config, policy_objective
 
 from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.errors import DivergenceError
 from skyrl_train.learner import Learner
 from skyrl_train.types import TrainingBatch, Trajectory
 
@@ -92,3 +95,69 @@ def test_the_kl_controller_counts_trajectories(tiny_model: PreTrainedModel) -> N
         model.advantages(with_kl(batch, *[1.0] * len(batch)))
         coefficients.append(model.state_dict()["kl_controller"]["value"])
     assert coefficients == pytest.approx([COEFFICIENT * (1 + 0.2 * 2 / 10)] * 2), "two trajectories at a horizon of ten"
+
+
+def fill_with_nan(model: PreTrainedModel) -> None:
+    model.base_model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+
+
+def overflow_hidden_states(model: PreTrainedModel) -> None:
+    model.get_input_embeddings().weight.fill_(1e30)
+
+
+def overflow_gradients(model: PreTrainedModel) -> None:
+    model.base_model.norm.weight.fill_(1e38)
+
+
+def make_other_tokens_certain(model: PreTrainedModel) -> None:
+    model.get_output_embeddings().weight.mul_(1e5)
+
+
+@pytest.mark.parametrize(
+    ("harm", "fault"),
+    [
+        (fill_with_nan, "its weights are NaN or infinite"),
+        (overflow_hidden_states, "the gradient of its outputs is 0, so that it cannot learn any more"),
+        (overflow_gradients, r"the gradient of its outputs is (nan|inf)"),
+        (make_other_tokens_certain, r"the tokens that it has just sampled have a mean log-prob of -\d+"),
+    ],
+)
+async def test_weights_that_have_diverged_are_found(
+    tiny_model: PreTrainedModel, harm: Callable[[PreTrainedModel], None], fault: str
+) -> None:
+    model = copy.deepcopy(tiny_model)
+    trained = learner(model)
+    batch = build_training_batch([two_rows("0", i, 0.0, float(i)) for i in range(4)], 0)
+    await trained.check_weights()  # before the first update
+    batch, _ = trained.advantages(await trained.score(batch))
+    await trained.update_policy(batch)
+    await trained.check_weights()
+    with torch.no_grad():
+        harm(model)
+    with pytest.raises(
+        DivergenceError, match=rf"^the policy has diverged with trainer\.policy\.opt\S+\.lr=1e-06: {fault}"
+    ):
+        await trained.check_weights()
+
+
+async def test_a_policy_that_has_become_certain_has_not_diverged(tiny_model: PreTrainedModel) -> None:
+    """The gradient of a solved task may underflow to 0."""
+    model = copy.deepcopy(tiny_model)
+    trained = learner(model)
+    batch = build_training_batch([two_rows("0", i, 0.0, float(i)) for i in range(4)], 0)
+    scored = await trained.score(batch)
+    await trained.update_policy(trained.advantages(scored)[0])
+    sampled = batch.sequences[batch.attention_mask.bool()].unique()
+    assert len(sampled) > 1
+    with torch.no_grad():
+        hidden_size = model.config.hidden_size
+        for layer in model.base_model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.base_model.norm.weight.fill_(1e3)
+        embeddings = torch.eye(model.config.vocab_size, hidden_size)
+        model.get_input_embeddings().weight.copy_(embeddings)
+        model.get_output_embeddings().weight.copy_(embeddings.roll(1, dims=0))  # each token is followed by the next
+    probe = (await trained.policy.probe(batch)).numbers()
+    assert probe == {"mean": 0.0, "grad_norm": 0.0}
+    await trained.check_weights()

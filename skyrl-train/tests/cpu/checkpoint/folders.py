@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_train.checkpoint import CheckpointStore
+from skyrl_train.checkpoint.manifest import MANIFEST, find_damage
 
 FILES = ("driver.pt", "policy/schedule.pt")
 N_BYTES = 1000  # size of each file
@@ -29,7 +30,9 @@ def write_named(name: str, halfway: Callable[[], None] = lambda: None) -> Callab
 
 def read(folder: Path) -> str:
     """Return the name in all files; fail if the checkpoint is incomplete."""
-    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == sorted(FILES)
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    assert sorted(names) == sorted([*FILES, MANIFEST])
+    assert find_damage(folder) == []
     texts = {(folder / file).read_text() for file in FILES}
     assert len(texts) == 1
     text = texts.pop()

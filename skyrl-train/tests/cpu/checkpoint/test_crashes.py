@@ -13,6 +13,7 @@ import pytest
 from checkpoint.folders import FILES, read, save, write_named
 
 from skyrl_train.checkpoint import CheckpointStore
+from skyrl_train.checkpoint.manifest import MANIFEST
 from skyrl_train.checkpoint.store import POINTER
 from skyrl_train.errors import CheckpointError
 
@@ -183,7 +184,7 @@ def test_files_are_synced_before_renames_and_the_pointer(tmp_path: Path, events:
     """A power cut keeps only synced data, so the order is files, folders, rename, pointer."""
     save(CheckpointStore(tmp_path), 5, write_named("five"))
     partial = ".global_step_5.partial"
-    written = [*(f"{partial}/{file}" for file in FILES), f"{partial}/policy", partial]
+    written = [*(f"{partial}/{file}" for file in (*FILES, MANIFEST)), f"{partial}/policy", partial]
     assert sorted(events[: len(written)]) == sorted(("sync", path) for path in written)
     assert events[len(written) :] == [
         ("rename", "global_step_5"),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from checkpoint.folders import FILES, N_BYTES, read, save, write_named
 
 from skyrl_train.checkpoint import CheckpointStore
+from skyrl_train.checkpoint.manifest import MANIFEST
 from skyrl_train.checkpoint.store import POINTER, SPARE_BYTES
 from skyrl_train.errors import CheckpointError
 
-SIZE = len(FILES) * N_BYTES
+with TemporaryDirectory() as _folder:
+    SIZE = sum(file.stat().st_size for file in save(CheckpointStore(Path(_folder)), 1, write_named("")).rglob("*.*"))
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
@@ -103,16 +108,88 @@ def test_a_path_to_resume_from_names_an_existing_step(store: CheckpointStore) ->
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 8")])
-def test_a_write_error_is_a_checkpoint_error(store: CheckpointStore, error: Exception) -> None:
-    save_all(store, 10)
+@pytest.mark.parametrize(
+    ("earlier", "outlook"), [([10], "resumes from step 10"), ([], "starts again, because there is no checkpoint")]
+)
+def test_a_failed_save_leaves_no_files_and_says_what_remains(
+    store: CheckpointStore, error: Exception, earlier: list[int], outlook: str
+) -> None:
+    save_all(store, *earlier)
 
     def fail(folder: Path) -> None:
         (folder / FILES[0]).touch()
         raise error
 
-    with pytest.raises(CheckpointError, match=rf"step 20 in {store.path}: .*{error.args[-1]}; the one before"):
+    message = rf"step 20 in {store.path}: .*{error.args[-1]}\. Free disk space, .* {outlook}$"
+    with pytest.raises(CheckpointError, match=message):
         save(store, 20, fail)
-    assert (store.steps(), store.latest()) == ([10], store.path / "global_step_10")
+    assert store.steps() == earlier
+    assert [entry.name for entry in store.path.glob(".global_step_*")] == []
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def verify(store: CheckpointStore, step: int) -> None:
+    asyncio.run(store.verify(store.path / f"global_step_{step}"))
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "reason"),
+    [
+        (FILES[0], flip_a_bit, "the content of {file} has changed since it was saved"),
+        (FILES[1], flip_a_bit, "the content of {file} has changed since it was saved"),
+        (FILES[1], lambda path: path.write_bytes(b""), f"{{file}} has 0 bytes instead of {N_BYTES:,}"),
+        (FILES[1], Path.unlink, "{file} is missing"),
+        (FILES[1], lambda path: (path.unlink(), path.mkdir()), "{file} cannot be read (Is a directory)"),
+        (MANIFEST, Path.unlink, f"{MANIFEST} is missing, because the copy is incomplete or an older version wrote it"),
+        (MANIFEST, flip_a_bit, f"{MANIFEST} is damaged"),
+        (MANIFEST, lambda path: path.write_bytes(b""), f"{MANIFEST} is damaged"),
+        (MANIFEST, lambda path: path.write_bytes(b"[]"), f"{MANIFEST} is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_offered(
+    store: CheckpointStore, file: str, harm: Callable[[Path], object], reason: str
+) -> None:
+    save_all(store, 10, 20, 30, 40)
+    (store.path / "global_step_40" / "note.txt").write_text("a file of the user")
+    verify(store, 40)
+    harm(store.path / "global_step_40" / file)
+    flip_a_bit(store.path / "global_step_30" / FILES[0])
+    with pytest.raises(CheckpointError) as caught:
+        verify(store, 40)
+    folder, complete = store.path / "global_step_40", store.path / "global_step_20"
+    assert str(caught.value) == (
+        f"cannot resume from {folder}: {reason.format(file=folder / file)}. The newest complete checkpoint is "
+        f"{complete}: set trainer.resume_mode=from_path and trainer.resume_path={complete} to resume from it"
+    )
+
+
+def test_without_a_complete_checkpoint_a_new_start_is_offered(store: CheckpointStore) -> None:
+    save_all(store, 10)
+    (store.path / "global_step_10" / FILES[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"is missing\. No checkpoint in .* set trainer\.resume_mode=none"):
+        verify(store, 10)
+
+
+def test_a_checkpoint_resumed_by_path_is_kept_until_the_next_is_saved(store: CheckpointStore, disk: Disk) -> None:
+    """The pointer still names the damaged checkpoint, which cannot be resumed from."""
+    save_all(store, 10, 20, 30)
+    store.find("from_path", str(store.path / "global_step_20"))
+    disk.capacity = 0
+
+    def crash(folder: Path) -> None:
+        assert store.steps() == [20, 30]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(store, 21, crash, expected_bytes=SIZE)
+    save(store, 21, write_named("twenty-one"), expected_bytes=SIZE)
+    save(store, 22, write_named("twenty-two"), expected_bytes=SIZE)
+    assert store.steps() == [21, 22]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(

@@ -26,7 +26,7 @@ from skyrl_train.algorithms.objectives import Objective, ValueObjective
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.errors import CheckpointError, WorkerError
+from skyrl_train.errors import WorkerError
 from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.models.loading import load_model, load_value_model
@@ -270,9 +270,7 @@ async def test_weights_are_synchronized_from_sharded_ranks_to_another_group(
     torch.testing.assert_close(after["logprobs"], sharded["logprobs"], rtol=0, atol=2e-5)
 
 
-async def test_nan_weights_on_any_rank_are_not_saved(
-    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path
-) -> None:
+async def test_nan_weights_on_any_rank_are_found(ranks: list[ProcessRank], tiny_model_path: Path) -> None:
     policy_spec = spec("policy", tiny_model_path, config().trainer)
     rank = single_rank()
     diverged = await load_group([rank], policy_spec, policy_objective(config().trainer))
@@ -280,8 +278,18 @@ async def test_nan_weights_on_any_rank_are_not_saved(
         rank.worker.module.get_parameter("model.model.layers.1.mlp.up_proj.weight")[-1, -1] = torch.nan
     group = await load_group(ranks, policy_spec, policy_objective(config().trainer))
     await WeightSync(diverged, [group], "broadcast", timeout_s=60)(1)
-    with pytest.raises(CheckpointError, match="weights of the policy are NaN or infinite"):
-        await group.save(tmp_path / "policy")
+    assert not await group.is_finite()
+
+
+async def test_a_probe_does_not_depend_on_the_number_of_ranks(ranks: list[ProcessRank], tiny_model_path: Path) -> None:
+    cfg = config().trainer
+    batch = as_batch(random_trajectories(2, 3, 400, seed=1), config()).select([0, 1, 2])  # some ranks get fillers
+    probes = []
+    for group_ranks in ([single_rank()], ranks):
+        group = await load_group(group_ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+        probes.append((await group.probe(batch)).numbers())
+        assert await group.is_finite()
+    assert probes[1] == pytest.approx(probes[0], rel=1e-4)
 
 
 async def test_a_killed_rank_fails_the_call_by_name_and_breaks_the_group(tiny_model_path: Path) -> None:

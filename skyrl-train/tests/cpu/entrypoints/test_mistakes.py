@@ -46,6 +46,21 @@ MISTAKES: dict[str, list[str]] = {
     "trainer.policy.model.path=without_tokenizer": ["the folder has no tokenizer.json"],
     "trainer.policy.model.path=without_weights": ["the folder has no model.safetensors"],
     "trainer.policy.model.path=rows.jsonl": ["rows.jsonl is a file; use the folder"],
+    "trainer.output_dir=rows.jsonl": [
+        "the run folder rows.jsonl/skyrl/",
+        "/rows.jsonl is not a folder; set trainer.output",
+    ],
+    "trainer.output_dir=broken_link/x": ["/broken_link is a broken link"],
+    "trainer.output_dir=$UNDEFINED/x": ["the run folder $UNDEFINED/x/", "variable $UNDEFINED is not set"],
+    f"trainer.run_name={'n' * 300}": ["names of files have at most 255 bytes; set trainer.output_dir, trainer.pro"],
+    f"trainer.output_dir={'/d' * 1990}": ["paths have at most 4,096 bytes"],
+    "trainer.ckpt_path=rows.jsonl/x": [
+        "trainer.ckpt_path=rows.jsonl/x cannot be written: ",
+        "rows.jsonl is not a folder",
+    ],
+    "trainer.ckpt_path=$UNDEFINED": ["trainer.ckpt_path=$UNDEFINED cannot be written: ", "is not set"],
+    "trainer.export_path=rows.jsonl trainer.hf_save_interval=5": ["trainer.export_path=rows.jsonl cannot be written"],
+    "--config nul.yaml": ["the run folder 'out\\x00put/skyrl/", "contains a NUL character"],
     "--config missing.yaml": ["--config missing.yaml cannot be read"],
     "--config broken.yaml": ["--config broken.yaml cannot be read"],
     "--help trainer.epoch": ["there is no key or section trainer.epoch; did you mean trainer.epochs?"],
@@ -71,6 +86,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "Hi"}]}))
     (folder / "broken.yaml").write_text("trainer: {epochs: ")
+    (folder / "nul.yaml").write_text('trainer: {output_dir: "out\\0put"}')
+    (folder / "broken_link").symlink_to("nowhere")
     (folder / "folder.parquet").mkdir()
     for name, files in {
         "model": ["config.json", "model.safetensors", "tokenizer.json"],
@@ -87,6 +104,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     packages = str(Path(__file__).parents[3])
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     env |= {"PYTHONPATH": os.pathsep.join([packages, env.get("PYTHONPATH", "")]), "HOME": str(folder)}
+    names = {entry.name for entry in folder.iterdir()}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         input=json.dumps(commands),
@@ -99,6 +117,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     results, heavy = json.loads(done.stdout)
     assert heavy == [], "a mistake must be answered before these are imported"
+    assert {entry.name for entry in folder.iterdir()} == names, "a mistake must create nothing"
     assert [status for status, _ in results] == [1] * len(MISTAKES)
     return dict(zip(MISTAKES, [text for _, text in results], strict=True))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.tracking import Tracking, read_metrics
 
 
@@ -30,6 +30,25 @@ def test_an_unknown_backend_is_refused_with_the_choices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'wanbd'.*jsonl, console, tensorboard, wandb"):
         Tracking("catch", "shaped", ["console", "wanbd"], {}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_does_not_hide_why_a_run_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> None:
+        with Tracking("catch", "shaped", [], {}, tmp_path) as tracking:
+            (descriptor,) = {
+                int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.resolve() == metrics.resolve()
+            }
+            with open("/dev/full", "wb") as full:
+                os.dup2(full.fileno(), descriptor)
+            try:
+                tracking.log({"reward/avg_raw_reward": 0.5}, step=1)
+            except OSError as error:
+                raise CheckpointError("the reason") from error
+
+    metrics = tmp_path / "metrics.jsonl"
+    with pytest.raises(CheckpointError, match="the reason"):
+        run()
+    assert "The last metrics could not be written: [Errno 28] No space left on device" in caplog.text
 
 
 def test_started_backends_are_closed_if_a_later_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

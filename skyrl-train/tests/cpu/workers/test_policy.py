@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workers.worker_batches import (
     as_batch,
+    complete,
     config,
     gradients,
     largest_difference,
@@ -97,15 +98,46 @@ def test_loading_an_incomplete_folder_names_the_file(
         worker.load(tmp_path / "policy")
 
 
-def test_nan_or_infinite_weights_are_never_saved(
-    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+@pytest.mark.parametrize("max_tokens", [12, 4096])
+def test_a_probe_returns_mean_and_gradient_norm_and_changes_nothing(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> None:
+    batches = [as_batch(random_trajectories(2, 3, len(tiny_tokenizer), seed), config()) for seed in range(2)]
+    worker = make_worker(policy, tiny_tokenizer, max_tokens_per_microbatch=max_tokens)
+    undisturbed = make_worker(copy.deepcopy(policy), tiny_tokenizer, max_tokens_per_microbatch=max_tokens)
+    assert worker.update(batches[0]) == undisturbed.update(batches[0])
+
+    total = worker.rank.worker.module.score(batches[0])[0].sum()
+    gradient = torch.autograd.grad(total, list(policy.parameters()))
+    norm = torch.stack([part.norm() for part in gradient]).norm().item()
+    probe = complete(worker.group.probe(batches[0])).numbers()
+    assert probe["mean"] == pytest.approx((total / batches[0].loss_mask.sum()).item(), rel=1e-5)
+    assert probe["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+    assert worker.update(batches[1]) == undisturbed.update(batches[1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nan_or_infinite_weights_are_found(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, value: float
 ) -> None:
     worker = make_worker(policy, tiny_tokenizer)
+    assert complete(worker.group.is_finite())
     with torch.no_grad():
-        policy.base_model.layers[1].mlp.up_proj.weight[3, 4] = float("inf")
-    with pytest.raises(CheckpointError, match="weights of the policy are NaN or infinite"):
-        worker.save(tmp_path / "policy")
-    assert not (tmp_path / "policy").exists()
+        policy.base_model.layers[1].mlp.up_proj.weight[3, 4] = value
+    assert not complete(worker.group.is_finite())
+
+
+def test_updates_that_are_skipped_in_a_row_are_warned_of_once(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(policy, tiny_tokenizer)
+    batch = as_batch(random_trajectories(1, 2, len(tiny_tokenizer), seed=6), config())
+    assert batch.advantages is not None
+    for advantage in (float("inf"), float("inf"), 1.0, float("inf")):
+        batch.advantages[0, 0] = advantage
+        worker.update(batch)
+    assert caplog.text.count("updates are skipped until it is finite") == 2
 
 
 def test_a_frozen_parameter_has_neither_gradient_nor_moments(

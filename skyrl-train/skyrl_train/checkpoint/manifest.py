@@ -1,0 +1,72 @@
+"""`checksums.json`: size and checksum of each file of a checkpoint.
+
+The checksum is XXH3, which reads files faster than disks deliver them. It detects accidents, not forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+MANIFEST = "checksums.json"
+
+
+class Fingerprint(NamedTuple):
+    """Size and checksum of a file."""
+
+    n_bytes: int
+    xxh3_128: str
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Read a file and return its size and checksum."""
+    with path.open("rb") as file:
+        checksum = hashlib.file_digest(file, xxh3_128).hexdigest()
+        return Fingerprint(file.tell(), checksum)
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the fingerprints of all files below a folder into its `checksums.json`."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): fingerprint(path)._asdict() for path in paths}
+    manifest = {"files": files, "xxh3_128": _checksum_of(files)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def find_damage(folder: Path) -> list[str]:
+    """Return a phrase for each file below a folder that differs from its `checksums.json`. Other files are ignored."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        files = {name: Fingerprint(**entry) for name, entry in manifest["files"].items()}
+        is_intact = manifest["xxh3_128"] == _checksum_of(manifest["files"])
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing, because the copy is incomplete or an older version wrote it"]
+    except OSError as error:
+        return [f"{MANIFEST} cannot be read ({error.strerror})"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_intact = False
+    if not is_intact:
+        return [f"{MANIFEST} is damaged"]
+    return [fault for name, saved in files.items() if (fault := _find_fault(folder / name, saved))]
+
+
+def _find_fault(path: Path, saved: Fingerprint) -> str | None:
+    try:
+        found = fingerprint(path)
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    if found.n_bytes != saved.n_bytes:
+        return f"{path} has {found.n_bytes:,} bytes instead of {saved.n_bytes:,}"
+    if found != saved:
+        return f"the content of {path} has changed since it was saved"
+    return None
+
+
+def _checksum_of(files: dict[str, dict[str, object]]) -> str:
+    return xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
