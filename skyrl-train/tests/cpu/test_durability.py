@@ -17,7 +17,7 @@ import torch
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import CheckpointStore, folder_lock
-from skyrl_train.checkpoint.manifest import find_damage
+from skyrl_train.checkpoint.manifest import find_damage, write_manifest
 from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli, run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner import Learner
@@ -318,6 +318,33 @@ async def test_saving_does_not_block_the_event_loop_and_callbacks_follow_the_poi
     overrides = [*catch_run, "trainer.ckpt_interval=2", "trainer.eval_interval=-1"]
     await asyncio.to_thread(Experiment(parse_cli(overrides)).run)
     assert steps == [2]
+
+
+def test_a_finished_run_says_how_to_continue(train: Callable[..., Path]) -> None:
+    log = train("trainer.max_training_steps=1") / "train.log"
+    assert "This run is finished" not in log.read_text()
+    train("trainer.max_training_steps=1")
+    assert "This run is finished after its 1 steps. Set trainer.run_name" in log.read_text()
+
+
+class Intruder:
+    """An object whose unpickling creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_checkpoint_runs_no_code(train: Callable[..., Path], tmp_path: Path) -> None:
+    folder = train("trainer.max_training_steps=1") / "ckpts/global_step_1"
+    torch.save(Intruder(tmp_path / "intruder"), folder / "driver.pt")
+    (folder / "checksums.json").unlink()
+    write_manifest(folder)
+    with pytest.raises(SystemExit):
+        train()
+    assert not (tmp_path / "intruder").exists()
 
 
 def test_a_checkpoint_of_an_older_version_is_refused_by_name(

@@ -104,6 +104,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     if number == signal.SIGTERM:
         logged = metrics(tmp_path)[-1]["step"]
         assert (tmp_path / f"skyrl/test_run/ckpts/global_step_{logged}").is_dir(), moment
+        assert "Stopping after the current step: interrupted" in (tmp_path / "skyrl/test_run/train.log").read_text()
     run(arguments)
 
     assert metrics(tmp_path) == metrics(uninterrupted), moment
