@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     from skyrl_gym.envs.registration import EnvSpec
@@ -35,6 +35,11 @@ class Env(Generic[ObsType, ActType]):
 
     As a context manager, an environment closes itself at the end of the block, also after an error.
     """
+
+    validates_rows: ClassVar[bool] = False
+    """True if the constructor does nothing but read the row and the configuration. The trainer then constructs one
+    environment from every row before it loads a model, and reports the rows that the constructor refuses. A subclass
+    with a constructor of its own sets it again."""
 
     spec: EnvSpec | None = None
     """The spec from which `make` built this environment; None if the class was called directly."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_gym.envs.registration import EnvSpec, registry, spec
+from skyrl_gym.runtime.text import clean_text
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) 
     if not reported:
         return {}
     try:
-        return dict(_aggregate_rule(env_spec)(reported))
+        return _only_numbers(env_name, _aggregate_rule(env_spec)(reported))
     except Exception as problem:  # noqa: BLE001, the boundary of user code
         if env_name not in _warned:
             _warned.add(env_name)
@@ -91,7 +93,21 @@ def _aggregate_rule(env_spec: EnvSpec) -> Aggregate:
     return rule
 
 
+def _only_numbers(env_name: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers; log once which are not."""
+    converted = {clean_text(str(name)): _as_number(value) for name, value in metrics.items()}
+    if (dropped := [name for name, number in converted.items() if number is None]) and env_name not in _warned:
+        _warned.add(env_name)
+        logger.warning("aggregate_metrics of %s returns no number for %s, which is left out", env_name, dropped)
+    return {name: number for name, number in converted.items() if number is not None}
+
+
 def _as_number(value: Any) -> float | None:
     if getattr(value, "shape", None) == ():  # a numpy scalar or a tensor without dimensions
         value = value.item()
-    return float(value) if isinstance(value, numbers.Real) else None
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.copysign(math.inf, 1 if value > 0 else -1)  # type: ignore[operator]

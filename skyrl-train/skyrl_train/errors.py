@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 
+from skyrl_gym.runtime.text import describe_error
+
 
 class SkyRLError(Exception):
     """Base class of all errors that this project raises on purpose."""
@@ -56,4 +58,4 @@ def picklable_error(error: Exception, substitute: type[SkyRLError]) -> Exception
         copy = pickle.loads(pickle.dumps(error))
         return copy if isinstance(copy, Exception) else substitute(repr(error))
     except Exception:  # noqa: BLE001, an error that cannot be pickled is described
-        return substitute(f"{type(error).__name__}: {error}")
+        return substitute(describe_error(error))

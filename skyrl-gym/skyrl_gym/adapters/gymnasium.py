@@ -17,7 +17,6 @@ from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.optional import require
-from skyrl_gym.tools.messages import replace_surrogates
 
 if TYPE_CHECKING:
     import gymnasium
@@ -127,7 +126,7 @@ class GymnasiumEnv(BaseTextEnv):
 
     def _output(self, text: Callable[[], str], reward: float, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         self._is_done = self._is_done or self.turns >= self.max_turns
-        observations = [] if self._is_done else [user_message(replace_surrogates(text()))]
+        observations = [] if self._is_done else [user_message(text())]
         return BaseTextEnvStepOutput(observations=observations, reward=reward, done=self._is_done, metadata=metadata)
 
     def _format(self, observation: Any) -> str:

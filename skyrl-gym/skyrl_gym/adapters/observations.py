@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import ConversationType, MessageType
 from skyrl_gym.runtime.serialization import to_json_value
-from skyrl_gym.tools.messages import append_text, replace_surrogates
+from skyrl_gym.tools.messages import append_text
 
 FIELD = re.compile(r"\{(\w+)\}")
 
@@ -42,7 +42,7 @@ def format_observation(observation: Any, template: str | None = None) -> str:
         ValueError: the observation lacks a field of the template.
     """
     if template is None:
-        return replace_surrogates(_only_text(observation) or format_value(observation))
+        return _only_text(observation) or format_value(observation)
     fields = _fields(observation)
     names = FIELD.findall(template)
     for name in names or [template]:
@@ -50,8 +50,8 @@ def format_observation(observation: Any, template: str | None = None) -> str:
             known = ", ".join(fields) or "no fields"
             raise ValueError(f"observation={template!r} names {name!r}; the environment's observation has {known}")
     if not names:
-        return replace_surrogates(format_value(fields[template]))
-    return replace_surrogates(FIELD.sub(lambda match: format_value(fields[match[1]]), template))
+        return format_value(fields[template])
+    return FIELD.sub(lambda match: format_value(fields[match[1]]), template)
 
 
 def format_value(value: Any) -> str:

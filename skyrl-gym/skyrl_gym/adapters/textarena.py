@@ -25,7 +25,6 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.optional import require
-from skyrl_gym.tools.messages import replace_surrogates
 
 GAME = -1
 """The sender of the game's own messages."""
@@ -170,7 +169,7 @@ class TextArenaEnv(BaseTextEnv):
     def _new_text(self) -> str:
         with self._random.activate():
             view = self._game.look()
-        return replace_surrogates(view.new)
+        return view.new
 
 
 class _Game:

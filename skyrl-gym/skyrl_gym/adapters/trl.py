@@ -37,7 +37,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.tools.calls import ToolCall, ToolCallError
-from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt, replace_surrogates
+from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt
 from skyrl_gym.tools.schema import Signature
 
 NO_TOOLS = {"reset", "get_reward", "close"}
@@ -95,7 +95,7 @@ class TrlEnv(BaseTextEnv):
             raise ValueError(f"reset of {self.settings.factory} returned {first!r}; it must be a text or None")
         if self.settings.describe_tools:
             prompt = append_to_system(prompt, format_tools_prompt([tool.schema for tool in self._tools.values()]))
-        return append_observation(prompt, replace_surrogates(first or "")), {}
+        return append_observation(prompt, first or ""), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Execute the calls in a reply, in order."""
@@ -105,7 +105,7 @@ class TrlEnv(BaseTextEnv):
         texts, is_over = self._execute_calls(action)
         self._is_done = is_over or self.turns >= self.max_turns
         return BaseTextEnvStepOutput(
-            observations=[] if self._is_done else [user_message(replace_surrogates("\n".join(texts)))],
+            observations=[] if self._is_done else [user_message("\n".join(texts))],
             reward=self._reward() if self._is_done else 0.0,
             done=self._is_done,
             metadata={},

@@ -167,6 +167,16 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
     return env
 
 
+def validates_rows(creator: EnvCreator) -> bool:
+    """Return True for a class that sets `validates_rows` and whose constructor no subclass has replaced since."""
+    for cls in getattr(creator, "__mro__", ()):
+        if "validates_rows" in vars(cls):
+            return bool(vars(cls)["validates_rows"])
+        if "__init__" in vars(cls):
+            return False
+    return False
+
+
 def load_env_creator(name: str) -> EnvCreator:
     """Import the class or function at ``"module:attribute"``."""
     creator: EnvCreator = load_attribute(name)

@@ -56,9 +56,11 @@ def choose_grader(
     """Return the grader that ``env_config["grader"]`` names.
 
     Raises:
-        ValueError: the grader is unknown.
+        ValueError: the grader is unknown, or the section has another key.
         ModuleNotFoundError: it needs math-verify, which is not installed.
     """
+    if unknown := sorted(map(str, set(env_config or {}) - {"grader", "env_class"})):  # SkyRL adds `env_class`
+        raise ValueError(f"environment.skyrl_gym.{env_class}.{unknown[0]} is unknown; the only key is grader")
     name = (env_config or {}).get("grader") or default
     key = f"environment.skyrl_gym.{env_class}.grader={name}"
     if not isinstance(name, str) or name not in graders:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -14,6 +16,21 @@ def async_method(env: Any, name: str) -> Callable[..., Coroutine[Any, Any, Any]]
     """Return the asynchronous variant of the method `name`, or None if the environment has none."""
     native = getattr(env, f"{name}_async", None)
     return native if inspect.iscoroutinefunction(native) else None
+
+
+@contextmanager
+def ending_forked_children() -> Iterator[None]:
+    """End a child process that forked within the context and leaves it: its parent alone continues.
+
+    An environment that calls `os.fork` and returns in both processes would otherwise leave a second worker on the same
+    socket, or a second trainer.
+    """
+    parent = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
 
 
 def call_method(env: Any, runner: asyncio.Runner, name: str, *args: Any) -> Any:

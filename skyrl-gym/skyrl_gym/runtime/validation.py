@@ -1,14 +1,23 @@
-"""Validation of the values that environments return. `InvalidAnswer` describes the problem."""
+"""Validation of the values that environments return. `InvalidAnswer` describes the problem.
+
+Text of environments enters training here, and is cleaned here: `skyrl_gym.runtime.text`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.runtime.text import clean_strings
+
+TRAINING_READS = ("modified_chat_history", "reward_components")
+"""The keys of `metadata` that training reads."""
+
+MAX_REWARD = 1e12
+"""Maximum magnitude of a reward: sums of squares over a batch stay finite in float32."""
 
 
 def is_conversation(value: Any) -> bool:
@@ -25,7 +34,7 @@ def validate_prompt(answer: Any) -> ConversationType:
     prompt, _ = answer
     if not prompt or not is_conversation(prompt):
         raise InvalidAnswer(f"init() returned prompt={prompt!r}; it must be a list of messages")
-    return list(prompt)
+    return list(clean_strings(prompt))
 
 
 def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
@@ -39,8 +48,11 @@ def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
             )
     if output["reward"] is not None and not is_reward(output["reward"]):
         raise InvalidAnswer(
-            f"step() returned reward={output['reward']!r}; it must be a finite number, or one for each sampled token"
+            f"step() returned reward={output['reward']!r}; it must be a finite number of magnitude <= "
+            f"{MAX_REWARD:.0e}, or one for each sampled token"
         )
+    if output["done"] not in (True, False):
+        raise InvalidAnswer(f"step() returned done={output['done']!r}; it must be True or False")
     if not output["done"] and not is_conversation(output["observations"]):
         raise InvalidAnswer(f"step() returned observations={output['observations']!r}; they must be a list of messages")
     action = output.get("postprocessed_action")
@@ -52,7 +64,19 @@ def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
     history = (metadata or {}).get("modified_chat_history")
     if history is not None and (not history or not is_conversation(history)):
         raise InvalidAnswer(f"step() returned modified_chat_history={history!r}; it must be a list of messages")
-    return output  # type: ignore[return-value]
+    return _clean_texts(output)
+
+
+def _clean_texts(output: dict[str, Any]) -> BaseTextEnvStepOutput:
+    """Clean what training reads of the return value of `step`."""
+    metadata = output.get("metadata")
+    clean: dict[str, Any] = {
+        name: clean_strings(output[name]) for name in ("observations", "postprocessed_action") if name in output
+    }
+    if metadata is not None:
+        read = {name: clean_strings(metadata[name]) for name in TRAINING_READS if name in metadata}
+        clean["metadata"] = {**metadata, **read}
+    return {**output, **clean}  # type: ignore[typeddict-item]
 
 
 def reward_components(output: BaseTextEnvStepOutput) -> dict[str, float]:
@@ -71,11 +95,11 @@ def validate_metrics(metrics: Any) -> dict[str, Any]:
 
 
 def is_reward(value: Any) -> bool:
-    """Return True for a finite number, or a non-empty list of finite numbers."""
+    """Return True for a number of magnitude <= `MAX_REWARD`, or a non-empty list of such numbers."""
     if isinstance(value, list):
         return bool(value) and all(_is_number(item) for item in value)
     return _is_number(value)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, Real) and abs(value) <= MAX_REWARD  # type: ignore[operator]  # False for NaN

@@ -2,7 +2,8 @@
 
 It reads calls from a socket, one JSON list per line: `["make", id, entry_point, kwargs, env_config, extras]`,
 `["init", prompt]`, `["step", action]`, `["get_metrics"]`, `["close"]`. It answers each with `["ok", value]` or
-`["error", text]`. It ends when the socket is closed or the parent process is gone.
+`["error", text]`. It ends when the socket is closed or the parent process is gone. Only the process that started
+answers: a child that an environment forks ends when its call returns.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 from skyrl_gym.core import Env
 from skyrl_gym.envs.registration import EnvSpec, make
 from skyrl_gym.runtime.env_config import copy_env_config
-from skyrl_gym.runtime.methods import call_method
+from skyrl_gym.runtime.methods import call_method, ending_forked_children
 from skyrl_gym.runtime.serialization import to_json_value
+from skyrl_gym.runtime.text import describe_error
 
 
 class EnvWorker:
@@ -67,10 +69,11 @@ def serve(fd: int) -> None:
         for line in stream:
             method, *args = json.loads(line)
             try:
-                answer = json.dumps(["ok", worker.call(method, args)], default=to_json_value)
+                with ending_forked_children():
+                    answer = json.dumps(["ok", worker.call(method, args)], default=to_json_value)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001, the boundary of a call
                 traceback.print_exc()
-                answer = json.dumps(["error", f"{type(error).__name__}: {error}"])
+                answer = json.dumps(["error", describe_error(error)])
             stream.write(answer + "\n")
             stream.flush()
     worker.close()

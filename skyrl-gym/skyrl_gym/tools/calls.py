@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from skyrl_gym.tools.messages import replace_surrogates
+from skyrl_gym.runtime.text import clean_strings, clean_text
 from skyrl_gym.tools.strict_json import BadJSON, parse_json
 
 OPENING = re.compile(r"<(tool_call|function_call)>|<function=([^<>\s]+)>")
@@ -65,7 +65,7 @@ def _calls(text: str) -> Iterator[ToolCall]:
             yield _json_call(body)
         else:
             body, position = _until(text, opening.end(), "</function>")
-            yield ToolCall(replace_surrogates(function), _replace_nested_surrogates(_parameters(body)))
+            yield ToolCall(clean_text(function), clean_strings(_parameters(body)))
 
 
 def _until(text: str, start: int, closing: str) -> tuple[str, int]:
@@ -76,7 +76,7 @@ def _until(text: str, start: int, closing: str) -> tuple[str, int]:
 
 def _json_call(body: str) -> ToolCall:
     try:
-        call = _replace_nested_surrogates(parse_json(body))
+        call = clean_strings(parse_json(body))
     except BadJSON as error:
         raise ToolCallError(f"The tool call is not valid JSON ({error}).") from error
     if not isinstance(call, dict):
@@ -88,15 +88,6 @@ def _json_call(body: str) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ToolCallError(f'"arguments" of the tool call {name} must be a JSON object.')
     return ToolCall(name, arguments)
-
-
-def _replace_nested_surrogates(value: Any) -> Any:
-    """Replace lone surrogates, which JSON can express but UTF-8 cannot encode, in all strings of a JSON value."""
-    if isinstance(value, str):
-        return replace_surrogates(value)
-    if isinstance(value, dict):
-        return {_replace_nested_surrogates(key): _replace_nested_surrogates(inner) for key, inner in value.items()}
-    return [_replace_nested_surrogates(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _parameters(body: str) -> dict[str, Any]:

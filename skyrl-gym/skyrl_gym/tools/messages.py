@@ -24,14 +24,12 @@ To call one, write its name and its arguments as a JSON object between tags. You
 
 def format_tools_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
     """Format a prompt that describes tools, given in the format of the OpenAI API, and how to call them."""
-    return replace_surrogates(
-        INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    )
+    return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 def format_tool_response(text: str) -> str:
     """Format a tool's result as chat templates write it into a user message."""
-    return f"<tool_response>\n{replace_surrogates(text)}\n</tool_response>"
+    return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def append_to_system(prompt: ConversationType, text: str) -> ConversationType:
@@ -49,8 +47,3 @@ def append_text(message: MessageType, text: str) -> MessageType:
     if isinstance(content, list | tuple):
         return {**message, "content": [*content, {"type": "text", "text": text}]}
     return {**message, "content": f"{content}\n\n{text}" if content else text}
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates by "?", because tokenizers refuse them."""
-    return text.encode("utf-8", "replace").decode("utf-8")

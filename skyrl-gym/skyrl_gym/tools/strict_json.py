@@ -49,7 +49,7 @@ def parse_json_at(text: str, position: int) -> tuple[Any, int]:
         raise TooDeep from error
     except ValueError as error:  # NaN, or thousands of digits
         raise BadJSON("it contains an invalid number") from error
-    _check_depth(value)
+    check_depth(value)
     return value, end
 
 
@@ -57,7 +57,8 @@ def _describe(error: json.JSONDecodeError) -> str:
     return f"error at line {error.lineno}, column {error.colno}: {error.msg}"
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Raise TooDeep for a value that is nested deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _children(outer)]

@@ -30,7 +30,6 @@ from skyrl_gym.adapters.observations import append_observation, format_observati
         ({"board": [[0, 1], [2, 3]], "legal": [0, 2]}, "board:\n0 1\n2 3\nlegal: [0, 2]"),
         ({"player": {"hp": 3, "name": "Ann"}, "at": np.array([1, 2])}, "player:\nhp: 3\nname: Ann\nat: [1, 2]"),
         ([{"role": "user", "n": np.int64(2)}], '[{"role": "user", "n": 2}]'),
-        ("\ud800", "?"),
         ({"at": 1 + 2j}, "at: (1+2j)"),
         ([1, {2}], '[1, "{2}"]'),
         (date(2024, 5, 6), "2024-05-06"),

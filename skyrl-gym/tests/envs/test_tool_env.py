@@ -204,18 +204,6 @@ def test_no_call_raises(body: str) -> None:
     assert env.shelf.n_taken == 0
 
 
-def test_lone_surrogates_in_tool_output_are_replaced() -> None:
-    class Half(ToolGroup):
-        @tool
-        def character(self) -> str:
-            """Return a lone surrogate."""
-            return "\ud83d"
-
-    with Shelves([Half("Half")], 4) as env:
-        message = env.step('<tool_call>{"name": "character"}</tool_call>')["observations"][0]["content"]
-        assert message == "<tool_response>\n?\n</tool_response>"
-
-
 def test_tool_failure_is_raised() -> None:
     with pytest.raises(ToolFailure, match="fire brigade"):
         CountEnv().step('<tool_call>{"name": "burn"}</tool_call>')

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from datetime import datetime
 from pathlib import Path
@@ -145,3 +146,40 @@ def test_socket_protocol() -> None:
         ["error", "CancelledError: mine"],
         ["ok", {"topk": 3}],
     ]
+
+
+FORKING_ENV = """
+import os
+from skyrl_gym.core import Env
+
+class Forking(Env):
+    def __init__(self, **options):
+        self.n_steps = 0
+
+    def step(self, action):
+        os.fork()
+        self.n_steps += 1
+        if action == "raise":
+            raise ValueError("no")
+        return self.n_steps
+"""
+
+
+def test_a_forked_child_that_returns_answers_nothing(tmp_path: Path) -> None:
+    (tmp_path / "forking.py").write_text(FORKING_ENV)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "skyrl_gym.runtime.worker", str(theirs.fileno()), json.dumps([str(tmp_path)])]
+        worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    ours.settimeout(30)
+    answers = []
+    with ours, ours.makefile("rw") as stream:
+        for call in (["make", "x", "forking:Forking", {}, {}, {}], ["step", "a"], ["step", "raise"], ["step", "a"]):
+            stream.write(json.dumps(call) + "\n")
+            stream.flush()
+            answers.append(json.loads(stream.readline()))
+            time.sleep(0.2)  # in which a child would answer, too
+        ours.shutdown(socket.SHUT_WR)
+        answers += [json.loads(line) for line in stream]
+    assert worker.wait(30) == 0
+    assert answers == [["ok", None], ["ok", 1], ["error", "ValueError: no"], ["ok", 3]]

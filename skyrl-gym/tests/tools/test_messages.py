@@ -10,7 +10,6 @@ from skyrl_gym.tools.messages import (
     append_to_system,
     format_tool_response,
     format_tools_prompt,
-    replace_surrogates,
 )
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}
@@ -56,9 +55,3 @@ def test_text_is_appended_to_any_content(content: object, expected: object) -> N
 
 def test_tool_response_has_tags() -> None:
     assert format_tool_response("42") == "<tool_response>\n42\n</tool_response>"
-
-
-def test_lone_surrogates_do_not_reach_the_tokenizer() -> None:
-    assert replace_surrogates("a\ud83db") == "a?b"
-    assert format_tool_response("\ud83d") == "<tool_response>\n?\n</tool_response>"
-    assert '"description": "?"' in format_tools_prompt([{"description": "\udc00"}])

@@ -31,7 +31,7 @@ from skyrl_train.config.policy_loss import (
     VespoConfig,
 )
 
-Coefficient = Annotated[float, Ge(0)]
+Coefficient = Annotated[float, Ge(0), Le(1000)]
 Discount = Annotated[float, Ge(0), Le(1)]
 LossReduction = Literal[
     "token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum", "token_sum"
@@ -198,7 +198,7 @@ class AlgorithmConfig(Section):
     overlong_buffer_penalty_factor: Coefficient = 1.0
     """Penalty of a response of maximum length."""
 
-    temperature: Resolved[Annotated[float, Gt(0)]] = resolved_later()
+    temperature: Resolved[Annotated[float, Gt(0), Le(100)]] = resolved_later()
     """Logits are divided by this in the policy and the reference, as in the engine; null takes
     `generator.sampling_params.temperature`."""
 

@@ -22,7 +22,7 @@ from skyrl_train.config.base import (
     resolved_later,
 )
 
-Temperature = Annotated[float, Ge(0)]
+Temperature = Annotated[float, Ge(0), Le(100)]
 
 
 class SamplingConfig(Section):

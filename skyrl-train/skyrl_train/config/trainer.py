@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import BeforeValidator, Field
 
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -159,7 +159,7 @@ class TrainerConfig(Section):
     resume_path: Text | None = None
     """A checkpoint folder, ending in `global_step_<N>`; read when `resume_mode=from_path`."""
 
-    seed: Annotated[int, Ge(0)] = 42
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 42
     """Seed of every random choice of the run."""
 
     output_dir: Text = "outputs"

@@ -24,6 +24,10 @@ MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
 ROLES = ("policy", "critic", "ref")
 
+UNUSUAL_TEMPERATURE = 3.0
+
+UNUSUAL_TIMEOUT_S = 1.0
+
 INTERVALS = (
     (f"{CORRECTION}.product_mask_low", f"{CORRECTION}.product_mask_high"),
     (f"{CORRECTION}.geo_mask_low", f"{CORRECTION}.geo_mask_high"),
@@ -150,6 +154,55 @@ def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse training without prompts."""
     if not cfg.data.train_data:
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
+
+
+def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a minimum length of a turn above its maximum."""
+    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
+        sampling = value_at(cfg, key)
+        if sampling.min_tokens > sampling.max_generate_length:
+            yield (
+                f"{key}.min_tokens={sampling.min_tokens} must be at most "
+                f"{key}.max_generate_length={sampling.max_generate_length}; try {key}.min_tokens=0"
+            )
+
+
+def weight_decay_shrinks_weights(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a weight decay that erases the weights or changes their sign in one step."""
+    for role in ("policy", "critic"):
+        key, optimizer = f"trainer.{role}.optimizer_config", value_at(cfg, f"trainer.{role}.optimizer_config")
+        if optimizer.lr * optimizer.weight_decay >= 1:
+            yield (
+                f"{key}.weight_decay={optimizer.weight_decay:g} times {key}.lr={optimizer.lr:g} must be below 1, or a "
+                f"step erases the weights; try {key}.weight_decay=0.01"
+            )
+
+
+def interpreter_has_processes(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse an interpreter for environments that run in the trainer."""
+    gym = cfg.environment.skyrl_gym
+    if gym.python is not None and gym.isolation != "process":
+        yield (
+            f"environment.skyrl_gym.python={show(gym.python)} runs environments in processes, and "
+            f"environment.skyrl_gym.isolation={gym.isolation} keeps them in the trainer; set "
+            "environment.skyrl_gym.isolation=process, or environment.skyrl_gym.python=null"
+        )
+
+
+def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse names that cannot be, or should not be, those of a folder."""
+    for key in ("trainer.project_name", "trainer.run_name"):
+        name: str = value_at(cfg, key)
+        if not name.isprintable() or any(part.strip() in (".", "..") for part in name.split("/")):
+            yield f"{key}={show(name)} must be the name of a folder, in printable characters; try {key}=catch"
+
+
+def data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a validation source that is named twice, whose rows would count twice."""
+    names = [os.path.abspath(os.path.expandvars(os.path.expanduser(source))) for source in cfg.data.val_data]
+    for index, source in enumerate(cfg.data.val_data):
+        if names[index] in names[:index]:
+            yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
 
 
 def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
@@ -370,6 +423,46 @@ def loss_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of copies of a greedy reply, of temperatures that sample noise, and of limits that few rollouts meet."""
+    generator, gym = cfg.generator, cfg.environment.skyrl_gym
+    n_samples = generator.eval_n_samples_per_prompt
+    if n_samples > 1 and generator.eval_sampling_params.temperature == 0:
+        yield (
+            f"generator.eval_n_samples_per_prompt={n_samples} plays the same greedy reply {n_samples} times, for "
+            "generator.eval_sampling_params.temperature=0.0; try generator.eval_sampling_params.temperature=1.0, or "
+            "generator.eval_n_samples_per_prompt=1"
+        )
+    for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
+        if (temperature := value_at(cfg, key)) > UNUSUAL_TEMPERATURE:
+            yield f"{key}={temperature:g} samples nearly at random; try {key}=1.0"
+    limits = {
+        "environment.skyrl_gym.call_timeout_seconds": gym.call_timeout_seconds,
+        "generator.trajectory_timeout_seconds": generator.trajectory_timeout_seconds,
+    }
+    for key, seconds in limits.items():
+        if seconds is not None and seconds < UNUSUAL_TIMEOUT_S:
+            yield f"{key}={seconds:g} is so short that most rollouts may be invalid; try {key}=300"
+
+
+def optimization_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of coefficients far above usual ones, of training data named twice, and of metrics that go nowhere."""
+    algorithm = cfg.trainer.algorithm
+    values = {
+        "trainer.algorithm.kl_loss_coef": algorithm.kl_loss_coef if algorithm.compares_with_reference else 0.0,
+        "trainer.algorithm.entropy_loss_coef": algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
+        "trainer.policy.optimizer_config.weight_decay": cfg.trainer.policy.optimizer_config.weight_decay,
+    }
+    for key, value in values.items():
+        if value > 1:
+            yield f"{key}={value:g} outweighs the rewards; usual values are below 1, e.g. {key}=0.01"
+    if not cfg.trainer.logger:
+        yield "trainer.logger=[] writes metrics to metrics.jsonl only; try trainer.logger=console"
+    for source in dict.fromkeys(cfg.data.train_data):
+        if (n := cfg.data.train_data.count(source)) > 1:
+            yield f"data.train_data has {show(source)} {n} times, so an epoch trains on its rows as often; name it once"
+
+
 RULES: tuple[Rule, ...] = (
     training_has_prompts,
     evaluation_has_prompts,
@@ -379,6 +472,11 @@ RULES: tuple[Rule, ...] = (
     input_length_covers_prompts,
     one_process_is_enough,
     engine_has_its_options,
+    sampling_lengths_are_ordered,
+    weight_decay_shrinks_weights,
+    interpreter_has_processes,
+    names_are_folders,
+    data_is_read_once,
     resume_path_is_a_checkpoint,
     distillation_has_a_teacher,
     filter_has_a_group,
@@ -392,7 +490,13 @@ RULES: tuple[Rule, ...] = (
 MACHINE_RULES: tuple[Rule, ...] = (vllm_is_installed, wandb_can_start)
 """Rules that read the machine too: only a run checks them, a report about a finished run does not."""
 
-WARNINGS: tuple[Rule, ...] = (rewards_are_compared, loss_learns_from_rewards, resume_path_is_read)
+WARNINGS: tuple[Rule, ...] = (
+    rewards_are_compared,
+    loss_learns_from_rewards,
+    resume_path_is_read,
+    sampling_is_unusual,
+    optimization_is_unusual,
+)
 """Warnings of settings that are allowed, but most likely not meant."""
 
 

@@ -1,5 +1,18 @@
 """Datasets of prompts, and batches made of trajectories."""
 
-from skyrl_train.dataset.prompts import PromptDataset
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_train.dataset.prompts import PromptDataset
 
 __all__ = ["PromptDataset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PromptDataset":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skyrl_train.dataset.prompts import PromptDataset  # imports transformers, which checks of rows do not need
+
+    return PromptDataset

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from skyrl_train.config.root import DATA_SUFFIXES
 from skyrl_train.errors import DataError
 
@@ -31,16 +28,28 @@ def read_rows(source: str) -> list[Row]:
     read = _READERS.get(path.suffix)
     if read is None:
         return _read_from_hub(source)
-    if not path.is_file():
-        raise DataError(f"dataset file {path} does not exist; check data.train_data and data.val_data")
+    if (fault := find_fault(path)) is not None:
+        raise DataError(f"dataset file {path} {fault}; check data.train_data and data.val_data")
     try:
         rows = read(path)
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except RecursionError as error:
+        raise DataError(f"cannot read dataset file {path}: its JSON is nested too deeply; flatten it") from error
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read dataset file {path}: {error}") from error
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f'row {i} of {path} is {str(row)[:80]!r}; a row is an object: {{"prompt": […], …}}')
     return rows
+
+
+def find_fault(path: Path) -> str | None:
+    """Return why a path is not a file that can be read, e.g. "is a folder"; None if it is."""
+    try:
+        if path.is_file():
+            return None
+        return "is a folder" if path.is_dir() else "is not a regular file" if path.exists() else "does not exist"
+    except (OSError, ValueError) as error:  # a name with NUL, or too long
+        return f"cannot be opened ({error})"
 
 
 def count_rows(source: str) -> int | None:
@@ -50,6 +59,9 @@ def count_rows(source: str) -> int | None:
         return None
     if path.suffix != ".parquet" or not path.is_file():
         return len(read_rows(source))
+    import pyarrow as pa  # takes half a second
+    import pyarrow.parquet as pq
+
     try:
         return int(pq.read_metadata(path).num_rows)
     except (OSError, pa.ArrowException) as error:
@@ -66,7 +78,13 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    return pq.read_table(path).to_pylist()
+    import pyarrow as pa  # takes half a second
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except pa.ArrowException as error:
+        raise ValueError(str(error)) from error
 
 
 def _read_json(path: Path) -> list[Row]:

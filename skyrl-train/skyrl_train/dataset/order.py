@@ -105,7 +105,7 @@ class ShuffledPrompts(PromptOrder):
     def _next_rows(self) -> list[PromptRow]:
         if self._is_epoch_over:
             self._epoch, self._row = self._epoch + 1, 0
-        generator = torch.Generator().manual_seed(self._seed * EPOCHS_PER_SEED + self._epoch)
+        generator = torch.Generator().manual_seed((self._seed * EPOCHS_PER_SEED + self._epoch) % 2**63)
         order = torch.randperm(len(self._dataset), generator=generator)
         start, self._row = self._row, self._row + self._batch_size
         return [self._dataset[i] for i in order[start : self._row].tolist()]

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_gym.runtime.validation import is_conversation
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_gym.runtime.text import describe_error
+from skyrl_train.dataset.files import Row
+from skyrl_train.dataset.rows import read_prompt_rows
 from skyrl_train.errors import DataError
 from skyrl_train.types import PromptRow
 
@@ -38,14 +38,10 @@ class PromptDataset:
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
         rows, texts, locations = [], [], []
-        for source in sources:
-            for i, row in enumerate(read_rows(source)):
-                _check_prompt(row, i, source, prompt_key)
-                locations.append(f"row {i} of {source}")
-                texts.append(_render(row[prompt_key], locations[-1], tokenizer))
-                rows.append(row)
-        if not rows:
-            raise DataError(f"no rows in {', '.join(sources)}")
+        for location, row in read_prompt_rows(sources, prompt_key, env_class_key):
+            locations.append(location)
+            texts.append(_render(row[prompt_key], location, tokenizer))
+            rows.append(row)
         lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         kept = [i for i, n_tokens in enumerate(lengths) if n_tokens <= max_prompt_length]
         logger.info("%s: %d of %d rows have at most %d tokens", sources, len(kept), len(rows), max_prompt_length)
@@ -79,20 +75,6 @@ class PromptDataset:
         return iter(self._rows)
 
 
-def _check_prompt(row: Row, i: int, source: str, prompt_key: str) -> None:
-    prompt = row.get(prompt_key)
-    if prompt is None:
-        raise DataError(
-            f"row {i} of {source} has no {prompt_key!r}; its columns are {', '.join(row)}. "
-            'A prompt is a list of messages: [{"role": "user", "content": "…"}]'
-        )
-    if not prompt or not is_conversation(prompt):
-        raise DataError(
-            f"row {i} of {source}: {prompt_key}={str(prompt)[:80]!r} is not a list of messages; "
-            'write [{"role": "user", "content": "…"}]'
-        )
-
-
 def _prompt_row(uid: str, row: Row, prompt_key: str, env_class_key: str) -> PromptRow:
     extras = {name: value for name, value in row.items() if name not in (prompt_key, env_class_key)}
     return PromptRow(uid, row[prompt_key], row.get(env_class_key), extras)
@@ -103,9 +85,9 @@ def _render(prompt: Sequence[Mapping[str, Any]], name: str, tokenizer: PreTraine
     try:
         conversation = [dict(message) for message in prompt]
         return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # the boundary of a template, which may do anything
         roles = ", ".join(message["role"] for message in prompt)
         raise DataError(
-            f"{name}: the tokenizer's chat template refuses a prompt with the roles {roles} ({error}); "
+            f"{name}: the tokenizer's chat template refuses a prompt with the roles {roles} ({describe_error(error)}); "
             "change the prompt, or the template"
         ) from error

@@ -164,25 +164,29 @@ def _run(
     from skyrl_train.config.generate import describe_keys, describe_sections
     from skyrl_train.config.problems import raise_problems
     from skyrl_train.entrypoints.command import parse_cli, run_command
-    from skyrl_train.entrypoints.preflight import find_missing
+    from skyrl_train.entrypoints.preflight import check_data, find_missing
 
     def run() -> None:
         if help:
             typer.echo(describe_keys(overrides) if overrides else f"{context.get_help()}\n\n{describe_sections()}")
             return
         cfg = parse_cli(overrides, config)
-        raise_problems(find_missing(cfg, trains=context.command.name == "train"))
+        trains = context.command.name == "train"
+        raise_problems(find_missing(cfg, trains=trains))
         if print_config:
             from skyrl_train.config import to_yaml
 
             typer.echo(to_yaml(cfg), nl=False)
-        elif dry_run:
+            return
+        data_is_checked = check_data(cfg, trains=trains)
+        if dry_run:
             from skyrl_train.entrypoints.plan import describe_plan
 
             typer.echo(describe_plan(cfg))
         else:
             module, _, name = experiment.partition(":")
-            getattr(import_module(f"skyrl_train.entrypoints.{module}"), name)(cfg).run()
+            experiment_class = getattr(import_module(f"skyrl_train.entrypoints.{module}"), name)
+            experiment_class(cfg, data_is_checked=data_is_checked).run()
 
     run_command(run)
 

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 class EvalOnlyEntrypoint(BasePPOExp):
     """One evaluation, with the `get_*` methods of a training run."""
 
+    trains = False
+
     def run(self) -> None:
         """Evaluate, print the metrics and write the trajectories."""
         with self.running():
@@ -37,6 +39,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
 
     async def evaluate(self) -> dict[str, float]:
         """Return the metrics on the validation prompts; EnvError if every rollout failed."""
+        self.check_data()
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
         async with self.playing(self.get_model(self.cfg.trainer.policy.model.path, POLICY_PATH)) as (_, generator):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_gym.envs.entry_point import load_attribute
-from skyrl_gym.envs.registration import spec as env_spec
-from skyrl_gym.error import InvalidSpec, UnregisteredEnv
+from skyrl_gym.error import InvalidSpec
 from skyrl_train.algorithms import advantage_estimator, required_inputs
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
@@ -46,9 +46,10 @@ from skyrl_train.config.validation import find_problems
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.entrypoints.command import log_to_console, validate_cfg
 from skyrl_train.entrypoints.engine import new_engine
-from skyrl_train.entrypoints.preflight import find_unusable_folders
+from skyrl_train.entrypoints.preflight import check_data, find_unusable_folders
 from skyrl_train.entrypoints.runtime import collect_rarely, compute_thread, on_first_interrupt
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.generators.base import GeneratorInterface
@@ -63,6 +64,7 @@ from skyrl_train.models.loading import (
     POLICY_PATH,
     REF_PATH,
     check_same_vocabulary,
+    check_vocabulary_size,
     default_device,
     load_model,
     load_tokenizer,
@@ -85,9 +87,16 @@ class BasePPOExp:
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
 
-    def __init__(self, cfg: SkyRLConfig | DictConfig) -> None:
-        """Check the configuration and create the run folder; ConfigError lists every problem."""
+    trains: ClassVar[bool] = True
+    """Whether the training data is read."""
+
+    def __init__(self, cfg: SkyRLConfig | DictConfig, *, data_is_checked: bool = False) -> None:
+        """Check the configuration and create the run folder; ConfigError lists every problem.
+
+        With `data_is_checked`, `preflight.check_data` has seen all rows.
+        """
         self.cfg = validate_cfg(cfg)
+        self._data_is_checked = data_is_checked
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
             logger.warning(sentence)
         raise_problems(find_unusable_folders(self.cfg))
@@ -245,6 +254,7 @@ class BasePPOExp:
         estimator = advantage_estimator(cfg.algorithm.advantage_estimator)
         objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
         raise_problems(find_problems(self.cfg, ALGORITHM_RULES))  # functions may have been registered since __init__
+        self.check_data()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self.check_environments(datasets)
@@ -282,6 +292,7 @@ class BasePPOExp:
         """Load the policy, and the critic and the reference if the configuration uses them."""
         cfg, tokenizer = self.cfg.trainer, self.tokenizer
         n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
+        self._warn_of_long_warmup(n_updates)
 
         async def load(
             role: Role,
@@ -302,15 +313,17 @@ class BasePPOExp:
         critic, ref, reference_sync = None, None, None
         if cfg.critic.model.path is not None:
             check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, tokenizer)
-            critic, _ = await load(
+            critic, critic_model = await load(
                 "critic",
                 partial(self.get_value_model, cfg.critic.model.path),
                 ValueObjective(cfg.algorithm.value_clip),
                 optimizer_spec(cfg.critic.optimizer_config, n_updates // cfg.critic_mini_batch_size),
             )
+            check_vocabulary_size(critic_model, CRITIC_PATH, cfg.critic.model.path, policy_model)
         if reads_reference(cfg.algorithm):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
-            ref, _ = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
+            ref, ref_model = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
+            check_vocabulary_size(ref_model, REF_PATH, cfg.ref.model.path, policy_model)
             if cfg.update_ref_every_epoch:
                 if await policy.tensor_specs() != await ref.tensor_specs():
                     raise ConfigError(
@@ -322,6 +335,21 @@ class BasePPOExp:
         return policy_model, Learner(
             cfg, estimator, policy=policy, critic=critic, ref=ref, reference_sync=reference_sync
         )
+
+    def _warn_of_long_warmup(self, n_updates: int) -> None:
+        """Log a warning if a learning rate does not reach its value before the run ends."""
+        cfg = self.cfg.trainer
+        roles = {"policy": (cfg.policy.optimizer_config, cfg.policy_mini_batch_size)}
+        if cfg.critic.model.path is not None:
+            roles["critic"] = (cfg.critic.optimizer_config, cfg.critic_mini_batch_size)
+        for role, (optimizer, mini_batch_size) in roles.items():
+            n_steps = n_updates // mini_batch_size
+            if optimizer.num_warmup_steps >= n_steps:
+                logger.warning(
+                    "trainer.%s.optimizer_config.num_warmup_steps=%d is not below the %d optimizer steps of this run: "
+                    "the learning rate only rises; lower it, or train longer",
+                    *(role, optimizer.num_warmup_steps, n_steps),
+                )
 
     def _curriculum(self, prompts: PromptOrder) -> list[Callback]:
         """Return the callback of `data.mixture.curriculum`, if it is set; ConfigError if it names no function."""
@@ -336,20 +364,27 @@ class BasePPOExp:
             raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
         return [CurriculumStep(prompts, curriculum)]
 
+    def check_data(self) -> None:
+        """Check the rows of the data files before the tokenizer is loaded, unless a `get_*` method replaces them."""
+        if not self._data_is_checked and not self._replaces("get_train_dataset", "get_eval_dataset", "get_generator"):
+            self._data_is_checked = check_data(self.cfg, trains=self.trains)
+
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Raise ConfigError if rows name an environment that does not exist, unless a custom generator plays them."""
-        if type(self).get_generator is not BasePPOExp.get_generator:
+        """Check that every row has an environment that accepts it, unless a custom generator plays them.
+
+        Raises:
+            ConfigError: an environment does not exist.
+            DataError: an environment refuses a row.
+        """
+        if self._data_is_checked or self._replaces("get_generator"):
             return
-        default = self.cfg.environment.env_class
-        origins: dict[str, str] = {}  # of each environment, the first place that names it
-        for dataset in datasets:
-            for index, row in enumerate(dataset):
-                if row.env_class:
-                    origins.setdefault(row.env_class, f"{dataset.location(index)}: env_class")
-                else:
-                    origins.setdefault(default, "environment.env_class")
-        for name, origin in origins.items():
-            try:
-                env_spec(name).load()
-            except (UnregisteredEnv, InvalidSpec, ImportError) as error:
-                raise ConfigError(f"{origin}={name}: {error}") from error
+        rows = (
+            TaskRow(dataset.location(index), row.env_class, row.env_extras)
+            for dataset in datasets
+            for index, row in enumerate(dataset)
+        )
+        check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns)
+
+    def _replaces(self, *methods: str) -> bool:
+        """Return True if a user's subclass overrides one of these methods."""
+        return any(not getattr(type(self), name).__module__.startswith("skyrl_train.") for name in methods)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.checkpoint import find_folder_fault
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import DATA_SUFFIXES
+from skyrl_train.dataset.files import find_fault
+from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 
 WEIGHTS = (
@@ -39,11 +45,13 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         yield from _missing_data("data.train_data", cfg.data.train_data)
     if not trains or trainer.eval_interval > 0:
         yield from _missing_data("data.val_data", cfg.data.val_data)
+    yield from _missing_interpreter(cfg)
     yield from _missing_model("trainer.policy.model.path", trainer.policy.model.path, has_tokenizer=True)
     if trains and trainer.critic.model.path is not None:
         yield from _missing_model("trainer.critic.model.path", trainer.critic.model.path)
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
         yield from _missing_model("trainer.ref.model.path", trainer.ref.model.path)
+    yield from _beyond_the_model(cfg, trains=trains)
 
 
 def find_unusable_folders(cfg: SkyRLConfig) -> Iterator[str]:
@@ -63,12 +71,93 @@ def find_unusable_folders(cfg: SkyRLConfig) -> Iterator[str]:
             yield f"{key}={show(folder)} cannot be written: {fault}; set it to a folder that you may write into"
 
 
+def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
+    """Check the rows of all data files; return False if the run has further rows, on the Hub.
+
+    Raises:
+        ConfigError: an environment does not exist, or its settings are invalid.
+        DataError: a file cannot be read, or a row is invalid.
+    """
+    sources = list(cfg.data.train_data) if trains else []
+    sources += cfg.data.val_data if not trains or cfg.trainer.eval_interval > 0 else []
+    files = [source for source in sources if Path(source).suffix in DATA_SUFFIXES]
+    rows = (
+        TaskRow(location, row.get("env_class"), {k: v for k, v in row.items() if k not in ("prompt", "env_class")})
+        for location, row in read_prompt_rows(files)
+    )
+    is_complete = files == sources
+    check_environments(rows, cfg.environment, cfg.generator.max_turns, are_all=is_complete)
+    return is_complete
+
+
 def _missing_data(key: str, sources: list[str]) -> Iterator[str]:
     for source in sources:
         path = Path(os.path.expandvars(source)).expanduser()
-        if path.suffix in DATA_SUFFIXES and not path.is_file():
-            fault = "is a folder" if path.is_dir() else "does not exist"
+        if path.suffix in DATA_SUFFIXES and (fault := find_fault(path)) is not None:
             yield f"{key}={show(source)}: the file {path} {fault}; use a .parquet, .json or .jsonl file"
+
+
+def _missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:
+    python = cfg.environment.skyrl_gym.python
+    if python is not None and shutil.which(python) is None:
+        yield (
+            f"environment.skyrl_gym.python={show(python)} cannot be run: there is no such program; give the path of an "
+            "interpreter that has skyrl-gym"
+        )
+
+
+def _beyond_the_model(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
+    """Yield a sentence for each setting that does not fit the model's `config.json`, if that is on this machine."""
+    path = cfg.trainer.policy.model.path
+    policy = _read_model_config(path)
+    n_context, n_tokens = policy.get("max_position_embeddings"), policy.get("vocab_size")
+    sections: dict[str, SamplingConfig] = {"generator.eval_sampling_params": cfg.generator.eval_sampling_params}
+    if trains:
+        sections = {"generator.sampling_params": cfg.generator.sampling_params, **sections}
+    for section, sampling in sections.items():
+        length = sampling.max_generate_length
+        if isinstance(n_context, int) and length >= n_context:
+            yield (
+                f"{section}.max_generate_length={length} leaves no room for a prompt in the context of {path}, "
+                f"{n_context} tokens; try {section}.max_generate_length={max(1, n_context // 2)}"
+            )
+        if isinstance(n_tokens, int) and (unknown := [token for token in sampling.stop_token_ids if token >= n_tokens]):
+            yield (
+                f"{section}.stop_token_ids has {unknown[0]}, and {path} has a vocabulary of {n_tokens} tokens; give "
+                "ids below it"
+            )
+    others = {"trainer.critic.model.path": cfg.trainer.critic.model.path}
+    if reads_reference(cfg.trainer.algorithm):
+        others["trainer.ref.model.path"] = cfg.trainer.ref.model.path
+    for key, other in others.items() if trains else ():
+        size = None if other is None else _read_model_config(other).get("vocab_size")
+        if isinstance(size, int) and isinstance(n_tokens, int) and size < n_tokens:
+            yield (
+                f"{key}={show(other)} has a vocabulary of {size} tokens, fewer than the {n_tokens} of the policy; use "
+                "a model with the policy's vocabulary"
+            )
+
+
+def _read_model_config(path: str) -> dict[str, Any]:
+    """Return the `config.json` of a model in a folder or in the Hub's cache; empty if there is none."""
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            cached = try_to_load_from_cache(path, "config.json")
+        except ValueError:  # not a name on the Hub
+            return {}
+        file = Path(cached) if isinstance(cached, str) else file
+    return config if file.is_file() and isinstance(config := _parse_json(file), dict) else {}
+
+
+def _parse_json(file: Path) -> Any:
+    """Return the content of a JSON file; None if it cannot be parsed."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Iterator[str]:
@@ -83,5 +172,8 @@ def _missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Itera
         if missing:
             files = " and no ".join(missing)
             yield f"{key}={show(path)}: the folder has no {files}; save the model and its tokenizer there"
+        elif not isinstance(config := _parse_json(folder / "config.json"), dict):
+            found = "cannot be parsed" if config is None else f"is a {type(config).__name__}"
+            yield f"{key}={show(path)}: {path}/config.json {found}, not an object; save the model with save_pretrained"
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         yield f"{key}={show(path)}: there is no such folder; use a local folder, or a name on the Hub (owner/name)"

@@ -7,9 +7,12 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any, NotRequired, TypedDict, TypeVar
 
 from skyrl_gym.metrics import default_aggregate_metrics
+from skyrl_gym.runtime.text import clean_text, to_facts
+from skyrl_gym.runtime.validation import MAX_REWARD, is_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
@@ -151,13 +154,31 @@ async def play(
     """Play rollouts with a generator; return one trajectory for each request, in order.
 
     The most derived class that overrides `generate` or `rollout` decides which is called; `rollout` if it has both.
+    Whatever environments and generators report is made safe here, before metrics, files and tensors are made of it.
     """
+    rollout = generator.rollout
     for cls in type(generator).__mro__:
         if "rollout" in vars(cls):
             break
         if "generate" in vars(cls):
-            return await _rollout_by_generate(generator, requests, sampling, metadata)
-    return await generator.rollout(requests, sampling, metadata)
+            rollout = partial(_rollout_by_generate, generator)
+            break
+    return [_make_safe(trajectory) for trajectory in await rollout(requests, sampling, metadata)]
+
+
+def _make_safe(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory whose texts and metrics can be written, and whose reward fits the trainer's tensors."""
+    error, stop_reason = trajectory.error, trajectory.stop_reason
+    if error is None and not is_reward(trajectory.total_reward):
+        error = f"its reward is {trajectory.total_reward:g}; it must be finite and of magnitude <= {MAX_REWARD:.0e}"
+        stop_reason = "env_error"
+    return replace(
+        trajectory,
+        error=None if error is None else clean_text(error),
+        stop_reason=clean_text(stop_reason),
+        env_metrics=to_facts(trajectory.env_metrics),
+        reward_components={clean_text(name): value for name, value in trajectory.reward_components.items()},
+    )
 
 
 async def _rollout_by_generate(

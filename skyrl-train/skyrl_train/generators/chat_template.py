@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 
@@ -61,7 +63,13 @@ class ChatEncoder:
         self._template_kwargs = dict(template_kwargs or {})
         self._prompt = _Cached(lambda messages: tuple(self.encode(self._render(json.loads(messages)))))
         self._after_turn = _Cached(self._render_after_turn)
-        self._after_turn("[]")  # check the template now, not in the first rollout
+        try:
+            self._after_turn("[]")  # check the template now, not in the first rollout
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template cannot render a message of the user and a reply: {describe_error(error)}; correct "
+                "the template of the tokenizer or of generator.chat_template"
+            ) from error
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Return the tokens of the conversation and of the header of the next assistant turn."""

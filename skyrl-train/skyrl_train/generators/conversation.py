@@ -69,8 +69,9 @@ class TokenConversation:
         row, turn = self.rows[-1], self.turns[-1]
         token_ids = row.token_ids[row.n_prompt + turn.start :]
         n_kept = _n_common_tokens(self._chat.decode, token_ids, text)
+        replacement = self._chat.encode(text.removeprefix(self._chat.decode(token_ids[:n_kept])))
         row.truncate(turn.start + n_kept)
-        row.append_observed(self._chat.encode(text.removeprefix(self._chat.decode(token_ids[:n_kept]))))
+        row.append_observed(replacement)
         turn.end = row.response_length
 
     def observe(self, observations: Messages) -> None:

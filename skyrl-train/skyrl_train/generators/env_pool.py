@@ -26,7 +26,8 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 
 import skyrl_gym
-from skyrl_gym.runtime.methods import async_method
+from skyrl_gym.runtime.methods import async_method, ending_forked_children
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EnvError
 
@@ -164,7 +165,8 @@ class ThreadPool:
                     continue
                 call.time, call.thread = time.monotonic(), threading.current_thread()  # in this order, for `_check`
             try:
-                call.result = call.function()
+                with ending_forked_children():
+                    call.result = call.function()
             except BaseException as error:  # noqa: BLE001, the event loop raises it to the caller
                 call.error = _as_exception(error)
             with self._lock:
@@ -289,9 +291,13 @@ async def _bounded(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
 
 @contextmanager
 def _errors_as_exceptions() -> Iterator[None]:
-    """Keep SystemExit, CancelledError and the like of an environment from ending the task or the event loop."""
+    """Keep SystemExit, CancelledError and the like of an environment from ending the task or the event loop.
+
+    A child process that the environment forks ends here.
+    """
     try:
-        yield
+        with ending_forked_children():
+            yield
     except (Exception, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
@@ -305,7 +311,7 @@ def _as_exception(raised: BaseException) -> Exception:
     """Return `raised`, or a RuntimeError with the same text if a coroutine must not raise it."""
     if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
         return raised
-    error = RuntimeError(f"{type(raised).__name__}: {raised}")
+    error = RuntimeError(describe_error(raised))
     error.__cause__ = raised
     return error
 

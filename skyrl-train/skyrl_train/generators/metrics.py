@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections import Counter
@@ -9,6 +10,9 @@ from collections.abc import Sequence
 
 from skyrl_gym.metrics import aggregate_by_environment
 from skyrl_train.types import Trajectory
+
+MAX_NAME_BYTES = 100
+"""Maximum length of a data source's name in files and metrics; most file systems allow 255 bytes with the suffix."""
 
 RESERVED = frozenset({"all", "aggregated_results", "component"})
 """Names of metrics and files that no data source may take; `by_source` appends a "_" to such a name."""
@@ -106,10 +110,16 @@ def training_reward_metrics(trajectories: Sequence[Trajectory], n_samples: int) 
 
 
 def by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Group trajectories by data source, under the name for files and metrics: "/" becomes "_"."""
+    """Group trajectories by data source, under the name for files and metrics.
+
+    Slashes and control characters become "_". The end of a long name is replaced by a hash.
+    """
     groups: dict[str, list[Trajectory]] = {}
     for t in sorted(trajectories, key=lambda t: t.data_source):
-        name = t.data_source.replace("/", "_")
+        name = "".join("_" if c == "/" or not c.isprintable() else c for c in t.data_source)
+        if len(name.encode()) > MAX_NAME_BYTES:
+            digest = hashlib.blake2b(t.data_source.encode(), digest_size=4).hexdigest()
+            name = f"{name.encode()[: MAX_NAME_BYTES - 9].decode(errors='ignore')}_{digest}"
         groups.setdefault(f"{name}_" if name in RESERVED else name, []).append(t)
     return groups
 

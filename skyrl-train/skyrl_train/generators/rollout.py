@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, request_seed
 from skyrl_train.generators.conversation import TokenConversation, TurnRecord
 from skyrl_train.generators.env_pool import Episode
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 NOT_RETRIED = frozenset({"prompt_too_long", "reward_unknown", "abort"})
 """Stop reasons of invalid trajectories that another attempt would not change."""
+
+FailureKind = tuple[str | None, str]
+"""The stop reason of an invalid rollout, and the type of its error."""
 
 
 @dataclass(slots=True)
@@ -67,20 +71,17 @@ class Rollout:
 
     def trajectory(self) -> Trajectory:
         """Return the trajectory. Its response ends with the last sampled token."""
+        try:
+            segments = self._finish_segments()
+        except Exception as error:  # noqa: BLE001, one rollout may not end the run
+            self.fail("env_error", f"the conversation cannot be rendered: {describe_error(error)}", error)
+            segments = _segments([SegmentBuilder([], 0)], [])
         assert self.stop_reason is not None
-        rows = [SegmentBuilder([], 0)]
-        if self.conversation is not None:
-            self.conversation.finish()
-            rows = self.conversation.rows
-        if self.turns and not rows[-1].response_length:
-            self.fail(
-                "empty_response", "the environment replaced the reply with an empty one, which cannot carry a reward"
-            )
         return Trajectory(
             id=self.request.id,
             env_class=self.env_class,
             data_source=self.request.row.data_source,
-            segments=_segments(rows, self.turns),
+            segments=segments,
             stop_reason=self.stop_reason,
             error=self.error,
             reward_components=self.reward_components,
@@ -89,6 +90,17 @@ class Rollout:
             timing={"generate": self.generate_s, "env": self.env_s},
             n_attempts=self.attempt + 1,
         )
+
+    def _finish_segments(self) -> tuple[Segment, ...]:
+        rows = [SegmentBuilder([], 0)]
+        if self.conversation is not None:
+            self.conversation.finish()
+            rows = self.conversation.rows
+        if self.turns and not rows[-1].response_length:
+            self.fail(
+                "empty_response", "the environment replaced the reply with an empty one, which cannot carry a reward"
+            )
+        return _segments(rows, self.turns)
 
 
 async def play_until_valid(
@@ -103,32 +115,35 @@ async def play_until_valid(
     `play` plays rollouts to their end, valid or not.
     """
     rollouts = [Rollout(request, metadata.seed) for request in requests]
+    shown: set[FailureKind] = set()
     await play(rollouts)
     for attempt in range(1, n_retries + 1):
         failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED]
         if not failed:
             break
-        _warn([rollouts[i] for i in failed], len(rollouts), "are played again")
+        _warn([rollouts[i] for i in failed], len(rollouts), "are played again", shown)
         retries = [Rollout(rollouts[i].request, metadata.seed, attempt) for i in failed]
         await play(retries)
         for i, rollout in zip(failed, retries, strict=True):
             rollouts[i] = rollout
-    _warn([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid")
-    return [rollout.trajectory() for rollout in rollouts]
+    trajectories = [rollout.trajectory() for rollout in rollouts]
+    _warn([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid", shown)
+    return trajectories
 
 
-def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str) -> None:
-    """Log one warning for each kind of failure, with the traceback of the first."""
-    kinds: dict[tuple[str | None, str], list[Rollout]] = {}
+def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[FailureKind]) -> None:
+    """Log one warning for each kind of failure, with the traceback of the first unless the kind was `shown`."""
+    kinds: dict[FailureKind, list[Rollout]] = {}
     for rollout in failed:
         kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
-    for alike in kinds.values():
+    for kind, alike in kinds.items():
         first = alike[0]
         logger.warning(
             "%d of %d rollouts %s; the first, %s: %s",
             *(len(alike), n_rollouts, outcome, first.request.id.to_string(), first.error),
-            exc_info=first.cause,
+            exc_info=None if kind in shown else first.cause,
         )
+        shown.add(kind)
 
 
 def _segments(rows: list[SegmentBuilder], records: list[TurnRecord]) -> tuple[Segment, ...]:

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
+from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import reward_components, validate_metrics, validate_prompt, validate_step_output
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
@@ -36,6 +37,10 @@ from skyrl_train.inference_engines.base import EngineRequest, EngineResult, Infe
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
+
+
+MAX_CHARS_PER_TOKEN = 32
+"""Text with more characters per token of the input limit is not tokenized: it is too long, whatever its tokens."""
 
 
 class UnknownReward(EnvError):
@@ -85,6 +90,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         self._is_batched = generator_cfg.batched and not in_processes
         max_length = inference_engine_client.info.context_length - 1  # leaves room for a token
         self._max_input_length = min(generator_cfg.max_input_length or max_length, max_length)
+        self._max_chars = MAX_CHARS_PER_TOKEN * self._max_input_length
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise TypeError for a subclass that defines SkyRL's `agent_loop`, which is never called here."""
@@ -135,11 +141,14 @@ class SkyRLGymGenerator(GeneratorInterface):
         """Make the environment and encode its first prompt."""
         row, episode = rollout.request.row, rollout.episode
         assert episode is not None
-        extras = copy.deepcopy(row.env_extras)
-        extras["max_turns"] = self.generator_cfg.max_turns
         with _boundary(rollout, "init"):
+            extras = copy.deepcopy(row.env_extras)
+            extras["max_turns"] = self.generator_cfg.max_turns
             await episode.make(rollout.env_class, extras)
             prompt = validate_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
+            if self._cannot_fit(prompt):
+                rollout.fail("prompt_too_long", f"the prompt has more than {self._max_chars:,} characters")
+                return
             rollout.conversation = self._new_conversation(prompt)
             n_tokens = len(rollout.conversation.next_prompt())
             if n_tokens > self._max_input_length:
@@ -182,7 +191,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"generation failed with {type(error).__name__}: {error}") from error
+            raise EngineError(f"generation failed with {describe_error(error)}") from error
         rollout.generate_s += time.perf_counter() - started
         return result, text
 
@@ -197,6 +206,8 @@ class SkyRLGymGenerator(GeneratorInterface):
             rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + value
         action = output.get("postprocessed_action")
         if action is not None and action != text:
+            if len(action) > self._max_chars:
+                raise EnvError(f"step() returned postprocessed_action of {len(action):,} characters, which cannot fit")
             conversation.replace_turn(action)
         if output["done"]:
             rollout.stop_reason = turn.result.stop_reason
@@ -204,8 +215,12 @@ class SkyRLGymGenerator(GeneratorInterface):
         if len(conversation.turns) >= cfg.max_turns:
             rollout.stop_reason = "max_turns"
             return
-        observations = self._with_status(conversation, output["observations"])
+        observations = output["observations"]
         history = (output.get("metadata") or {}).get("modified_chat_history")
+        if self._cannot_fit([*(history or []), *observations]):
+            rollout.stop_reason = "length"
+            return
+        observations = self._with_status(conversation, observations)
         if history is None:
             conversation.observe(observations)
         else:
@@ -213,6 +228,10 @@ class SkyRLGymGenerator(GeneratorInterface):
         is_spent = cfg.max_response_length is not None and conversation.n_response_tokens >= cfg.max_response_length
         if is_spent or len(conversation.next_prompt()) > self._max_input_length:
             rollout.stop_reason = "length"
+
+    def _cannot_fit(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Return True for messages of far more text than the model reads, which would take minutes to tokenize."""
+        return sum(len(str(value)) for message in messages for value in message.values()) > self._max_chars
 
     def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Append a line with the used context and turns, with `generator.inject_context_status`."""
@@ -264,7 +283,7 @@ def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001, the boundary of a rollout
         stop_reason = next(reason for kind, reason in STOP_REASONS if isinstance(error, kind))
         is_engine = isinstance(error, EngineError)
-        message = str(error) if is_engine else f"{rollout.env_class}.{method} raised {type(error).__name__}: {error}"
+        message = str(error) if is_engine else f"{rollout.env_class}.{method} raised {describe_error(error)}"
         rollout.fail(stop_reason, message, error)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -43,6 +44,8 @@ def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None 
     """
     with _loading("tokenizer", key, path):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ConfigError(f"{key}={path} has no tokenizer.json; save the tokenizer there with save_pretrained")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {key}={path} has no eos_token; set one and save it")
     tokenizer.chat_template = tokenizer.chat_template or chat_template
@@ -53,6 +56,15 @@ def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None 
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of {key}={path} is broken in line {error.lineno}: {error.message}; correct it, or set "
+            "generator.chat_template"
+        ) from error
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
+        logger.debug("The chat template refuses a message of the user alone: %r", error)  # which rows may not hold
     return tokenizer
 
 
@@ -87,7 +99,12 @@ def load_model(
         ConfigError: no model at `path`, or an architecture whose log-probs would be wrong.
     """
     with _loading("model", key, path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    model: PreTrainedModel
+    model, report = loaded
+    _check_complete(model, key, path, report["missing_keys"])
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         raise ConfigError(
             f"{key}={path}: PyTorch's attention leaves out the softcapping of a "
@@ -123,12 +140,9 @@ def load_value_model(
         raise ConfigError(
             f"{CRITIC_PATH}={path}: a {type(model).__name__} has no value head `score`; use another model"
         )
-    missing = {name for name in report["missing_keys"] if not name.startswith("score.")}
-    if missing:
-        raise ConfigError(
-            f"{CRITIC_PATH}={path} lacks {len(missing)} weights of a {type(model).__name__}, {min(missing)} for one; "
-            "use a folder that save_pretrained wrote"
-        )
+    _check_complete(
+        model, CRITIC_PATH, path, {name for name in report["missing_keys"] if not name.startswith("score.")}
+    )
     if report["missing_keys"]:
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
@@ -137,13 +151,37 @@ def load_value_model(
     return model
 
 
+def check_vocabulary_size(model: PreTrainedModel, key: str, path: str, policy: PreTrainedModel) -> None:
+    """Raise ConfigError if the policy can sample tokens for which the model has no embedding."""
+    size, needed = (len(m.get_input_embeddings().weight) for m in (model, policy))  # type: ignore[arg-type]
+    if size < needed:
+        raise ConfigError(
+            f"{key}={path} has embeddings of {size:,} tokens, fewer than the {needed:,} of the policy; use a model "
+            "with the policy's vocabulary, or enlarge its embeddings with resize_token_embeddings"
+        )
+
+
+def _check_complete(model: PreTrainedModel, key: str, path: str, missing: Collection[str]) -> None:
+    """Raise ConfigError for weights that the folder lacks, which are random, or that are NaN or infinite."""
+    if missing:
+        raise ConfigError(
+            f"{key}={path} lacks {len(missing)} weights of a {type(model).__name__}, {min(missing)} for one; "
+            "give a folder that save_pretrained wrote"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ConfigError(
+                f"{key}={path}: the weights {name} are NaN or infinite; use another checkpoint of the model"
+            )
+
+
 @contextmanager
 def _loading(kind: str, key: str, path: str) -> Iterator[None]:
     """Turn the errors of transformers into a ConfigError that names the key."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the boundary to transformers, which raises whatever a malformed file leads to
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"cannot load the {kind} from {key}={path}: {reason}; use a folder that contains "
             "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows"

@@ -28,7 +28,7 @@ from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.optional import require
-from skyrl_gym.tools.messages import append_to_system, format_tool_response, replace_surrogates
+from skyrl_gym.tools.messages import append_to_system, format_tool_response
 
 ACTION_KEYS = {"text_field", "format", "fixed"}
 FORMATS = ("auto", "json", "tools")
@@ -222,7 +222,7 @@ class OpenEnvEnv(AsyncEnv):
         assert self._format is not None
         is_in_system_prompt = isinstance(self._format, ToolAction)
         hint = "" if is_in_system_prompt else self._format.instructions
-        return replace_surrogates("\n".join(part for part in (problem, hint) if part))
+        return "\n".join(part for part in (problem, hint) if part)
 
     def _output(
         self, texts: list[str], rewards: list[float | None], actions: list[dict[str, Any]]
@@ -245,10 +245,10 @@ class OpenEnvEnv(AsyncEnv):
 def _tool_text(observation: Mapping[str, Any]) -> str:
     """Return the text of a tool's result, or its error."""
     if isinstance(error := observation.get("error"), Mapping):
-        return replace_surrogates(f"Error ({error.get('error_type')}): {error.get('message')}")
+        return f"Error ({error.get('error_type')}): {error.get('message')}"
     result = observation.get("result")
     if not isinstance(result, Mapping):
         return format_observation(result)
     content = [part for part in result.get("content") or [] if isinstance(part, Mapping) and "text" in part]
     text = "\n".join(str(part["text"]) for part in content) or format_value(result.get("data"))
-    return replace_surrogates(f"Error: {text}" if result.get("is_error") else text)
+    return f"Error: {text}" if result.get("is_error") else text

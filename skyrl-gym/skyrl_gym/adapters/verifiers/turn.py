@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from skyrl_gym.adapters.actions import ActionError, parse_calls
 from skyrl_gym.envs.base_text_env import ConversationType, MessageType
 from skyrl_gym.error import Error
+from skyrl_gym.runtime.text import clean_text
 from skyrl_gym.tools.calls import ToolCall
-from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt, replace_surrogates
+from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt
 
 CALL = "<tool_call>\n{call}\n</tool_call>"
 USER_ROLES = ("user", "tool", "text")
@@ -92,7 +93,7 @@ class Episode(Protocol):
 
 def parse_reply(text: str, has_tools: bool) -> Reply:
     """Parse a reply and its calls."""
-    text = replace_surrogates(text)
+    text = clean_text(text)
     if not has_tools:
         return Reply(text)
     try:
@@ -132,7 +133,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> ConversationType:
 
 def _chat_message(message: Mapping[str, Any]) -> MessageType:
     role = message["role"]
-    text = replace_surrogates(message_text(message.get("content")))
+    text = message_text(message.get("content"))
     if role == "assistant":
         return {"role": role, "content": _with_calls(_with_thoughts(text, message), message)}
     if role == "tool":

@@ -26,6 +26,8 @@ class AIMEEnv(SingleTurnEnv):
         ModuleNotFoundError: the grader needs a package that is not installed.
     """
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         grader = maths.choose_grader("aime", env_config, GRADERS, "minerva")
         super().__init__(read_answer(extras, ("reward_model", "reward_spec")), grader)

@@ -25,6 +25,8 @@ class GSM8kEnv(SingleTurnEnv):
         ModuleNotFoundError: the grader needs a package that is not installed.
     """
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         grader = maths.choose_grader("gsm8k", env_config, GRADERS, "strict")
         super().__init__(read_answer(extras), grader)

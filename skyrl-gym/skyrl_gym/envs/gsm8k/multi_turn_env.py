@@ -31,6 +31,8 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
     Raises the errors of `GSM8kEnv`, and ValueError if `max_turns` is not a positive whole number.
     """
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__()
         self.ground_truth = read_answer(extras)

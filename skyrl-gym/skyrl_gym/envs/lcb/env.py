@@ -37,6 +37,8 @@ class LCBEnv(BaseTextEnv):
     `skyrl_gym.isolation` isolates programs. `metadata` has `parsed_code` and `failure`, the way the program failed.
     """
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__()
         self._settings = parse_settings("lcb", env_config, LCBEnvConfig)

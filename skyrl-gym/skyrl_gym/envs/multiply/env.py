@@ -30,6 +30,8 @@ class MultiplyEnv(BaseTextEnv):
         ValueError: the ground truth is neither text nor a whole number, or `max_turns` is less than 1.
     """
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__()
         self.ground_truth = read_answer(extras)

@@ -31,6 +31,8 @@ class OpenSpielEnv(BaseTextEnv):
         ValueError: the row or the configuration is invalid; the message names the value.
     """
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         extras = extras or {}

@@ -51,6 +51,8 @@ class SearchEnv(QueryEnv):
 
     answer_tags = ("<answer>", "</answer>")
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         settings = parse_settings("search", env_config, SearchEnvConfig)
         super().__init__(read_max_turns(extras, MAX_TURNS))

@@ -39,6 +39,8 @@ class SearchCodeEnv(QueryEnv):
 
     answer_tags = ("<solution>", "</solution>")
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         settings = parse_settings("searchcode", env_config, SearchCodeEnvConfig)
         super().__init__(read_max_turns(extras, MAX_TURNS))

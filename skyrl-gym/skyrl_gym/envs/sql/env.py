@@ -46,6 +46,8 @@ class SQLEnv(QueryEnv):
 
     answer_tags = ("<solution>", "</solution>")
 
+    validates_rows = True
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] = NO_ROW) -> None:
         super().__init__(read_max_turns(extras, MAX_TURNS))
         self._settings = parse_settings("text2sql", env_config, Text2SQLEnvConfig)

@@ -94,12 +94,6 @@ class TestObservations:
         assert message_text(await env.step_async("I say <action>bye</action>.")) == "bye"
         await env.close_async()
 
-    async def test_lone_surrogates_do_not_reach_the_tokenizer(self, server: ProtocolServer) -> None:
-        env = await start_env(server, observation="echoed_message", action={"format": "json"})
-        message = message_text(await env.step_async('{"message": "a\\ud800"}'))
-        message.encode("utf-8")
-        await env.close_async()
-
 
 class TestRewards:
     async def test_reward_of_a_step_is_that_of_the_server(self, server: ProtocolServer) -> None:

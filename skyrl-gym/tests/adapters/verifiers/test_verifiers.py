@@ -354,7 +354,7 @@ class TestTurn:
             {"role": "user", "content": "On."},
             {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}]},
             {"role": "tool", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]},
-            {"role": "tool", "content": "3\ud800"},
+            {"role": "tool", "content": "3"},
             {"role": "user", "content": "Well?"},
         ]
         assert chat_messages(messages) == [
@@ -363,7 +363,7 @@ class TestTurn:
             {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'},
             {
                 "role": "user",
-                "content": "<tool_response>\n1\n2\n</tool_response>\n<tool_response>\n3?\n</tool_response>\nWell?",
+                "content": "<tool_response>\n1\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>\nWell?",
             },
         ]
 

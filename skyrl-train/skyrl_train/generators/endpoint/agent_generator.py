@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
@@ -201,7 +202,7 @@ def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
         if session.engine_failure is not None:
             rollout.fail("engine_error", session.engine_failure, error)
         else:
-            rollout.fail("agent_error", f"the agent raised {type(error).__name__}: {error}", error)
+            rollout.fail("agent_error", f"the agent raised {describe_error(error)}", error)
 
 
 def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:

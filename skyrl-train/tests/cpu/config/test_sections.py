@@ -36,7 +36,7 @@ def test_every_default_is_valid() -> None:
         ("trainer.max_training_steps", "an integer >= 1 or null"),
         ("trainer.ckpt_interval", "-1 or an integer >= 1"),
         ("trainer.algorithm.eps_clip_low", "a number >= 0 and <= 1"),
-        ("trainer.algorithm.temperature", "a number > 0 or null"),
+        ("trainer.algorithm.temperature", "a number > 0 and <= 100 or null"),
         ("trainer.policy", "a section"),
         ("trainer.policy.optimizer_config.adam_betas", "a list of 2 numbers >= 0 and < 1"),
         ("data.train_data", "a string or a list of strings"),

@@ -257,7 +257,74 @@ PROBLEMS: list[Case] = [
     ),
 ]
 
+PROBLEMS += [
+    (
+        ["generator.sampling_params.min_tokens=8", "generator.sampling_params.max_generate_length=4"],
+        "generator.sampling_params.min_tokens=8 must be at most generator.sampling_params.max_generate_length=4; try "
+        "generator.sampling_params.min_tokens=0",
+        [["generator.sampling_params.min_tokens=4", "generator.sampling_params.max_generate_length=4"]],
+    ),
+    (
+        ["trainer.policy.optimizer_config.weight_decay=1e6"],
+        "trainer.policy.optimizer_config.weight_decay=1e+06 times trainer.policy.optimizer_config.lr=1e-06 must be "
+        "below 1, or a step erases the weights; try trainer.policy.optimizer_config.weight_decay=0.01",
+        [["trainer.policy.optimizer_config.weight_decay=1.0"]],
+    ),
+    (
+        ["environment.skyrl_gym.python=python3.12"],
+        "environment.skyrl_gym.python=python3.12 runs environments in processes, and "
+        "environment.skyrl_gym.isolation=thread keeps them in the trainer; set "
+        "environment.skyrl_gym.isolation=process, or environment.skyrl_gym.python=null",
+        [["environment.skyrl_gym.python=python3.12", "environment.skyrl_gym.isolation=process"]],
+    ),
+    (
+        ["trainer.run_name=a/../b"],
+        "trainer.run_name=a/../b must be the name of a folder, in printable characters; try trainer.run_name=catch",
+        [["trainer.run_name=a.b"], ["trainer.run_name=sweep/lr_1e-6"]],
+    ),
+    (
+        ["data.val_data=[a.jsonl,b.jsonl,./a.jsonl]"],
+        "data.val_data has ./a.jsonl twice, so its rows would count twice; name it once",
+        [["data.val_data=[a.jsonl,b.jsonl]"]],
+    ),
+]
+
 DOUBTS: list[Case] = [
+    (
+        ["generator.eval_n_samples_per_prompt=8"],
+        "generator.eval_n_samples_per_prompt=8 plays the same greedy reply 8 times, for "
+        "generator.eval_sampling_params.temperature=0.0; try generator.eval_sampling_params.temperature=1.0, or "
+        "generator.eval_n_samples_per_prompt=1",
+        [["generator.eval_n_samples_per_prompt=8", "generator.eval_sampling_params.temperature=1.0"]],
+    ),
+    (
+        ["generator.eval_sampling_params.temperature=50"],
+        "generator.eval_sampling_params.temperature=50 samples nearly at random; try "
+        "generator.eval_sampling_params.temperature=1.0",
+        [["generator.eval_sampling_params.temperature=1.5"]],
+    ),
+    (
+        ["environment.skyrl_gym.call_timeout_seconds=0.01"],
+        "environment.skyrl_gym.call_timeout_seconds=0.01 is so short that most rollouts may be invalid; try "
+        "environment.skyrl_gym.call_timeout_seconds=300",
+        [["environment.skyrl_gym.call_timeout_seconds=5"]],
+    ),
+    (
+        [f"{ALGORITHM}.kl_loss_coef=100"],
+        "trainer.algorithm.kl_loss_coef=100 outweighs the rewards; usual values are below 1, e.g. "
+        "trainer.algorithm.kl_loss_coef=0.01",
+        [[f"{ALGORITHM}.kl_loss_coef=100", f"{ALGORITHM}.use_kl_loss=false"]],
+    ),
+    (
+        ["trainer.logger=[]"],
+        "trainer.logger=[] writes metrics to metrics.jsonl only; try trainer.logger=console",
+        [],
+    ),
+    (
+        ["data.train_data=[a.jsonl,a.jsonl]"],
+        "data.train_data has a.jsonl 2 times, so an epoch trains on its rows as often; name it once",
+        [["data.train_data=[a.jsonl,b.jsonl]"]],
+    ),
     (
         ["trainer.resume_path=ckpts/global_step_10"],
         "trainer.resume_path=ckpts/global_step_10 is not read when trainer.resume_mode=latest; set "

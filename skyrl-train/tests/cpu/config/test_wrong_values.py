@@ -157,7 +157,7 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
         (
             "generator.sampling_params.temperature",
             -0.5,
-            "generator.sampling_params.temperature=-0.5 must be a number >= 0; "
+            "generator.sampling_params.temperature=-0.5 must be a number >= 0 and <= 100; "
             "the default is generator.sampling_params.temperature=1.0",
         ),
         (
@@ -266,6 +266,10 @@ LIMITS = [
     ("generator.eval_sampling_params.max_generate_length", 0),
     ("environment.skyrl_gym.max_env_workers", -1),
     ("environment.env_class", ""),
+    ("trainer.seed", 2**63),
+    ("trainer.algorithm.kl_loss_coef", 1e30),
+    ("generator.sampling_params.temperature", 1e30),
+    ("generator.eval_sampling_params.temperature", 1e30),
 ]
 
 

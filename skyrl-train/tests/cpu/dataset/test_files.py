@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,13 @@ def test_a_missing_file_is_named_by_its_expanded_path(tmp_path: Path, monkeypatc
     with pytest.raises(DataError, match=rf"{tmp_path}/train\.parquet does not exist; check data\.train_data"):
         read_rows("~/train.parquet")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match=r"folder\.json is a folder; check data\.train_data"):
         read_rows(str(tmp_path / "folder.json"))
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(DataError, match=r"pipe\.json is not a regular file"):
+        read_rows(str(tmp_path / "pipe.json"))
+    with pytest.raises(DataError, match="cannot be opened"):
+        read_rows("a" * 5000 + ".json")
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,8 @@ def test_draws_are_numbered_consecutively() -> None:
     resumed = shuffled(5, 2)
     resumed.load_state_dict(prompts.state_dict())
     assert [prompt.draw for prompt in resumed.next_batch()] == [12, 13]
+
+
+@pytest.mark.parametrize("seed", [1_763_856_000_000_000, 2**62, 2**63 - 1])
+def test_any_seed_gives_an_order(seed: int) -> None:
+    assert sorted(uids(shuffled(4, 2, seed), 2)[0] + uids(shuffled(4, 2, seed), 2)[1]) == ["0", "1", "2", "3"]

@@ -78,9 +78,14 @@ def test_column_names_are_configurable(tmp_path: Path, tiny_tokenizer: PreTraine
         ({"question": "a"}, "has no 'prompt'; its columns are question. A prompt is a list of messages"),
         ({"prompt": "What is 2 + 2?"}, "prompt='What is 2 \\+ 2\\?' is not a list of messages"),
         ({"prompt": []}, "is not a list of messages"),
-        ({"prompt": [{"content": "no role"}]}, "is not a list of messages"),
-        ({"prompt": [{"role": "user"}]}, "is not a list of messages"),
-        ({"prompt": [{"role": "user", "content": None}]}, "chat template refuses a prompt with the roles user"),
+        ({"prompt": None}, "prompt=null is not a list of messages; write"),
+        ({"prompt": [{"content": "no role"}]}, "message 0 of prompt lacks a role or a content: {'content': 'no role'}"),
+        ({"prompt": [*ask("a")["prompt"], {"role": "user"}]}, "message 1 of prompt lacks a role or a content"),
+        ({"prompt": [{"role": "user", "content": None}]}, "message 0 of prompt lacks a role or a content"),
+        ({"prompt": [{"role": "user", "content": 5}]}, "chat template refuses a prompt with the roles user"),
+        (ask("a", env_class=5), "env_class=5 is a int; write the name of an environment"),
+        (ask("a", env_class=["catch"]), "env_class=\\['catch'\\] is a list; write the name of an environment"),
+        (ask("a", deep=json.loads("[" * 100 + "]" * 100)), "it is nested too deeply; flatten its lists"),
     ],
 )
 def test_a_row_without_a_chat_prompt_is_named(
@@ -89,6 +94,24 @@ def test_a_row_without_a_chat_prompt_is_named(
     source = write_file(tmp_path, [ask("fine"), bad_row])
     with pytest.raises(DataError, match=f"row 1 of {source}.*{reason}"):
         PromptDataset(source, tiny_tokenizer, LONG)
+
+
+def test_half_characters_of_a_prompt_are_replaced_with_one_warning(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(json.dumps(ask(text, answer=text)) for text in ("a", "b\ud83d", "\udc00")))
+    rows = list(PromptDataset(str(source), tiny_tokenizer, LONG))
+    assert [row.prompt[0]["content"] for row in rows] == [row.env_extras["answer"] for row in rows] == ["a", "b?", "?"]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.endswith(f'are replaced by "?" in 2 rows, the first: row 1 of {source}')
+
+
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    for name, text in (("a.json", "[" * 10**5), ("b.jsonl", '{"a": ' + "[" * 10**5)):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=f"{name}: its JSON is nested too deeply"):
+            PromptDataset(str(tmp_path / name), tiny_tokenizer, LONG)
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

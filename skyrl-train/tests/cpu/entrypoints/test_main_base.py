@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyrl_train.algorithms import register_advantage_estimator
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.entrypoints.main_base import BasePPOExp, main, parse_cli
+from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
 
 
@@ -93,6 +95,40 @@ def test_a_setting_that_the_loss_ignores_is_logged_once(catch_run: list[str], ca
     assert [record.message.split(";")[0] for record in caplog.records] == [
         "trainer.algorithm.eps_clip_low=0.1 is not read by trainer.algorithm.policy_loss_type=cispo"
     ]
+
+
+def test_a_warmup_longer_than_the_run_is_reported(
+    catch_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    main([*catch_run, "trainer.policy.optimizer_config.num_warmup_steps=100", "trainer.max_training_steps=1"])
+    assert "num_warmup_steps=100 is not below the 1 optimizer steps of this run" in caplog.text
+
+
+def test_settings_that_no_row_uses_are_reported(
+    catch_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "1"}], "env_class": "gsm8k", "reward_spec": {"ground_truth": "1"}}
+    rows.write_text("\n".join([json.dumps(row)] * 4))
+    files = [f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
+    check_data(parse_cli([*catch_run, *files, "environment.env_class=catch"]), trains=True)
+    assert "environment.env_class=catch is not used: every row has its own env_class (gsm8k)" in caplog.text
+    check_data(parse_cli([*catch_run, *files, "environment.skyrl_gym.aime.grader=minerva"]), trains=True)
+    assert "environment.skyrl_gym.aime is not used: no row has env_class=aime" in caplog.text
+
+
+def test_a_subclass_with_a_generator_of_its_own_may_play_any_rows(catch_run: list[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "1"}], "env_class": "unheard_of"}')
+    overrides = [*catch_run, f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
+    with pytest.raises(ConfigError, match="env_class=unheard_of"):
+        BasePPOExp(parse_cli(overrides)).check_data()
+
+    class Own(BasePPOExp):
+        def get_generator(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    Own(parse_cli(overrides)).check_data()
 
 
 def test_an_estimator_registered_late_is_checked(catch_run: list[str]) -> None:

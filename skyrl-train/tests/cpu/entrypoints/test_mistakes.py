@@ -42,9 +42,37 @@ MISTAKES: dict[str, list[str]] = {
     "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
     "data.train_data=[missing.jsonl]": ["data.train_data=missing.jsonl: the file missing.jsonl does not exist"],
     "data.val_data=[folder.parquet]": ["the file folder.parquet is a folder"],
+    "data.val_data=[pipe.json]": ["the file pipe.json is not a regular file"],
+    "data.train_data=[wrong_type.jsonl]": [
+        "row 2 of wrong_type.jsonl: the environment gsm8k refuses it: AssertionError: ground_truth is required in "
+        "reward_spec field; got reward_spec='42'. Fix or remove the row"
+    ],
+    "data.train_data=[no_truth.jsonl]": ["row 0 of no_truth.jsonl", "reward_spec", "; 2 of 4 rows are refused"],
+    "data.train_data=[null_info.jsonl] environment.env_class=openspiel": ["row 0 of null_info.jsonl", "extra_info"],
+    "data.train_data=[unknown_env.jsonl]": ["row 1 of unknown_env.jsonl: env_class=gms8k", "Did you mean 'gsm8k'?"],
+    "data.train_data=[number_env.jsonl]": ["row 0 of number_env.jsonl: env_class=5 is a int"],
+    "data.train_data=[null_prompt.jsonl]": ["row 0 of null_prompt.jsonl: prompt=null is not a list of messages"],
+    "environment.skyrl_gym.gsm8k.grder=strict": [
+        "environment.skyrl_gym.gsm8k.grder is unknown; the only key is grader"
+    ],
+    "environment.skyrl_gym.gsm8k.grader=lenient": ["environment.skyrl_gym.gsm8k.grader=lenient is unknown; use one of"],
+    "environment.skyrl_gym.gms8k.grader=strict": ["section of an environment that does not exist", "'gsm8k'?"],
     "trainer.policy.model.path=./missing": ["path=./missing: there is no such folder"],
     "trainer.policy.model.path=without_tokenizer": ["the folder has no tokenizer.json"],
     "trainer.policy.model.path=without_weights": ["the folder has no model.safetensors"],
+    "trainer.policy.model.path=list_config": ["list_config/config.json is a list", "save_pretrained"],
+    "generator.sampling_params.max_generate_length=128": [
+        "max_generate_length=128 leaves no room for a prompt in the context of model, 128 tokens",
+    ],
+    "generator.sampling_params.stop_token_ids=[7,500]": ["stop_token_ids has 500", "a vocabulary of 500 tokens"],
+    "trainer.ref.model.path=small_vocabulary": ["small_vocabulary has a vocabulary of 100 tokens", "500 of the policy"],
+    "environment.skyrl_gym.isolation=process environment.skyrl_gym.python=/no/python": [
+        "environment.skyrl_gym.python=/no/python cannot be run",
+    ],
+    "environment.skyrl_gym.python=/usr/bin/python3": ["isolation=process"],
+    "trainer.run_name=.": ["trainer.run_name=. must be the name of a folder"],
+    "trainer.seed=9223372036854775808": ["trainer.seed=9223372036854775808 must be an integer >= 0 and <="],
+    "generator.sampling_params.temperature=1e30": ["temperature=1e+30 must be a number >= 0 and <= 100"],
     "trainer.policy.model.path=rows.jsonl": ["rows.jsonl is a file; use the folder"],
     "trainer.output_dir=rows.jsonl": [
         "the run folder rows.jsonl/skyrl/",
@@ -84,7 +112,18 @@ json.dump([answers, heavy], sys.stdout)
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Standard error of `skyrl train` for each mistake, all in one process that must not import PyTorch."""
     folder = tmp_path_factory.mktemp("mistakes")
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "Hi"}]}))
+    row = {"prompt": [{"role": "user", "content": "Hi"}], "reward_spec": {"ground_truth": "42"}}
+    for name, rows in {
+        "rows": [row],
+        "wrong_type": [row, row, row | {"reward_spec": "42"}],
+        "no_truth": [row | {"reward_spec": None}, row, row | {"reward_spec": {}}],
+        "null_info": [row | {"extra_info": None}],
+        "unknown_env": [row, row | {"env_class": "gms8k"}],
+        "number_env": [row | {"env_class": 5}],
+        "null_prompt": [row | {"prompt": None}],
+    }.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    os.mkfifo(folder / "pipe.json")
     (folder / "broken.yaml").write_text("trainer: {epochs: ")
     (folder / "nul.yaml").write_text('trainer: {output_dir: "out\\0put"}')
     (folder / "broken_link").symlink_to("nowhere")
@@ -93,12 +132,17 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "model": ["config.json", "model.safetensors", "tokenizer.json"],
         "without_tokenizer": ["config.json", "model.safetensors"],
         "without_weights": ["config.json", "tokenizer.json"],
+        "list_config": ["config.json", "model.safetensors", "tokenizer.json"],
+        "small_vocabulary": ["config.json", "model.safetensors", "tokenizer.json"],
     }.items():
         (folder / name).mkdir()
         for file in files:
-            (folder / name / file).touch()
+            (folder / name / file).write_text(json.dumps({"max_position_embeddings": 128, "vocab_size": 500}))
+    (folder / "list_config/config.json").write_text("[]")
+    (folder / "small_vocabulary/config.json").write_text(json.dumps({"vocab_size": 100}))
     good = ["data.train_data=[rows.jsonl]", "data.val_data=[rows.jsonl]", "trainer.policy.model.path=model"]
     good += ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"]
+    good += ["generator.sampling_params.max_generate_length=16"]
     commands = [["train", *good, *mistake.split()] for mistake in MISTAKES if not mistake.startswith("--help")]
     commands += [["train", *mistake.split()] for mistake in MISTAKES if mistake.startswith("--help")]
     packages = str(Path(__file__).parents[3])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from trajectories import make_segment, make_trajectory
 
 from skyrl_train.generators.metrics import (
+    by_source,
     pass_at_k,
     reward_metrics,
     rollout_metrics,
@@ -114,3 +117,12 @@ def test_lengths_by_reward_are_omitted_for_empty_classes() -> None:
 
 def test_prefix() -> None:
     assert with_prefix("eval/all", {"avg_score": 1.0}) == {"eval/all/avg_score": 1.0}
+
+
+def test_any_data_source_is_the_name_of_a_file(rollouts: list[Trajectory], tmp_path: Path) -> None:
+    names = ["a/b", "é" * 400, "é" * 399 + "x", "line\nbreak", "\0", "."]
+    groups = by_source([replace(rollouts[0], data_source=name) for name in names])
+    assert len(groups) == len(names)
+    for name in groups:
+        (tmp_path / f"{name}.jsonl").write_text("x")
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.jsonl" for name in groups}

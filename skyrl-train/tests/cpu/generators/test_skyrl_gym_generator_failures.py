@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +21,33 @@ from generators.environments import METHODS, Journal, StoryEnv
 import skyrl_gym
 from skyrl_gym.core import Env
 from skyrl_gym.envs.registration import deregister
+from skyrl_train.evaluate import dump_evaluation
+from skyrl_train.generators.base import BatchMetadata, play
+from skyrl_train.generators.conversation import TokenConversation
+from skyrl_train.generators.metrics import rollout_metrics
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import Trajectory
 
 BATCHED = pytest.mark.parametrize("batched", [False, True], ids=["unbatched", "batched"])
 STEP = {"observations": [{"role": "user", "content": "on"}], "reward": 1.0, "done": False, "metadata": {}}
+
+
+METADATA = BatchMetadata(1, "train")
+
+
+def deep_list(depth: int) -> list[Any]:
+    """Return a list in a list in a list …"""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def cyclic_dict() -> dict[str, Any]:
+    """Return a dict that holds itself."""
+    value: dict[str, Any] = {}
+    value["self"] = value
+    return value
 
 
 def tokens_and_rewards(trajectories: list[Trajectory]) -> list[tuple[list[int], list[float] | None]]:
@@ -102,8 +128,12 @@ async def test_turns_before_the_failure_are_kept_for_inspection(
         ("step", STEP | {"observations": [{"content": "on"}]}, "they must be a list of messages"),
         ("step", STEP | {"observations": [{"role": "user", "content": None}]}, "TypeError"),
         ("step", STEP | {"observations": [{"role": "user", "content": b"on"}]}, "TypeError"),
-        ("step", STEP | {"observations": [{"role": "user", "content": "\ud800"}]}, "TypeError"),
         ("step", STEP | {"done": np.array([True, False])}, "ValueError"),
+        ("step", STEP | {"done": "no"}, "done='no'; it must be True or False"),
+        ("step", STEP | {"done": None}, "done=None; it must be True or False"),
+        ("step", STEP | {"reward": 1e308}, "reward=1e+308; it must be a finite number of magnitude <= 1e+12"),
+        ("step", STEP | {"reward": [1e13, 0.0]}, "of magnitude <= 1e+12"),
+        ("step", STEP | {"metadata": {"reward_components": {"a": -1e300}}}, "it must map names to finite numbers"),
         ("get_metrics", 5, "get_metrics() returned 5; it must be a dict"),
         ("get_metrics", None, "get_metrics() returned None"),
     ],
@@ -115,6 +145,138 @@ async def test_invalid_return_values_of_an_environment(
     assert_invalid(bad, f"story.{method} raised")
     assert_invalid(bad, reason)
     assert journal.open_environments() == []
+
+
+HALF = "\ud83d"  # half an emoji
+
+
+class Unreadable:
+    """An object without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("init", ([{"role": "user", "content": HALF}], {})),
+        ("step", STEP | {"observations": [{"role": "user", "content": HALF, "name": HALF}]}),
+        ("step", STEP | {"postprocessed_action": HALF}),
+        ("step", STEP | {"metadata": {"modified_chat_history": [{"role": "user", "content": HALF}]}}),
+        ("step", STEP | {"metadata": {"reward_components": {HALF: 1.0}}}),
+        ("step", STEP | {"metadata": {HALF: HALF}}),
+        ("get_metrics", {HALF: 1, "text": HALF, "list": [{HALF: HALF}]}),
+        ("get_metrics", {("a", 1): 2, None: 3, 4: Unreadable(), "digits": 10**5000, "inf": -(10**5000)}),
+        ("get_metrics", {"array": np.arange(3), "number": np.float32(0.5), "set": {1}, "deep": deep_list(100)}),
+        ("get_metrics", cyclic_dict()),
+    ],
+)
+async def test_a_rollout_is_trained_on_and_written_whatever_its_environment_says(
+    make_stage: MakeStage, journal: Journal, tmp_path: Path, method: str, answer: Any
+) -> None:
+    stage = make_stage(max_turns=2)
+    trajectories = await play(
+        stage.generator, [story("odd", returns={method: answer}), story("good")], stage.sampling, METADATA
+    )
+    assert [t.is_valid for t in trajectories] == [True, True]
+    metrics = rollout_metrics(trajectories)
+    trajectories = [replace(t, env_extras={}) for t in trajectories]  # they hold the answer
+    dump_evaluation(tmp_path, trajectories, metrics, stage.chat)
+    rows = [json.loads(line) for line in (tmp_path / "unknown.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["error"] for row in rows] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RuntimeError(HALF), "RuntimeError: ?"),
+        (RuntimeError("\ud83d\ude00"), "RuntimeError: 😀"),
+        (RuntimeError(Unreadable()), "its text cannot be read: str() raised RuntimeError"),
+        (SystemExit(Unreadable()), "RuntimeError: SystemExit: its text cannot be read"),
+        (RuntimeError("x" * 10_000), "x …"),
+    ],
+)
+@pytest.mark.parametrize("method", ["make", "init", "step", "get_metrics"])
+async def test_any_text_of_an_error_can_be_written(
+    make_stage: MakeStage, journal: Journal, tmp_path: Path, method: str, error: BaseException, text: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    journal.do = {method: fail}
+    stage = make_stage()
+    trajectories = await play(stage.generator, [story("a")], stage.sampling, METADATA)
+    assert_invalid(trajectories[0], text)
+    assert len(str(trajectories[0].error)) < 5000
+    dump_evaluation(tmp_path, trajectories, rollout_metrics(trajectories), stage.chat)
+
+
+@pytest.mark.parametrize("max_env_workers", [0, 4])
+async def test_a_child_that_an_environment_forks_in_the_trainer_ends(
+    make_stage: MakeStage, journal: Journal, max_env_workers: int
+) -> None:
+    children: list[int] = []
+    journal.do = {"step": lambda: children.append(os.fork())}
+    trajectories = await make_stage(skyrl_gym={"max_env_workers": max_env_workers}).play([story("a"), story("b")])
+    assert [t.is_valid for t in trajectories] == [True, True]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
+
+
+LONG = "a" * 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "stop_reason"),
+    [
+        ("init", ([{"role": "user", "content": LONG}], {}), "prompt_too_long"),
+        ("step", STEP | {"observations": [{"role": "user", "content": LONG}]}, "length"),
+        ("step", STEP | {"observations": [{"role": "user", "content": "on"}] * 1_000_000}, "length"),
+        ("step", STEP | {"metadata": {"modified_chat_history": [{"role": "user", "content": LONG}]}}, "length"),
+        ("step", STEP | {"postprocessed_action": LONG}, "env_error"),
+    ],
+)
+async def test_text_that_cannot_fit_is_not_tokenized(
+    make_stage: MakeStage, journal: Journal, method: str, answer: Any, stop_reason: str
+) -> None:
+    stage = make_stage()
+    started = time.process_time()
+    (t,) = await stage.play([story("a", returns={method: answer})])
+    assert t.stop_reason == stop_reason
+    assert t.is_valid == (stop_reason == "length")
+    assert time.process_time() - started < 5
+
+
+async def test_a_row_that_is_nested_too_deeply_to_copy_is_invalid(make_stage: MakeStage, journal: Journal) -> None:
+    (t,) = await make_stage().play([story("a", deep=deep_list(10_000))])
+    assert_invalid(t, "RecursionError")
+
+
+async def test_a_reward_that_weights_make_too_large_is_invalid(make_stage: MakeStage, journal: Journal) -> None:
+    answer = STEP | {"done": True, "metadata": {"reward_components": {"a": 1e11}}}
+    stage = make_stage(reward_weights={"a": 1e300})
+    (t,) = await play(stage.generator, [story("a", returns={"step": answer})], stage.sampling, METADATA)
+    assert_invalid(t, "its reward is inf; it must be finite and of magnitude <= 1e+12")
+
+
+async def test_a_conversation_that_cannot_be_rendered_at_the_end_is_invalid(
+    make_stage: MakeStage, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: TokenConversation) -> None:
+        raise TypeError("no such filter")
+
+    monkeypatch.setattr(TokenConversation, "finish", fail)
+    (t,) = await make_stage().play([story("a")])
+    assert_invalid(t, "the conversation cannot be rendered: TypeError: no such filter")
+
+
+@BATCHED
+async def test_the_same_failure_shows_one_traceback(
+    make_stage: MakeStage, journal: Journal, batched: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    await make_stage(batched=batched, n_rollout_retries=2).play([story("a", fails="step"), story("b", fails="step")])
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.exc_info is not None for record in warnings] == [True, False, False]
 
 
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1)])

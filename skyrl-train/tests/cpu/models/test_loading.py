@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3ForCausalLM,
+)
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_model, load_tokenizer
+from skyrl_train.models.loading import check_vocabulary_size, load_model, load_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -110,3 +119,62 @@ def test_a_model_with_softcapped_attention_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="attn_logit_softcapping"):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+def copy_model(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """Copy a model folder with changed weights; return its path."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    weights = load_file(target / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+def test_weights_that_lack_a_layer_are_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = copy_model(tiny_model_path, tmp_path, lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=rf"{folder} lacks 1 weights of a Qwen3ForCausalLM, {name} for one"):
+        load_model(folder, dtype=torch.float32, device=CPU)
+
+
+def test_weights_that_are_nan_are_named(tiny_model_path: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = copy_model(tiny_model_path, tmp_path, lambda weights: weights[name].fill_(float("nan")))
+    with pytest.raises(ConfigError, match=rf"{folder}: the weights {name} are NaN or infinite; use another checkpoint"):
+        load_model(folder, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", "", "5", '{"a": ' * 2000])
+def test_a_config_that_is_no_object_is_a_config_error(tiny_model_path: Path, tmp_path: Path, text: str) -> None:
+    shutil.copytree(tiny_model_path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="cannot load the model from trainer"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", "", "{}", '{"model": 5}'])
+def test_a_malformed_tokenizer_is_a_config_error(tokenizer_folder: Path, text: str) -> None:
+    (tokenizer_folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.path="):
+        load_tokenizer(str(tokenizer_folder))
+
+
+def test_a_folder_without_a_tokenizer_is_refused_as_such(tiny_model_path: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_model_path / name, tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_broken_chat_template_is_named_with_its_line(tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    with pytest.raises(ConfigError, match=r"chat template of trainer\.policy\.model\.path=.* is broken in line 2"):
+        load_tokenizer(str(tokenizer_folder))
+
+
+def test_a_model_with_fewer_tokens_than_the_policy_is_refused(tiny_model: PreTrainedModel, tmp_path: Path) -> None:
+    smaller = copy.deepcopy(tiny_model)
+    smaller.resize_token_embeddings(100)
+    check_vocabulary_size(tiny_model, "trainer.ref.model.path", "ref", smaller)
+    with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path=ref has embeddings of 100 tokens, fewer than"):
+        check_vocabulary_size(smaller, "trainer.ref.model.path", "ref", tiny_model)

@@ -1,0 +1,181 @@
+"""Rows of prompt datasets, checked before a tokenizer or a model is loaded. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+import skyrl_gym
+from skyrl_gym.envs.entry_point import suggestion
+from skyrl_gym.envs.registration import registry, validates_rows
+from skyrl_gym.error import InvalidSpec, UnregisteredEnv
+from skyrl_gym.runtime.text import clean_strings, describe_error
+from skyrl_gym.runtime.validation import is_conversation
+from skyrl_gym.tools.strict_json import TooDeep, check_depth
+from skyrl_train.config.root import EnvironmentConfig
+from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+MAX_QUOTED_CHARS = 80
+MAX_REASON_CHARS = 400
+WRITE_PROMPT = 'write [{"role": "user", "content": "…"}]'
+
+
+_warned: set[str] = set()
+"""Sources for which the log has a warning; they are read once to be checked, and once to be tokenized."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """One row for its environment."""
+
+    location: str  # "row 17 of train.jsonl", for messages
+    env_class: str | None  # None: that of the configuration
+    extras: Row  # all columns except the prompt and `env_class`
+
+
+def read_prompt_rows(
+    sources: Sequence[str], prompt_key: str = "prompt", env_class_key: str = "env_class"
+) -> Iterator[tuple[str, Row]]:
+    """Yield the location and the columns of every row. Half characters in its texts are replaced, with one warning.
+
+    Raises:
+        DataError: a source cannot be read or has no rows, or a row has no chat prompt or an invalid `env_class`.
+    """
+    for source in sources:
+        rows = read_rows(source)
+        if not rows:
+            raise DataError(f"no rows in {source}; remove it from data.train_data or data.val_data")
+        replaced: list[str] = []
+        for index, row in enumerate(rows):
+            location = f"row {index} of {source}"
+            try:
+                check_depth(row)
+            except TooDeep as error:
+                raise DataError(f"{location}: {error}; flatten its lists and objects") from error
+            cleaned = clean_strings(row)
+            if cleaned != row:
+                replaced.append(location)
+            _check_prompt(cleaned, location, prompt_key)
+            env_class = cleaned.get(env_class_key)
+            if env_class is not None and not isinstance(env_class, str):
+                raise DataError(
+                    f"{location}: {env_class_key}={_quote(env_class)} is a {type(env_class).__name__}; write the name "
+                    "of an environment, or null for environment.env_class"
+                )
+            yield location, cleaned
+        if replaced and source not in _warned:
+            _warned.add(source)
+            logger.warning(
+                'Half characters (lone surrogates) are replaced by "?" in %d rows, the first: %s',
+                *(len(replaced), replaced[0]),
+            )
+
+
+def check_environments(
+    rows: Iterable[TaskRow], environment: EnvironmentConfig, max_turns: int, *, are_all: bool = True
+) -> None:
+    """Check that the environment of every row exists and accepts the row, and that its configuration is used.
+
+    Environments whose constructor only reads the row (`validates_rows`) are constructed once for each row. With
+    `are_all`, the run has no other rows, so that settings that none of them uses are known.
+
+    Raises:
+        ConfigError: an environment or a section of `environment.skyrl_gym` does not exist, or its settings are invalid.
+        DataError: an environment refuses a row.
+    """
+    creators: dict[str, Any] = {}
+    refused: list[tuple[str, str, str]] = []  # location, environment, reason
+    uses_default, n_rows = False, 0
+    for row in rows:
+        n_rows += 1
+        uses_default = uses_default or not row.env_class
+        name = row.env_class or environment.env_class
+        if name not in creators:
+            origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
+            creators[name] = _creator_of(name, origin, environment)
+        if (problem := _problem(name, creators[name], row, environment, max_turns)) is not None:
+            refused.append((row.location, name, problem))
+    if refused:
+        location, name, reason = refused[0]
+        others = f"; {len(refused)} of {n_rows} rows are refused" if len(refused) > 1 else ""
+        raise DataError(f"{location}: the environment {name} refuses it: {reason}. Fix or remove the row{others}")
+    if are_all and n_rows:
+        _check_settings(environment, list(creators), uses_default=uses_default)
+
+
+def _creator_of(name: str, origin: str, environment: EnvironmentConfig) -> Any:
+    """Return the class or function of an environment; None if only another interpreter can import it."""
+    try:
+        return skyrl_gym.spec(name).load()
+    except (UnregisteredEnv, InvalidSpec) as error:
+        raise ConfigError(f"{origin}={name}: {error}") from error
+    except ImportError as error:
+        if environment.skyrl_gym.python is not None:
+            return None
+        raise ConfigError(f"{origin}={name}: {error}") from error
+
+
+def _problem(name: str, creator: Any, row: TaskRow, environment: EnvironmentConfig, max_turns: int) -> str | None:
+    """Return the reason why an environment refuses a row, or None."""
+    if creator is None or not validates_rows(creator):
+        return None
+    env_config = OmegaConf.create(environment.skyrl_gym.env_config(name))
+    try:
+        skyrl_gym.make(name, env_config=env_config, extras={**row.extras, "max_turns": max_turns}).close()
+    except ImportError as error:
+        raise ConfigError(f"the environment {name} cannot be made: {error}") from error
+    except Exception as error:
+        if str(error).startswith("environment.skyrl_gym."):
+            raise ConfigError(str(error)) from error
+        return describe_error(error)[:MAX_REASON_CHARS].rstrip(".")
+    return None
+
+
+def _check_settings(environment: EnvironmentConfig, used: list[str], *, uses_default: bool) -> None:
+    """Refuse sections of environments that do not exist, and warn of settings that no row uses."""
+    default = type(environment).model_fields["env_class"].default
+    if not uses_default and environment.env_class not in (*used, default):
+        logger.warning(
+            "environment.env_class=%s is not used: every row has its own env_class (%s); remove it, or the column",
+            *(environment.env_class, ", ".join(sorted(used))),
+        )
+    sections = {name.rpartition(":")[2] for name in used}
+    for section in environment.skyrl_gym.model_extra or {}:
+        if section in sections:
+            continue
+        key = f"environment.skyrl_gym.{section}"
+        if section not in registry:
+            hint = suggestion(section, [*registry, *sections]) or f" The rows use {', '.join(sorted(sections))}."
+            raise ConfigError(f"{key} is a section of an environment that does not exist.{hint}")
+        logger.warning("%s is not used: no row has env_class=%s", key, section)
+
+
+def _check_prompt(row: Row, location: str, prompt_key: str) -> None:
+    """Raise DataError unless the prompt is a list of chat messages."""
+    prompt = row.get(prompt_key)
+    if prompt_key not in row:
+        raise DataError(
+            f"{location} has no {prompt_key!r}; its columns are {', '.join(row)}. A prompt is a list of messages: "
+            f"{WRITE_PROMPT}"
+        )
+    if prompt is None:
+        raise DataError(f"{location}: {prompt_key}=null is not a list of messages; {WRITE_PROMPT}, or remove the row")
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{location}: {prompt_key}={_quote(prompt)} is not a list of messages; {WRITE_PROMPT}")
+    for index, message in enumerate(prompt):
+        if not is_conversation([message]) or (message["content"] is None and "tool_calls" not in message):
+            raise DataError(
+                f"{location}: message {index} of {prompt_key} lacks a role or a content: {_quote(message)}; "
+                f"{WRITE_PROMPT}"
+            )
+
+
+def _quote(value: Any) -> str:
+    return repr(value)[:MAX_QUOTED_CHARS]
