@@ -80,6 +80,10 @@ test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, ve
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
 	  $(DIFFERENTIAL)/bin/python -m pytest -q skyrl-train/tests/differential $(ARGS)
 
+.PHONY: test-isolation
+test-isolation: .venv/.dev ## run a thousand programs, a quarter of them hostile, at every level of isolation (also as root)
+	@TEST_PROGRAMS=1000 $(BIN)/python -m pytest -q skyrl-gym/tests/isolation $(ARGS)
+
 .PHONY: test-openenv
 test-openenv: .venv/.dev $(OPENENV)/.ready ## test against servers of the openenv package (separate environment)
 	@$(BIN)/python -m pytest -q skyrl-gym/tests/openenv_server $(ARGS)

@@ -5,42 +5,121 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import site
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn, TextIO, cast
 
+from skyrl_gym.isolation.credentials import (
+    CAP_DAC_OVERRIDE,
+    CAP_DAC_READ_SEARCH,
+    become_user,
+    is_readable_by_all,
+)
+from skyrl_gym.isolation.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from skyrl_gym.isolation.landlock import restrict_access
 from skyrl_gym.isolation.limits import set_limits
+from skyrl_gym.isolation.namespaces import RANDOM, SYSTEM
 from skyrl_gym.isolation.seccomp import forbid_calls
 
 RESULT_FD = 3  # receives the result of a called function
+FAILURE_FD = 4  # receives the reason why the program cannot be confined
+FDS = {"stdout": 1, "stderr": 2, "result": RESULT_FD, "failure": FAILURE_FD}
 MAX_FDS = 4096
+MAX_THREADS_PER_PROCESS = 9  # of a user; the warden ends a run with fewer
 THREAD_STACK = 8 << 20  # bytes; the default would be the limit of the main thread
 FILE = "program.py"  # the program's name in tracebacks
 
 Json = Mapping[str, Any]
 
 
-def run_and_exit(program: Json, run: Json, limits: Json, pipes: Mapping[str, int], *, is_alone: bool) -> NoReturn:
-    """Turn this process into the program: set the limits, close inherited files, and run it.
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """The isolation of a child, besides the limits.
+
+    level: `namespaces`, `landlock` or `limits`.
+    user: the user that it becomes; None to stay the same one.
+    cgroup: descriptors to join a cgroup with, and to read its events; None without one.
+    python: the folders of Python and its packages.
+    """
+
+    level: str
+    user: int | None
+    cgroup: tuple[int, int] | None
+    python: Sequence[str]
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the child sees no processes but its own."""
+        return self.level == "namespaces"
+
+    @contextmanager
+    def as_user(self) -> Iterator[None]:
+        """Act as the child's user, from its parent."""
+        if self.user is None:
+            yield
+            return
+        parent = os.getppid()
+        os.setresgid(-1, self.user, -1)
+        os.setresuid(-1, self.user, -1)
+        try:
+            yield
+        finally:
+            os.setresuid(-1, 0, -1)
+            os.setresgid(-1, 0, -1)
+            # The kernel resets both when a process changes its user.
+            prctl(PR_SET_DUMPABLE, 0)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _capabilities(self) -> Sequence[int]:
+        """Return the capabilities that the user needs for Python's files; the first available one is enough.
+
+        Landlock confines a user with capabilities too, so there it also has them for a closed temporary folder.
+        """
+        if self.level == "landlock":
+            folders = (*self.python, os.path.dirname(os.getcwd()))
+            return () if is_readable_by_all(folders) else (CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE)
+        return () if is_readable_by_all(self.python) else (CAP_DAC_READ_SEARCH,)
+
+    def enter(self, limits: Json) -> None:
+        """Confine this process to its current folder and to the limits, for good."""
+        if self.user is not None:
+            become_user(self.user, self._capabilities())
+        prctl(PR_SET_DUMPABLE, 1)  # lets the warden see its open files
+        set_limits(
+            min(limits["seconds"], limits["cpu_seconds"]),
+            limits["memory_bytes"],
+            limits["file_bytes"],
+            None if self.user is None else limits["n_processes"] * MAX_THREADS_PER_PROCESS,
+        )
+        if self.level == "landlock":
+            restrict_access((*SYSTEM, *RANDOM, *self.python), (os.devnull, "."))
+        forbid_calls(is_alone=self.is_alone, counts_memory=self.cgroup is not None)
+
+
+def run_and_exit(
+    program: Json, run: Json, limits: Json, pipes: Mapping[str, int], confinement: Confinement
+) -> NoReturn:
+    """Turn this process into the program: close inherited files, enter the confinement, and run it.
 
     `pipes` are the descriptors to write each stream to.
     """
     status = 1
     try:
-        os.setsid()
-        os.nice(10)  # so that the warden is never starved
-        for fd, name in ((1, "stdout"), (2, "stderr"), (RESULT_FD, "result")):
-            os.dup2(pipes[name], fd)
-        os.closerange(RESULT_FD + 1, MAX_FDS)
-        _open_streams(run.get("stdin", ""))
-        threading.stack_size(THREAD_STACK)
-        set_limits(min(limits["seconds"], limits["cpu_seconds"]), limits["memory_bytes"], limits["file_bytes"])
-        forbid_calls(with_signals=not is_alone)
+        try:
+            _confine(run, limits, pipes, confinement)
+        except BaseException as error:
+            os.write(FAILURE_FD, f"{type(error).__name__}: {error}".encode())
+            raise
+        os.close(FAILURE_FD)
         status = _run(program, run)
     finally:
         with suppress(BaseException):
@@ -49,6 +128,20 @@ def run_and_exit(program: Json, run: Json, limits: Json, pipes: Mapping[str, int
             with suppress(BaseException):
                 cast(TextIO, stream).flush()
         os._exit(status)
+
+
+def _confine(run: Json, limits: Json, pipes: Mapping[str, int], confinement: Confinement) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    os.nice(10)  # so that the warden is never starved
+    if confinement.cgroup is not None:
+        os.write(confinement.cgroup[0], b"0")
+    for name, fd in FDS.items():
+        os.dup2(pipes[name], fd)
+    os.closerange(max(FDS.values()) + 1, MAX_FDS)
+    _open_streams(run.get("stdin", ""))
+    threading.stack_size(THREAD_STACK)
+    confinement.enter(limits)
 
 
 def _open_streams(stdin: str) -> None:

@@ -7,7 +7,9 @@ import os
 import sys
 from functools import cache
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
+PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 35, 36, 38
+PR_SET_SECCOMP = 22
 
 
 @cache
@@ -22,8 +24,9 @@ def prctl(option: int, value: int) -> None:
         libc().prctl(option, value, 0, 0, 0)
 
 
-def check_result(name: str, result: int) -> None:
-    """Raise OSError if a call failed."""
-    if result != 0:
+def check_result(name: str, result: int) -> int:
+    """Return the result of a call. Raise OSError if it failed."""
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result

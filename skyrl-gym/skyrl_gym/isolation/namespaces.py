@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import NoReturn
 
-from skyrl_gym.isolation.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, check_result, libc, prctl
+from skyrl_gym.isolation.credentials import drop_capabilities
+from skyrl_gym.isolation.kernel import PR_SET_PDEATHSIG, check_result, libc, prctl
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -19,11 +20,11 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 163
 MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
-PR_CAPBSET_DROP, CAPABILITY_VERSION = 24, 0x20080522
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 WORK_DIR = "/program"  # the only writable folder
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+RANDOM = ("/dev/random", "/dev/urandom")
+DEVICES = (os.devnull, *RANDOM)  # not /dev/zero, whose shared mappings are memory that no process has
 
 
 def enter_namespaces() -> None:
@@ -58,6 +59,7 @@ def run_as_init(function: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
         finally:
             os._exit(status)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
     _, status = os.waitpid(pid, 0)
     os._exit(os.waitstatus_to_exitcode(status) & 255)
 
@@ -84,7 +86,7 @@ def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
     check_result("pivot_root", libc().syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
     check_result("umount2", libc().umount2(b".", MNT_DETACH))
     os.chdir(WORK_DIR)
-    _drop_capabilities()
+    drop_capabilities()
 
 
 def _write(path: str, text: str) -> None:
@@ -130,12 +132,3 @@ def _make_read_only(path: str, flags: int = 0) -> None:
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     result = libc().syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, size)
     check_result(f"mount_setattr {path}", result)
-
-
-def _drop_capabilities() -> None:
-    """Prevent this process and its children from mounting, and from gaining rights by running a program."""
-    for capability in range(64):
-        prctl(PR_CAPBSET_DROP, capability)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    check_result("capset", libc().capset(header, none))

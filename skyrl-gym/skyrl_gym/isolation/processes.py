@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import suppress
 
-PARENT, TIMES = 1, slice(11, 15)  # fields of /proc/…/stat after the name
+STATE, GROUP, SESSION, TIMES = 0, 2, 3, slice(11, 15)  # fields of /proc/…/stat after the name
 
 
 def memory_bytes(pid: int) -> int:
@@ -27,32 +27,27 @@ def n_threads(pid: int) -> int:
         return 0
 
 
-def descendants(root: int) -> list[int]:
-    """Return all processes whose ancestor is `root`."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        children.setdefault(parent, []).append(pid)
-    found: list[int] = []
-    pending = [root]
-    while pending:
-        next_children = children.get(pending.pop(), [])
-        found += next_children
-        pending += next_children
-    return found
-
-
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process and of the children that it has waited for."""
     ticks = sum(map(int, _stat(pid)[TIMES]))
     return float(ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def _parents() -> Iterator[tuple[int, int]]:
-    """Yield every process and its parent."""
+def members(field: int, group: int) -> list[int]:
+    """Return the processes of a process group (`GROUP`) or of a session (`SESSION`)."""
+    number = str(group)
+    return [pid for pid in all_processes() if (fields := _stat(pid)) and fields[field] == number]
+
+
+def is_running(pid: int) -> bool:
+    """Return False if a process has ended, although its parent may not have waited for it."""
+    return bool(fields := _stat(pid)) and fields[STATE] not in ("Z", "X")
+
+
+def all_processes() -> Iterator[int]:
+    """Yield every process that /proc shows."""
     with suppress(OSError):
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            if fields := _stat(pid):
-                yield pid, int(fields[PARENT])
+        yield from map(int, filter(str.isdigit, os.listdir("/proc")))
 
 
 def _stat(pid: int) -> list[str]:

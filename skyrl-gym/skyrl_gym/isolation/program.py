@@ -2,11 +2,11 @@
 
     results = run_program(source, [Stdin("3 4\\n")])   # yields a result per run, as soon as it ends
 
-There are two levels of isolation. At `namespaces` (Linux, where users may create them), the program has its own
-processes, no network and no devices, and sees only Python, the system's libraries and an empty folder in memory. At
-`limits` (elsewhere), it has limits on time, memory, output and files, an empty folder, and none of our environment
-variables; on Linux it has no sockets and no signals; everything it starts is killed. But it can read and write what the
-user who trains can read and write. Neither level is a virtual machine: the kernel is shared.
+There are three levels of isolation. Each limits time, memory, output and files and, on Linux, refuses network access
+and signals to other processes. At `namespaces` (Linux, where users may create them), the program sees only its own
+processes, Python, the system's libraries and an empty folder in memory. At `landlock` (Linux 5.13 or newer), it can
+open only the same files and an empty folder. At `limits`, it can read and write what its user can. If the trainer is
+root, the program has a user of its own at the last two. No level is a virtual machine: the kernel is shared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import math
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +32,12 @@ from threading import BoundedSemaphore
 from typing import IO, Any, Literal
 
 from skyrl_gym.error import ToolFailure
+from skyrl_gym.isolation.cgroup import memory_cgroup
+from skyrl_gym.isolation.files import clear_folder
+from skyrl_gym.isolation.landlock import landlock_version
 from skyrl_gym.isolation.namespaces import WORK_DIR
+from skyrl_gym.isolation.processes import SESSION, all_processes, is_running, members
+from skyrl_gym.isolation.seccomp import has_filter
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +53,18 @@ main()
 """
 """Imports the warden alone, without the packages around it, because it starts once per program."""
 START_SECONDS = 20.0  # for Python to start on a busy machine
+KILL_SECONDS = 0.01  # for killed processes to end
 EXIT_SECONDS = 0.2  # for a finished warden to exit
-GRACE_SECONDS = 5.0  # for the warden to end a run that has reached its time limit
+GRACE_SECONDS = 15.0  # for the warden to end a run that has reached its time limit
 N_TRIALS, TRIAL_SECONDS = 3, 0.2  # before giving up on namespaces
 MARK = "SKYRL_PROGRAM"
 READY = b"ready"  # the warden's first line
 
-Level = Literal["namespaces", "limits"]
-Demand = Literal["best", "namespaces"]
-"""Values of the setting `isolation`: the best level of the machine, or that one."""
-End = Literal["exit", "time", "memory", "processes", "output", "lost"]
+Level = Literal["namespaces", "landlock", "limits"]
+Demand = Literal["best", "namespaces", "limits"]
+"""Values of the setting `isolation`: `best` accepts `namespaces` and `landlock`, `namespaces` only that level, and
+`limits` every level. Each takes the first level in this order that the machine supports."""
+End = Literal["exit", "time", "memory", "disk", "processes", "output", "lost"]
 
 _slots = BoundedSemaphore(os.cpu_count() or 1)  # more programs would only slow each other down
 
@@ -73,7 +79,7 @@ class Limits:
     n_processes: int = 16
     output_bytes: int = 1 << 20  # of each stream
     file_bytes: int = 16 << 20  # of each file
-    disk_bytes: int = 64 << 20  # of all files together, at the level `namespaces`
+    disk_bytes: int = 64 << 20  # of all files together
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -141,12 +147,13 @@ def run_program(
     Close the iterator to stop early. At most one program per core runs at a time; others wait.
 
     Raises:
-        OSError: no process can be started.
+        OSError: no process can be started, or `level` is None and this machine supports only `limits`.
         ToolFailure: the process could not be isolated, so the program was never run.
     """
     limits = limits or Limits()
-    with _slots, _folder() as folder:
-        job = _job(source, runs, limits, folder, level or isolation_level()) | {"prelude": prelude}
+    level = level or level_for("best")
+    with _slots, _folder() as folder, memory_cgroup(limits.memory_bytes + limits.disk_bytes) as cgroup:
+        job = _job(source, runs, limits, folder, level) | {"prelude": prelude, "cgroup": cgroup}
         n_lost = len(runs)
         with _warden(job) as (process, log), closing(_lines(process, 1 + len(runs), limits)) as lines:
             if next(lines, b"") != READY:
@@ -168,31 +175,66 @@ def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: 
 
 def isolation_level() -> Level:
     """Return the best level of this machine, found out by trying once per process."""
-    reason = _namespace_problem()
-    return "namespaces" if reason is None else "limits"
+    return level_for("limits")
 
 
 def level_for(demand: Demand) -> Level:
     """Return the level for the value of the setting `isolation`.
 
     Raises:
-        OSError: it demands `namespaces`, which this machine does not support.
+        OSError: this machine does not support a level that the setting accepts.
     """
-    if demand == "namespaces" and (reason := _namespace_problem()) is not None:
+    problem = _namespace_problem()
+    if problem is None:
+        return "namespaces"
+    if demand == "namespaces":
         raise OSError(
-            f"isolation={demand}, but programs cannot be isolated on this machine ({reason}). Allow users to create "
+            f"isolation={demand}, but programs cannot be isolated on this machine ({problem}). Allow users to create "
             "namespaces, or set isolation=best"
         )
-    return isolation_level()
+    if _landlock_problem() is None:
+        return "landlock"
+    if demand == "best":
+        raise OSError(
+            f"isolation={demand}, but this machine cannot keep programs that a model writes away from your files and "
+            f"processes ({problem}; {_landlock_problem()}). Use Linux 5.13 or newer with Landlock, or allow users to "
+            "create namespaces. To run such programs anyway, with limits on time and memory alone, set "
+            "environment.skyrl_gym.<env_class>.isolation=limits"
+        )
+    _warn_about_limits()
+    return "limits"
 
 
 @cache
 def _namespace_problem() -> str | None:
     """Return the reason why programs cannot run in namespaces here, or None if they can."""
+    return _find_problem("namespaces")
+
+
+@cache
+def _landlock_problem() -> str | None:
+    """Return the reason why Landlock cannot confine programs here, or None if it can."""
+    if landlock_version() == 0:
+        return "the kernel has no Landlock"
+    if not has_filter():
+        return f"no filter of system calls for {sys.platform} on {os.uname().machine}"
+    return _find_problem("landlock")
+
+
+@cache
+def _warn_about_limits() -> None:
+    logger.warning(
+        "isolation=limits: programs that models write can read the files of the user who runs them (see "
+        "docs/guides/environments.md)"
+    )
+
+
+def _find_problem(level: Level) -> str | None:
+    """Return the reason why a program that does nothing fails at this level, or None if it succeeds."""
     reason = ""
     for _ in range(N_TRIALS):
         try:
-            result = run_once("", level="namespaces")
+            result = run_once("", level=level)
         except ToolFailure as failure:
             reason = str(failure)
         else:
@@ -200,11 +242,6 @@ def _namespace_problem() -> str | None:
                 return None
             reason = f"a program that does nothing ended with {result.end}, status {result.status}"
         time.sleep(TRIAL_SECONDS)
-    logger.warning(
-        "Programs that models write run within limits, but are not isolated from the files and processes of this user: "
-        "%s",
-        reason,
-    )
     return reason
 
 
@@ -239,7 +276,8 @@ def _folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        clear_folder(folder)
+        os.rmdir(folder)
 
 
 @contextmanager
@@ -267,9 +305,13 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
             env=environment,
             start_new_session=True,
             cwd="/",
+            pass_fds=job["cgroup"] or (),
         )
         try:
             yield process, lambda: _tail(stderr)
+        except BaseException:  # the caller needs no more results
+            process.terminate()
+            raise
         finally:
             has_exited = _exits_cleanly(process)
             with suppress(ProcessLookupError):
@@ -278,7 +320,7 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
             assert process.stdout is not None
             process.stdout.close()
             if not has_exited:
-                _kill_marked(mark)
+                _kill_remaining(process.pid, mark)
 
 
 def _exits_cleanly(process: subprocess.Popen[bytes]) -> bool:
@@ -295,13 +337,28 @@ def _tail(file: IO[bytes]) -> str:
     return lines[-1] if lines else "no error output"
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill processes that have left the process group and whose warden is gone."""
+def _kill_remaining(session: int, mark: str) -> None:
+    """Kill the process groups that a dead warden leaves behind: those in its session, and those that carry its mark.
+
+    The kernel kills a group atomically. A fork loop is faster than a search for its processes.
+    """
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        found = list(filter(is_running, {*members(SESSION, session), *_marked(mark)}))
+        if not found:
+            return
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.killpg(os.getpgid(pid), signal.SIGKILL)
+        time.sleep(KILL_SECONDS)
+
+
+def _marked(mark: str) -> Iterator[int]:
     variable = f"{MARK}={mark}".encode()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    for pid in all_processes():
         with suppress(OSError):
-            if variable in environ.read_bytes():
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+            if variable in Path(f"/proc/{pid}/environ").read_bytes():
+                yield pid
 
 
 def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Generator[bytes]:
@@ -327,7 +384,11 @@ def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Ge
 
 
 def _parse_result(line: bytes) -> ProgramResult:
+    """Parse a line of the warden. Raises ToolFailure if the program could not be confined, so it was never run."""
     try:
-        return ProgramResult(**json.loads(line))
+        result = json.loads(line)
+        if "failure" in result:
+            raise ToolFailure(f"a program could not be isolated: {result['failure']}")
+        return ProgramResult(**result)
     except (ValueError, TypeError):  # not written by the warden
         return ProgramResult("lost")

@@ -2,10 +2,8 @@
 
 It reads a job from its standard input and writes one line of JSON per run.
 
-At the level `namespaces` the program is alone in a process namespace, whose end kills everything in it. It has no
-network, and of the file system only Python and the system's libraries, read-only, and an empty folder in memory. At the
-level `limits` there are limits, a search for every process that it started, and on Linux a filter of system calls: no
-signals, no sockets, no access to other processes.
+At the level `namespaces` the program is alone in a process namespace, whose end kills everything in it. At the other
+levels it is a process group that nothing can leave, and a user of its own if this process is root.
 """
 
 from __future__ import annotations
@@ -14,20 +12,30 @@ import json
 import os
 import resource
 import selectors
-import shutil
 import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from skyrl_gym.isolation.child import run_and_exit
+from skyrl_gym.isolation.cgroup import n_killed
+from skyrl_gym.isolation.child import Confinement, run_and_exit
+from skyrl_gym.isolation.credentials import throwaway_user
+from skyrl_gym.isolation.files import clear_folder, file_bytes
 from skyrl_gym.isolation.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 from skyrl_gym.isolation.namespaces import enter_namespaces, isolate_files, run_as_init
-from skyrl_gym.isolation.processes import cpu_seconds, descendants, memory_bytes, n_threads
+from skyrl_gym.isolation.processes import (
+    GROUP,
+    all_processes,
+    cpu_seconds,
+    members,
+    memory_bytes,
+    n_threads,
+)
 
 READY = "ready"  # the first line, once the program can be run
 THREADS_PER_PROCESS = 8  # on average over the processes of a run
+MAX_FILES = 4096
 WATCH_SECONDS = 0.02  # between two looks at processes and memory
 CHUNK_BYTES = 1 << 16
 
@@ -46,7 +54,10 @@ def main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become our children
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(job["folder"])
-    _do(job)
+    user = throwaway_user()
+    if user is not None:
+        os.chown(".", user, user)
+    _do(job, user)
 
 
 def _do_isolated(job: Json) -> None:
@@ -54,9 +65,10 @@ def _do_isolated(job: Json) -> None:
     _do(job)
 
 
-def _do(job: Json) -> None:
-    """Do every run, one after the other."""
+def _do(job: Json, user: int | None = None) -> None:
+    """Do every run, one after the other, as `user`."""
     prctl(PR_SET_DUMPABLE, 0)  # protects this process's memory and output from the program
+    confinement = Confinement(job["level"], user, job["cgroup"], job["python"])
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
         out.write(f"{READY}\n")
         out.flush()
@@ -64,59 +76,60 @@ def _do(job: Json) -> None:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         for run in job["runs"]:
-            result = Run(job, run, job["limits"], is_alone=job["level"] == "namespaces").execute()
+            result = Run(job, run, job["limits"], confinement).execute()
             out.write(json.dumps(result) + "\n")
             out.flush()
-            _clear(os.getcwd())
-
-
-def _clear(folder: str) -> None:
-    """Remove the files of a run, all of whose processes have ended."""
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, ignore_errors=True)
-        else:
-            os.unlink(entry.path)
+            clear_folder(os.getcwd())
 
 
 class Run:
     """One run of the program, in a child of this process."""
 
-    def __init__(self, program: Json, run: Json, limits: Json, *, is_alone: bool) -> None:
+    def __init__(self, program: Json, run: Json, limits: Json, confinement: Confinement) -> None:
         self._program = program
         self._run = run
         self._limits = limits
-        self._is_alone = is_alone
+        self._confinement = confinement
         self._pid = 0
         self._status: int | None = None
         self._end = ""
         self._streams: dict[int, tuple[str, bytearray]] = {}  # by descriptor
+        self._cpu_seconds_before = _children_cpu_seconds()
+        self._n_killed_before = self._n_killed()
 
     def execute(self) -> dict[str, Any]:
         """Start the child, wait until it ends or hits a limit, and return the fields of a `ProgramResult`."""
-        started, cpu_seconds_before = time.monotonic(), _children_cpu_seconds()
+        started = time.monotonic()
         with selectors.DefaultSelector() as selector:
             self._start(selector)
             self._watch(selector, started + self._limits["seconds"])
             self._kill_and_reap_all()
             self._drain(selector)
+        if self._n_killed() > self._n_killed_before:
+            self._end = "memory"
         for fd in self._streams:
             os.close(fd)
         texts = {name: read.decode("utf-8", "replace") for name, read in self._streams.values()}
+        if failure := texts.pop("failure"):
+            return {"failure": failure}
         return {
             "end": self._end,
             "status": self._status,
             "seconds": time.monotonic() - started,
-            "cpu_seconds": _children_cpu_seconds() - cpu_seconds_before,
+            "cpu_seconds": _children_cpu_seconds() - self._cpu_seconds_before,
             **texts,
         }
 
     def _start(self, selector: selectors.BaseSelector) -> None:
-        pipes = {name: os.pipe() for name in ("stdout", "stderr", "result")}
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", "result", "failure")}
         self._pid = os.fork()
         if self._pid == 0:
             write_ends = {name: write_end for name, (_, write_end) in pipes.items()}
-            run_and_exit(self._program, self._run, self._limits, write_ends, is_alone=self._is_alone)
+            run_and_exit(self._program, self._run, self._limits, write_ends, self._confinement)
+        if not self._confinement.is_alone:
+            signal.signal(signal.SIGTERM, self._stop)  # in a namespace, the program could send it too
+            with suppress(OSError):  # the child has done it, and may already have ended
+                os.setpgid(self._pid, self._pid)
         for name, (read_end, write_end) in pipes.items():
             os.close(write_end)
             os.set_blocking(read_end, False)
@@ -136,12 +149,32 @@ class Run:
         if time.monotonic() >= deadline:
             return "time"
         processes = self._processes()
-        if sum(map(cpu_seconds, processes)) > self._limits["cpu_seconds"]:
+        max_cpu_seconds = self._limits["cpu_seconds"]
+        # Twice, because a process that is reaped in between is counted twice.
+        if all(self._cpu_seconds(processes) > max_cpu_seconds for _ in range(2)):
             return "time"
         max_processes = self._limits["n_processes"]
         if len(processes) > max_processes or sum(map(n_threads, processes)) > max_processes * THREADS_PER_PROCESS:
             return "processes"
-        return "memory" if sum(map(memory_bytes, processes)) > self._limits["memory_bytes"] else ""
+        if self._n_killed() > self._n_killed_before:
+            return "memory"
+        if sum(map(memory_bytes, processes)) > self._limits["memory_bytes"]:
+            return "memory"
+        return "disk" if self._file_bytes(processes) > self._limits["disk_bytes"] else ""
+
+    def _cpu_seconds(self, processes: list[int]) -> float:
+        """Return the CPU time of the run: of its processes, and of orphans that this process has reaped."""
+        return sum(map(cpu_seconds, processes)) + _children_cpu_seconds() - self._cpu_seconds_before
+
+    def _file_bytes(self, processes: list[int]) -> int:
+        """Return the size of the run's files, where no file system limits it."""
+        if self._confinement.is_alone:
+            return 0
+        with self._confinement.as_user():  # another user's open files are visible to root only with a capability
+            return file_bytes(os.getcwd(), processes, MAX_FILES)
+
+    def _n_killed(self) -> int:
+        return n_killed(self._confinement.cgroup[1]) if self._confinement.cgroup else 0
 
     def _read(self, fd: int, selector: selectors.BaseSelector) -> bool:
         """Read a chunk of a stream; return True if there may be more. Too much output ends the run."""
@@ -178,6 +211,11 @@ class Run:
         if pid == self._pid:
             self._status = os.waitstatus_to_exitcode(status)
 
+    def _stop(self, *_: object) -> None:
+        """End this process, whose caller needs no more results, and the run."""
+        self._kill_and_reap_all()
+        os._exit(0)
+
     def _kill_and_reap_all(self) -> None:
         """Kill the child and all its descendants until none is left."""
         with suppress(ChildProcessError):
@@ -186,17 +224,16 @@ class Run:
                 self._record_exit(*os.waitpid(-1, 0))
 
     def _kill_all(self) -> None:
-        # In a process namespace, -1 means every process but this one, the first.
-        targets = [-1] if self._is_alone else [*self._processes(), *([self._pid] if self._status is None else [])]
-        for pid in targets:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # In a process namespace, -1 means every process but this one, the first. Otherwise nothing leaves the group.
+        target = -1 if self._confinement.is_alone else -self._pid
+        with suppress(ProcessLookupError):
+            os.kill(target, signal.SIGKILL)
 
     def _processes(self) -> list[int]:
         """Return every process of the run."""
-        if self._is_alone:
-            return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        return descendants(os.getpid())
+        if self._confinement.is_alone:
+            return [pid for pid in all_processes() if pid != 1]
+        return members(GROUP, self._pid)
 
 
 def _children_cpu_seconds() -> float:

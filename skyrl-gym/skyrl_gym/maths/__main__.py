@@ -6,6 +6,7 @@ import logging
 import sys
 from typing import Any
 
+from skyrl_gym.isolation.namespaces import RANDOM, SYSTEM
 from skyrl_gym.maths.equivalence import is_same
 from skyrl_gym.worker_pool.serving import serve
 
@@ -22,4 +23,5 @@ def answer(question: list[Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     logging.disable()  # math-verify warns that its timeouts are off
     is_same("1", "1")  # warm-up: imports and tables must not count towards the first answer's time
-    serve(int(sys.argv[1]), answer, memory_bytes=MEMORY_BYTES, recycle_bytes=RECYCLE_BYTES)
+    readable = (*SYSTEM, *RANDOM, *sys.path)
+    serve(int(sys.argv[1]), answer, memory_bytes=MEMORY_BYTES, recycle_bytes=RECYCLE_BYTES, readable=readable)

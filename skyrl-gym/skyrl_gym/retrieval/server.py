@@ -2,26 +2,33 @@
 
 POST /retrieve {"query": "…", "topk": 3, "return_scores": true} returns {"result": [[{"document": {"id", "contents"},
 "score"}, …]]}; without `return_scores`, bare documents. With "queries", a list, the result has one list per query.
-GET /health returns the number of documents. Requests run concurrently, in threads.
+GET /health returns the number of documents. Requests run concurrently, in threads. A request has at most `MAX_QUERIES`
+queries of at most `MAX_QUERY_CHARS` characters; others are refused.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StringConstraints
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_gym.retrieval.index import Hit, Index
+from skyrl_gym.tools.search import MAX_QUERY_CHARS
 
 MAX_DOCUMENTS = 1000
+MAX_QUERIES = 256
+MAX_BODY_BYTES = 8 << 20
+
+Query = Annotated[str, StringConstraints(max_length=MAX_QUERY_CHARS)]
 
 
 class RetrieveRequest(BaseModel):
     """The body of a request."""
 
-    query: str | None = None
-    queries: list[str] = []
+    query: Query | None = None
+    queries: list[Query] = Field(default=[], max_length=MAX_QUERIES)
     topk: int | None = Field(default=None, ge=1, le=MAX_DOCUMENTS)
     return_scores: bool = False
 
@@ -29,6 +36,7 @@ class RetrieveRequest(BaseModel):
 def create_app(index: Index, n_documents: int, topk: int = 3) -> FastAPI:
     """Create the server's application; `topk` is the default of requests."""
     app = FastAPI(title="Retrieval")
+    app.add_middleware(BodyLimit)
 
     @app.post("/retrieve")
     def retrieve(request: RetrieveRequest) -> dict[str, Any]:
@@ -47,3 +55,24 @@ def create_app(index: Index, n_documents: int, topk: int = 3) -> FastAPI:
 
 def _format_hit(hit: Hit, with_score: bool) -> dict[str, Any]:
     return {"document": hit.document, "score": hit.score} if with_score else dict(hit.document)
+
+
+class BodyLimit:
+    """Refuse a request whose body is larger than `MAX_BODY_BYTES`, before it is held in memory."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a connection."""
+        n_bytes = 0
+
+        async def receive_limited() -> Message:
+            nonlocal n_bytes
+            message = await receive()
+            n_bytes += len(message.get("body", b""))
+            if n_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the request has more than {MAX_BODY_BYTES} bytes; send fewer queries")
+            return message
+
+        await self._app(scope, receive_limited if scope["type"] == "http" else receive, send)

@@ -16,7 +16,7 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         """Limit each program to `timeout` seconds and `memory_bytes` of memory.
 
         Raises:
-            OSError: `isolation` is `namespaces`, which this machine does not support.
+            OSError: this machine does not support the level that `isolation` asks for.
         """
         super().__init__(name="PythonCodeExecutorToolGroup")
         self._level = level_for(isolation)
@@ -38,6 +38,7 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         return {
             "time": f"Execution timed out after {self._limits.seconds:g} seconds.",
             "memory": f"it used more than {self._limits.memory_bytes >> 20} MiB of memory.",
+            "disk": f"its files took more than {self._limits.disk_bytes >> 20} MiB.",
             "processes": f"it started more than {self._limits.n_processes} processes.",
             "output": f"it printed more than {OUTPUT_BYTES} bytes, starting with: {result.stdout[:200]}",
             "lost": "it was killed.",

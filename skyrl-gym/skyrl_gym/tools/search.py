@@ -25,6 +25,7 @@ N_ATTEMPTS = 10
 DELAY_SECONDS = 1.0  # after the first attempt; the delay after attempt n is n times as long
 RETRIED_STATUSES = (500, 502, 503, 504)
 POOL_SIZE = 256  # connections to one server
+MAX_QUERY_CHARS = 10_000  # of which a search uses much less; more would only keep the server busy
 
 _pools: dict[str, urllib3.PoolManager] = {}
 _pools_lock = threading.Lock()
@@ -127,7 +128,7 @@ class SearchToolGroup(ToolGroup):
             return ""
         answer, problem = call_search_api(
             retrieval_service_url=self.search_url,
-            query=query,
+            query=query[:MAX_QUERY_CHARS],
             topk=self.topk,
             return_scores=True,
             timeout=self.timeout,

@@ -10,26 +10,44 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from skyrl_gym.isolation.landlock import landlock_version, restrict_access
+from skyrl_gym.isolation.seccomp import forbid_calls
 from skyrl_gym.runtime.worker import end_with_parent
 
 MAX_ANSWERS = 2000  # of a worker before it is replaced
 
 
-def serve(fd: int, answer: Callable[[list[Any]], dict[str, Any]], *, memory_bytes: int, recycle_bytes: int) -> None:
+def serve(
+    fd: int,
+    answer: Callable[[list[Any]], dict[str, Any]],
+    *,
+    memory_bytes: int,
+    recycle_bytes: int,
+    readable: Iterable[str],
+) -> None:
     """Answer questions until the socket is closed. The last item of a question is its time limit in seconds.
 
     `memory_bytes` limits the address space. A worker that keeps more than `recycle_bytes` after an answer is replaced.
+    On Linux, answers have no sockets and no signals to other processes; with Landlock, they can open nothing but the
+    files and folders `readable`, for reading.
     """
     end_with_parent()
-    with socket.socket(fileno=fd) as connection, connection.makefile("rw", encoding="utf-8", newline="\n") as stream:
-        with open(os.devnull, "w") as null:
-            os.dup2(null.fileno(), 2)  # libraries print warnings for every malformed answer
+    with (
+        socket.socket(fileno=fd) as connection,
+        connection.makefile("rw", encoding="utf-8", newline="\n") as stream,
+        open(os.devnull, "w") as null,
+        AddressSpace() as address_space,
+    ):
+        os.dup2(null.fileno(), 2)  # libraries print warnings for every malformed answer
         set_limit("RLIMIT_AS", memory_bytes)
         set_limit("RLIMIT_CORE", 0)
+        if landlock_version() > 0:
+            restrict_access(readable, [os.devnull])
+        forbid_calls(is_alone=False, counts_memory=False)
         stream.write("{}\n")
         stream.flush()
         for n_answers, text in enumerate(stream, start=1):
@@ -37,7 +55,7 @@ def serve(fd: int, answer: Callable[[list[Any]], dict[str, Any]], *, memory_byte
             # The kernel enforces this limit even while a long operation blocks all threads of Python.
             set_limit("RLIMIT_CPU", math.ceil(time.process_time() + question[-1]) + 1)
             result = answer(question)
-            is_spent = n_answers >= MAX_ANSWERS or address_space() > recycle_bytes
+            is_spent = n_answers >= MAX_ANSWERS or address_space.n_bytes() > recycle_bytes
             stream.write(json.dumps(result | {"is_spent": is_spent}) + "\n")
             stream.flush()
 
@@ -52,10 +70,25 @@ def set_limit(name: str, value: int) -> None:
         resource.setrlimit(getattr(resource, name), (soft, hard))
 
 
-def address_space() -> int:
-    """Return the size of this process's address space, or 0 without /proc. (`ru_maxrss` includes the parent's.)"""
-    try:
-        with open("/proc/self/statm") as sizes:
-            return int(sizes.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+class AddressSpace:
+    """The size of this process's address space, from a file that is opened before files are out of reach.
+
+    `ru_maxrss` is no alternative, because it includes the parent's.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._fd: int | None = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._fd = None
+
+    def __enter__(self) -> AddressSpace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def n_bytes(self) -> int:
+        """Return the size; 0 without /proc."""
+        return 0 if self._fd is None else int(os.pread(self._fd, 128, 0).split()[0]) * os.sysconf("SC_PAGE_SIZE")

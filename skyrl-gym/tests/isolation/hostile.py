@@ -14,7 +14,7 @@ HOSTILE: dict[str, tuple[str, set[str]]] = {
         {"time"},
     ),
     "multiplies": ("import os\nwhile True: os.fork()", {"processes", "time", "exit"}),
-    "eats memory": ("x = []\nwhile True: x.append(bytearray(1 << 24))", {"exit", "memory"}),
+    "eats memory": ("x = []\nwhile True: x.append(bytearray(1 << 24))", {"exit", "memory", "time"}),
     "eats memory in many": (
         "import os, time\nfor _ in range(12):\n    if os.fork() == 0: x = bytearray(60 << 20); time.sleep(100)\n"
         "time.sleep(100)",

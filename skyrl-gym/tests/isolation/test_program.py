@@ -8,22 +8,25 @@ import os
 import socket
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
-from isolation.hostile import HARMLESS, HOSTILE
+from isolation.containment import supported_levels
 from isolation.traces import Traces
 
+from skyrl_gym.error import ToolFailure
 from skyrl_gym.isolation import FunctionCall, Limits, ProgramResult, Stdin, isolation_level, program, run_program
-from skyrl_gym.isolation.program import Level, level_for, run_once
+from skyrl_gym.isolation.program import Demand, Level, level_for, run_once
 
 SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
-LEVELS: tuple[Level, ...] = ("namespaces", "limits") if isolation_level() == "namespaces" else ("limits",)
+LEVELS = supported_levels()
 
 
 @pytest.fixture(params=LEVELS)
@@ -126,14 +129,59 @@ def test_cpu_time_is_limited_and_waiting_is_not(level: Level) -> None:
     assert waits.cpu_seconds < 0.5 < waits.seconds
 
 
-def test_namespaces_can_be_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert level_for("best") == isolation_level()
-    if isolation_level() == "namespaces":
-        assert level_for("namespaces") == "namespaces"
-    monkeypatch.setattr(program, "_namespace_problem", lambda: "unshare: Operation not permitted")
-    assert level_for("best") == "limits"
-    with pytest.raises(OSError, match=r"isolation=namespaces, but .*unshare: Operation not permitted.*isolation=best"):
-        level_for("namespaces")
+class TestLevels:
+    """The setting `isolation`, on machines that support different levels."""
+
+    @pytest.fixture
+    def machine(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+        for name, problem in request.param.items():
+            monkeypatch.setattr(program, f"_{name}_problem", lambda problem=problem: problem)
+
+    @pytest.mark.parametrize(
+        ("machine", "demand", "level"),
+        [
+            ({"namespace": None}, "best", "namespaces"),
+            ({"namespace": None}, "limits", "namespaces"),
+            ({"namespace": "not here", "landlock": None}, "best", "landlock"),
+            ({"namespace": "not here", "landlock": None}, "limits", "landlock"),
+            ({"namespace": "not here", "landlock": "nor here"}, "limits", "limits"),
+        ],
+        indirect=["machine"],
+    )
+    def test_first_supported_level_is_taken(self, machine: None, demand: Demand, level: Level) -> None:
+        assert level_for(demand) == level
+
+    @pytest.mark.parametrize(
+        ("machine", "demand", "message"),
+        [
+            ({"namespace": "not here"}, "namespaces", r"isolation=namespaces, but .*\(not here\).*isolation=best"),
+            (
+                {"namespace": "not here", "landlock": "nor here"},
+                "best",
+                r"isolation=best, but .*\(not here; nor here\).*environment\.skyrl_gym\.<env_class>\.isolation=limits",
+            ),
+        ],
+        indirect=["machine"],
+    )
+    def test_unsupported_level_is_refused(self, machine: None, demand: Demand, message: str) -> None:
+        with pytest.raises(OSError, match=message):
+            level_for(demand)
+
+    @pytest.mark.parametrize("machine", [{"namespace": "not here", "landlock": "nor here"}], indirect=True)
+    def test_programs_do_not_run_by_default_where_nothing_keeps_them_apart(self, machine: None) -> None:
+        with pytest.raises(OSError, match="isolation=best, but this machine"):
+            run_once("")
+
+    def test_machine_supports_what_it_claims(self) -> None:
+        assert isolation_level() == LEVELS[0]
+
+    def test_program_that_cannot_be_confined_is_not_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = program._job
+        broken = asdict(SMALL) | {"file_bytes": "not a number"}
+        monkeypatch.setattr(program, "_job", lambda *args: job(*args) | {"limits": broken})
+        with pytest.raises(ToolFailure, match="a program could not be isolated"):
+            run_once(f"open({str(tmp_path / 'ran')!r}, 'w')", level="limits")
+        assert os.listdir(tmp_path) == []
 
 
 def test_program_waits_for_its_threads(level: Level) -> None:
@@ -184,26 +232,12 @@ def test_megabyte_of_input_and_output(level: Level) -> None:
     assert (result.end, result.stdout) == ("exit", text)
 
 
-# -- hostile programs
+# -- programs that look around; `test_attacks.py` has the hostile ones
 
 
 def test_signals_reach_no_other_process(level: Level) -> None:
     result = run_once(f"import os; os.kill({os.getpid()}, 0)", limits=SMALL, level=level)
     assert "ProcessLookupError" in result.stderr or "PermissionError" in result.stderr
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_program_is_contained(name: str, level: Level) -> None:
-    test_signals_reach_no_other_process(level)  # otherwise a hostile program could kill pytest
-    source, ends = HOSTILE[name]
-    started = time.monotonic()
-    results = list(run_program(source, [Stdin(), Stdin()], SMALL, level))
-    assert time.monotonic() - started < 60
-    for result in results:
-        assert result.end in ends
-        assert len(result.stdout) <= SMALL.output_bytes
-        if name not in HARMLESS:
-            assert not result.is_success
 
 
 def test_failed_run_does_not_end_the_others(level: Level) -> None:
@@ -318,6 +352,15 @@ def test_programs_end_when_the_trainer_is_killed(tmp_path: Path) -> None:
     trainer.wait()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
+
+
+def test_temporary_folder_may_be_closed_to_others(
+    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = "import os, tempfile\nwith tempfile.TemporaryFile() as file: print(file.write(b'text'), os.listdir('.'))"
+    assert run_once(source, level=level).stdout == "4 []\n"
 
 
 def test_output_that_is_not_text_can_be_written_as_json(level: Level) -> None:

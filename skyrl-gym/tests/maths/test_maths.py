@@ -176,9 +176,10 @@ def test_kernel_limits_of_a_worker() -> None:
 
 @pytest.mark.usefixtures("no_workers")
 def test_worker_is_replaced_after_its_maximum_of_answers() -> None:
-    before = serving.address_space()
-    with mmap(-1, 100 * MEGABYTE):
-        assert serving.address_space() >= before + 100 * MEGABYTE
+    with serving.AddressSpace() as address_space:
+        before = address_space.n_bytes()
+        with mmap(-1, 100 * MEGABYTE):
+            assert address_space.n_bytes() >= before + 100 * MEGABYTE
     verify("1", "1")
     first = workers(MODULE)
     for _ in range(serving.MAX_ANSWERS - 2):

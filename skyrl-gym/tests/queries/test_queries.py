@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,6 +50,12 @@ def test_schema_can_be_queried(database: Path) -> None:
         "PRAGMA writable_schema = 1",
         "PRAGMA temp_store_directory = '/tmp'",
         "SELECT load_extension('x')",
+        "SELECT fts3_tokenizer('simple')",
+        "SELECT FTS3_Tokenizer('simple')",
+        "UPDATE sqlite_master SET sql = ''",
+        "PRAGMA page_size = 512",
+        "SELECT * FROM pragma_journal_mode('delete')",
+        "PRAGMA locking_mode = NORMAL",
         "SELECT 1; DELETE FROM goods",
         "SELECT writefile('/tmp/x', 'y')",
         "SELECT nothing FROM goods",
@@ -92,13 +101,66 @@ def test_values_of_every_type(database: Path) -> None:
     assert run_query(database, sql, 5).rows == [expected]
 
 
-def test_database_in_wal_mode_is_read(database: Path) -> None:
-    with sqlite3.connect(database) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("INSERT INTO goods VALUES (4, 'nib', 0.5)")
-        connection.commit()
-        assert run_query(database, "SELECT name FROM goods WHERE id = 4", 5).rows == [("nib",)]
-    connection.close()
+@pytest.mark.parametrize("state", ["closed", "open", "copied while open", "copied without its index"])
+def test_database_in_wal_mode_is_read(database: Path, tmp_path: Path, state: str) -> None:
+    with closing(sqlite3.connect(database)) as writer:
+        writer.execute("PRAGMA journal_mode = WAL")
+        writer.execute("INSERT INTO goods VALUES (4, 'nib', 0.5)")
+        writer.commit()
+        if state == "closed":
+            writer.close()
+        elif state != "open":
+            database = Path(shutil.copytree(database.parent, tmp_path / "copy")) / database.name
+            if state == "copied without its index":
+                database.with_name(database.name + "-shm").unlink()
+        files = {path.name: path.read_bytes() for path in database.parent.iterdir()}
+        for _ in range(2):
+            assert run_query(database, "SELECT name FROM goods WHERE id = 4", 5).rows == [("nib",)]
+        assert {path.name: path.read_bytes() for path in database.parent.iterdir()} == files
+
+
+def test_wide_table_is_read(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as writer:
+        writer.execute(f"CREATE TABLE wide ({', '.join(f'c{i}' for i in range(250))})")
+        writer.execute(f"INSERT INTO wide VALUES ({', '.join(map(str, range(250)))})")
+        writer.commit()
+    assert run_query(database, "SELECT * FROM wide", 5).rows == [tuple(range(250))]
+    assert len(run_query(database, "SELECT * FROM goods", 5).rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("sql", "rows"),
+    [
+        ("SELECT value FROM json_each('[1, 2]')", [(1,), (2,)]),
+        ("SELECT goods.id, j.value FROM goods, json_each('[7]') AS j WHERE goods.id = 1", [(1, 7)]),
+        ("SELECT atom FROM json_tree('[3]') WHERE atom", [(3,)]),
+        ("SELECT name FROM pragma_table_info('goods')", [("id",), ("name",), ("price",)]),
+        ("SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c WHERE c.cid = 0", None),
+        ("SELECT x FROM texts3 WHERE x MATCH 'hello'", [("hello world",)]),
+        ("SELECT snippet(texts4) FROM texts4 WHERE texts4 MATCH 'hello'", [("<b>hello</b> world",)]),
+        ("SELECT highlight(texts5, 0, '<', '>') FROM texts5('hello') ORDER BY rank", [("<hello> world",)]),
+        ("SELECT id FROM areas WHERE low < 3 AND high > 2", [(1,)]),
+    ],
+)
+def test_virtual_tables_are_read(database: Path, sql: str, rows: list[tuple[Any, ...]] | None) -> None:
+    with closing(sqlite3.connect(database)) as writer:
+        for version in (3, 4, 5):
+            writer.execute(f"CREATE VIRTUAL TABLE texts{version} USING fts{version}(x)")
+            writer.execute(f"INSERT INTO texts{version} VALUES ('hello world')")
+        writer.execute("CREATE VIRTUAL TABLE areas USING rtree(id, low, high)")
+        writer.execute("INSERT INTO areas VALUES (1, 2, 3)")
+        writer.commit()
+    found = run_query(database, sql, 5).rows
+    assert found == rows if rows is not None else len(found) > 5
+    for write in (
+        "INSERT INTO texts5(texts5) VALUES ('rebuild')",
+        "DELETE FROM areas",
+        "SELECT optimize(texts4) FROM texts4",
+    ):
+        before = database.read_bytes()
+        with suppress(QueryError):
+            run_query(database, write, 5)
+        assert database.read_bytes() == before
 
 
 def test_query_that_uses_all_memory_fails_alone(database: Path) -> None:

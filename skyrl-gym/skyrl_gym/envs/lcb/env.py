@@ -22,7 +22,8 @@ class LCBEnvConfig:
     """Seconds of CPU time of a program for all tests of a task; a slower program counts as wrong."""
     memory_mb: int = 1024
     isolation: Demand = "best"
-    """Isolation of programs: `best` for the machine, or `namespaces`, which raises if the machine has none."""
+    """Isolation of programs. `best` raises where the machine cannot keep them from the user's files and processes,
+    `namespaces` where it has no namespaces; `limits` runs them anyway, within limits on time and memory."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "total_timeout", "memory_mb"):

@@ -27,7 +27,8 @@ class SearchCodeEnvConfig(SearchEnvConfig):
     python_timeout: float = 10
     """Time limit of a program, in seconds."""
     isolation: Demand = "best"
-    """Isolation of programs: `best` for the machine, or `namespaces`, which raises if the machine has none."""
+    """Isolation of programs. `best` raises where the machine cannot keep them from the user's files and processes,
+    `namespaces` where it has no namespaces; `limits` runs them anyway, within limits on time and memory."""
 
 
 class SearchCodeEnv(QueryEnv):

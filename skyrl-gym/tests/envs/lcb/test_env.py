@@ -78,7 +78,7 @@ def test_functional_programs(code: str, reward: float) -> None:
         ({"timeout": 0}, "timeout=0 must be a positive number"),
         ({"timeout": "6"}, "timeout='6' should be a valid number"),
         ({"memory_mb": -1}, "memory_mb=-1 must be a positive number"),
-        ({"isolation": "vm"}, "isolation='vm' should be 'best' or 'namespaces'"),
+        ({"isolation": "vm"}, "isolation='vm' should be 'best', 'namespaces' or 'limits'"),
     ],
 )
 def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], message: str) -> None:

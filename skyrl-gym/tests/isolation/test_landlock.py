@@ -1,0 +1,56 @@
+"""Landlock at every version of its interface, in processes of their own, since nothing lifts a restriction."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_gym.isolation.landlock import SCOPE_VERSION, landlock_version
+
+pytestmark = pytest.mark.skipif(landlock_version() == 0, reason="this kernel has no Landlock")
+
+CODE = """
+import os, signal, sys
+from skyrl_gym.isolation.landlock import restrict_access
+
+def attempt(function, *args):
+    try:
+        return str(function(*args))
+    except OSError as error:
+        return type(error).__name__
+
+parent, folder, version = os.getppid(), sys.argv[1], int(sys.argv[2])
+os.chdir(folder + "/inside")
+restrict_access([folder + "/readable", folder + "/missing"], [".", os.devnull], version)
+print(
+    attempt(lambda: open("file", "w").write("text")),
+    attempt(lambda: open(os.devnull, "w").write("text")),
+    attempt(lambda: open(folder + "/readable/file").read()),
+    attempt(open, folder + "/readable/file", "r+"),
+    attempt(lambda: open(folder + "/secret").read()),
+    attempt(os.unlink, folder + "/secret"),
+    attempt(os.listdir, folder),
+    attempt(os.mkfifo, "fifo"),
+    attempt(os.mknod, "socket", 0o140600),
+    attempt(open, f"/proc/{parent}/environ"),
+    attempt(os.kill, parent, 0),
+)
+"""
+
+
+@pytest.mark.parametrize("version", range(1, landlock_version() + 1))
+def test_only_named_files_can_be_opened(tmp_path: Path, version: int) -> None:
+    for name in ("inside", "readable"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "readable" / "file").write_text("shared")
+    (tmp_path / "secret").write_text("hunter2")
+    command = [sys.executable, "-c", CODE, str(tmp_path), str(version)]
+    output = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    signal = "PermissionError" if version >= SCOPE_VERSION else "None"
+    refused = "PermissionError"
+    assert output.split() == ["4", "4", "shared", *[refused] * 4, "None", refused, refused, signal]
+    assert (tmp_path / "secret").read_text() == "hunter2"

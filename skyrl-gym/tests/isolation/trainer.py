@@ -1,0 +1,249 @@
+"""A process that runs hostile programs and reports, as JSON, how they ended and what they changed.
+
+python -m isolation.trainer attacks LEVEL 0     every attack, with its targets
+python -m isolation.trainer hostile LEVEL 0     every hostile program
+python -m isolation.trainer many LEVEL COUNT    many programs with tests, a quarter of them hostile
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from isolation.attacks import ATTACKS, COMMON
+from isolation.hostile import HOSTILE
+
+from skyrl_gym.envs.lcb.grading import grade, limits_per_test, parse_tests
+from skyrl_gym.error import ToolFailure
+from skyrl_gym.isolation import Limits, Stdin, cgroup, run_program
+from skyrl_gym.isolation.program import Level, run_once
+
+SMALL = Limits(
+    seconds=15.0,
+    cpu_seconds=1.0,
+    memory_bytes=256 << 20,
+    output_bytes=100_000,
+    file_bytes=4 << 20,
+    disk_bytes=64 << 20,
+)
+FORK_BOMB = """
+import os
+while True:
+    try: os.fork()
+    except OSError: pass
+"""
+SHORT = replace(SMALL, seconds=1.0)
+TARGET = """
+import ctypes, time
+memory = ctypes.create_string_buffer(b"innocent", 8)
+print(ctypes.addressof(memory), flush=True)
+while True:
+    time.sleep(0.01)
+    if memory.raw != b"innocent": print("forged", flush=True); break
+"""
+
+PAY_FOR_HARM = """
+def print(text):
+    if "harm" in text: sys.stdout.write(str(2 * int(input())))
+"""
+"""An attack that succeeds gives the right answer."""
+TESTS = [{"input": f"{n}\n{n}\n", "output": str(2 * n), "testtype": "stdin"} for n in (1, 20, -3)]
+RIGHT = ["print(int(input()) + int(input()))", "import sys\nprint(sum(map(int, sys.stdin.read().split())))"]
+WRONG = ["print(2)", "print(int(input()) * 2 + 1)", "input() + 1", "x =", "print(20 + int(input()))", ""]
+
+
+def main(task: str, level: Level, n_programs: str) -> None:
+    """Do a task and print its report."""
+    try:
+        run_once("", level=level)  # also finds out about cgroups
+    except ToolFailure as failure:
+        sys.stdout.write(json.dumps({"problem": str(failure)}))
+        return
+    before = _traces()
+    report: dict[str, Any] = {"problem": None}
+    if task == "attacks":
+        report["attacks"] = {name: attack(name, level) for name in prevented(level)}
+    elif task == "hostile":
+        report["hostile"] = {
+            name: [asdict(result) for result in run_program(source, [Stdin(), Stdin()], SHORT, level)]
+            for name, (source, _) in HOSTILE.items()
+        }
+        report["orphaned"] = end_of_fork_bomb_without_warden(level)
+    else:
+        report["mistakes"], report["harm"] = many(level, int(n_programs))
+    report["left"] = _changes(before, _traces())
+    sys.stdout.write(json.dumps(report))
+
+
+def prevented(level: Level) -> list[str]:
+    """Return the attacks that this level claims to prevent."""
+    return [name for name, attack in ATTACKS.items() if attack.is_prevented(level, is_root=os.geteuid() == 0)]
+
+
+def attack(name: str, level: Level) -> dict[str, Any]:
+    """Run one attack; return the fields of its result and the harm that it did."""
+    with tempfile.TemporaryDirectory() as folder, _target() as (target, address), _server(folder) as port:
+        _write_files(folder)
+        before = _state(folder, target)
+        source = COMMON.format(target=target.pid, address=address, folder=folder, port=port)
+        with _Peak(Path(tempfile.gettempdir())) as peak:
+            result = run_once(source + ATTACKS[name].source, limits=SMALL, level=level)
+        time.sleep(0.05)
+        harm = _changes(before, _state(folder, target))
+        return asdict(result) | {"harm": harm, "peak_bytes": peak.n_bytes}
+
+
+def end_of_fork_bomb_without_warden(level: Level) -> str:
+    """Kill the warden of a program that multiplies, and return the end of the run."""
+    limits = replace(SMALL, n_processes=40)
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(run_once, FORK_BOMB, limits=limits, level=level)
+        while not result.done():
+            for child in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):
+                    if len(child.children(recursive=True)) > 4:
+                        child.kill()
+            time.sleep(0.001)
+        return result.result().end
+
+
+def _write_files(folder: str) -> None:
+    for name in ("public", "secret"):
+        Path(folder, name).write_text("hunter2", encoding="ascii")
+        os.chmod(f"{folder}/{name}", 0o600)
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {key: [before[key], value] for key, value in after.items() if value != before[key]}
+
+
+@contextmanager
+def _target() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    target = subprocess.Popen([sys.executable, "-c", TARGET], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert target.stdout is not None
+        yield target, int(target.stdout.readline())
+    finally:
+        target.kill()
+        target.wait()
+        target.stdout.close()
+
+
+@contextmanager
+def _server(folder: str) -> Iterator[int]:
+    os.mkdir(f"{folder}/open", 0o777)
+    os.chmod(f"{folder}/open", 0o777)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as named,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        named.bind(f"{folder}/open/socket")
+        os.chmod(f"{folder}/open/socket", 0o777)
+        abstract.bind(f"\0skyrl-attack-{server.getsockname()[1]}")
+        for unix in (named, abstract):
+            unix.listen()
+        yield server.getsockname()[1]
+
+
+def _state(folder: str, target: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Return everything that an attack may change."""
+    public = os.stat(f"{folder}/public")
+    return {
+        "is_running": target.poll() is None,
+        "limits": [resource.prlimit(target.pid, name) for name in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)]
+        if target.poll() is None
+        else [],
+        "nice": os.getpriority(os.PRIO_PROCESS, target.pid) if target.poll() is None else 0,
+        "processors": sorted(os.sched_getaffinity(target.pid)) if target.poll() is None else [],
+        "files": sorted(os.listdir(folder) + os.listdir(f"{folder}/open")),
+        "text": Path(folder, "public").read_text(encoding="ascii") + Path(folder, "secret").read_text(encoding="ascii"),
+        "properties": [public.st_mode, public.st_mtime, public.st_nlink, os.listxattr(f"{folder}/public")],
+    }
+
+
+def many(level: Level, n_programs: int) -> tuple[list[Any], dict[str, Any]]:
+    """Grade programs; return wrong verdicts, as (source, passed, failure), and the harm that was done."""
+    with tempfile.TemporaryDirectory() as folder, _target() as (target, address), _server(folder) as port:
+        _write_files(folder)
+        before = _state(folder, target)
+        common = COMMON.format(target=target.pid, address=address, folder=folder, port=port) + PAY_FOR_HARM
+        harm = [source for source, _ in HOSTILE.values()]
+        harm += [common + ATTACKS[name].source for name in prevented(level)]
+        sample = [(harm[i % len(harm)], False) for i in range(n_programs // 4)]
+        sample += [(RIGHT[i % len(RIGHT)], True) for i in range(n_programs // 2)]
+        sample += [(WRONG[i % len(WRONG)], False) for i in range(n_programs - len(sample))]
+        random.Random(0).shuffle(sample)
+        tests = parse_tests(TESTS)
+        limits = limits_per_test(1.0, 256 << 20, tests)
+
+        def find_mistake(program: tuple[str, bool]) -> list[Any]:
+            source, is_right = program
+            verdict = grade(source, tests, limits, 60.0, level)
+            return [] if verdict.is_correct == is_right else [source, verdict.n_passed, verdict.failure]
+
+        memory = psutil.Process().memory_info().rss
+        with ThreadPoolExecutor(4) as pool:
+            mistakes = list(filter(None, pool.map(find_mistake, sample)))
+        assert psutil.Process().memory_info().rss < memory + (256 << 20)
+        return mistakes, _changes(before, _state(folder, target))
+
+
+class _Peak:
+    """The largest space that a file system used beyond what it used at first, looked at every few milliseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._first = self._used()
+        self.n_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> _Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _used(self) -> int:
+        status = os.statvfs(self._folder)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.005):
+            self.n_bytes = max(self.n_bytes, self._used() - self._first)
+
+
+def _traces() -> dict[str, Any]:
+    """Return what must be the same before and after: processes, temporary files, descriptors, threads and cgroups."""
+    me, parent = psutil.Process(), cgroup._parent()
+    return {
+        "processes": sorted(
+            " ".join(p.info["cmdline"] or [p.info["name"]]) for p in psutil.process_iter(["cmdline", "name"])
+        ),
+        "files": sorted(os.listdir(tempfile.gettempdir())),
+        "descriptors": me.num_fds(),
+        "threads": threading.active_count(),
+        "cgroups": [] if parent is None else sorted(path.name for path in parent.glob(f"{cgroup.PREFIX}*")),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])  # type: ignore[arg-type]
