@@ -33,5 +33,5 @@ def test_readme_example_prints_its_documented_output(capsys: pytest.CaptureFixtu
     text = README.read_text(encoding="utf-8")
     program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
     exec(compile(program, str(README), "exec"), {"__name__": "readme"})
-    (promised,) = re.findall(r"You will see `(.*?)`", text)
+    (promised,) = re.findall(r"This prints `(.*?)`", text)
     assert capsys.readouterr().out.strip() == promised

@@ -91,6 +91,16 @@ class TrainingContract(_Models):
         for one, other in zip(losses(backend, "whole", data), losses(backend, "parts", data), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
 
+    def test_dropped_gradients_have_no_effect(self, backend: Backend) -> None:
+        for model_id in ("m", "twin"):
+            backend.create_model(model_id, LORA)
+        run(backend, Pass("m", some_data(1), "cross_entropy"))
+        backend.drop_gradients("m")
+        backend.drop_gradients("m")
+        backend.drop_gradients("nobody")
+        for _ in range(2):
+            assert learn(backend, "m", some_data()) == learn(backend, "twin", some_data())
+
     def test_training_is_independent_of_other_models(self, backend: Backend) -> None:
         names = {f"m{i}": LoraConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
         for name, lora in names.items():
@@ -103,6 +113,17 @@ class TrainingContract(_Models):
                 learn(backend, f"{name} alone", some_data(i + step))
         for name in names:
             assert_same(losses(backend, name, some_data()), losses(backend, f"{name} alone", some_data()))
+
+    def test_the_size_of_files_is_known_before_they_are_written(self, backend: Backend, tmp_path: Path) -> None:
+        for name, lora in (("adapter", LORA), ("whole", WHOLE)):
+            backend.create_model(name, lora)
+            for with_optimizer, save in ((True, backend.save_model), (False, backend.save_weights)):
+                folder = tmp_path / name / save.__name__
+                folder.mkdir(parents=True)
+                save(name, folder)
+                n_written = sum(file.stat().st_size for file in folder.iterdir())
+                expected = backend.n_bytes(name, with_optimizer=with_optimizer)
+                assert expected / 3 <= n_written < 1.2 * expected + 50_000  # the ranks of experts may be padded
 
     def test_full_fine_tuning(self, backend: Backend, tmp_path: Path) -> None:
         data = some_data(lengths=MIDDLE)

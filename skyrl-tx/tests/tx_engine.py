@@ -80,6 +80,7 @@ def engine_for(running: Running, backend: Backend) -> Iterator[Engine]:
     finally:
         end.set()
         thread.join()
+        engine.close()
     assert not died, died
 
 
@@ -103,11 +104,14 @@ class Desk:
     def __init__(self, folder: Path, backend: Backend, **settings: Any) -> None:
         self.config = config_for(folder, **settings)
         self.database = open_database(self.config.database_url)
-        self.admission = Admission(self.config.max_queued_requests, self.config.max_queued_bytes)
+        self.admission = Admission.from_config(self.config)
+        self.engine: Any = None
         self.start(backend)
 
     def start(self, backend: Backend) -> None:
         """Start another engine; the previous one counts as dead."""
+        if self.engine is not None:
+            self.engine.close()
         self.backend = backend
         self.engine = Engine(self.config, self.database, backend, Doorbell())
 
@@ -186,5 +190,6 @@ class Desk:
         return float(pb.ForwardBackwardOutput.FromString(self.result(request_id)).metrics["loss:sum"])
 
     def close(self) -> None:
-        """Close the database."""
+        """Close the engine and the database."""
+        self.engine.close()
         self.database.dispose()

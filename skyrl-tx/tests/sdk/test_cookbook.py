@@ -135,3 +135,65 @@ def test_reinforcement_learning(urls: dict[str, str], model_folders: dict[str, P
     assert np.mean(ended[-2:]) > np.mean(ended[:2]) + 0.25, ended
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
     assert max(abs(one["optim/kl_sample_train_v1"]) for one in steps) < 1e-3
+
+
+RL = {"lora_rank": 8, "learning_rate": 1e-3, "max_tokens": 16, "save_every": 0, "eval_every": 0}
+MATH = {**RL, "env": "arithmetic", "loss_fn": "importance_sampling", "group_size": 4, "groups_per_batch": 4}
+SDFT = {**RL, "dataset": "toolalpaca", "groups_per_batch": 4, "max_context_length": 512}
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "off-policy RL": ("math_rl.train", {**MATH, "max_steps_off_policy": 2}),
+    "streamed minibatches": (
+        "math_rl.train",
+        {**MATH, "stream_minibatch_config.groups_per_batch": 4, "stream_minibatch_config.num_minibatches": 2},
+    ),
+    "RL that measures its divergence": ("math_rl.train", {**MATH, "compute_post_kl": True}),
+    "preferences between samples": (
+        "preference.shorter.train",
+        {"batch_size": 4, "group_size": 4, "max_tokens": 16, "eval_every": 0},
+    ),
+    "prompt distillation": (
+        "prompt_distillation.train",
+        {"lora_rank": 8, "batch_size": 4, "max_length": 512, "save_every": 0, "eval_every": 0},
+    ),
+    "self-distillation with importance sampling": ("sdft.train", {**SDFT, "topk": 0}),
+    "self-distillation of likely tokens": ("sdft.train", {**SDFT, "topk": 5}),
+    "reverse self-distillation": ("sdft.train", {**SDFT, "topk": 5, "reverse": True, "teacher_sync_every": 1}),
+}
+"""Recipes that need neither a network, other packages nor a long context, with settings that make them short."""
+
+
+@pytest.fixture(scope="module")
+def datasets(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
+    """The settings of recipes that read a file."""
+    base = tmp_path_factory.mktemp("datasets")
+    tools = [{"prompt": f"What is {number} + 2?", "golden_response": [str(number + 2)]} for number in range(10)]
+    program = (
+        "import datasets, json, sys\ndatasets.Dataset.from_list(json.loads(sys.argv[1])).save_to_disk(sys.argv[2])"
+    )
+    subprocess.run([python(NEWEST), "-c", program, json.dumps(tools), str(base / "tools")], check=True, timeout=60)
+    return {
+        "prompt_distillation.train": {"file_path": rows},
+        "sdft.train": {"toolalpaca_data_path": base / "tools"},
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_short_runs(
+    name: str,
+    urls: dict[str, str],
+    model_folders: dict[str, Path],
+    datasets: dict[str, dict[str, Path]],
+    tmp_path: Path,
+) -> None:
+    """The recipe runs unmodified, and each of its steps is finite."""
+    module, settings = RECIPES[name]
+    model = model_folders["qwen3"]
+    settings = {**settings, **datasets.get(module, {}), "model_name": model, "max_steps": 2}
+    settings |= {"renderer_name": "qwen3_disable_thinking", "log_path": tmp_path / "run"}
+    with recipe(module, urls["qwen3"], tmp_path, **settings, behavior_if_log_dir_exists="delete") as process:
+        finish(process, tmp_path)
+    steps = read_log(tmp_path / "run" / "metrics.jsonl")
+    assert len({one["step"] for one in steps}) >= 2
+    numbers = [value for one in steps for value in one.values() if isinstance(value, float)]
+    assert numbers
+    assert np.isfinite(numbers).all()

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from tx.tinker.config import TxConfig, argument_parser, arguments_of, environment_of, parse_config, state_folder
+from tx.tinker.config import (
+    TxConfig,
+    argument_parser,
+    arguments_of,
+    environment_of,
+    parse_config,
+    state_folder,
+    unnamed_user,
+)
 
 
 def parse(*arguments: str, **environment: str) -> TxConfig:
@@ -48,6 +56,16 @@ def test_secrets_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
     arguments = " ".join(arguments_of(config))
     assert not any(secret in arguments for secret in ("tml-", "postgresql", "p@h"))
     assert "tml-" not in str(environment_of(config)) + str(config)
+
+
+def test_keys_may_name_their_users(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(TX_API_KEYS="alice=tml-a==,alice=tml-b,tml-c=")
+    assert config.users_by_key == {"tml-a==": "alice", "tml-b": "alice", "tml-c=": unnamed_user("tml-c=")}
+    with pytest.raises(SystemExit):
+        parse(TX_API_KEYS="alice=tml-a,bob=tml-a")
+    output = capsys.readouterr().err
+    assert "users alice and bob have the same API key; give each user a different one" in output
+    assert "tml-a" not in output
 
 
 def test_the_engine_gets_the_same_settings(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tx_tiny_models import new_model
 from tx.models.config import LoraConfig
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.backends.vllm import VllmSampler
+from tx.tinker.backends.vllm import VllmSampler, VllmWeights
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, TinkerError, UserError
 
 PYTHON = Path(__file__).parents[3] / ".venv-vllm/bin/python"
@@ -92,9 +92,17 @@ def backend(folder: Path) -> JaxBackend:
 
 @pytest.fixture
 def sampler(backend: JaxBackend, url: str, tmp_path: Path) -> Iterator[VllmSampler]:
-    sampler = VllmSampler(backend, f"{url}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
+    sampler = VllmSampler(f"{url}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
     yield sampler
     sampler.close()
+
+
+def exported(sampler: VllmSampler, backend: JaxBackend, folder: Path, name: str = "m") -> VllmWeights:
+    """Return the current weights of a model."""
+    saved = folder / f"export-{len(list(folder.iterdir()))}"
+    saved.mkdir()
+    backend.save_weights(name, saved)
+    return sampler.load_weights(saved)
 
 
 def scored() -> SampleRequest:
@@ -116,10 +124,10 @@ def assert_alike(one: SampleResult, other: SampleResult) -> None:
     np.testing.assert_array_equal(one.top_prompt.tokens, other.top_prompt.tokens)
 
 
-def test_samples_match_the_backends(backend: JaxBackend, sampler: VllmSampler) -> None:
+def test_samples_match_the_backends(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
     for elsewhere, here in (
         (sampler.base_weights(), backend.base_weights()),
-        (sampler.weights_of("m"), backend.weights_of("m")),
+        (exported(sampler, backend, tmp_path), backend.weights_of("m")),
     ):
         (theirs,) = sample(sampler, (scored(), elsewhere))
         (ours,) = sample(backend, (scored(), here))
@@ -131,10 +139,10 @@ def test_weights_are_immutable_and_loaded_from_folders(
 ) -> None:
     (tmp_path / "saved").mkdir()
     backend.save_weights("m", tmp_path / "saved")
-    frozen = [sampler.weights_of("m"), sampler.load_weights(tmp_path / "saved")]
+    frozen = [exported(sampler, backend, tmp_path), sampler.load_weights(tmp_path / "saved")]
     before = [sample(sampler, (scored(), weights))[0] for weights in frozen]
     learn(backend, "m", some_data(9), STEP)
-    after = [sample(sampler, (scored(), weights))[0] for weights in (*frozen, sampler.weights_of("m"))]
+    after = [sample(sampler, (scored(), weights))[0] for weights in (*frozen, exported(sampler, backend, tmp_path))]
     assert_alike(before[0], before[1])
     assert_alike(before[0], after[0])
     with pytest.raises(AssertionError):
@@ -168,16 +176,18 @@ def test_refusals_are_user_errors(sampler: VllmSampler) -> None:
         sample(sampler, (SampleRequest(PROMPT, params, n_top_sampled=32), None))
 
 
-def test_a_restarted_server_reloads_adapters(sampler: VllmSampler, url: str) -> None:
-    weights = sampler.weights_of("m")
+def test_a_restarted_server_reloads_adapters(
+    backend: JaxBackend, sampler: VllmSampler, url: str, tmp_path: Path
+) -> None:
+    weights = exported(sampler, backend, tmp_path)
     (before,) = sample(sampler, (scored(), weights))
     httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": weights.name}).raise_for_status()
     (after,) = sample(sampler, (scored(), weights))
     assert_alike(before, after)
 
 
-def test_unreferenced_adapters_are_deleted(sampler: VllmSampler, url: str) -> None:
-    weights = sampler.weights_of("m")
+def test_unreferenced_adapters_are_deleted(backend: JaxBackend, sampler: VllmSampler, url: str, tmp_path: Path) -> None:
+    weights = exported(sampler, backend, tmp_path)
     sample(sampler, (scored(), weights))
     name, folder = weights.name, weights.folder
     assert name in httpx.get(f"{url}/v1/models").text
@@ -205,10 +215,10 @@ def test_the_server_uses_vllm(folder: Path, url: str, tmp_path: Path) -> None:
 def test_unsupported_requests(backend: JaxBackend, sampler: VllmSampler, tmp_path: Path) -> None:
     backend.create_model("whole", LoraConfig(rank=0))
     with pytest.raises(UserError, match="samples from adapters only"):
-        sampler.weights_of("whole")
-    nobody = VllmSampler(backend, "http://127.0.0.1:9", "EMPTY", tmp_path, SECONDS)
+        exported(sampler, backend, tmp_path, "whole")
+    nobody = VllmSampler("http://127.0.0.1:9", "EMPTY", tmp_path, SECONDS)
     with pytest.raises(TinkerError, match=r"the external server at http://127\.0\.0\.1:9 fails"):
-        sample(nobody, (scored(), nobody.weights_of("m")))
+        sample(nobody, (scored(), exported(nobody, backend, tmp_path)))
     nobody.close()
 
 
@@ -216,8 +226,8 @@ def test_a_rank_above_the_servers_limit(folder: Path, backend: JaxBackend, tmp_p
     """It makes vLLM 0.32 exit, so the test has its own server."""
     backend.create_model("large", LoraConfig(rank=64, train_unembed=False))
     with serving(folder, tmp_path / "vllm.log") as address:
-        sampler = VllmSampler(backend, f"{address}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
+        sampler = VllmSampler(f"{address}/v1", "EMPTY", tmp_path / "adapters", SECONDS)
         words = r"returned 500 .*LoRA rank 64 is greater.*; start it with --enable-lora"
         with pytest.raises(TinkerError, match=words):
-            sample(sampler, (scored(), sampler.weights_of("large")))
+            sample(sampler, (scored(), exported(sampler, backend, tmp_path, "large")))
         sampler.close()

@@ -90,7 +90,9 @@ class Server(uvicorn.Server):
                 logger.info("serving %s at %s, state in %s", config.model_name, where, config.checkpoints_base)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Release held polls on a signal, so that shutdown does not wait for them."""
+        """Release held polls on a signal, so that shutdown does not wait for them; kill the engine on a second one."""
+        if self.should_exit and self._service.supervisor is not None:
+            self._service.supervisor.kill()
         super().handle_exit(sig, frame)
         self._service.promises.release()
 

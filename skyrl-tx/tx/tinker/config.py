@@ -6,8 +6,10 @@ Secrets come from the environment or a file, never from the command line.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -28,6 +30,8 @@ from tx.flags import JsonObject, add_flag, flag, format_errors
 from tx.tinker.backends.factory import BackendName, settings_of
 
 DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
+NAMED_KEY = re.compile(r"(?!tml-|eyJ)([A-Za-z0-9_.-]{1,64})=(.+)", re.ASCII)
+"""A key with the name of its user. Keys themselves, which may contain "=", begin with tml- or eyJ."""
 SECRET_FIELDS = frozenset({"database_url", "api_keys", "external_inference_api_key"})
 
 
@@ -37,6 +41,11 @@ def state_folder() -> Path:
     User data belongs there: it survives reboots and cache cleaning, and does not depend on the working directory.
     """
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "skyrl-tx"
+
+
+def unnamed_user(key: str) -> str:
+    """Return the user of a key without a name."""
+    return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _absolute_path(value: object) -> object:
@@ -71,6 +80,9 @@ class TxConfig(BaseModel):
     checkpoints_base: Folder = Field(default_factory=state_folder)
     """The folder of checkpoints. The default is in $XDG_DATA_HOME, or ~/.local/share if that is unset."""
 
+    min_free_bytes: Annotated[int, Ge(0)] = 1 << 30
+    """Bytes that stay free on the disk of `checkpoints_base`: writes that would leave less are refused."""
+
     database_url: str = ""
     """SQLAlchemy URL of SQLite or PostgreSQL; set TX_DATABASE_URL instead to hide a password. The default is
     `tinker.db` in `checkpoints_base`, so that checkpoints and their records stay together.
@@ -86,7 +98,10 @@ class TxConfig(BaseModel):
     """Maximum number of models under training; more are refused until one is unloaded or its session ends."""
 
     max_models_per_user: Annotated[int, Ge(1)] | None = None
-    """Maximum number of models per API key; unlimited by default."""
+    """Maximum number of models per user; unlimited by default."""
+
+    max_sessions_per_user: Annotated[int, Ge(1)] = 1000
+    """Maximum number of active sessions per user; more are refused until one ends."""
 
     host: str = "127.0.0.1"
     """The address to listen on. Set API keys before you use 0.0.0.0: otherwise anyone may use the server."""
@@ -100,9 +115,16 @@ class TxConfig(BaseModel):
     start_engine: bool = True
     """Start and supervise an engine; with --no-start-engine, run `python -m tx.tinker.engine` yourself."""
 
+    engine_stop_sec: Annotated[float, Ge(0)] = 60
+    """Seconds that a stopping server waits for the engine's current step; a second signal ends the wait."""
+
+    engine_hang_sec: Annotated[float, Ge(-1)] = 1800
+    """Seconds without progress after which the engine is restarted; compiling is progress. -1 disables this."""
+
     api_keys_file: Folder | None = None
     """A file of accepted API keys, one per line; TX_API_KEYS holds them separated by commas. Without either, no key is
-    needed.
+    needed. A line `alice=tml-...` names the user, who keeps all runs when the key is replaced; a user may have several
+    keys. Without a name, the key itself is the user.
     """
 
     api_keys: tuple[SecretStr, ...] = ()
@@ -123,6 +145,12 @@ class TxConfig(BaseModel):
     max_queued_bytes: Annotated[int, Ge(1)] = 4 << 30
     """Maximum bytes of those requests together."""
 
+    max_queued_requests_per_user: Annotated[int, Ge(1)] = 4 * 4096
+    """Maximum number of pending requests of a user, over all models and sampling sessions."""
+
+    max_queued_bytes_per_user: Annotated[int, Ge(1)] = 16 << 30
+    """Maximum bytes of those requests together."""
+
     max_body_bytes: Annotated[int, Ge(1024)] = 256 << 20
     """Maximum size of a request body, decompressed."""
 
@@ -130,8 +158,13 @@ class TxConfig(BaseModel):
     """Ask clients to compress training data: worthwhile if the network is slower than zstd."""
 
     retention_sec: Annotated[float, Gt(0)] = 24 * 3600
-    """Seconds that results can be fetched again, and that unnamed samplers are kept without use; then they are deleted.
-    """
+    """Seconds that results can be fetched again; then they are deleted."""
+
+    snapshot_retention_sec: Annotated[float, Gt(0)] = 3600
+    """Seconds that unnamed samplers are kept without use; then they are deleted."""
+
+    max_snapshots_per_session: Annotated[int, Ge(1)] = 32
+    """Maximum number of unnamed samplers that a session keeps; beyond it, the least recently used ones are deleted."""
 
     url_lifetime_sec: Annotated[float, Gt(0)] = 3600
     """Seconds that a download address of external weights is valid."""
@@ -147,6 +180,15 @@ class TxConfig(BaseModel):
 
     external_inference_lora_base: Folder | None = None
     """The folder from which that server loads adapters."""
+
+    @field_validator("api_keys")
+    @classmethod
+    def _check_users(cls, api_keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        users: dict[str, str] = {}
+        for user, key in map(_split_key, api_keys):
+            if users.setdefault(key, user) != user:
+                raise ValueError(f"users {users[key]} and {user} have the same API key; give each user a different one")
+        return api_keys
 
     @field_validator("base_model")
     @classmethod
@@ -169,6 +211,11 @@ class TxConfig(BaseModel):
         return settings
 
     @property
+    def users_by_key(self) -> dict[str, str]:
+        """The user of each API key."""
+        return {key: user for user, key in map(_split_key, self.api_keys)}
+
+    @property
     def model_name(self) -> str:
         """The name of the base model for clients."""
         return self.served_model_name or self.base_model
@@ -179,6 +226,13 @@ class TxConfig(BaseModel):
         folder = Path(self.base_model).expanduser()
         where = str(folder.absolute()) if folder.is_dir() else self.base_model
         return None if ":" in where else where  # clients cut the name at a colon
+
+
+def _split_key(entry: SecretStr) -> tuple[str, str]:
+    """Split an entry of `api_keys` into its user and key."""
+    text = entry.get_secret_value()
+    named = NAMED_KEY.fullmatch(text)
+    return (unnamed_user(text), text) if named is None else (named[1], named[2])
 
 
 def parse_config(

@@ -189,6 +189,10 @@ class BaseWeights(SQLModel, table=True):
     fingerprint: str
 
 
+STALLED = "seconds without progress"
+"""Key of the engine's status: for how long its loop has been in one computation, other than compiling."""
+
+
 class EngineState(SQLModel, table=True):
     """The state that the engine reports; one row."""
 

@@ -56,6 +56,15 @@ class Loss:
     counts: Callable[[Tensors], Array] = _has_weight
     """Return the mask of trained tokens; masked values may be anything."""
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of all inputs that the loss reads."""
+        return (*self.needs, *self.optional)
+
+    def select_inputs(self, datum: Datum) -> dict[str, np.ndarray]:
+        """Return the inputs of a datum that the loss reads."""
+        return {name: value for name, value in datum.inputs.items() if name in self.inputs}
+
 
 def _cross_entropy(xp: Any, lp: Array, inputs: Tensors, settings: Mapping[str, Any]) -> Array:
     return -lp
@@ -110,6 +119,10 @@ LOSSES: Mapping[str, Loss] = {
     "gspo": Loss(_gspo, (*POLICY, "sequence_ratio_mask"), CLIPS),
 }
 
+IGNORED_INPUTS = frozenset({"mask", *(name for loss in LOSSES.values() for name in loss.inputs)})
+"""Inputs that every loss accepts, although it may not read them: recipes leave inputs of other losses, and their own
+`mask`, in the data. Other names are refused, because they may be misspelt."""
+
 
 def token_losses(name: str, xp: Any, lp: Array, inputs: Tensors, settings: Mapping[str, Any]) -> Array:
     """Return the loss of each token, in the shape of `lp`. `inputs` must contain weights."""
@@ -121,14 +134,11 @@ def token_losses(name: str, xp: Any, lp: Array, inputs: Tensors, settings: Mappi
 
 
 def fill_defaults(pass_: Pass) -> Pass:
-    """Return the pass with default settings filled in and a weight for every target."""
-    return replace(
-        pass_,
-        data=[datum if "weights" in datum.inputs else _add_weights(datum) for datum in pass_.data],
-        settings={**LOSSES[pass_.loss_fn].settings, **pass_.settings},
-    )
-
-
-def _add_weights(datum: Datum) -> Datum:
-    ones = np.ones(datum.inputs["target_tokens"].shape, np.float32)
-    return Datum(datum.tokens, {**datum.inputs, "weights": ones})
+    """Return the pass with default settings, a weight for every target, and only the inputs that its loss reads."""
+    loss = LOSSES[pass_.loss_fn]
+    data = []
+    for datum in pass_.data:
+        inputs = loss.select_inputs(datum)
+        inputs.setdefault("weights", np.ones(inputs["target_tokens"].shape, np.float32))
+        data.append(Datum(datum.tokens, inputs))
+    return replace(pass_, data=data, settings={**loss.settings, **pass_.settings})

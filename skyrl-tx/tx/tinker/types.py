@@ -11,6 +11,8 @@ MAX_STOP_TOKENS = 16
 """Maximum number of stop tokens or strings per request."""
 MAX_TOP = 32
 """Maximum number of most likely tokens reported per position."""
+MAX_ERROR_CHARACTERS = 2000
+"""Maximum length of an error message."""
 
 
 class TinkerError(Exception):
@@ -19,6 +21,12 @@ class TinkerError(Exception):
 
 class UserError(TinkerError):
     """The user made a mistake; the message names the value and the fix."""
+
+
+def error_text(error: Exception) -> str:
+    """Return an error as text for the database, which rejects some characters."""
+    text = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
+    return text[:MAX_ERROR_CHARACTERS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,9 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         "'beta'",
         lambda server, service, training: training.forward_backward(server.data, CE, {"beta": 1.0}).result(),
     ),
-    "more than a loss takes": (
-        "'advantages'",
-        lambda server, service, training: training.forward([datum_of([5], [6], advantages=[1])], CE).result(),
+    "a misspelt input": (
+        "'weight', which no loss uses",
+        lambda server, service, training: training.forward([datum_of([5], [6], weight=[1])], CE).result(),
     ),
     "checkpoint path": (
         "is not a checkpoint path",
@@ -138,9 +138,27 @@ def test_mistakes(name: str, server: Server, service: tinker.ServiceClient, trai
     """A user error is raised at once, with the server's message."""
     words, mistake = MISTAKES[name]
     started = time.monotonic()
-    with pytest.raises((tinker.BadRequestError, tinker.NotFoundError), match=words):
+    with pytest.raises((tinker.BadRequestError, tinker.NotFoundError, tinker.RequestFailedError), match=words):
         mistake(server, service, training)
     assert time.monotonic() - started < SECONDS
+
+
+@pytest.mark.parametrize("where", [0, 1500, 2499])
+def test_a_wrong_datum_among_many(where: int, training: tinker.TrainingClient) -> None:
+    """A step fails as a whole if a part of the data before it is wrong, and the next one succeeds."""
+    right = datum_of([5], [6])
+    before = training.forward([right], CE).result().metrics["loss:sum"]
+    data = [right] * 2500  # several requests
+    data[where] = datum_of([99999], [6])
+    trained = training.forward_backward(data, CE)
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
+    for future in (trained, stepped):
+        with pytest.raises(tinker.RequestFailedError, match="has token 99999"):
+            future.result()
+    assert training.forward([right], CE).result().metrics["loss:sum"] == before
+    training.forward_backward([right], CE).result()
+    training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    assert training.forward([right], CE).result().metrics["loss:sum"] < before
 
 
 def test_a_name_that_is_taken(training: tinker.TrainingClient) -> None:

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
+from tx_vllm import answering_server
 
-from tx.tinker.backends.base import Backend
 from tx.tinker.backends.vllm import MAX_CONNECTIONS, VllmSampler
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, UserError
 
 SECONDS = 60
 N_SAMPLES = 20
 ASKED = SampleRequest([1, 2], SamplingParams(max_tokens=1, temperature=0.0))
-CHOICE = {
-    "index": 0,
-    "token_ids": [3],
-    "finish_reason": "length",
-    "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]},
-}
 
 
 def sampler_of(port: int, folder: Path, answer_sec: float = SECONDS) -> VllmSampler:
-    nobody = cast(Backend, None)  # no weights are exported
-    return VllmSampler(nobody, f"http://127.0.0.1:{port}/v1", "EMPTY", folder, answer_sec)
+    return VllmSampler(f"http://127.0.0.1:{port}/v1", "EMPTY", folder, answer_sec)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -41,40 +31,10 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Responds like vLLM, immediately; refuses the prompt 13."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._answer(200, {"data": [{"id": "m"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["prompt"] == [13]:
-            self._answer(400, {"error": {"message": "Requested sample logprobs of 32"}})
-        else:
-            self._answer(200, {"choices": [{**CHOICE, "index": i} for i in range(body["n"])]})
-
-    def _answer(self, status: int, content: Any) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def answering(tmp_path: Path) -> Iterator[VllmSampler]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever).start()
-        with closing(sampler_of(server.server_address[1], tmp_path)) as sampler:
-            yield sampler
-        server.shutdown()
+    with answering_server() as (url, _), closing(VllmSampler(f"{url}/v1", "EMPTY", tmp_path, SECONDS)) as sampler:
+        yield sampler
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_accepted_requests_do_not_break_the_engine(server: ServerProcess) -> Non
     results = [attack.post("retrieve_future", {"request_id": one}) for one in attack.promises]
     errors = Counter(one.get("category", "none") for one in results)
     logger.info("%s, results with errors: %s; %s bytes", dict(attack.seen), dict(errors), sizes)
-    assert errors["none"] > len(results) / 2
+    assert errors["none"] > len(results) / 5  # a step after an invalid pass fails, too
     assert not [one for one in results if one.get("category") not in (None, "user")]
     assert math.isfinite(learn(victim))
     assert sizes[-1] <= sizes[-2] + MAX_GROWTH + n * MAX_GROWTH_PER_REQUEST

@@ -205,10 +205,10 @@ def test_a_partially_loaded_model_is_discarded(desk: Desk, model: str, monkeypat
     save(desk, model)
     desk.work()
 
-    def full(model_id: str, folder: Path) -> None:
+    def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(desk.backend, "save_model", full)  # of the restore point
+    monkeypatch.setattr(desk.backend, "freeze", lambda model_id, *, with_optimizer: full)  # of the restore point
     other = load(desk, f"tinker://{model}/weights/x", 1)
     assert desk.change(lambda db: db.get_one(Model, other).status) is ModelStatus.FAILED
     assert list(desk.backend.models()) == [model]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from tx_engine import CONTEXT, Desk, new_backend
 
+from tx.tinker.backends.base import Save
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.db_models import EngineState, Model, ModelStatus, Request, RequestStatus
+from tx.tinker.db_models import STALLED, EngineState, Model, ModelStatus, Request, RequestStatus
 from tx.tinker.engine import loop, queue
 from tx.tinker.store.queries import cancel_sample, pending_ids
-from tx.tinker.submission.training import save_weights
+from tx.tinker.submission.training import load_weights, save_weights, save_weights_for_sampler
 from tx.tinker.types import Pass, PassResult, SampleRequest
 from tx.tinker.wire import requests as wire
 
@@ -46,6 +49,7 @@ def test_a_forward_pass_does_not_delay_a_restore_point(desk: Desk, monkeypatch: 
     desk.work()
     monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
     desk.engine._write_points()
+    desk.engine._points.wait()
     assert desk.change(lambda db: db.get_one(Model, model).restored_until) == last_step
 
 
@@ -56,7 +60,78 @@ def test_gradients_delay_a_restore_point(desk: Desk, monkeypatch: pytest.MonkeyP
     desk.work()
     monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
     desk.engine._write_points()
+    desk.engine._points.wait()
     assert desk.change(lambda db: db.get_one(Model, model).restored_until) == 0
+
+
+@pytest.fixture
+def disk(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
+    """A slow disk, which writes when the event is set."""
+    is_ready = Event()
+    freeze = desk.backend.freeze
+
+    def freeze_slowly(model_id: str, *, with_optimizer: bool) -> Save:
+        save = freeze(model_id, with_optimizer=with_optimizer)
+        return lambda folder: (is_ready.wait(60), save(folder))[1]
+
+    monkeypatch.setattr(desk.backend, "freeze", freeze_slowly)
+    yield is_ready
+    is_ready.set()
+
+
+def test_saves_delay_only_their_own_model(desk: Desk, disk: Event) -> None:
+    session = desk.session()
+    model, twin = (desk.model(session, number) for number in range(2))
+    for one in (model, twin):
+        desk.train(one)
+        desk.step(one)
+    save = desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="x")))
+    waiting = desk.step(model)
+    others = [desk.train(twin), desk.step(twin), desk.sample()]
+    desk.engine._queue.fetch()
+    while any(desk.row(one).status is RequestStatus.PENDING for one in others):
+        desk.engine.work()
+    assert [desk.row(one).status for one in (save, waiting)] == [RequestStatus.PENDING] * 2
+    disk.set()
+    desk.work()
+    assert desk.result(save)
+    assert desk.result(waiting)
+    saved = wire.LoadWeightsRequest(
+        path=f"tinker://{model}/weights/x", optimizer=True, session_id=session, model_seq_id=2
+    )
+    desk.submit(lambda to: load_weights(to, saved))
+    desk.step(f"{session}:train:2")
+    losses = [desk.train(one, is_forward_only=True) for one in (model, f"{session}:train:2")]
+    desk.work()
+    assert desk.loss(losses[0]) == desk.loss(losses[1])
+
+
+def test_a_restore_point_is_written_while_its_model_trains(
+    desk: Desk, disk: Event, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    """It holds the state of its step, not of later ones."""
+    model = desk.model(desk.session())
+    desk.train(model)
+    step = desk.step(model)
+    desk.engine._queue.fetch()
+    while desk.row(step).status is RequestStatus.PENDING:
+        desk.engine.work()
+    monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
+    desk.engine._write_points()
+    monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 60.0)
+    later = [desk.train(model, [7, 8]), desk.step(model), desk.train(model, is_forward_only=True)]
+    desk.engine._queue.fetch()
+    while desk.row(later[-1]).status is RequestStatus.PENDING:
+        desk.engine.work()
+    assert desk.change(lambda db: db.get_one(Model, model).restored_until) == 0
+    disk.set()
+    desk.engine._points.wait()
+    assert desk.change(lambda db: db.get_one(Model, model).restored_until) == step
+    desk.start(new_backend(tiny_model))
+    desk.engine._points.restore()
+    restored = desk.train(model, is_forward_only=True)
+    desk.work()
+    assert desk.loss(restored) == desk.loss(later[-1])
 
 
 def test_it_reports_its_state(desk: Desk) -> None:
@@ -72,6 +147,31 @@ def test_it_reports_its_state(desk: Desk) -> None:
     assert state.status["requests"] == {"create_model": 1, "sample": 1}
 
 
+def test_it_reports_how_long_its_loop_has_been_stuck(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restoring and compiling are progress, however long they take."""
+    desk.work()
+    desk.engine._state_at = 0.0
+    desk.engine._report()
+
+    def beat(*, is_compiling: bool = False) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(desk.backend), "is_compiling", is_compiling)
+            desk.engine._progress_at -= 100
+            desk.engine._state_at -= 100
+            before = desk.change(lambda db: db.get_one(EngineState, 1).last_seen_at)
+            desk.engine.beat()
+            state = desk.change(lambda db: db.get_one(EngineState, 1))
+        assert state.last_seen_at > before
+        return state.status[STALLED]
+
+    assert beat() == 0
+    desk.engine._is_serving = True
+    assert [beat(), beat(), beat(is_compiling=True), beat()] == [100, 200, 0, 100]
+    desk.sample()
+    desk.work()
+    assert beat() == 100
+
+
 def test_a_full_disk_fails_single_requests(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,17 +180,46 @@ def test_a_full_disk_fails_single_requests(
     desk.work()
     monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
 
-    def full(model_id: str, folder: Path) -> None:
+    def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(desk.backend, "save_model", full)
+    monkeypatch.setattr(desk.backend, "freeze", lambda model_id, *, with_optimizer: full)
     desk.engine._write_points()
+    desk.engine._points.wait()
     assert "the restore point of model s:train:0" in caplog.text
     save = desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="full")))
     desk.work()
     assert desk.row(step).status is RequestStatus.DONE
     assert "No space left" in (desk.row(save).error or "")
     assert not [path for path in desk.config.checkpoints_base.rglob("*") if path.name.startswith(".unfinished")]
+
+
+def test_writes_that_would_fill_the_disk_are_refused(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = Desk(tmp_path, new_backend(tiny_model), min_free_bytes=1 << 60)
+    model = desk.model(desk.session())
+    step = desk.step(model)
+    saves = [
+        desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=model, path="full"))),
+        desk.submit(
+            lambda to: save_weights_for_sampler(
+                to, wire.SaveWeightsForSamplerRequest(model_id=model, sampling_session_seq_id=1)
+            )
+        ),
+    ]
+    desk.work()
+    monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
+    desk.engine._write_points()
+    desk.engine._points.wait()
+    refusal = r"GiB free, and 0\.0 GiB are to be written; 1073741824\.0 GiB must stay free \(--min-free-bytes\)"
+    assert re.search(f"the restore point of model s:train:0 could not be written: .* {refusal}", caplog.text)
+    assert desk.result(step)
+    for one in saves:
+        assert re.search(f"the disk of {tmp_path} has .* {refusal}. Delete checkpoints", desk.row(one).error or "")
+        assert desk.row(one).error_category == "server"
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors"]
+    desk.close()
 
 
 def test_cancelled_requests_are_skipped_at_once(desk: Desk) -> None:
@@ -218,6 +347,55 @@ def test_an_error_fails_a_single_pass(faulty: Desk) -> None:
     faulty.work()
     assert (faulty.row(wrong).error, faulty.row(wrong).error_category) == ("ZeroDivisionError: 13", "server")
     assert faulty.loss(right) == faulty.loss(after)
+
+
+def test_a_step_after_a_failed_pass_fails_as_a_whole(faulty: Desk, tiny_model: Path) -> None:
+    """The client may have sent it before it knew, and the other passes may be parts of the same call."""
+    session = faulty.session()
+    model, twin = (faulty.model(session, number) for number in range(2))
+    ids = [faulty.train(model), faulty.train(model, [12, 13, 1]), faulty.train(model, [7, 8]), faulty.step(model)]
+    faulty.work()
+    step = faulty.row(ids[-1])
+    assert f"the step was not applied, because forward_backward request {ids[1]} before it failed" in (step.error or "")
+    assert "ZeroDivisionError: 13. All gradients since the previous step were dropped" in (step.error or "")
+    assert step.error_category == "server"
+    for one in (model, twin):
+        faulty.train(one, [3, 4])
+        assert faulty.step(one)
+    faulty.work()
+    losses = [faulty.train(one, [5, 6], is_forward_only=True) for one in (model, twin)]
+    faulty.work()
+    assert faulty.loss(losses[0]) == faulty.loss(losses[1])
+    faulty.start(new_backend(tiny_model))
+    faulty.engine._points.restore()
+    restored = faulty.train(model, [5, 6], is_forward_only=True)
+    faulty.work()
+    assert faulty.loss(restored) == faulty.loss(losses[0])
+
+
+def test_a_failed_forward_pass_does_not_fail_the_step(faulty: Desk) -> None:
+    model = faulty.model(faulty.session())
+    faulty.train(model)
+    failed = faulty.train(model, [12, 13, 1], is_forward_only=True)
+    step = faulty.step(model)
+    faulty.work()
+    assert faulty.row(failed).status is RequestStatus.FAILED
+    assert faulty.result(step)
+
+
+def test_a_step_that_is_given_up_drops_its_gradients(desk: Desk) -> None:
+    session = desk.session()
+    model, twin = (desk.model(session, number) for number in range(2))
+    desk.train(model, [7, 8])
+    step = desk.step(model)
+    desk.change(lambda db: setattr(db.get_one(Request, step), "n_tries", queue.MAX_TRIES))
+    for one in (model, twin):
+        desk.train(one)
+        desk.step(one)
+    losses = [desk.train(one, is_forward_only=True) for one in (model, twin)]
+    desk.work()
+    assert desk.row(step).status is RequestStatus.FAILED
+    assert desk.loss(losses[0]) == desk.loss(losses[1])
 
 
 def test_requests_that_kill_engines_are_given_up(

@@ -201,6 +201,20 @@ def test_requests_released_on_shutdown_are_not_suspect(database: Database, queue
     assert [one.request_id for one in again.next_samples(1, {})] == [request_id]
 
 
+def test_requests_that_are_cut_short_by_a_requested_stop_are_not_suspect(database: Database, queue: Queue) -> None:
+    """Those that begin between the request and the end, too."""
+    for _ in range(2):
+        put(database)
+    queue.fetch()
+    queue.begin(queue.next_samples(1, {}) or queue.next_samples(2, {}))
+    queue.prepare_stop()
+    put(database)
+    queue.fetch()
+    queue.begin(queue.next_samples(9, {}))
+    assert queue.begun
+    assert {one.n_tries for one in rows(database)} == {0}  # and then the engine is killed
+
+
 def test_suspects_run_alone_and_are_then_given_up(database: Database) -> None:
     sample, step = put(database), put(database, Kind.OPTIM_STEP, model_id="a")
     for n_tries in range(3):

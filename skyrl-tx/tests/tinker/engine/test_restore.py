@@ -37,6 +37,7 @@ def write_point(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
     with monkeypatch.context() as patch:
         patch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
         desk.engine._write_points()
+        desk.engine._points.wait()
     return desk.change(lambda db: db.get_one(Model, "s:train:0").restored_until)
 
 
@@ -74,11 +75,11 @@ def test_unfinished_requests_are_not_repeated(desk: Desk, tiny_model: Path) -> N
     model, twin = desk.model(session, 0), desk.model(session, 1)
     for name in (model, twin):
         learn(desk, name, 5)
-    failed = desk.train(model, [6, 6])
+    cancelled = desk.train(model, [6, 6])
     desk.work()
 
     def undo(db: object) -> None:
-        db.get_one(type(desk.row(failed)), failed).status = RequestStatus.FAILED  # type: ignore[attr-defined]
+        db.get_one(type(desk.row(cancelled)), cancelled).status = RequestStatus.CANCELLED  # type: ignore[attr-defined]
 
     desk.change(undo)
     die_and_come_back(desk, tiny_model)

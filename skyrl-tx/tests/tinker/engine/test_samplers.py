@@ -13,7 +13,7 @@ from tx_engine import Desk
 
 from tx.tinker.engine import samplers as module
 from tx.tinker.store.checkpoint_files import checkpoint_folder, delete_folder, snapshot_folder
-from tx.tinker.submission.training import save_weights
+from tx.tinker.submission.training import save_weights, save_weights_for_sampler
 from tx.tinker.types import UserError
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire.sample_job import SampleWeights
@@ -42,6 +42,12 @@ def save(desk: Desk, model: str, name: str = "x") -> SampleWeights:
     return SampleWeights(base_model="m", model_path=f"tinker://{model}/weights/{name}")
 
 
+def freeze(desk: Desk, model: str, number: int = 0) -> None:
+    body = wire.SaveWeightsForSamplerRequest(model_id=model, sampling_session_seq_id=number)
+    desk.submit(lambda to: save_weights_for_sampler(to, body))
+    desk.work()
+
+
 def test_weights_are_read_once(desk: Desk, model: str, read: list[Path]) -> None:
     weights = save(desk, model)
     found = [desk.engine._samplers.find(weights) for _ in range(3)]
@@ -56,7 +62,7 @@ def test_an_overwritten_checkpoint_is_read_again(desk: Desk, model: str, read: l
 
 
 def test_snapshots_need_not_be_read(desk: Desk, model: str, read: list[Path]) -> None:
-    desk.engine._samplers.freeze("s:sample:0", model)
+    freeze(desk, model)
     desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))
     assert read == []
 
@@ -80,7 +86,7 @@ def test_recently_used_weights_stay_in_memory(
 
 def test_deleted_weights_are_evicted(desk: Desk, model: str) -> None:
     samplers = desk.engine._samplers
-    samplers.freeze("s:sample:0", model)
+    freeze(desk, model)
     saved = save(desk, model)
     samplers.find(saved)
     delete_folder(snapshot_folder(desk.config, "s:sample:0"))
@@ -94,19 +100,19 @@ def test_deleted_weights_are_evicted(desk: Desk, model: str) -> None:
 def test_the_number_in_memory_is_limited(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_IN_MEMORY", 2)
     for number in range(4):
-        desk.engine._samplers.freeze(f"s:sample:{number}", model)
+        freeze(desk, model, number)
     assert [folder.name for folder in desk.engine._samplers._in_memory] == ["2", "3"]
 
 
 def test_large_weights_evict_others(desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1)
     for number in range(3):
-        desk.engine._samplers.freeze(f"s:sample:{number}", model)
+        freeze(desk, model, number)
     assert list(desk.engine._samplers._in_memory) == [snapshot_folder(desk.config, "s:sample:2")]
 
 
 def test_used_snapshots_are_kept(desk: Desk, model: str) -> None:
-    desk.engine._samplers.freeze("s:sample:0", model)
+    freeze(desk, model)
     folder = snapshot_folder(desk.config, "s:sample:0")
     os.utime(folder, (0, 0))
     desk.engine._samplers.find(SampleWeights(base_model="m", snapshot="s:sample:0"))

@@ -122,6 +122,42 @@ async def test_no_body_is_read_before_the_key(server: Running) -> None:
     assert sent[0]["status"] == 401
     with pytest.raises(AssertionError, match="a body was read"):
         await KeyCheck(app, server.config)({**scope, "headers": [(b"x-api-key", b"tml-bob")]}, receive, send)
+    sent.clear()
+    get = {**scope, "method": "GET", "headers": [(b"transfer-encoding", b"chunked")]}
+    await KeyCheck(app, server.config)(get, receive, send)
+    assert sent[0]["status"] == 401
+
+
+def test_a_named_user_keeps_all_runs_when_the_key_changes(tmp_path: Path) -> None:
+    def runs(*keys: str, used: str) -> list[str]:
+        """Create a run; return all runs of its user."""
+        with serving(tmp_path / "state", api_keys=tuple(map(SecretStr, keys))) as running:
+            running.model(**{"X-API-Key": used})
+            with running.client(**{"X-API-Key": used}) as http:
+                return [one["training_run_id"] for one in http.get("training_runs").json()["training_runs"]]
+
+    first = runs("tml-old", "tml-bob", used="tml-old")
+    second = runs("alice=tml-old", "tml-bob", used="tml-old")
+    third = runs("alice=tml-new", "tml-bob", used="tml-new")
+    assert len(third) == 3
+    assert set(first) < set(second) < set(third)
+    assert len(runs("alice=tml-new", "tml-bob", used="tml-bob")) == 1
+
+
+def test_each_user_has_a_session_limit(tmp_path: Path) -> None:
+    with serving(
+        tmp_path / "state", api_keys=tuple(map(SecretStr, KEYS)), max_sessions_per_user=1, engine=False
+    ) as running:
+        replies = []
+        for key in (KEYS[0], KEYS[0], KEYS[1]):
+            with running.client(**{"X-API-Key": key}) as http:
+                replies.append(http.post("create_session", json={"tags": []}))
+        assert [one.status_code for one in replies] == [200, 400, 200]
+        assert "you have 1 active sessions, which is the limit per user" in replies[1].json()["detail"]
+        with running.client(**{"X-API-Key": KEYS[0]}) as http:
+            url = f"sessions/{replies[0].json()['session_id']}/finish"
+            assert http.post(url, json={"reason": {"type": "success"}}).status_code == 200
+            assert http.post("create_session", json={"tags": []}).status_code == 200
 
 
 def test_each_user_has_a_model_limit(tmp_path: Path) -> None:

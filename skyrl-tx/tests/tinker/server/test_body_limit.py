@@ -24,13 +24,15 @@ class App:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
-        assert not message["more_body"]
-        self.body = message["body"]
+        assert not message.get("more_body", False)
+        self.body = message.get("body", b"")
         self.after = await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
-async def post(parts: list[bytes], *, ends: bool = True, **headers: str) -> tuple[int | None, App, str]:
+async def post(
+    parts: list[bytes], *, method: str = "POST", ends: bool = True, **headers: str
+) -> tuple[int | None, App, str]:
     """Return the reply's status, what reached the application, and the reply's text."""
     messages: list[Any] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     if ends:
@@ -46,7 +48,7 @@ async def post(parts: list[bytes], *, ends: bool = True, **headers: str) -> tupl
 
     app = App()
     raw_headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    await BodyLimit(app, MAX_BYTES)({"type": "http", "headers": raw_headers}, receive, send)
+    await BodyLimit(app, MAX_BYTES)({"type": "http", "method": method, "headers": raw_headers}, receive, send)
     words = b"".join(message.get("body", b"") for message in sent).decode()
     return (sent[0]["status"] if sent else None), app, words
 
@@ -80,6 +82,19 @@ async def test_bodies_that_are_too_large(parts: list[bytes], headers: dict[str, 
     status, app, words = await post(parts, **headers)
     assert (status, app.body) == (413, None)
     assert "more than 1000 bytes; split the request" in words
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("headers", [{"content_length": "5"}, {"transfer_encoding": "chunked"}])
+async def test_bodies_where_none_belongs(method: str, headers: dict[str, str]) -> None:
+    status, app, words = await post([b"bytes"], method=method, **headers)
+    assert (status, app.body) == (413, None)
+    assert f"a {method} request takes no body; leave it out" in words
+
+
+async def test_a_request_without_a_body_is_not_buffered() -> None:
+    status, app, _ = await post([], method="GET", content_length="0")
+    assert (status, app.body) == (200, b"")
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "ZSTD"])

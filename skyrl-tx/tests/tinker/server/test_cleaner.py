@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from tx.tinker.db_models import (
 )
 from tx.tinker.server.cleaner import Cleaner
 from tx.tinker.server.service import Service
-from tx.tinker.store import retention
+from tx.tinker.store import queries, retention
 from tx.tinker.store.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
 
 T = TypeVar("T")
@@ -44,27 +44,72 @@ def model(session_id: str, **fields: object) -> Model:
     return Model(model_id=model_id, session_id=session_id, **{**defaults, **fields})
 
 
+class Clock:
+    """A monotonic clock that moves on request."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+async def clean_later(service: Service, seconds: float = OLD.total_seconds()) -> None:
+    """Clean up twice, with some time between."""
+    clock = Clock()
+    cleaner = Cleaner(service, clock)
+    await cleaner.clean()
+    clock.seconds += seconds
+    await cleaner.clean()
+
+
+async def see(service: Service, session_id: str, at: datetime) -> None:
+    await service.write(lambda db: setattr(db.get_one(Session, session_id), "last_seen_at", at))
+
+
 async def test_silent_sessions_end(service: Service) -> None:
     def fill(db: object) -> None:
-        for name, seen in (("silent", now() - OLD), ("heard", now())):
-            db.add(Session(session_id=name, last_seen_at=seen))  # type: ignore[attr-defined]
+        for name in ("silent", "heard"):
+            db.add(Session(session_id=name))  # type: ignore[attr-defined]
             db.flush()  # type: ignore[attr-defined]
             db.add(model(name))  # type: ignore[attr-defined]
 
     await service.write(fill)
-    for _ in range(2):
-        await Cleaner(service).clean()
+    clock = Clock()
+    cleaner = Cleaner(service, clock)
+    for _ in range(3):
+        await cleaner.clean()
+        await see(service, "heard", now() + timedelta(seconds=clock.seconds))
+        clock.seconds += 0.7 * service.config.session_timeout_sec
     found = await service.read(lambda db: {one.session_id: one.status for one in db.exec(select(Session))})
     assert found == {"silent": SessionStatus.EXPIRED, "heard": SessionStatus.ACTIVE}
     unloads = await service.read(lambda db: [(one.kind, one.model_id) for one in db.exec(select(Request))])
     assert unloads == [(Kind.UNLOAD_MODEL, "silent:train:0")]
 
 
+@pytest.mark.parametrize("jump", [OLD, -OLD])
+async def test_live_sessions_survive_jumps_of_the_wall_clock(service: Service, jump: timedelta) -> None:
+    """The last heartbeat seems to be days ago, or is in the future and is not replaced by later ones."""
+    await service.write(lambda db: db.add(Session(session_id="live", last_seen_at=now() - jump)))
+    snapshot = snapshot_folder(service.config, "live:sample:1")
+    snapshot.mkdir(parents=True)
+    os.utime(snapshot, (0, 0))
+    clock = Clock()
+    cleaner = Cleaner(service, clock)
+    for _ in range(5):
+        await cleaner.clean()
+        await service.write(lambda db: queries.active_session(db, "live", "local"))
+        clock.seconds += 0.3 * service.config.session_timeout_sec
+    found = await service.read(lambda db: db.get_one(Session, "live"))
+    assert found.status is SessionStatus.ACTIVE
+    assert snapshot.is_dir()
+
+
 async def test_session_expiry_can_be_disabled(tmp_path: Path) -> None:
     service = Service(config_for(tmp_path, session_timeout_sec=-1))
     async with service.running():
-        await service.write(lambda db: db.add(Session(session_id="silent", last_seen_at=now() - OLD)))
-        await Cleaner(service).clean()
+        await service.write(lambda db: db.add(Session(session_id="silent")))
+        await clean_later(service)
         found = await service.read(lambda db: db.get(Session, "silent"))
     assert found is not None
     assert found.status is SessionStatus.ACTIVE
@@ -121,6 +166,22 @@ async def test_old_results_are_deleted_in_batches(service: Service, monkeypatch:
     assert left == [(b"", None)] * 5
 
 
+async def test_payloads_are_deleted_once_no_restore_needs_them(service: Service) -> None:
+    def fill(db: object) -> None:
+        fields = {"kind": Kind.FORWARD_BACKWARD, "payload": b"p", "payload_hash": "h", "completed_at": now()}
+        db.add(Session(session_id="s"))  # type: ignore[attr-defined]
+        db.flush()  # type: ignore[attr-defined]
+        db.add(model("s", restored_until=1))  # type: ignore[attr-defined]
+        for number, status in enumerate(("done", "done", "pending"), start=1):
+            one = Request(request_id=number, model_id="s:train:0", status=status, result=b"r", **fields)
+            db.add(one)  # type: ignore[attr-defined]
+
+    await service.write(fill)
+    await Cleaner(service).clean()
+    left = await service.read(lambda db: [(one.payload, one.result) for one in db.exec(select(Request))])
+    assert left == [(b"", b"r"), (b"p", b"r"), (b"p", b"r")]
+
+
 async def test_requests_that_a_restore_needs_are_kept(service: Service) -> None:
     """Requests after a model's restore point are repeated when an engine restarts."""
 
@@ -151,8 +212,9 @@ async def test_requests_that_a_restore_needs_are_kept(service: Service) -> None:
 
     await service.write(fill)
     await Cleaner(service).clean()
-    kept = await service.read(lambda db: {one.request_id for one in db.exec(select(Request)) if one.payload})
-    assert kept == {3, 6, 7}
+    rows = await service.read(lambda db: db.exec(select(Request)).all())
+    assert {one.request_id for one in rows if one.payload} == {3, 7}
+    assert {one.request_id for one in rows if one.result} == {6, 7}
 
 
 async def test_requests_of_ended_sessions_are_deleted(service: Service) -> None:
@@ -203,17 +265,44 @@ async def test_numbers_of_deleted_requests_are_not_reused(service: Service) -> N
 async def test_snapshots_of_ended_sessions(service: Service) -> None:
     def fill(db: object) -> None:
         db.add(Session(session_id="active"))  # type: ignore[attr-defined]
-        db.add(Session(session_id="silent", last_seen_at=now() - OLD))  # type: ignore[attr-defined]
+        db.add(Session(session_id="ended", status=SessionStatus.FINISHED))  # type: ignore[attr-defined]
 
     await service.write(fill)
     base = service.config.checkpoints_base
-    for name in ("active", "silent", "unknown"):
+    for name in ("active", "ended", "unknown"):
         snapshot_folder(service.config, f"{name}:sample:3").mkdir(parents=True)
-    unused = snapshot_folder(service.config, "active:sample:4")
-    unused.mkdir()
-    os.utime(unused, (0, 0))
     await Cleaner(service).clean()
     assert [path.relative_to(base).as_posix() for path in base.glob("snapshots/*/*")] == ["snapshots/active/3"]
+
+
+async def test_unused_snapshots(service: Service) -> None:
+    await service.write(lambda db: db.add(Session(session_id="s")))
+    used, unused = (snapshot_folder(service.config, f"s:sample:{number}") for number in range(2))
+    clock = Clock()
+    cleaner = Cleaner(service, clock)
+    for folder in (used, unused):
+        folder.mkdir(parents=True)
+    for number in range(3):
+        await see(service, "s", now() + timedelta(seconds=clock.seconds))
+        await cleaner.clean()
+        os.utime(used, (number, number))
+        clock.seconds += 0.7 * service.config.snapshot_retention_sec
+    assert used.is_dir()
+    assert not unused.exists()
+
+
+async def test_a_session_keeps_its_last_snapshots(tmp_path: Path) -> None:
+    service = Service(config_for(tmp_path, max_snapshots_per_session=2))
+    async with service.running():
+        await service.write(lambda db: db.add_all([Session(session_id="s"), Session(session_id="t")]))
+        for number, used in enumerate((7, 9, 5, 8)):
+            folder = snapshot_folder(service.config, f"s:sample:{number}")
+            folder.mkdir(parents=True)
+            os.utime(folder, (used, used))
+        snapshot_folder(service.config, "t:sample:0").mkdir(parents=True)
+        await Cleaner(service).clean()
+    base = service.config.checkpoints_base / "snapshots"
+    assert sorted(path.relative_to(base).as_posix() for path in base.glob("*/*")) == ["s/1", "s/3", "t/0"]
 
 
 async def test_leftovers_of_killed_processes(service: Service) -> None:
@@ -221,9 +310,12 @@ async def test_leftovers_of_killed_processes(service: Service) -> None:
     leftovers = ["a_train_0/weights/.unfinished-1", "restore/a_train_0/.deleted-2", "snapshots/.deleted-3"]
     for name in (*leftovers, "snapshots/.deleted-new", "a_train_0/weights/there"):
         (base / name).mkdir(parents=True)
-    for name in leftovers:
-        os.utime(base / name, (0, 0))
-    await Cleaner(service).clean()
+    clock = Clock()
+    cleaner = Cleaner(service, clock)
+    await cleaner.clean()
+    clock.seconds += OLD.total_seconds()
+    os.utime(base / "snapshots/.deleted-new", (0, 0))
+    await cleaner.clean()
     assert not any((base / name).exists() for name in leftovers)
     assert (base / "snapshots/.deleted-new").is_dir()
     assert (base / "a_train_0/weights/there").is_dir()

@@ -43,6 +43,18 @@ async def test_one_line_per_request(client: httpx.AsyncClient, caplog: pytest.Lo
     assert line.endswith(r"ms session=s\nERROR forged request=7")
 
 
+async def test_tokens_of_downloads_are_hidden(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Also in addresses that lead nowhere."""
+    caplog.set_level(logging.INFO, "tx.tinker.server.request_log")
+    await client.get("/api/v1/downloads/cGF5bG9hZA.5iGnAtUrE/weights.bin")
+    await client.get("/api/v1/downloads/cGF5bG9hZA.5iGnAtUrE")
+    lines = [one.getMessage() for one in caplog.records if one.name == "tx.tinker.server.request_log"]
+    assert [line.split()[1] for line in lines] == [
+        "/api/v1/downloads/[hidden]/weights.bin",
+        "/api/v1/downloads/[hidden]",
+    ]
+
+
 async def test_metrics_are_grouped_by_endpoint(client: httpx.AsyncClient, metrics: Metrics) -> None:
     for name in ("a", "b", "fail"):
         await client.get(f"/things/{name}")

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
+from tx_server import BASE_MODEL, serving
 
 from tx.tinker.server import service
 
@@ -27,3 +31,26 @@ async def test_failed_tasks_are_restarted(monkeypatch: pytest.MonkeyPatch, caplo
     assert task.cancelled()
     assert n_begun == 3
     assert [one.exc_text is not None for one in caplog.records] == [True, True]
+
+
+def test_accepted_training_survives_a_power_loss(tmp_path: Path) -> None:
+    """A commit with synchronous=FULL also makes those before it durable, e.g. samples."""
+    with serving(tmp_path) as running:
+        if running.service.database.dialect.name != "sqlite":
+            pytest.skip("every commit to PostgreSQL is durable")
+        model_id = running.model()
+        settings: dict[object, str] = {}
+
+        def record(_: object, cursor: Any, statement: str, *__: object) -> None:
+            if statement.startswith("PRAGMA synchronous="):
+                settings[cursor.connection] = statement.rpartition("=")[2]
+            if statement.startswith("INSERT INTO requests"):
+                accepted.append(settings[cursor.connection])
+
+        accepted: list[str] = []
+        event.listen(running.service.database, "before_cursor_execute", record)
+        sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": BASE_MODEL}
+        with running.client() as http:
+            assert http.post("optim_step", json={"model_id": model_id, "adam_params": {}}).status_code == 200
+            assert http.post("asample", json=sample).status_code == 200
+    assert accepted == ["FULL", "NORMAL"]

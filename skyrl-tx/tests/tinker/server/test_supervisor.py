@@ -16,8 +16,10 @@ import pytest
 from tx_server import CHILD_ENVIRONMENT
 
 from tx.tinker.config import TxConfig
+from tx.tinker.db_models import STALLED, EngineState
 from tx.tinker.doorbell import UNUSABLE
 from tx.tinker.server import supervisor as supervision
+from tx.tinker.server.service import Service
 from tx.tinker.server.supervisor import Supervisor
 
 BELL = "import sys; from tx.tinker.doorbell import Doorbell; bell = Doorbell.from_fd(int(sys.argv[2]))\n"
@@ -33,8 +35,8 @@ def child(program: str) -> tuple[str, ...]:
     return sys.executable, "-c", textwrap.dedent(program)
 
 
-def supervise(program: str, folder: Path, on_ring: Callable[[], None] = lambda: None) -> Supervisor:
-    config = TxConfig(base_model="org/m", checkpoints_base=folder)
+def supervise(program: str, folder: Path, on_ring: Callable[[], None] = lambda: None, **settings: float) -> Supervisor:
+    config = TxConfig(base_model="org/m", checkpoints_base=folder, **settings)
     return Supervisor(config, on_ring, command=child(program), first_pause_sec=0.01)
 
 
@@ -59,7 +61,7 @@ async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while not is_so():
             await asyncio.sleep(0.01)
 
@@ -152,8 +154,9 @@ async def test_it_does_not_give_up_while_there_are_results(tmp_path: Path) -> No
     assert supervisor.failure is None
 
 
-async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "GRACE_SEC", 0.3)
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, is_killed: bool) -> None:
+    """After a while, or on request."""
     ready = tmp_path / "ready"
     program = f"""
         import signal, time, os
@@ -161,12 +164,63 @@ async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatc
         open({str(ready)!r}, 'w').write(str(os.getpid()))
         time.sleep(60)
     """
-    async with running(supervise(program, tmp_path)):
+    supervisor = supervise(program, tmp_path, engine_stop_sec=1000 if is_killed else 0.3)
+    async with running(supervisor):
         await until(lambda: ready.exists() and ready.read_text() != "")
         started = time.monotonic()
+        if is_killed:
+            asyncio.get_running_loop().call_later(0.3, supervisor.kill)
     assert time.monotonic() - started < 50  # the child would sleep for 60 s
     with pytest.raises(ProcessLookupError):
         os.kill(int(ready.read_text()), 0)
+
+
+HANG_SECONDS = 6
+"""More than the imports of an engine take."""
+HANGS = """
+    import faulthandler, time
+    from sqlmodel import Session
+    from tx.tinker.db_models import EngineState
+    from tx.tinker.engine.state import report_alive
+    from tx.tinker.store.database import open_database
+    faulthandler.enable()
+    database = open_database({url!r})
+    def hang():
+        while True:
+            {report}
+            time.sleep(0.05)
+    hang()
+"""
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        ("report_alive(database, 'org/m', status={'seconds without progress': 9})", "it has made no progress for 9 s"),
+        ("pass", "it has not reported for 6 s"),
+        ("report_alive(database, 'org/m', status={'seconds without progress': 0})", None),
+    ],
+)
+async def test_a_hung_engine_is_restarted(
+    report: str, reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It shows where it hangs. An engine that compiles for hours reports progress."""
+    config = TxConfig(base_model="org/m", checkpoints_base=tmp_path, engine_hang_sec=HANG_SECONDS)
+    program = child(HANGS.format(url=config.database_url, report=report))
+    service = Service(config, Supervisor(config, lambda: None, command=program, first_pause_sec=0.01))
+    state = {"vocab_size": 1, "max_context": 1, "eos_ids": [], "can_train_all": True, "has_tokenizer": True}
+    await service.write(lambda db: db.add(EngineState(base_model="org/m", status={STALLED: 99}, **state)))
+    supervisor = service.supervisor
+    assert supervisor is not None
+    async with service.running():
+        if reason is None:
+            await until(lambda: supervisor.is_running)
+            await asyncio.sleep(2 * HANG_SECONDS)
+        else:
+            await until(lambda: supervisor.n_starts > 1)
+    assert (supervisor.n_starts > 1) == (reason is not None)
+    assert reason is None or reason in caplog.text
+    assert ("in hang" in capfd.readouterr().err) == (reason is not None)
 
 
 async def test_arguments_and_environment_of_the_child(tmp_path: Path) -> None:

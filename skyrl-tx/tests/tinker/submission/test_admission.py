@@ -9,7 +9,13 @@ from tx.tinker.db_models import Kind, Request, RequestStatus
 from tx.tinker.refusal import Refusal
 from tx.tinker.store.database import writing
 from tx.tinker.submission import admission as module
-from tx.tinker.submission.admission import Admission
+from tx.tinker.submission.admission import Admission, Limits
+
+UNLIMITED = Limits(10**9, 10**12)
+
+
+def admission_of(max_requests: int, max_bytes: int, user: Limits = UNLIMITED) -> Admission:
+    return Admission(Limits(max_requests, max_bytes), user)
 
 
 def accept(database: Database, admission: Admission, **fields: Any) -> int:
@@ -28,7 +34,7 @@ def finish(database: Database, request_id: int) -> None:
 
 def test_the_number_of_requests_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
-    admission = Admission(3, 1000)
+    admission = admission_of(3, 1000)
     ids = [accept(database, admission) for _ in range(3)]
     with pytest.raises(Refusal, match="3 requests of the base model are pending") as refused:
         accept(database, admission)
@@ -40,16 +46,32 @@ def test_the_number_of_requests_is_limited(database: Database, monkeypatch: pyte
 
 
 def test_queues_are_independent(database: Database) -> None:
-    admission = Admission(1, 1000)
+    admission = admission_of(1, 1000)
     for queue in ({}, {"owner": "other"}, {"model_id": "a"}, {"sampling_session_id": "b"}):
         accept(database, admission, **queue)
         with pytest.raises(Refusal):
             accept(database, admission, **queue)
 
 
+def test_each_user_has_limits_over_all_queues(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+    admission = admission_of(100, 1000, user=Limits(3, 30))
+    first = accept(database, admission, model_id="a")
+    accept(database, admission, model_id="b")
+    with pytest.raises(Refusal, match="requests of this user with 16 bytes are pending"):
+        accept(database, admission, model_id="c", payload=bytes(20))
+    accept(database, admission, sampling_session_id="d")
+    with pytest.raises(Refusal, match="3 requests of this user are pending, which is the limit") as refused:
+        accept(database, admission, model_id="e")
+    assert refused.value.status == 429
+    accept(database, admission, model_id="e", owner="other")
+    finish(database, first)
+    accept(database, admission, model_id="e")
+
+
 def test_the_size_of_requests_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
-    admission = Admission(100, 20)
+    admission = admission_of(100, 20)
     first = accept(database, admission, payload=bytes(30))  # a single request is never too large
     with pytest.raises(Refusal, match="30 bytes are pending"):
         accept(database, admission)
@@ -62,14 +84,14 @@ def test_the_size_of_requests_is_limited(database: Database, monkeypatch: pytest
 
 def test_finished_requests_do_not_count(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
-    admission = Admission(100, 20)
+    admission = admission_of(100, 20)
     finish(database, accept(database, admission, payload=bytes(5)))
     accept(database, admission, payload=bytes(18))
 
 
 def test_a_new_server_counts_pending_requests(database: Database) -> None:
-    accept(database, Admission(2, 1000))
-    admission = Admission(2, 1000)
+    accept(database, admission_of(2, 1000))
+    admission = admission_of(2, 1000)
     accept(database, admission)
     with pytest.raises(Refusal):
         accept(database, admission)
@@ -79,28 +101,28 @@ def test_pending_requests_are_counted_once(database: Database, monkeypatch: pyte
     counted: list[object] = []
     count = module._count
     monkeypatch.setattr(module, "_count", lambda db, queue: counted.append(queue) or count(db, queue))
-    admission = Admission(50, 10_000)
+    admission = admission_of(50, 10_000)
     for _ in range(50):
         accept(database, admission)
     for _ in range(10):
         with pytest.raises(Refusal):
             accept(database, admission)
-    assert len(counted) == 1
+    assert len(counted) == 2  # of the queue and the user
 
 
 def test_cached_counts_are_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_QUEUES", 3)
-    admission = Admission(1, 1000)
+    monkeypatch.setattr(module, "MAX_QUEUES", 4)
+    admission = admission_of(1, 1000)
     with writing(database) as db:
         for number in range(10):
             admission.admit(db, Request(kind=Kind.SAMPLE, payload=b"", payload_hash="", model_id=str(number)))
-    assert len(admission._known) == 3
+    assert len(admission._known) == 4
 
 
 def test_the_least_recently_used_count_is_evicted_first(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached counts only: the requests are not written to the database."""
-    monkeypatch.setattr(module, "MAX_QUEUES", 2)
-    admission = Admission(2, 1000)
+    monkeypatch.setattr(module, "MAX_QUEUES", 3)  # of two models and the user
+    admission = admission_of(2, 1000)
 
     def admit(model_id: str) -> None:
         with writing(database) as db:

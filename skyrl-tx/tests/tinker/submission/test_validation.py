@@ -12,7 +12,7 @@ from tx_server import STATE
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import EngineState
-from tx.tinker.losses import LOSSES
+from tx.tinker.losses import LOSSES, fill_defaults
 from tx.tinker.submission.validation import check_base_model, check_lora, check_pass
 from tx.tinker.types import Datum, Pass, UserError
 
@@ -73,6 +73,18 @@ def test_masked_values_may_be_anything() -> None:
         check(datum(**policy), loss="ppo")
 
 
+def test_inputs_of_other_losses_and_masks_are_ignored() -> None:
+    """Recipes leave them in, whatever their shapes and values are."""
+    policy = {"logprobs": np.zeros(3, np.float32), "advantages": np.ones(3, np.float32)}
+    left = datum(**policy, mask=np.float32([np.nan]), sequence_ratio_mask=np.zeros((3, 2), np.float32))
+    check(left, loss="importance_sampling")
+    check(left, loss="cross_entropy")
+    whole = fill_defaults(Pass("m", [left], "importance_sampling", {}, is_forward_only=False))
+    assert set(whole.data[0].inputs) == {"target_tokens", "logprobs", "advantages", "weights"}
+    with pytest.raises(UserError, match="'weight', which no loss uses; cross_entropy uses target_tokens, weights"):
+        check(datum(weight=np.ones(3, np.float32)))
+
+
 def test_weights_may_be_negative_and_large() -> None:
     check(datum(weights=np.float32([-1e30, 0, 1e30])))
 
@@ -120,7 +132,8 @@ def test_any_tensors_are_valid_or_a_user_error(inputs: dict[str, np.ndarray], n_
         check(one, loss=loss)
     except UserError:
         return
-    assert {value.shape for value in inputs.values()} == {inputs["target_tokens"].shape}
+    used = LOSSES[loss].select_inputs(one)
+    assert {value.shape for value in used.values()} == {inputs["target_tokens"].shape}
     assert all(np.isfinite(value).all() for name, value in inputs.items() if name == "weights")
 
 

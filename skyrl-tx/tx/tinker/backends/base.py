@@ -29,11 +29,12 @@ Weights = Any
 """Frozen weights to sample from, of a backend's own type: later training does not change them."""
 
 
+Save = Callable[[Path], None]
+"""Writes into an empty folder."""
+
+
 class Sampler(Protocol):
     """Samples from weights. Called from one thread."""
-
-    def weights_of(self, model_id: str) -> Weights:
-        """Freeze the current weights of a model."""
 
     def load_weights(self, folder: Path) -> Weights:
         """Load what `save_weights` or `save_model` wrote."""
@@ -57,6 +58,10 @@ class Backend(Sampler, Protocol):
     def base_model(self) -> BaseModel:
         """The served base model."""
 
+    @property
+    def is_compiling(self) -> bool:
+        """True while a program is compiled, which may take minutes. Any thread may read this."""
+
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
         """Create a model that starts from the base model."""
 
@@ -78,6 +83,20 @@ class Backend(Sampler, Protocol):
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """Step with the accumulated gradients and reset them; return metrics."""
+
+    def drop_gradients(self, model_id: str) -> None:
+        """Reset the accumulated gradients without a step. Does nothing if there is no such model."""
+
+    def weights_of(self, model_id: str) -> Weights:
+        """Freeze the current weights of a model, to sample from."""
+
+    def n_bytes(self, model_id: str, *, with_optimizer: bool) -> int:
+        """Return the size of what `save_model`, or `save_weights`, would write."""
+
+    def freeze(self, model_id: str, *, with_optimizer: bool) -> Save:
+        """Return a function that writes the current state like `save_model`, or `save_weights`, at any time and from
+        any thread.
+        """
 
     def save_model(self, model_id: str, folder: Path) -> None:
         """Write weights, optimizer and settings into an empty folder."""

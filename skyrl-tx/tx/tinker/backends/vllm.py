@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,7 +25,7 @@ import httpx
 import numpy as np
 
 from tx.models import peft
-from tx.tinker.backends.base import Backend, Done
+from tx.tinker.backends.base import Done
 from tx.tinker.store.checkpoint_files import write_folder
 from tx.tinker.types import Sample, SampleRequest, SampleResult, TinkerError, TopLogprobs, UserError
 
@@ -76,12 +75,11 @@ class _PendingSample:
 class VllmSampler:
     """A `Sampler` that sends requests from an event loop in its own thread."""
 
-    def __init__(self, backend: Backend, url: str, api_key: str, folder: Path, answer_sec: float) -> None:
+    def __init__(self, url: str, api_key: str, folder: Path, answer_sec: float) -> None:
         """Connect to a server. `folder` must be visible to it; adapters of previous engines in there are deleted.
 
         Responses that take longer than `answer_sec` are errors.
         """
-        self._backend = backend
         self._folder = folder
         for left in folder.glob(f"{PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -116,30 +114,22 @@ class VllmSampler:
 
     # -- weights
 
-    def weights_of(self, model_id: str) -> VllmWeights:
-        return self._export(partial(self._backend.save_weights, model_id))
-
     def load_weights(self, folder: Path) -> VllmWeights:
+        if not (folder / peft.CONFIG).is_file():
+            raise UserError("the external server samples from adapters only; use a rank of 1 or more")
+
         def copy(to: Path) -> None:
             for name in (peft.CONFIG, peft.WEIGHTS):
-                if (folder / name).is_file():
-                    shutil.copyfile(folder / name, to / name)
+                shutil.copyfile(folder / name, to / name)
 
-        return self._export(copy)
+        name = f"{PREFIX}{secrets.token_hex(8)}"
+        write_folder(self._folder / name, copy)
+        weights = VllmWeights(name, self._folder / name)
+        weakref.finalize(weights, self._unload, name, weights.folder).atexit = False
+        return weights
 
     def base_weights(self) -> None:
         return None
-
-    def _export(self, write: Callable[[Path], object]) -> VllmWeights:
-        name = f"{PREFIX}{secrets.token_hex(8)}"
-        folder = self._folder / name
-        write_folder(folder, write)
-        if not (folder / peft.CONFIG).is_file():
-            shutil.rmtree(folder)
-            raise UserError("the external server samples from adapters only; use a rank of 1 or more")
-        weights = VllmWeights(name, folder)
-        weakref.finalize(weights, self._unload, name, folder).atexit = False
-        return weights
 
     def _unload(self, name: str, folder: Path) -> None:
         """Delete an adapter that is no longer referenced."""

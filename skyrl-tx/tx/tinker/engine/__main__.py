@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
-import signal
 import sys
-from types import FrameType
+from functools import partial
 
 from tx.models.config import ModelError
 from tx.tinker.backends.factory import model_folder, new_backend
@@ -13,6 +13,8 @@ from tx.tinker.config import parse_config
 from tx.tinker.doorbell import UNUSABLE, Doorbell
 from tx.tinker.engine.base_weights import check_weights
 from tx.tinker.engine.loop import Engine
+from tx.tinker.engine.state import report_alive
+from tx.tinker.engine.watcher import Watcher
 from tx.tinker.store.database import open_database
 from tx.tinker.store.state_lock import StateLock, StateTakenError
 
@@ -32,25 +34,19 @@ def main() -> None:
     if arguments[:1] == ["--doorbell-fd"]:
         fd, arguments = int(arguments[1]), arguments[2:]
     config = parse_config(arguments, program="python -m tx.tinker.engine")
-    is_ending = False
-
-    def end(_: int, __: FrameType | None) -> None:
-        nonlocal is_ending
-        is_ending = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    with Doorbell.from_fd(fd) as doorbell, StateLock(config, "engine") as lock:
+    faulthandler.enable()  # a hung engine is aborted, and shows where it hangs
+    with Doorbell.from_fd(fd) as doorbell, StateLock(config, "engine") as lock, Watcher() as watcher:
 
         def is_over() -> bool:
             doorbell.wait(POLL_TIMEOUT_SEC)
-            return is_ending or doorbell.is_hung_up
+            return watcher.is_stop_requested or doorbell.is_hung_up
 
         try:
             lock.wait(LOCK_TIMEOUT_SEC, is_over)
         except StateTakenError as error:
             sys.exit(str(error))
         database = open_database(config.database_url)
+        watcher.on_beat = partial(report_alive, database, config.model_name, status={})
         try:
             folder = model_folder(config.base_model)
             check_weights(database, config.model_name, folder)
@@ -62,7 +58,11 @@ def main() -> None:
                 message = f"{config.base_model} cannot be loaded: {error!r}"
             sys.stderr.write(f"{' '.join(message.split())}\n")
             sys.exit(UNUSABLE)
-        Engine(config, database, backend, doorbell).run(lambda: is_ending or not lock.is_held())
+        engine = Engine(config, database, backend, doorbell)
+        watcher.on_beat, watcher.on_stop = engine.beat, engine.prepare_stop
+        engine.run(lambda: watcher.is_stop_requested or not lock.is_held())
+        engine.close()
+        watcher.on_beat = watcher.on_stop = lambda: None
         database.dispose()
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from sqlalchemy import Engine as Database
 from sqlmodel import Session
@@ -16,13 +14,23 @@ from tx.models.config import LoraConfig
 from tx.tinker.backends.base import Backend
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession
+from tx.tinker.engine.passes import failed_outcome
 from tx.tinker.engine.queue import Also, Outcome
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder, fill_folder, rename_into_place
+from tx.tinker.store.checkpoint_files import (
+    TinkerPath,
+    check_space,
+    checkpoint_folder,
+    fill_folder,
+    rename_into_place,
+    snapshot_folder,
+    write_folder,
+)
 from tx.tinker.store.database import reading
-from tx.tinker.store.queries import expiry
-from tx.tinker.types import UserError
+from tx.tinker.store.queries import expiry, failed_passes
+from tx.tinker.types import TinkerError, UserError
+from tx.tinker.wire import codec
 from tx.tinker.wire.requests import (
     CreateModelRequest,
     LoadWeightsRequest,
@@ -40,8 +48,8 @@ from tx.tinker.wire.responses import (
     WeightsSaved,
 )
 
-logger = logging.getLogger(__name__)
-
+Write = Callable[[], Outcome]
+"""The part of a request that only writes files, from any thread. The model's next request begins after it."""
 CREATING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
 """Kinds of requests that create a model."""
 
@@ -57,7 +65,8 @@ class Handlers:
         self._backend = backend
         self._points = points
         self._samplers = samplers
-        self._by_kind: Mapping[Kind, Callable[[Request], Outcome]] = {
+        self._unfinished_snapshots: set[str] = set()
+        self._by_kind: Mapping[Kind, Callable[[Request], Outcome | Write]] = {
             Kind.CREATE_MODEL: self._create_model,
             Kind.LOAD_WEIGHTS: self._load_weights,
             Kind.OPTIM_STEP: self._optim_step,
@@ -67,17 +76,27 @@ class Handlers:
             Kind.UNLOAD_MODEL: self._unload,
         }
 
-    def handle(self, request: Request) -> Outcome:
-        """Run a request and return its outcome. If it fails, the model is unchanged."""
-        assert request.request_id is not None
+    def handle(self, request: Request) -> Outcome | Write:
+        """Run a request and return its outcome, or what remains to be written. If it fails, the model is unchanged,
+        except that a failed step drops the gradients.
+        """
         try:
-            return self._by_kind[request.kind](request)
-        except Exception as error:
-            if not isinstance(error, UserError):
-                logger.exception("request %d (%s) failed", request.request_id, request.kind)
-            is_made = request.model_id in self._backend.models()
-            also = None if is_made or request.kind not in CREATING else _set_status(request, ModelStatus.FAILED)
-            return Outcome(request.request_id, error=error, also=also)
+            handled = self._by_kind[request.kind](request)
+        except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
+            return self._failed_outcome(request, error)
+        return handled if isinstance(handled, Outcome) else partial(self._run_write, request, handled)
+
+    def _run_write(self, request: Request, write: Write) -> Outcome:
+        try:
+            return write()
+        except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
+            return self._failed_outcome(request, error)
+
+    def _failed_outcome(self, request: Request, error: Exception) -> Outcome:
+        outcome = failed_outcome(request, error)
+        if request.kind in CREATING and request.model_id not in self._backend.models():
+            outcome.also = _set_status(request, ModelStatus.FAILED)
+        return outcome
 
     # -- models
 
@@ -121,8 +140,27 @@ class Handlers:
     def _optim_step(self, request: Request) -> Outcome:
         assert request.model_id is not None
         body = OptimStepRequest.model_validate_json(request.payload)
-        metrics = self._backend.optim_step(request.model_id, body.adam())
+        try:
+            self._check_passes(request)
+            metrics = self._backend.optim_step(request.model_id, body.adam())
+        except BaseException:
+            self._backend.drop_gradients(request.model_id)
+            raise
         return _done_outcome(request, OptimStepDone(metrics=metrics).to_bytes())
+
+    def _check_passes(self, step: Request) -> None:
+        """Raise if a pass with gradients failed since the previous step: the client may have sent this step before it
+        knew, and one call of the client may be several passes.
+        """
+        with reading(self._database) as session:
+            failed = failed_passes(session, step)
+        for pass_ in failed:
+            if codec.message_from_bytes(pass_.payload).forward_only:
+                continue
+            raise (UserError if pass_.error_category == "user" else TinkerError)(
+                f"the step was not applied, because forward_backward request {pass_.request_id} before it failed: "
+                f"{pass_.error}. All gradients since the previous step were dropped; repeat the passes, then the step"
+            )
 
     def _unload(self, request: Request) -> Outcome:
         assert request.model_id is not None
@@ -133,34 +171,35 @@ class Handlers:
 
     # -- folders
 
-    def _save_weights(self, request: Request) -> Outcome:
+    def _save_weights(self, request: Request) -> Write:
         body = SaveWeightsRequest.model_validate_json(request.payload)
         path = TinkerPath(body.model_id, CheckpointKind.TRAINING, body.path or str(request.request_id))
         checkpoint = self._checkpoint(path, body.ttl_seconds, body.user_metadata)
-        also = self._write(checkpoint, self._backend.save_model, overwrite=body.overwrite)
-        return _done_outcome(request, WeightsSaved(path=str(path), type="save_weights").to_bytes(), also)
+        response = WeightsSaved(path=str(path), type="save_weights")
+        return self._write(request, checkpoint, response, overwrite=body.overwrite)
 
-    def _save_for_sampler(self, request: Request) -> Outcome:
+    def _save_for_sampler(self, request: Request) -> Write:
         body = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
         if body.path is not None:
             path = TinkerPath(body.model_id, CheckpointKind.SAMPLER, body.path)
             checkpoint = self._checkpoint(path, body.ttl_seconds, body.user_metadata)
-            also = self._write(checkpoint, self._backend.save_weights)
-            return _done_outcome(
-                request, WeightsSaved(path=str(path), type="save_weights_for_sampler").to_bytes(), also
-            )
+            return self._write(request, checkpoint, WeightsSaved(path=str(path), type="save_weights_for_sampler"))
         return self._save_snapshot(request, body)
 
-    def _save_snapshot(self, request: Request, body: SaveWeightsForSamplerRequest) -> Outcome:
+    def _save_snapshot(self, request: Request, body: SaveWeightsForSamplerRequest) -> Write:
         assert body.sampling_session_id is not None
         assert body.sampling_session_seq_id is not None
         assert request.session_id is not None
         with reading(self._database) as session:
-            if session.get(SamplingSession, body.sampling_session_id) is not None:
+            is_saved = session.get(SamplingSession, body.sampling_session_id) is not None
+            if is_saved or body.sampling_session_id in self._unfinished_snapshots:
                 raise UserError(
                     f"sampling session {body.sampling_session_id} already exists; increment its number for each new one"
                 )
-        self._samplers.freeze(body.sampling_session_id, body.model_id)
+        check_space(self._config, self._backend.n_bytes(body.model_id, with_optimizer=False))
+        folder = snapshot_folder(self._config, body.sampling_session_id)
+        save = self._backend.freeze(body.model_id, with_optimizer=False)
+        weights = self._backend.weights_of(body.model_id)
         kept = SamplingSession(
             sampling_session_id=body.sampling_session_id,
             session_id=request.session_id,
@@ -169,35 +208,58 @@ class Handlers:
             model_id=body.model_id,
         )
         response = SnapshotSaved(sampling_session_id=body.sampling_session_id)
-        return _done_outcome(request, response.to_bytes(), lambda session: session.merge(kept))
 
-    def _save_external(self, request: Request) -> Outcome:
+        self._unfinished_snapshots.add(kept.sampling_session_id)
+
+        def also(session: Session) -> None:
+            session.merge(kept)
+            self._unfinished_snapshots.discard(kept.sampling_session_id)
+            if self._config.external_inference_url is None:  # otherwise the server samples, from the folder
+                self._samplers.add(kept.sampling_session_id, weights)
+
+        def write() -> Outcome:
+            try:
+                write_folder(folder, save)
+            except BaseException:
+                self._unfinished_snapshots.discard(kept.sampling_session_id)
+                raise
+            return _done_outcome(request, response.to_bytes(), also)
+
+        return write
+
+    def _save_external(self, request: Request) -> Write:
         body = SaveWeightsExternalRequest.model_validate_json(request.payload)
         path = TinkerPath(body.model_id, CheckpointKind.EXTERNAL, body.path)
         checkpoint = self._checkpoint(path, body.ttl_seconds, None)
-        also = self._write(checkpoint, self._backend.save_weights)
-        response = WeightsSaved(path=str(path), size_bytes=checkpoint.size_bytes, type="save_weights_external")
-        return _done_outcome(request, response.to_bytes(), also)
+        return self._write(request, checkpoint, WeightsSaved(path=str(path), type="save_weights_external"))
 
-    def _write(self, new: Checkpoint, save: Callable[[str, Path], None], *, overwrite: bool = False) -> Also:
-        """Write the files of a checkpoint and record their size; return the change that adds its row and name, or
-        neither.
+    def _write(self, request: Request, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False) -> Write:
+        """Freeze what a checkpoint is to contain; return the function that writes its files. The checkpoint's row and
+        name are added with the outcome.
         """
         with reading(self._database) as session:
             is_there = session.get(Checkpoint, (new.model_id, new.kind, new.name)) is not None
         if is_there and not overwrite:
             fix = ", or overwrite it" if new.kind is CheckpointKind.TRAINING else ""
             raise UserError(f"checkpoint {new.path} already exists; choose another name{fix}")
+        with_optimizer = new.kind is CheckpointKind.TRAINING
+        check_space(self._config, self._backend.n_bytes(new.model_id, with_optimizer=with_optimizer))
         folder = checkpoint_folder(self._config, new.path)
-        complete = fill_folder(folder, partial(save, new.model_id))
-        new.size_bytes = sum(file.stat().st_size for file in complete.iterdir())
+        save = self._backend.freeze(new.model_id, with_optimizer=with_optimizer)
 
-        def also(session: Session) -> None:
-            session.merge(new)
-            session.flush()
-            rename_into_place(complete, folder)
+        def write() -> Outcome:
+            complete = fill_folder(folder, save)
+            new.size_bytes = sum(file.stat().st_size for file in complete.iterdir())
+            reported = {"size_bytes": new.size_bytes} if new.kind is CheckpointKind.EXTERNAL else {}
 
-        return also
+            def also(session: Session) -> None:
+                session.merge(new)
+                session.flush()
+                rename_into_place(complete, folder)
+
+            return _done_outcome(request, response.model_copy(update=reported).to_bytes(), also)
+
+        return write
 
     def _checkpoint(
         self, path: TinkerPath, ttl_seconds: int | None, user_metadata: dict[str, str] | None

@@ -6,59 +6,73 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from sqlalchemy import Engine as Database
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.backends.vllm import MAX_CONNECTIONS, VllmSampler
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Kind, Request, now
+from tx.tinker.db_models import STALLED, Kind, Request, now
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine.handlers import Handlers
 from tx.tinker.engine.passes import Passes, failed_outcome
 from tx.tinker.engine.queue import Outcome, PendingRequest, Queue, give_up
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.engine.sampling import MAX_RUNNING, Sampling
-from tx.tinker.engine.state import describe, status_of
+from tx.tinker.engine.sampling import Sampling
+from tx.tinker.engine.state import describe, report_alive, status_of
 from tx.tinker.store.checkpoint_files import restore_replaced
 from tx.tinker.store.database import writing
+from tx.tinker.types import TinkerError
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5
+WRITING_SECONDS = 0.005
 STATE_SECONDS = 1.0
 POINT_DELAY_SECONDS = 5.0  # idle time after a step before its restore point is written
 
 
+class _RunningSave(NamedTuple):
+    """A request whose files are being written."""
+
+    request: Request
+    outcome: Future[Outcome]
+
+
 class Engine:
-    """The engine. It runs in one thread."""
+    """The engine. It computes in one thread, and writes files in another."""
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend, doorbell: Doorbell) -> None:
         self._config = config
         self._database = database
         self._backend = backend
         self._doorbell = doorbell
-        self._queue = Queue(database, backend.base_model.name)
+        kinds = [kind for kind in Kind if kind is not Kind.SAMPLE or config.external_inference_url is None]
+        self._queue = Queue(database, backend.base_model.name, kinds)
         self._points = RestorePoints(config, database, backend)
-        self._vllm = _new_vllm(config, backend)
-        sampler = self._vllm or backend
-        self._samplers = Samplers(config, backend, sampler)
+        self._samplers = Samplers(config, backend)
         self._handlers = Handlers(config, database, backend, self._points, self._samplers)
         self._state = describe(backend)
         self._passes = Passes(backend, self._state, lambda model_id: self._stepped.pop(model_id, None))
-        max_running = 2 * MAX_CONNECTIONS if self._vllm is not None else MAX_RUNNING
-        self._sampling = Sampling(sampler, self._samplers, self._state, max_running)
+        self._sampling = Sampling(backend, self._samplers, self._state)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._saves: dict[str, _RunningSave] = {}  # by model, which waits for it
         self._outcomes: list[Outcome] = []
         self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step and its time
         self._alone: int | None = None  # the running suspect: nothing else begins until it ends
         self._counts: Counter[str] = Counter()  # requests by kind
         self._state_at = 0.0
+        self._progress_at = time.monotonic()
+        self._is_serving = False
 
     def run(self, should_end: Callable[[], bool]) -> None:
         """Restore the models, then serve."""
         restore_replaced(self._config.checkpoints_base)
         self._points.restore()
+        self._is_serving = True
         logger.info("the engine serves %s", self._backend.base_model.name)
         self.serve(should_end)
 
@@ -66,16 +80,39 @@ class Engine:
         """Serve until `should_end` returns True or the server is gone."""
         was_rung = True
         while not should_end() and not self._doorbell.is_hung_up:
+            self._progress_at = time.monotonic()
             if was_rung:
                 self._queue.fetch()
             has_worked = self.work()
             if not has_worked:
                 self._write_points()
             self._report()
-            was_rung = self._doorbell.wait(0.0 if has_worked else IDLE_SECONDS) or not has_worked
+            idle = 0.0 if has_worked else WRITING_SECONDS if self._saves else IDLE_SECONDS
+            was_rung = self._doorbell.wait(idle) or idle == IDLE_SECONDS
+        futures.wait(save.outcome for save in self._saves.values())
+        self._collect_saves()
+        self._points.wait()
         self._queue.release_running()
-        if self._vllm is not None:
-            self._vllm.close()
+
+    def close(self) -> None:
+        """Stop the thread that writes."""
+        self._writer.shutdown()
+
+    def prepare_stop(self) -> None:
+        """Release the running requests, which may be cut short by a kill. Any thread may call this."""
+        self._queue.prepare_stop()
+
+    def beat(self) -> None:
+        """Report that the engine is alive while the loop is in a long computation. Any thread may call this.
+
+        Compiling is progress; so is restoring models, before the loop begins.
+        """
+        now_at = time.monotonic()
+        if self._backend.is_compiling or not self._is_serving:
+            self._progress_at = now_at
+        if now_at - self._state_at > 2 * STATE_SECONDS:
+            status = {**self._state.status, STALLED: round(now_at - self._progress_at)}
+            report_alive(self._database, self._state.base_model, status=status)
 
     def work(self) -> bool:
         """Do one slice of each kind of work; return whether there was any."""
@@ -83,6 +120,7 @@ class Engine:
         has_worked = self._begin()
         has_worked |= self._compute()
         has_worked |= self._sampling.step()
+        has_worked |= self._collect_saves()
         self._outcomes += self._sampling.take_outcomes()
         if self._outcomes:
             outcomes, self._outcomes = self._outcomes, []
@@ -99,21 +137,24 @@ class Engine:
         """Begin the next request of each model, and samples; or a single suspect request alone."""
         if self._alone in self._queue.begun:
             return False
-        suspect = self._queue.next_suspect(self._passes.busy)
+        busy = self._passes.busy | self._saves.keys()
+        suspect = self._queue.next_suspect(busy)
         if suspect is not None:
             return self._begin_suspect(suspect)
-        heads = self._queue.heads(self._passes.busy)
+        heads = self._queue.heads(busy)
         samples = self._queue.next_samples(self._sampling.n_free, self._sampling.running_by_owner)
         for request in (*self._queue.begin(heads), *self._queue.begin(samples)):
             self._start(request)
         return bool(heads or samples)  # True even if all were cancelled: there may be more
 
     def _begin_suspect(self, suspect: PendingRequest) -> bool:
-        if self._passes or self._sampling:
+        if self._passes or self._sampling or self._saves:
             return False  # wait until they are done
         requests = self._queue.begin([suspect])
         self._alone = suspect.request_id
         outcome = give_up(suspect)
+        if outcome is not None and suspect.kind == Kind.OPTIM_STEP:
+            self._backend.drop_gradients(suspect.model_id or "")
         for request in requests:
             if outcome is None:
                 logger.warning(
@@ -136,8 +177,24 @@ class Engine:
             self._run_now(request)
 
     def _run_now(self, request: Request) -> None:
-        """Run a request that takes one slice. Its outcome is written before the model continues."""
-        outcome = self._handlers.handle(request)
+        """Run a request that takes one slice, or write its files in the background. Its outcome is written before the
+        model continues.
+        """
+        handled = self._handlers.handle(request)
+        if isinstance(handled, Outcome):
+            self._complete(request, handled)
+        else:
+            self._saves[request.model_id or ""] = _RunningSave(request, self._writer.submit(handled))
+
+    def _collect_saves(self) -> bool:
+        """Complete the saves whose files are written; return whether there were any."""
+        written = [model_id for model_id, save in self._saves.items() if save.outcome.done()]
+        for model_id in written:
+            save = self._saves.pop(model_id)
+            self._complete(save.request, save.outcome.result())
+        return bool(written)
+
+    def _complete(self, request: Request, outcome: Outcome) -> None:
         try:
             self._finish([outcome])
         except OSError as error:  # e.g. a folder could not be renamed
@@ -176,11 +233,13 @@ class Engine:
                 self._write_point(model_id)
 
     def _write_point(self, model_id: str) -> None:
+        if self._points.is_writing(model_id):
+            return
         request_id, _ = self._stepped.pop(model_id)
         try:
-            self._points.write(model_id, request_id)
-        except OSError:  # e.g. a full disk; a restart has more to repeat, but nothing is lost
-            logger.exception("the restore point of model %s could not be written", model_id)
+            self._points.begin_write(model_id, request_id, self._writer)
+        except TinkerError as error:  # no space; a restart has more to repeat, but nothing is lost
+            logger.error("the restore point of model %s could not be written: %s", model_id, error)
 
     def _report(self) -> None:
         """Report the engine's status every second, and evict deleted weights."""
@@ -192,11 +251,3 @@ class Engine:
         self._state.status = status_of(self._backend, self._passes, self._sampling, self._counts)
         with writing(self._database) as session:
             session.merge(self._state)
-
-
-def _new_vllm(config: TxConfig, backend: Backend) -> VllmSampler | None:
-    if config.external_inference_url is None:
-        return None
-    folder = config.external_inference_lora_base or config.checkpoints_base / "external"
-    key = config.external_inference_api_key.get_secret_value()
-    return VllmSampler(backend, config.external_inference_url, key, folder, config.external_inference_answer_sec)

@@ -20,11 +20,10 @@ from sqlmodel import Session, col, select
 
 from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus, now
 from tx.tinker.store.database import reading, writing
-from tx.tinker.types import TinkerError, UserError
+from tx.tinker.types import TinkerError, UserError, error_text
 
 CHECK_INTERVAL_SEC = 0.25  # between checks for cancelled requests
 MAX_SHARED_TRIES, MAX_TRIES = 2, 3  # beside other requests; in total
-MAX_ERROR_CHARACTERS = 2000  # characters of an error message
 
 T = TypeVar("T")
 Also = Callable[[Session], object]
@@ -66,6 +65,9 @@ class Queue:
 
     database: Database
     base_model: str
+    kinds: Collection[Kind] = tuple(Kind)
+    counts_tries: bool = True
+    """Whether the end of this process is counted against the requests that it was running."""
     by_model: dict[str, deque[PendingRequest]] = field(default_factory=dict)
     samples: dict[str, dict[str, deque[PendingRequest]]] = field(default_factory=dict)  # by user, then by session
     suspects: deque[PendingRequest] = field(default_factory=deque)  # samples
@@ -79,7 +81,11 @@ class Queue:
         self._has_news = True
         columns = tuple(getattr(Request, name) for name in PendingRequest._fields)
         is_elsewhere = (col(Model.base_model) != self.base_model) | col(Model.lost_because).is_not(None)
-        is_new = (Request.status == RequestStatus.PENDING, col(Request.request_id) > self._last)
+        is_new = (
+            Request.status == RequestStatus.PENDING,
+            col(Request.request_id) > self._last,
+            col(Request.kind).in_(self.kinds),
+        )
         with reading(self.database) as session:
             elsewhere = select(Model.model_id).where(Model.model_id == Request.model_id, is_elsewhere)
             query = select(*columns).where(*is_new, ~elsewhere.exists())
@@ -92,7 +98,7 @@ class Queue:
     def _put(self, pending: PendingRequest) -> None:
         if pending.kind != Kind.SAMPLE:
             self.by_model.setdefault(pending.model_id or "", deque()).append(pending)
-        elif pending.is_suspect:
+        elif pending.is_suspect and self.counts_tries:
             self.suspects.append(pending)
         else:
             self.samples.setdefault(pending.owner, {}).setdefault(pending.session_id or "", deque()).append(pending)
@@ -137,11 +143,14 @@ class Queue:
             self._take(pending)
         ids = [pending.request_id for pending in chosen]
         waiting = (col(Request.request_id).in_(ids), col(Request.status) == RequestStatus.PENDING)
+        n_new_tries = int(self.counts_tries)
         with writing(self.database) as session:
-            session.exec(update(Request).where(*waiting).values(n_tries=col(Request.n_tries) + 1))
+            session.exec(update(Request).where(*waiting).values(n_tries=col(Request.n_tries) + n_new_tries))
             found = select(Request).where(*waiting).options(defer(col(Request.result)))  # type: ignore[arg-type]
             requests = list(session.exec(found.order_by(col(Request.request_id))))
         self.begun.update(_id(request) for request in requests)
+        if n_new_tries and not self.counts_tries:  # `prepare_stop` was called meanwhile
+            self._forget_tries()
         return requests
 
     def _take(self, pending: PendingRequest) -> None:
@@ -186,11 +195,21 @@ class Queue:
                     outcome.also(session)
         self.begun.difference_update(outcome.request_id for outcome in written)
 
+    def prepare_stop(self) -> None:
+        """Make sure that the end of this engine, even a kill, is not counted against its requests: its user stops it.
+        Any thread may call this.
+        """
+        self.counts_tries = False
+        self._forget_tries()
+
     def release_running(self) -> None:
         """Release running requests on a regular shutdown: they are not suspect."""
-        with writing(self.database) as session:
-            session.exec(update(Request).where(col(Request.request_id).in_(self.begun)).values(n_tries=0))
+        self._forget_tries()
         self.begun.clear()
+
+    def _forget_tries(self) -> None:
+        with writing(self.database) as session:
+            session.exec(update(Request).where(col(Request.request_id).in_(list(self.begun))).values(n_tries=0))
 
 
 def pop_next(turns: dict[str, T]) -> tuple[str, T]:
@@ -229,12 +248,6 @@ def _columns(outcome: Outcome) -> dict[str, object]:
         "error_category": "user" if isinstance(outcome.error, UserError) else "server",
         "completed_at": now(),
     }
-
-
-def error_text(error: Exception) -> str:
-    """Return an error as text for the database, which rejects some characters."""
-    text = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
-    return text[:MAX_ERROR_CHARACTERS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 
 def _id(request: Request) -> int:

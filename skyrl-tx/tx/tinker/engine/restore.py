@@ -1,8 +1,8 @@
 """Restore models after the engine was killed.
 
 The database holds every request and its result. Repeating a model's finished passes and steps in order, from its
-creation or last restore point, restores it: backends are deterministic to the last bit. Restore points are folders of
-`save_model`, and bound the work to repeat.
+creation or last restore point, restores it: backends are deterministic to the last bit. A failed step is repeated by
+dropping the gradients before it. Restore points are folders of `save_model`, and bound the work to repeat.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
-from functools import partial
+from concurrent import futures
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, func, update
 from sqlalchemy import Engine as Database
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import defer
 from sqlmodel import col, select
 from sqlmodel.sql.expression import SelectOfScalar
 
 from tx.models.config import LoraConfig
-from tx.tinker.backends.base import Backend
+from tx.tinker.backends.base import Backend, Save
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, Request, RequestStatus
-from tx.tinker.engine.queue import error_text
-from tx.tinker.store.checkpoint_files import write_folder
+from tx.tinker.store.checkpoint_files import check_space, write_folder
 from tx.tinker.store.database import reading, writing
 from tx.tinker.store.queries import fail_waiting
+from tx.tinker.types import error_text
 from tx.tinker.wire import codec
 from tx.tinker.wire.requests import OptimStepRequest
 
 logger = logging.getLogger(__name__)
 
-POINT_INTERVAL_SEC = 30.0
+POINT_INTERVAL_SEC, INTERVALS_PER_WRITE = 30.0, 20
+"""Minimum time between two restore points of a model, and its minimum ratio to the time that writing one takes."""
 RESTORABLE = (ModelStatus.READY, ModelStatus.UNLOADING)  # the latter may still have checkpoints to save
 BATCH_SIZE = 16  # requests per query while repeating them
 
@@ -43,23 +46,53 @@ class RestorePoints:
     """The restore points of all models."""
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend) -> None:
+        self._config = config
         self._base = config.checkpoints_base / "restore"
         self._database = database
         self._backend = backend
-        self._written: dict[str, float] = {}  # time by this process's clock
+        self._written: dict[str, tuple[float, float]] = {}  # time by this process's clock, and duration
+        self._writes: dict[str, Future[None]] = {}
 
     def folder(self, model_id: str, request_id: int) -> Path:
         """Return the folder of a restore point that includes all requests up to this one."""
         return self._model_folder(model_id) / str(request_id)
 
     def is_due(self, model_id: str) -> bool:
-        """Return whether a model needs a new restore point."""
-        return time.monotonic() - self._written.setdefault(model_id, time.monotonic()) > POINT_INTERVAL_SEC
+        """Return whether a model needs a new restore point. Writing takes a small part of the time."""
+        now = time.monotonic()
+        written_at, seconds = self._written.setdefault(model_id, (now, 0.0))
+        return now - written_at > max(POINT_INTERVAL_SEC, INTERVALS_PER_WRITE * seconds)
+
+    def is_writing(self, model_id: str) -> bool:
+        """Return whether a restore point of a model is being written in the background."""
+        return model_id in self._writes and not self._writes[model_id].done()
 
     def write(self, model_id: str, request_id: int) -> None:
         """Write a restore point of a model without gradients, whose requests up to this one are done."""
+        self._save(model_id, request_id, self._freeze(model_id))
+
+    def begin_write(self, model_id: str, request_id: int, writer: Executor) -> None:
+        """Write a restore point like `write`, but in the background; log errors."""
+        self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, self._freeze(model_id))
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        futures.wait(self._writes.values())
+
+    def _freeze(self, model_id: str) -> Save:
+        check_space(self._config, self._backend.n_bytes(model_id, with_optimizer=True))
+        return self._backend.freeze(model_id, with_optimizer=True)
+
+    def _try_save(self, model_id: str, request_id: int, save: Save) -> None:
+        try:
+            self._save(model_id, request_id, save)
+        except (OSError, SQLAlchemyError) as error:  # a restart has more to repeat, but nothing is lost
+            logger.error("the restore point of model %s could not be written: %s", model_id, error)
+
+    def _save(self, model_id: str, request_id: int, save: Save) -> None:
+        started = time.monotonic()
         folder = self.folder(model_id, request_id)
-        write_folder(folder, partial(self._backend.save_model, model_id))
+        write_folder(folder, save)
         with writing(self._database, is_durable=True) as session:  # the previous one is deleted
             model = session.get_one(Model, model_id)
             model.restored_until = request_id
@@ -67,10 +100,12 @@ class RestorePoints:
         for other in folder.parent.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-        self._written[model_id] = time.monotonic()
+        self._written[model_id] = time.monotonic(), time.monotonic() - started
 
     def delete(self, model_id: str) -> None:
         """Delete all restore points of a model."""
+        if (write := self._writes.pop(model_id, None)) is not None:
+            futures.wait([write])
         shutil.rmtree(self._model_folder(model_id), ignore_errors=True)
         self._written.pop(model_id, None)
 
@@ -129,11 +164,12 @@ class RestorePoints:
                 self._backend.load_model(model.model_id, point, with_optimizer=True)
             else:  # not loaded from a checkpoint: a load writes a restore point at once
                 self._backend.create_model(model.model_id, LoraConfig(**model.lora))
+            is_step, is_done = Request.kind == Kind.OPTIM_STEP, Request.status == RequestStatus.DONE
             repeated = select(Request).where(
                 Request.model_id == model.model_id,
-                Request.status == RequestStatus.DONE,
                 col(Request.request_id) > model.restored_until,
-                col(Request.kind).in_((Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)),
+                is_done & (is_step | (Request.kind == Kind.FORWARD_BACKWARD))
+                | is_step & (Request.status == RequestStatus.FAILED),
             )
             in_order = repeated.order_by(col(Request.request_id)).options(defer(col(Request.result)))  # type: ignore[arg-type]
             n_requests = 0
@@ -144,6 +180,9 @@ class RestorePoints:
 
     def _repeat_request(self, request: Request) -> None:
         assert request.model_id is not None
+        if request.kind == Kind.OPTIM_STEP and request.status is RequestStatus.FAILED:
+            self._backend.drop_gradients(request.model_id)
+            return
         if request.kind == Kind.OPTIM_STEP:
             body = OptimStepRequest.model_validate_json(request.payload)
             self._backend.optim_step(request.model_id, body.adam())

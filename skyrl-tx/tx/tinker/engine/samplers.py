@@ -6,12 +6,11 @@ import os
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from tx.tinker.backends.base import Backend, Sampler, Weights
+from tx.tinker.backends.base import Sampler, Weights
 from tx.tinker.config import TxConfig
-from tx.tinker.store.checkpoint_files import checkpoint_folder, snapshot_folder, write_folder
+from tx.tinker.store.checkpoint_files import checkpoint_folder, snapshot_folder
 from tx.tinker.types import UserError
 from tx.tinker.wire.sample_job import SampleWeights
 
@@ -32,17 +31,14 @@ class _CachedWeights:
 class Samplers:
     """The frozen weights of the engine."""
 
-    def __init__(self, config: TxConfig, backend: Backend, sampler: Sampler) -> None:
+    def __init__(self, config: TxConfig, sampler: Sampler) -> None:
         self._config = config
-        self._backend = backend
         self._sampler = sampler
         self._in_memory: OrderedDict[Path, _CachedWeights] = OrderedDict()
 
-    def freeze(self, sampling_session_id: str, model_id: str) -> None:
-        """Freeze a model's current weights for a sampling session."""
-        folder = snapshot_folder(self._config, sampling_session_id)
-        write_folder(folder, partial(self._backend.save_weights, model_id))
-        self._cache(folder, 0, self._sampler.weights_of(model_id))
+    def add(self, sampling_session_id: str, weights: Weights) -> None:
+        """Add weights whose snapshot was just written, which saves reading it."""
+        self._cache(snapshot_folder(self._config, sampling_session_id), 0, weights)
 
     def find(self, weights: SampleWeights) -> Weights:
         """Return the weights that a request names.
@@ -64,9 +60,9 @@ class Samplers:
         if not folder.is_dir():
             raise UserError(
                 f"there are no weights {sampling_session_id}; unnamed weights are deleted after "
-                f"{self._config.retention_sec:g} s without use, so save them under a name"
+                f"{self._config.snapshot_retention_sec:g} s without use, so save them under a name"
             )
-        if time.time() - folder.stat().st_mtime > TOUCH_INTERVAL_SEC:
+        if abs(time.time() - folder.stat().st_mtime) > TOUCH_INTERVAL_SEC:  # the clock may have been set back
             os.utime(folder)  # marks it as used
         return self._read(folder, 0)
 

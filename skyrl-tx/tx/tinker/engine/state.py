@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from sqlalchemy import Engine as Database
+from sqlalchemy import update
+from sqlmodel import col
+
 from tx.tinker.backends.base import Backend
-from tx.tinker.db_models import EngineState
+from tx.tinker.db_models import STALLED, EngineState, now
 from tx.tinker.engine.passes import Passes
 from tx.tinker.engine.sampling import Sampling
+from tx.tinker.store.database import writing
 
 
 def describe(backend: Backend) -> EngineState:
@@ -24,6 +29,13 @@ def describe(backend: Backend) -> EngineState:
     )
 
 
+def report_alive(database: Database, base_model: str, **columns: object) -> None:
+    """Report that the engine of a base model is alive, whatever its loop is doing, and change other columns."""
+    values = {"last_seen_at": now(), **columns}
+    with writing(database) as session:
+        session.exec(update(EngineState).where(col(EngineState.base_model) == base_model).values(values))
+
+
 def status_of(backend: Backend, passes: Passes, sampling: Sampling, n_requests: Mapping[str, int]) -> dict[str, object]:
     """Return the counters for the status page."""
     return {
@@ -32,6 +44,7 @@ def status_of(backend: Backend, passes: Passes, sampling: Sampling, n_requests: 
         "tokens_trained": passes.n_tokens,
         "tokens_sampled": sampling.n_tokens,
         "models": sorted(backend.models()),
+        STALLED: 0,
         "training": len(passes),
         "sampling": len(sampling),
         **backend.counts(),

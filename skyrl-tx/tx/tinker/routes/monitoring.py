@@ -54,6 +54,7 @@ async def status_page(call: Caller) -> Response:
         config=service.config,
         version=VERSION,
         status=seen,
+        counts=service.counts(seen.engine),
         seconds_seen=timedelta(seconds=service.throughput.seconds),
         rates={name: service.throughput.rates(name) for name in ("tokens_trained", "tokens_sampled")},
         is_engine_up=is_alive(seen.engine) and (service.supervisor is None or service.supervisor.is_running),
@@ -76,7 +77,7 @@ async def metrics(call: Caller) -> Response:
         return pending_by_kind(db), queries.n_models(db, service.config.model_name), service.engine_state(db)
 
     pending, n_models, state = await service.read(query)
-    counts = {} if state is None else state.status
+    counts = service.counts(state)
     n_waiting = service.promises.n_waiting
     text = service.metrics.to_text(pending, n_waiting, n_models, counts, is_engine_up=is_alive(state))
     return Response(text, media_type=CONTENT_TYPE_LATEST)

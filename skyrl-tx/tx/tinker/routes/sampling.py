@@ -20,7 +20,7 @@ router = APIRouter()
 @router.post("/create_sampling_session")
 async def create_sampling_session(call: Caller, body: wire.CreateSamplingSessionRequest) -> Response:
     """Create a sampling session."""
-    created = await call.submit(lambda to: sample_submission.create_sampling_session(to, body))
+    created = await call.submit(lambda to: sample_submission.create_sampling_session(to, body), is_durable=False)
     call.add_notes(session=body.session_id)
     return reply(responses.SamplingSessionCreated(sampling_session_id=created))
 
@@ -44,7 +44,7 @@ async def asample(call: Caller, body: wire.AsampleRequest) -> Response:
     if call.service.failure is not None:
         raise Refusal(503, call.service.failure, retry_after=10)
     request = await call.prepare(lambda to: sample_submission.sample_request(to, body))
-    request_id = await call.submit(lambda to: sample_submission.accept_sample(to, request))
+    request_id = await call.submit(lambda to: sample_submission.accept_sample(to, request), is_durable=False)
     metrics = call.service.metrics
     metrics.accepted.labels(Kind.SAMPLE).inc()
     metrics.tokens.labels("prompt").inc(sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks))

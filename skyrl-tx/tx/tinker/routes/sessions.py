@@ -64,7 +64,8 @@ async def create_session(call: Caller, body: wire.CreateSessionRequest) -> Respo
     call.add_notes(session=session_id)
 
     def create(db: Session, owner: str) -> None:
-        db.add(ClientSession(session_id=session_id, owner=owner, **body.model_dump()))
+        session = ClientSession(session_id=session_id, owner=owner, **body.model_dump())
+        queries.create_session(db, session, call.service.config.max_sessions_per_user)
 
     await call.write(create)
     return reply(responses.SessionCreated(session_id=session_id, warning_message=call.service.failure))

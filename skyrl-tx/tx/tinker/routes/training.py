@@ -33,7 +33,7 @@ PASS_BODY = {"requestBody": {"content": {JSON: {"schema": wire.ForwardBackwardRe
 async def _promise(call: Call, kind: Kind, accept: Accept, model_id: str | None) -> Response:
     if call.service.failure is not None:
         raise Refusal(503, call.service.failure, retry_after=10)
-    request_id = await call.submit(accept)
+    request_id = await call.submit(accept, is_durable=True)
     call.service.metrics.accepted.labels(kind).inc()
     call.add_notes(model=model_id, request=request_id)
     return reply(responses.Promise(request_id=str(request_id)))
@@ -107,13 +107,16 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
     read: Callable[[bytes], ForwardBackwardMessage]
     read = codec.message_from_bytes if kind == PROTOBUF else partial(_from_json, is_forward_only)
     state = await call.service.read(call.service.engine_state)
-    message, pass_, payload = await call.service.compute(partial(_read_pass, read, body, is_forward_only, state))
+    head, pass_ = await call.service.compute(partial(_read_pass, read, body, is_forward_only, state))
 
     def accept(to: Submission) -> int:
-        return submission.forward_backward(to, pass_, message.seq_id or None, payload)
+        if isinstance(pass_, UserError):
+            return submission.refuse_pass(to, head, pass_)
+        return submission.forward_backward(to, pass_, head.seq_id, head.original)
 
-    response = await _promise(call, Kind.FORWARD_BACKWARD, accept, pass_.model_id)
-    call.service.metrics.tokens.labels("passes").inc(sum(len(datum.tokens) for datum in pass_.data))
+    response = await _promise(call, Kind.FORWARD_BACKWARD, accept, head.model_id)
+    if not isinstance(pass_, UserError):
+        call.service.metrics.tokens.labels("passes").inc(sum(len(datum.tokens) for datum in pass_.data))
     return response
 
 
@@ -133,8 +136,8 @@ def _format_error(error: ValidationError) -> str:
 
 def _read_pass(
     read: Callable[[bytes], ForwardBackwardMessage], body: bytes, is_forward_only: bool, state: EngineState | None
-) -> tuple[ForwardBackwardMessage, Pass, bytes]:
-    """Parse a pass; return the message, the pass, and canonical bytes, by which repetitions are recognized."""
+) -> tuple[submission.PassHead, Pass | UserError]:
+    """Parse a pass; return its head, and the pass or what is wrong with its data."""
     try:
         message = read(body)
     except Refusal:
@@ -143,9 +146,16 @@ def _read_pass(
         raise Refusal(422, str(error)) from error
     if is_forward_only:
         message.forward_only = True
-    pass_ = codec.pass_of(message)
-    check_pass(pass_, state)
-    return message, pass_, message.SerializeToString(deterministic=True)
+    original = message.SerializeToString(deterministic=True)
+    names = ("model_id", "seq_id", "loss_fn", "forward_only")
+    payload = ForwardBackwardMessage(**{name: getattr(message, name) for name in names}).SerializeToString()
+    head = submission.PassHead(message.model_id, message.seq_id or None, payload, original)
+    try:
+        pass_ = codec.pass_of(message)
+        check_pass(pass_, state)
+    except UserError as error:
+        return head, error
+    return head, pass_
 
 
 @router.post("/get_info")

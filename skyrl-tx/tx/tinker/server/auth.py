@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 from collections.abc import Mapping
 
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tx.tinker.config import TxConfig
 from tx.tinker.refusal import Refusal
+from tx.tinker.server.body_limit import BODILESS_METHODS, has_body
 from tx.tinker.server.replies import refusal_reply
 
 LOCAL_USER = "local"
@@ -25,21 +25,24 @@ def owner_of(headers: Mapping[str, str], config: TxConfig) -> str:
     key_given = _read_key(headers)
     if key_given is None:
         raise Refusal(401, "this server needs an API key: set TINKER_API_KEY")
-    for key in config.api_keys:
-        if hmac.compare_digest(key.get_secret_value().encode(), key_given.encode()):
-            return f"key-{hashlib.sha256(key_given.encode()).hexdigest()[:12]}"
+    for key, user in config.users_by_key.items():
+        if hmac.compare_digest(key.encode(), key_given.encode()):
+            return user
     raise Refusal(401, "the API key is unknown to this server: check TINKER_API_KEY")
 
 
 class KeyCheck:
-    """ASGI middleware that checks the API key before it reads the body."""
+    """ASGI middleware that checks the API key of every request with a body before the body is read.
+
+    Routes check the keys of requests without a body: some need none.
+    """
 
     def __init__(self, app: ASGIApp, config: TxConfig) -> None:
         self._app = app
         self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
+        if scope["type"] == "http" and (scope["method"] not in BODILESS_METHODS or has_body(Headers(scope=scope))):
             try:
                 owner_of(Headers(scope=scope), self._config)
             except Refusal as refusal:

@@ -15,6 +15,12 @@ from tx.tinker.server.replies import refusal_reply
 MAX_WINDOW = 1 << 27
 """Maximum zstd window in bytes: the memory that a small body can make the server allocate."""
 READ_SIZE = 1 << 20
+BODILESS_METHODS = ("GET", "HEAD")
+
+
+def has_body(headers: Headers) -> bool:
+    """Return whether the headers announce a body, as HTTP/1.1 requires of a request that has one."""
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 class BodyLimit:
@@ -29,7 +35,12 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        if scope["method"] in BODILESS_METHODS and not has_body(headers):
+            await self._app(scope, receive, send)
+            return
         try:
+            if scope["method"] in BODILESS_METHODS:
+                raise Refusal(413, f"a {scope['method']} request takes no body; leave it out, or use another method")
             body = await self._read(headers, receive)
             if body is None:
                 return

@@ -5,33 +5,65 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from sqlmodel import Session
 
 from tx.tinker.config import TxConfig
+from tx.tinker.db_models import Session as ClientSession
 from tx.tinker.db_models import SessionStatus
 from tx.tinker.server.service import Service, run_forever
 from tx.tinker.store import queries, retention
 from tx.tinker.store.checkpoint_files import (
+    ABANDONED_SEC,
     SNAPSHOTS,
     delete_aside,
     delete_folder,
-    delete_leftovers,
-    seconds_untouched,
+    leftovers,
     snapshots_folder,
+    write_times,
 )
 
 logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
+
+
+class Ages(Generic[K]):
+    """Seconds since values last changed, measured by a monotonic clock: the wall clock may jump by hours.
+
+    A value counts as new when it is first seen, so that nothing expires while no server runs.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changes: dict[K, tuple[object, float]] = {}
+
+    def find_older(self, values: Mapping[K, object], seconds: float) -> list[K]:
+        """Return the keys whose values have not changed for `seconds`. Keys without a value are forgotten."""
+        now = self._clock()
+        known = self._changes
+        self._changes = {
+            key: known[key] if key in known and known[key][0] == value else (value, now)
+            for key, value in values.items()
+        }
+        return [key for key, (_, changed_at) in self._changes.items() if now - changed_at > seconds]
 
 
 class Cleaner:
     """A background task that cleans up every `session_cleanup_interval_sec`."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
+        self._session_ages: Ages[str] = Ages(clock)
+        self._snapshot_ages: Ages[Path] = Ages(clock)
+        self._leftover_ages: Ages[Path] = Ages(clock)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -50,43 +82,79 @@ class Cleaner:
 
     async def clean(self) -> None:
         """Clean up once."""
-        config = self._service.config
+        service = self._service
+        config = service.config
         if config.session_timeout_sec >= 0:
-            for session_id in await self._service.write(partial(_end_stale, timeout=config.session_timeout_sec)):
-                logger.info("ended session %s: no request for %g s", session_id, config.session_timeout_sec)
-            self._service.ring()
-            self._service.promises.ring()
+            await self._end_stale_sessions(config.session_timeout_sec)
         await self._delete_snapshots()
-        await self._service.compute(partial(delete_leftovers, config.checkpoints_base))
-        for path, aside in await self._service.write(partial(_drop_expired, config=config)):
-            await self._service.compute(partial(delete_aside, aside))
+        await service.compute(self._delete_leftovers)
+        for path, aside in await service.write(partial(_drop_expired, config=config)):
+            await service.compute(partial(delete_aside, aside))
             logger.info("deleted checkpoint %s: it has expired", path)
-        for delete_batch in (retention.delete_requests, retention.delete_results):
-            while await self._service.write(partial(delete_batch, retention=config.retention_sec)):
+        delete_batches: tuple[Callable[[Session], int], ...] = (
+            partial(retention.delete_requests, retention=config.retention_sec),
+            partial(retention.delete_results, retention=config.retention_sec),
+            retention.delete_payloads,
+        )
+        for delete_batch in delete_batches:
+            while await service.write(delete_batch):
                 pass  # release the database between batches
+
+    async def _end_stale_sessions(self, timeout: float) -> None:
+        seen = await self._service.read(retention.active_sessions)
+        stale = {session_id: seen[session_id] for session_id in self._session_ages.find_older(seen, timeout)}
+        if not stale:
+            return
+        for session_id in await self._service.write(partial(_end_unseen, seen=stale)):
+            logger.info("ended session %s: no request for %g s", session_id, timeout)
+        self._service.ring()
+        self._service.promises.ring()
 
     async def _delete_snapshots(self) -> None:
         """Delete the snapshots of ended sessions, since the engine may have written one at that moment, and unused
         snapshots.
         """
-        config = self._service.config
-        base = config.checkpoints_base / SNAPSHOTS
-        await self._service.compute(partial(_delete_unused, base, config.retention_sec))
-        session_ids = await self._service.compute(lambda: [folder.name for folder in base.glob("[!.]*")])
-        for session_id in await self._service.read(partial(retention.ended_sessions, session_ids=session_ids)):
-            await self._service.compute(partial(delete_folder, snapshots_folder(config, session_id)))
+        service = self._service
+        base = service.config.checkpoints_base / SNAPSHOTS
+        await service.compute(partial(self._delete_unused, base))
+        session_ids = await service.compute(lambda: [folder.name for folder in base.glob("[!.]*")])
+        for session_id in await service.read(partial(retention.ended_sessions, session_ids=session_ids)):
+            await service.compute(partial(delete_folder, snapshots_folder(service.config, session_id)))
             logger.info("deleted the snapshots of session %s: it has ended", session_id)
 
-
-def _delete_unused(base: Path, seconds: float) -> None:
-    for folder in base.glob("[!.]*/[!.]*"):
-        if seconds_untouched(folder) > seconds:  # sampling touches the folder
+    def _delete_unused(self, base: Path) -> None:
+        config = self._service.config
+        used = write_times(base.glob("[!.]*/[!.]*"))  # sampling touches the folder
+        unused = self._snapshot_ages.find_older(used, config.snapshot_retention_sec)
+        for folder in unused:
+            logger.info("deleted snapshot %s: unused for %g s", folder, config.snapshot_retention_sec)
+        surplus = _find_surplus({one: at for one, at in used.items() if one not in unused}, config)
+        for folder in surplus:
+            logger.info(
+                "deleted snapshot %s: its session has %d that were used later", folder, config.max_snapshots_per_session
+            )
+        for folder in (*unused, *surplus):
             delete_folder(folder)
-            logger.info("deleted snapshot %s: unused for %g s", folder, seconds)
+
+    def _delete_leftovers(self) -> None:
+        times = write_times(leftovers(self._service.config.checkpoints_base))
+        for folder in self._leftover_ages.find_older(times, ABANDONED_SEC):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_stale(db: Session, timeout: float) -> list[str]:
-    stale = retention.stale_sessions(db, timeout)
+def _find_surplus(used: Mapping[Path, int], config: TxConfig) -> list[Path]:
+    """Return the least recently used snapshots of sessions with more than `max_snapshots_per_session`."""
+    surplus: list[Path] = []
+    for _, of_session in groupby(sorted(used), key=lambda folder: folder.parent):
+        by_use = sorted(of_session, key=lambda folder: used[folder])
+        surplus += by_use[: -config.max_snapshots_per_session]
+    return surplus
+
+
+def _end_unseen(db: Session, seen: Mapping[str, object]) -> list[str]:
+    """End the sessions that were not seen again, and return them."""
+    sessions = [db.get_one(ClientSession, session_id) for session_id in seen]
+    stale = [one for one in sessions if one.status is SessionStatus.ACTIVE and one.last_seen_at == seen[one.session_id]]
     for session in stale:
         queries.end_session(db, session, SessionStatus.EXPIRED, "timed out")
     return [session.session_id for session in stale]

@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
 import tarfile
 import time
@@ -23,8 +24,7 @@ logger = logging.getLogger(__name__)
 READ_SIZE = 1 << 20
 ARCHIVE = "archive.tar"
 """The file name that stands for an archive of all files."""
-
-
+TOKEN = re.compile(r"(/downloads/)[^/]*")
 KEY_FILE, KEY_SIZE = "download_key", 32
 
 
@@ -73,6 +73,11 @@ def verify(token: str, key: bytes) -> Download:
     if time.time() > download.expires:
         raise Refusal(403, "this address has expired; request a new one")
     return download
+
+
+def hide_token(path: str) -> str:
+    """Return the path of an address for the log, without the token: whoever has it may download the file."""
+    return TOKEN.sub(r"\1[hidden]", path)
 
 
 def _signature(payload: str, key: bytes) -> str:

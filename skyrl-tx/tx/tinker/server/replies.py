@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tx.tinker.refusal import Refusal
+from tx.tinker.server.downloads import hide_token
 from tx.tinker.types import UserError
 from tx.tinker.wire.responses import ResponseBody
 
@@ -85,12 +86,12 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 async def _on_database(request: Request, error: Exception) -> Response:
     """Report a lock timeout or an unavailable database with 503: clients retry."""
-    logger.error("the database failed in %s %s: %s", request.method, request.url.path, error)
+    logger.error("the database failed in %s %s: %s", request.method, hide_token(request.url.path), error)
     return _message_reply(
         503, "the database is busy or unavailable; try again", {"Retry-After": f"{DATABASE_BUSY_SEC:.0f}"}
     )
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.error("%s %s failed", request.method, hide_token(request.url.path), exc_info=error)
     return _message_reply(500, f"the server failed with {type(error).__name__}; its log has the details")

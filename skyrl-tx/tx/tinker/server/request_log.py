@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tx.tinker.server.downloads import hide_token
 from tx.tinker.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class RequestLog:
         notes_text = " ".join(f"{name}={_escape(notes[name])}" for name in LOGGED_NOTES if name in notes)
         is_noise = status < 400 and endpoint.endswith(("heartbeat", "healthz", "telemetry"))
         level = logging.DEBUG if is_noise else logging.INFO
-        path = _escape(scope["path"])
+        path = _escape(hide_token(scope["path"]))
         logger.log(level, "%s %s %d %.1f ms %s", method, path, status, seconds * 1000, notes_text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,9 +16,10 @@ from fastapi import Depends, Request
 from sqlmodel import Session
 
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import EngineState, now
+from tx.tinker.db_models import STALLED, EngineState, now
 from tx.tinker.doorbell import POLL_SEC
 from tx.tinker.server.auth import owner_of
+from tx.tinker.server.dispatcher import Dispatcher
 from tx.tinker.server.downloads import signing_key
 from tx.tinker.server.metrics import Metrics
 from tx.tinker.server.promises import BACKUP_SEC, Promises
@@ -34,6 +36,7 @@ T = TypeVar("T")
 N_READERS = 4
 RESTART_SEC = 1.0
 ENGINE_TIMEOUT = timedelta(seconds=30)
+HANG_CHECK_SEC = 5.0
 
 
 class Service:
@@ -46,11 +49,18 @@ class Service:
         self.url_key = signing_key(config.checkpoints_base)
         self.started_at = now()
         self.database = open_database(config.database_url)
+        with writing(self.database) as db:
+            queries.name_users(db, config.users_by_key)
         self.promises = Promises(lambda: self.read(queries.pending_ids), lambda: self.read(queries.recent_ids))
-        self.admission = Admission(config.max_queued_requests, config.max_queued_bytes)
+        self.admission = Admission.from_config(config)
         self.supervisor = supervisor
         if config.start_engine and supervisor is None:
             self.supervisor = Supervisor(config, self.promises.ring)
+        self.dispatcher: Dispatcher | None = None
+        if config.external_inference_url is not None:
+            url = config.external_inference_url
+            self.dispatcher = Dispatcher(config, url, self.database, self._ring_from_thread)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
         self._writer = ThreadPoolExecutor(
             1, thread_name_prefix="tx-write"
@@ -63,8 +73,12 @@ class Service:
         tasks = [asyncio.create_task(run_forever(one)) for one in loops]
         if self.supervisor is not None:
             tasks.append(asyncio.create_task(self._supervise(self.supervisor)))
+            if self.config.engine_hang_sec >= 0:
+                tasks.append(asyncio.create_task(run_forever(partial(self._abort_hung, self.supervisor))))
+        self._loop = asyncio.get_running_loop()
         try:
-            yield
+            with contextlib.nullcontext() if self.dispatcher is None else self.dispatcher.running():
+                yield
         finally:
             for task in tasks:
                 task.cancel()
@@ -81,10 +95,29 @@ class Service:
         await supervisor.run()
         self.promises.release()  # no engine will be started any more
 
+    async def _abort_hung(self, supervisor: Supervisor) -> None:
+        """Abort an engine that reports no progress, or has stopped to report."""
+        limit = self.config.engine_hang_sec
+        start, first_report, last_report, reported_at = -1, None, None, 0.0
+        while True:
+            state = await self.read(self.engine_state)
+            report = None if state is None else state.last_seen_at
+            if supervisor.n_starts != start or not supervisor.is_running:
+                start, first_report = supervisor.n_starts, report  # of the previous engine
+                last_report = None
+            if report != last_report:
+                last_report, reported_at = report, time.monotonic()
+            stalled = 0 if state is None or report == first_report else state.status.get(STALLED, 0)
+            if stalled > limit:
+                await supervisor.abort(f"it has made no progress for {stalled} s, --engine-hang-sec is {limit:g}")
+            elif report is not None and time.monotonic() - reported_at > limit:
+                await supervisor.abort(f"it has not reported for {limit:g} s, --engine-hang-sec")
+            await asyncio.sleep(min(HANG_CHECK_SEC, limit / 4))
+
     async def _record_throughput(self) -> None:
         while True:
             state = await self.read(self.engine_state)
-            self.throughput.record({} if state is None else state.status)
+            self.throughput.record(self.counts(state))
             await asyncio.sleep(RECORD_INTERVAL_SEC)
 
     def engine_state(self, db: Session) -> EngineState | None:
@@ -93,6 +126,10 @@ class Service:
 
     def _poll_sec(self) -> float:
         return BACKUP_SEC if self.supervisor is not None and self.supervisor.is_running else POLL_SEC
+
+    def _ring_from_thread(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.promises.ring)
 
     async def read(self, query: Callable[[Session], T]) -> T:
         """Run a query in a reader thread."""
@@ -103,11 +140,11 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, in_thread)
 
-    async def write(self, change: Callable[[Session], T]) -> T:
-        """Run a transaction in the writer thread; return once it is committed."""
+    async def write(self, change: Callable[[Session], T], *, is_durable: bool = False) -> T:
+        """Run a transaction in the writer thread; return once it is committed, durably if required."""
 
         def in_thread() -> T:
-            with writing(self.database) as db:
+            with writing(self.database, is_durable=is_durable) as db:
                 return change(db)
 
         return await asyncio.get_running_loop().run_in_executor(self._writer, in_thread)
@@ -120,6 +157,13 @@ class Service:
         """Wake the engine."""
         if self.supervisor is not None:
             self.supervisor.ring()
+        if self.dispatcher is not None:
+            self.dispatcher.ring()
+
+    def counts(self, state: EngineState | None) -> dict[str, object]:
+        """Return the counters of the engine and of the dispatcher, if any."""
+        counts: dict[str, object] = {} if state is None else dict(state.status)
+        return counts if self.dispatcher is None else {**counts, **self.dispatcher.counts}
 
     @property
     def failure(self) -> str | None:
@@ -159,9 +203,9 @@ class Call:
         """Read what a request needs before it is queued."""
         return await self.service.read(lambda db: query(self._submission(db)))
 
-    async def submit(self, accept: Callable[[Submission], T]) -> T:
-        """Queue a request and wake the engine."""
-        accepted = await self.service.write(lambda db: accept(self._submission(db)))
+    async def submit(self, accept: Callable[[Submission], T], *, is_durable: bool) -> T:
+        """Queue a request and wake the engine. A power loss does not undo what was accepted durably, or before it."""
+        accepted = await self.service.write(lambda db: accept(self._submission(db)), is_durable=is_durable)
         self.service.ring()
         return accepted
 

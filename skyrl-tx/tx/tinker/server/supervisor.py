@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -22,7 +23,8 @@ ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 MAX_FAST_DEATHS = 5
 STABLE_SEC = 60.0
 MAX_PAUSE_SEC = 30.0
-GRACE_SEC = 10.0
+QUIET_SEC, KILL_SEC = 2.0, 10.0
+"""Time that an engine may take to stop without a message, and to end after it was aborted or killed."""
 N_LAST_LINES = 30
 
 
@@ -42,6 +44,7 @@ class Supervisor:
         self._command = command
         self._first_pause_sec = first_pause_sec
         self._bell: Doorbell | None = None
+        self._process: asyncio.subprocess.Process | None = None
         self._last_lines: deque[str] = deque(maxlen=N_LAST_LINES)
         self._has_rung = False
         self._code: int | None = None
@@ -60,6 +63,18 @@ class Supervisor:
         """Wake the engine."""
         if self._bell is not None:
             self._bell.ring()
+
+    def kill(self) -> None:
+        """Kill the engine without waiting for its step."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def abort(self, reason: str) -> None:
+        """End a hung engine, which shows where it hangs. It counts as dead, and is restarted."""
+        if self._process is not None:
+            logger.error("the engine is aborted: %s", reason)
+            await _end(self._process, signal.SIGABRT, KILL_SEC)
+            self.kill()
 
     async def run(self) -> None:
         """Keep an engine running until cancelled, or until too many have died quickly without any result."""
@@ -94,7 +109,7 @@ class Supervisor:
         with server_end:
             with engine_end:
                 process = await self._start(engine_end)
-            self._bell = server_end
+            self._bell, self._process = server_end, process
             server_end.listen(self._handle_ring)
             try:
                 await self._relay(process)
@@ -102,7 +117,8 @@ class Supervisor:
             finally:
                 self._bell = None
                 server_end.stop_listening()
-                await _end(process)
+                await _stop(process, self._config.engine_stop_sec)
+                self._process = None
         if self._code < 0:
             return f"signal {-self._code}"
         return f"exit status {self._code}; its last output: {self._last_line}"
@@ -142,13 +158,25 @@ class Supervisor:
             self._last_lines.extend(line[-500:] for line in text.splitlines() if line.strip())
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Terminate a process; kill it after `GRACE_SEC`."""
-    for stop in (process.terminate, process.kill):
-        if process.returncode is not None:
+async def _stop(process: asyncio.subprocess.Process, seconds: float) -> None:
+    """Terminate a process; kill it after `seconds`."""
+    if await _end(process, signal.SIGTERM, min(QUIET_SEC, seconds)):
+        return
+    if seconds > QUIET_SEC:
+        logger.info("waiting up to %g s for the engine to finish its step; a second signal kills it", seconds)
+        if await _end(process, None, seconds - QUIET_SEC):
             return
+    await _end(process, signal.SIGKILL, KILL_SEC)
+
+
+async def _end(process: asyncio.subprocess.Process, number: signal.Signals | None, seconds: float) -> bool:
+    """Send a signal, if any, and wait; return whether the process has ended."""
+    if process.returncode is not None:
+        return True
+    if number is not None:
         with contextlib.suppress(ProcessLookupError):
-            stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_SEC):
-                await process.wait()
+            process.send_signal(number)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await process.wait()
+    return process.returncode is not None

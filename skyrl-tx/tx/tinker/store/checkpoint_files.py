@@ -10,8 +10,7 @@ import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +18,12 @@ from safetensors import SafetensorError
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import CheckpointKind
-from tx.tinker.types import UserError
+from tx.tinker.types import TinkerError, UserError
 
 SCHEME = "tinker://"
 MODEL_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,10}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}", re.ASCII)
+GIB = 1 << 30
 ABANDONED_SEC = 3600
 """Age after which no process can still be writing to a temporary folder."""
 SNAPSHOTS = "snapshots"
@@ -98,6 +98,22 @@ def snapshot_folder(config: TxConfig, sampling_session_id: str) -> Path:
 def snapshots_folder(config: TxConfig, session_id: str) -> Path:
     """Return the folder of all unnamed samplers of a session."""
     return config.checkpoints_base / SNAPSHOTS / session_id
+
+
+def check_space(config: TxConfig, n_bytes: int) -> None:
+    """Check that `n_bytes` fit on the disk of `checkpoints_base`, with `min_free_bytes` to spare.
+
+    Raises:
+        TinkerError: they do not fit.
+    """
+    existing = next(path for path in (config.checkpoints_base, *config.checkpoints_base.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < n_bytes + config.min_free_bytes:
+        raise TinkerError(
+            f"the disk of {config.checkpoints_base} has {free / GIB:.1f} GiB free, and {n_bytes / GIB:.1f} GiB are to "
+            f"be written; {config.min_free_bytes / GIB:.1f} GiB must stay free (--min-free-bytes). Delete checkpoints, "
+            "or end sessions, which deletes their unnamed samplers"
+        )
 
 
 def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
@@ -196,11 +212,9 @@ def delete_aside(aside: Path | None) -> None:
         shutil.rmtree(aside)
 
 
-def delete_leftovers(base: Path) -> None:
-    """Delete temporary folders of processes that were killed while they wrote or deleted."""
-    for folder in _temporary_folders(base, UNFINISHED, DELETED):
-        if seconds_untouched(folder) > ABANDONED_SEC:
-            shutil.rmtree(folder, ignore_errors=True)
+def leftovers(base: Path) -> list[Path]:
+    """Return temporary folders that a process writes or deletes, or left behind when it was killed."""
+    return _temporary_folders(base, UNFINISHED, DELETED)
 
 
 def _temporary_folders(base: Path, *prefixes: str) -> list[Path]:
@@ -208,9 +222,10 @@ def _temporary_folders(base: Path, *prefixes: str) -> list[Path]:
     return [folder for folder in found if folder.name.startswith(prefixes)]
 
 
-def seconds_untouched(folder: Path) -> float:
-    """Return the seconds since the last write to a folder; 0 if it is gone."""
-    try:
-        return time.time() - folder.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def write_times(folders: Iterable[Path]) -> dict[Path, int]:
+    """Return the time of the last write to each folder, in nanoseconds, without folders that are gone."""
+    times = {}
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):
+            times[folder] = folder.stat().st_mtime_ns
+    return times

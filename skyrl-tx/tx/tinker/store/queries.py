@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from sqlalchemy import ColumnElement, func, update
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
-from tx.tinker.config import TxConfig
+from tx.tinker.config import TxConfig, unnamed_user
 from tx.tinker.db_models import (
     Checkpoint,
     EngineState,
@@ -79,9 +80,28 @@ def active_session(db: Session, session_id: str, owner: str) -> ClientSession:
 
 
 def touch(session: ClientSession) -> None:
-    """Record that a session was seen."""
-    if now() - session.last_seen_at > SEEN_INTERVAL:
+    """Record that a session was seen. The clock may have been set back since it was last seen."""
+    if abs(now() - session.last_seen_at) > SEEN_INTERVAL:
         session.last_seen_at = now()
+
+
+def create_session(db: Session, session: ClientSession, max_sessions: int) -> None:
+    """Add a session; raise `Refusal` 400 if its user has too many active ones."""
+    of_user = (ClientSession.owner == session.owner, ClientSession.status == SessionStatus.ACTIVE)
+    n_sessions = db.exec(select(func.count()).select_from(ClientSession).where(*of_user)).one()
+    if n_sessions >= max_sessions:
+        refuse(
+            f"you have {n_sessions} active sessions, which is the limit per user, --max-sessions-per-user; "
+            "close a client, or wait until the sessions of dead clients expire"
+        )
+    db.add(session)
+
+
+def name_users(db: Session, users_by_key: Mapping[str, str]) -> None:
+    """Give named users the sessions and requests that they created while their keys had no names."""
+    for key, user in users_by_key.items():
+        for table in (ClientSession, Request):
+            db.exec(update(table).where(col(table.owner) == unnamed_user(key)).values(owner=user))
 
 
 def find_model(db: Session, model_id: str, owner: str) -> Model:
@@ -210,6 +230,15 @@ def fail_waiting(db: Session, model: Model, reason: str) -> None:
     failed = {"status": RequestStatus.FAILED, "error": error, "error_category": "server", "completed_at": now()}
     db.exec(update(Request).where(*waiting).values(failed))
     model.lost_because = None
+
+
+def failed_passes(db: Session, step: Request) -> Sequence[Request]:
+    """Return the failed passes of a step's model between the previous step and this one."""
+    of_model = (col(Request.model_id) == step.model_id, col(Request.request_id) < step.request_id)
+    previous = select(func.max(Request.request_id)).where(*of_model, Request.kind == Kind.OPTIM_STEP)
+    is_failed = (Request.kind == Kind.FORWARD_BACKWARD, Request.status == RequestStatus.FAILED)
+    is_later = col(Request.request_id) > func.coalesce(previous.scalar_subquery(), 0)
+    return db.exec(select(Request).where(*of_model, *is_failed, is_later)).all()
 
 
 def unload_request(db: Session, model_id: str) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, update
 from sqlmodel import Session, col, select
+from sqlmodel.sql.expression import SelectOfScalar
 
 from tx.tinker.db_models import GONE, Checkpoint, Model, Request, RequestStatus, SessionStatus, now
 from tx.tinker.db_models import Session as ClientSession
@@ -16,11 +17,10 @@ MAX_ROWS = 1000
 """Maximum number of rows per transaction, which blocks other writers."""
 
 
-def stale_sessions(db: Session, timeout: float) -> list[ClientSession]:
-    """Return active sessions that were not seen for `timeout` seconds."""
-    limit = now() - timedelta(seconds=timeout)
-    stale = (ClientSession.status == SessionStatus.ACTIVE, col(ClientSession.last_seen_at) < limit)
-    return list(db.exec(select(ClientSession).where(*stale)))
+def active_sessions(db: Session) -> dict[str, datetime]:
+    """Return the active sessions and when each was last seen."""
+    seen = select(ClientSession.session_id, ClientSession.last_seen_at)
+    return dict(db.exec(seen.where(ClientSession.status == SessionStatus.ACTIVE)).all())
 
 
 def ended_sessions(db: Session, session_ids: Collection[str]) -> list[str]:
@@ -35,23 +35,33 @@ def expired_checkpoints(db: Session) -> list[Checkpoint]:
     return list(db.exec(select(Checkpoint).where(col(Checkpoint.expires_at) <= now())))
 
 
-def delete_results(db: Session, retention: float) -> int:
-    """Delete payloads and results older than `retention` seconds that no restore needs; return how many.
+def delete_payloads(db: Session) -> int:
+    """Delete payloads of finished requests that no restore needs; return how many.
 
     Deletes at most `MAX_ROWS` at a time; call it again for the rest.
     """
-    limit = now() - timedelta(seconds=retention)
     is_restored = select(Model.model_id).where(
         Model.model_id == Request.model_id,
         (col(Model.restored_until) >= col(Request.request_id)) | col(Model.status).in_(GONE),
     )
-    old = select(Request.request_id).where(
-        *_done_before(limit),
+    unneeded = select(Request.request_id).where(
+        Request.status != RequestStatus.PENDING,
         func.length(Request.payload) > 0,
         col(Request.model_id).is_(None) | is_restored.exists(),
     )
-    rows = col(Request.request_id).in_(old.limit(MAX_ROWS))
-    done: Any = db.exec(update(Request).where(rows).values(payload=b"", result=None))
+    return _clear(db, unneeded, payload=b"")
+
+
+def delete_results(db: Session, retention: float) -> int:
+    """Delete results older than `retention` seconds; return how many, like `delete_payloads`."""
+    old = _done_before(now() - timedelta(seconds=retention))
+    return _clear(db, select(Request.request_id).where(*old, col(Request.result).is_not(None)), result=None)
+
+
+def _clear(db: Session, request_ids: SelectOfScalar[Any], **values: object) -> int:
+    """Set columns of at most `MAX_ROWS` requests; return how many there were."""
+    rows = col(Request.request_id).in_(request_ids.limit(MAX_ROWS))
+    done: Any = db.exec(update(Request).where(rows).values(values))
     return int(done.rowcount)
 
 

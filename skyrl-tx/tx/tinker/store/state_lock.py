@@ -1,4 +1,4 @@
-"""Locks on the state: one server that starts engines, and one engine at a time.
+"""Locks on the state: one server that starts engines, one engine, and one server that dispatches samples at a time.
 
 Two engines would take the same requests, and an old one could finish a step after a new one has restored its model. The
 locks are kernel locks on files in the folder and beside the database, or locks of PostgreSQL: they vanish with the
@@ -26,8 +26,8 @@ from tx.tinker.db_models import now
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["server", "engine"]
-NUMBERS: dict[Role, int] = {"server": 7_246_331_002, "engine": 7_246_331_003}
+Role = Literal["server", "engine", "dispatcher"]
+NUMBERS: dict[Role, int] = {"server": 7_246_331_002, "engine": 7_246_331_003, "dispatcher": 7_246_331_004}
 """Numbers of PostgreSQL's advisory locks."""
 CHECK_INTERVAL_SEC = 1.0
 HOLDER = text(

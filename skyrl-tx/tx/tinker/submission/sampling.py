@@ -13,10 +13,12 @@ from tx.tinker.wire.sample_job import SampleWeights
 
 
 def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) -> str:
-    """Return the id of a session for the base model or a checkpoint. A repeated number is the same session."""
+    """Return the id of a session for the base model, or for a checkpoint if `model_path` is set. A repeated number is
+    the same session.
+    """
     session = queries.active_session(to.db, body.session_id, to.owner)
-    if (body.base_model is None) == (body.model_path is None):
-        refuse("create_sampling_session takes either base_model or model_path")
+    if body.base_model is None and body.model_path is None:
+        refuse("create_sampling_session lacks both base_model and model_path; set one of them")
     if body.base_model is not None:
         check_base_model(body.base_model, to.config)
     if body.model_path is not None:

@@ -19,19 +19,31 @@ from tx.tinker.db_models import (
     Model,
     ModelStatus,
     Request,
+    RequestStatus,
     SamplingSession,
+    now,
 )
 from tx.tinker.refusal import refuse
 from tx.tinker.store import queries
 from tx.tinker.store.checkpoint_files import check_name, parse_path
 from tx.tinker.submission.admission import Admission
 from tx.tinker.submission.validation import check_base_model, check_lora
-from tx.tinker.types import Pass
+from tx.tinker.types import Pass, UserError, error_text
 from tx.tinker.wire import requests as wire
 
 A = TypeVar("A", bound=wire.RequestBody)
 FIRST_SEQ_ID = 0
 """The number of the request that creates a model; clients count the others from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassHead:
+    """A pass without its data, and the canonical bytes of the whole, by which repetitions are recognized."""
+
+    model_id: str
+    seq_id: int | None
+    payload: bytes
+    original: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +221,18 @@ def forward_backward(to: Submission, body: Pass, seq_id: int | None, payload: by
     model = queries.find_model(to.db, body.model_id, to.owner)
     request = _request(Kind.FORWARD_BACKWARD, model, seq_id, payload)
     return to.add(request, lambda: _check_active(to, body.model_id))
+
+
+def refuse_pass(to: Submission, head: PassHead, error: UserError) -> int:
+    """Record a pass with invalid data as failed; return its number, like that of an accepted pass.
+
+    The following step then fails, too. If the client had split a larger pass, the others would be applied without it.
+    """
+    model = queries.find_model(to.db, head.model_id, to.owner)
+    request = _request(Kind.FORWARD_BACKWARD, model, head.seq_id, head.payload, original=head.original)
+    request.status, request.completed_at = RequestStatus.FAILED, now()
+    request.error, request.error_category = error_text(error), "user"
+    return to.add(request, lambda: _check_active(to, head.model_id))
 
 
 def _check_active(to: Submission, model_id: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import EngineState
-from tx.tinker.losses import LOSSES, Loss
+from tx.tinker.losses import IGNORED_INPUTS, LOSSES, Loss
 from tx.tinker.types import Datum, Pass, UserError
 
 MULTI_TARGET = "cross_entropy"
@@ -75,11 +75,12 @@ def _check_datum(datum: Datum, name: str, loss_name: str, loss: Loss) -> None:
         if key not in datum.inputs:
             raise UserError(f"{name}.loss_fn_inputs lacks {key!r}, which {loss_name} needs")
     for key in datum.inputs:
-        if key not in (*loss.needs, *loss.optional):
-            known = ", ".join((*loss.needs, *loss.optional))
-            raise UserError(f"{name}.loss_fn_inputs has {key!r}, which {loss_name} does not use; it uses {known}")
-    _check_shapes(datum, name, loss_name)
-    _check_finite(datum, name)
+        if key not in IGNORED_INPUTS and key not in loss.inputs:
+            known = ", ".join(loss.inputs)
+            raise UserError(f"{name}.loss_fn_inputs has {key!r}, which no loss uses; {loss_name} uses {known}")
+    used = Datum(datum.tokens, loss.select_inputs(datum))
+    _check_shapes(used, name, loss_name)
+    _check_finite(used, name)
 
 
 def _check_shapes(datum: Datum, name: str, loss_name: str) -> None:

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tx.models.config import LoraConfig
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.backends.jax.programs import evict_programs
+from tx.tinker.backends.jax.programs import evict_programs, programs
 from tx.tinker.types import AdamParams, Datum, Pass
 
 DATUM = Datum(np.arange(8, dtype=np.int32), {"target_tokens": np.arange(8, dtype=np.int32)})
@@ -60,3 +63,26 @@ def test_programs_that_cannot_be_deleted_are_tolerated(
     monkeypatch.setattr(Path, "unlink", refuse)
     evict_programs(tmp_path, max_bytes=1)
     assert "cannot be deleted: [Errno 13] Permission denied" in caplog.text
+
+
+def test_other_threads_see_that_a_program_is_compiled() -> None:
+    seen: set[bool] = set()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.001):
+            seen.add(programs().is_compiling)
+
+    def program(x: jax.Array) -> jax.Array:
+        for number in range(200):
+            x = jnp.sin(x * number) @ x
+        return x
+
+    programs()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    jax.jit(program)(jnp.eye(8)).block_until_ready()
+    is_over.set()
+    watcher.join()
+    assert seen == {False, True}
+    assert not programs().is_compiling

@@ -21,7 +21,7 @@ from tx.models.decoder import Params
 from tx.models.lora import Adapter, covered_names, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight, place_whole
 from tx.tinker.backends.accumulator import PassAccumulator
-from tx.tinker.backends.base import BaseModel, Done
+from tx.tinker.backends.base import BaseModel, Done, Save
 from tx.tinker.backends.folder import (
     OPTIMIZER,
     WHOLE_MODEL,
@@ -98,6 +98,10 @@ class JaxBackend:
             can_train_all=True,
         )
 
+    @property
+    def is_compiling(self) -> bool:
+        return self._programs.is_compiling
+
     # -- models
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
@@ -163,24 +167,45 @@ class JaxBackend:
         model.gradients = None
         return {"skyrl.ai/grad_norm": float(norm), "skyrl.ai/learning_rate": params.learning_rate}
 
+    def drop_gradients(self, model_id: str) -> None:
+        if model_id in self._models:
+            self._models[model_id].gradients = None
+
     # -- folders
 
-    def save_model(self, model_id: str, folder: Path) -> None:
+    def n_bytes(self, model_id: str, *, with_optimizer: bool) -> int:
         model = self._models[model_id]
-        self.save_weights(model_id, folder)
-        moments = model.moments
-        first, second = (dict(self._name_tensors(model.lora, one)) for one in (moments.first, moments.second))
-        wide = None if moments.wide is None else dict(self._name_tensors(model.lora, moments.wide))
-        save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
+        saved = (model.weights, model.moments if with_optimizer else None)
+        return sum(one.nbytes for one in jax.tree.leaves(saved))
+
+    def save_model(self, model_id: str, folder: Path) -> None:
+        self.freeze(model_id, with_optimizer=True)(folder)
 
     def save_weights(self, model_id: str, folder: Path) -> None:
+        self.freeze(model_id, with_optimizer=False)(folder)
+
+    def freeze(self, model_id: str, *, with_optimizer: bool) -> Save:
         model = self._models[model_id]
-        if isinstance(model.weights, Adapter):
-            save_adapter(folder, model.weights, model.lora, self._shape, self.base_model.name)
+        lora, weights, moments = model.lora, model.weights, model.moments  # later steps do not modify the arrays
+
+        def save(folder: Path) -> None:
+            self._save_weights(folder, lora, weights)
+            if with_optimizer:
+                self._save_moments(folder, lora, moments)
+
+        return save
+
+    def _save_weights(self, folder: Path, lora: LoraConfig, weights: Adapter | Params) -> None:
+        if isinstance(weights, Adapter):
+            save_adapter(folder, weights, lora, self._shape, self.base_model.name)
         else:
-            named = dict(self._name_tensors(model.lora, model.weights))
-            save_file(named, folder / WHOLE_MODEL, metadata={"format": "pt"})
-        save_settings(folder, model.lora)
+            save_file(dict(self._name_tensors(lora, weights)), folder / WHOLE_MODEL, metadata={"format": "pt"})
+        save_settings(folder, lora)
+
+    def _save_moments(self, folder: Path, lora: LoraConfig, moments: JaxMoments) -> None:
+        first, second = (dict(self._name_tensors(lora, one)) for one in (moments.first, moments.second))
+        wide = None if moments.wide is None else dict(self._name_tensors(lora, moments.wide))
+        save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         self._models.check_new(model_id)

@@ -12,7 +12,8 @@ from jax import monitoring
 
 logger = logging.getLogger(__name__)
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
+LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
+"""Events of JAX, directly before and after the compilation of a program."""
 MIN_LOGGED_SEC = 0.2
 MAX_BYTES = 4 << 30
 
@@ -22,10 +23,14 @@ class Programs:
 
     def __init__(self) -> None:
         self.n_compiled = 0
+        self.is_compiling = False
         monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == LOWERED:
+            self.is_compiling = True
         if event == COMPILED:
+            self.is_compiling = False
             self.n_compiled += 1
             level = logging.INFO if duration_secs > MIN_LOGGED_SEC else logging.DEBUG
             logger.log(

@@ -19,7 +19,7 @@ from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.models.memory import cache_bytes_per_token
 from tx.models.config import LoraConfig, ModelError
 from tx.tinker.backends.accumulator import PassAccumulator
-from tx.tinker.backends.base import BaseModel, Done
+from tx.tinker.backends.base import BaseModel, Done, Save
 from tx.tinker.backends.models import Models
 from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.backends.torch import folders
@@ -71,6 +71,10 @@ class TorchBackend:
             can_train_all=True,
         )
 
+    @property
+    def is_compiling(self) -> bool:
+        return False
+
     # -- models
 
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
@@ -110,16 +114,37 @@ class TorchBackend:
         model.gradients = None
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": params.learning_rate}
 
+    def drop_gradients(self, model_id: str) -> None:
+        if model_id in self._models:
+            self._models[model_id].gradients = None
+
     # -- folders
 
-    def save_model(self, model_id: str, folder: Path) -> None:
-        self.save_weights(model_id, folder)
+    def n_bytes(self, model_id: str, *, with_optimizer: bool) -> int:
         model = self._models[model_id]
-        folders.save_moments(folder, model.weights, moments_of(model.optimizer))
+        saved = list(model.weights.trained)
+        if with_optimizer:
+            moments = moments_of(model.optimizer)
+            saved += [*moments.first, *moments.second, *(moments.wide or ())]
+        return sum(one.nbytes for one in saved)
+
+    def save_model(self, model_id: str, folder: Path) -> None:
+        self.freeze(model_id, with_optimizer=True)(folder)
 
     def save_weights(self, model_id: str, folder: Path) -> None:
+        self.freeze(model_id, with_optimizer=False)(folder)
+
+    def freeze(self, model_id: str, *, with_optimizer: bool) -> Save:
         model = self._models[model_id]
-        folders.save_weights(folder, model.weights, model.lora, self.base_model.name)
+        saves = [folders.freeze_weights(model.weights, model.lora, self.base_model.name)]
+        if with_optimizer:
+            saves.append(folders.freeze_moments(model.weights, moments_of(model.optimizer)))
+
+        def save(folder: Path) -> None:
+            for save_part in saves:
+                save_part(folder)
+
+        return save
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         self._models.check_new(model_id)

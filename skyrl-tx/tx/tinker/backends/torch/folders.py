@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tx.models import peft
 from tx.models.config import LoraConfig
+from tx.tinker.backends.base import Save
 from tx.tinker.backends.folder import (
     OPTIMIZER,
     WHOLE_MODEL,
@@ -32,14 +33,20 @@ from tx.tinker.backends.torch.experts import TorchFactors
 from tx.tinker.backends.torch.weights import Weights, covered_matrices, new_weights
 
 
-def save_weights(folder: Path, weights: Weights, lora: LoraConfig, base_model: str) -> None:
-    """Write weights and settings into a folder."""
-    if weights.adapter is not None:
-        chosen = covered_matrices(weights.model, lora)
-        expert_ranks = {matrix.name: matrix.rank(lora) for matrix in chosen if matrix.n_experts}
-        peft.write_config(folder, lora, base_model, list(dict.fromkeys(matrix.name for matrix in chosen)), expert_ranks)
-    save_file(_name_tensors(weights, weights.trained), folder / _file(lora), metadata={"format": "pt"})
-    save_settings(folder, lora)
+def freeze_weights(weights: Weights, lora: LoraConfig, base_model: str) -> Save:
+    """Copy the weights; return a function that writes the copy and its settings."""
+    named = _name_tensors(weights, weights.trained)
+
+    def save(folder: Path) -> None:
+        if weights.adapter is not None:
+            chosen = covered_matrices(weights.model, lora)
+            expert_ranks = {matrix.name: matrix.rank(lora) for matrix in chosen if matrix.n_experts}
+            modules = list(dict.fromkeys(matrix.name for matrix in chosen))
+            peft.write_config(folder, lora, base_model, modules, expert_ranks)
+        save_file(named, folder / _file(lora), metadata={"format": "pt"})
+        save_settings(folder, lora)
+
+    return save
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weights]:
@@ -57,12 +64,12 @@ def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weig
     return lora, weights
 
 
-def save_moments(folder: Path, weights: Weights, moments: TorchMoments) -> None:
-    """Write the optimizer state into a folder."""
+def freeze_moments(weights: Weights, moments: TorchMoments) -> Save:
+    """Copy the optimizer state; return a function that writes the copy."""
     first, second = (_name_tensors(weights, values) for values in (moments.first, moments.second))
     wide = None if moments.wide is None else _name_tensors(weights, moments.wide)
-    n_steps = torch.tensor(moments.n_steps, dtype=torch.int32)
-    save_file(named_moments(first, second, n_steps, wide), folder / OPTIMIZER)
+    named = named_moments(first, second, torch.tensor(moments.n_steps, dtype=torch.int32), wide)
+    return lambda folder: save_file(named, folder / OPTIMIZER)
 
 
 def load_moments(folder: Path, weights: Weights) -> TorchMoments:

@@ -1,0 +1,42 @@
+"""A separate process is stopped while its main thread computes in C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from tx_server import CHILD_ENVIRONMENT
+
+PROGRAM = textwrap.dedent("""
+    import hashlib
+    from tx.tinker.engine.watcher import Watcher
+
+    def say(word):
+        print(word, flush=True)
+
+    with Watcher() as watcher:
+        watcher.on_beat = lambda: say("beat")
+        watcher.on_stop = lambda: say("stop")
+        say("ready")
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 40_000_000)
+        say("computed")
+""")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_request_is_seen_during_a_long_computation(number: signal.Signals) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=CHILD_ENVIRONMENT, bufsize=1
+    )
+    assert child.stdout is not None
+    with child:
+        assert child.stdout.readline() == "ready\n"
+        assert child.stdout.readline() == "beat\n"
+        child.send_signal(number)
+        while (word := child.stdout.readline()) == "beat\n":
+            pass
+        assert word == "stop\n"
+        child.kill()

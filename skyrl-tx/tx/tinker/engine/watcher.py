@@ -1,0 +1,72 @@
+"""A thread beside the engine's loop, which may be in one computation for minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Self
+
+from sqlalchemy.exc import SQLAlchemyError
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Watcher:
+    """Calls `on_beat` every second and `on_stop` on a stop signal, from its own thread.
+
+    Python runs signal handlers between two instructions of the main thread, and so not during a long computation. The
+    bytes that the interpreter writes to its wake-up socket arrive at once.
+    """
+
+    def __init__(self) -> None:
+        self.on_beat: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None
+        self.is_stop_requested = False
+        self._ours, self._interpreters = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._interpreters.setblocking(False)
+        signal.set_wakeup_fd(self._interpreters.fileno())
+        for number in STOP_SIGNALS:
+            signal.signal(number, _handle)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
+        self._interpreters.close()
+        self._thread.join()
+        self._ours.close()
+
+    def _run(self) -> None:
+        while True:
+            if not select.select([self._ours], [], [], BEAT_SECONDS)[0]:
+                self._call(self.on_beat)
+                continue
+            numbers = self._ours.recv(64)
+            if not numbers:
+                return
+            if not self.is_stop_requested and set(numbers) & set(STOP_SIGNALS):
+                self.is_stop_requested = True
+                self._call(self.on_stop)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+            try:
+                action()
+            except (SQLAlchemyError, OSError):
+                logger.exception("the database could not be reached; retrying")
+
+
+def _handle(_: int, __: FrameType | None) -> None:
+    """Do nothing: the thread handles the signal."""
