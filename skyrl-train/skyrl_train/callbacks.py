@@ -39,10 +39,14 @@ class Run(Protocol):
     global_step: int
     """The last finished step; 0 before the first."""
     total_steps: int
-    is_stopping: bool
+
+    @property
+    def is_stopping(self) -> bool:
+        """A stop was requested."""
+        ...
 
     def request_stop(self, reason: str) -> None:
-        """Stop after the current step, with a checkpoint of it."""
+        """Stop after the current step, with a checkpoint of it; abandon it if its rollouts do not end in time."""
         ...
 
     async def save_checkpoint(self) -> None:

@@ -5,6 +5,7 @@ A step draws P prompts and plays G samples of each. Its batch has B rows of L to
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,20 @@ from skyrl_train.checkpoint import CheckpointStore, write_complete
 from skyrl_train.config import SkyRLConfig, changed_settings, to_yaml
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import CheckpointError, DivergenceError
-from skyrl_train.generators.source import BatchSource
+from skyrl_train.generators.source import BatchSource, StepData
 from skyrl_train.learner import Learner
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 20.0
+"""Time that the rollouts of a step have to end after a stop request, before the step is abandoned."""
+
+
+class RolloutsAbandonedError(Exception):
+    """The rollouts of a step did not end in time after a stop request."""
 
 
 @dataclass(slots=True)
@@ -62,7 +70,7 @@ class Trainer:
         self.learner = learner
         self.total_steps = total_steps
         self.global_step = 0  # the last finished step
-        self.is_stopping = False
+        self._stop = asyncio.Event()
         self._source = source
         self._sync_engines = sync_engines
         self._pad_token_id = pad_token_id
@@ -83,6 +91,8 @@ class Trainer:
                     await self.update(step, batch)  # epochs × mini-batches of the value and the policy loss
                     await self.sync_weights(step)  # the engines hold version step.number
                 await self.finish_step(step)  # callbacks: evaluate, log, checkpoint
+        except RolloutsAbandonedError as stopped:
+            logger.warning("%s", stopped)
         except BaseException as raised:
             error = raised
             raise
@@ -95,9 +105,14 @@ class Trainer:
                 except Exception:  # a failing callback must not hide why the run ended
                     logger.exception("%s failed at the end of the run", type(callback).__name__)
 
+    @property
+    def is_stopping(self) -> bool:
+        """A stop was requested."""
+        return self._stop.is_set()
+
     def request_stop(self, reason: str) -> None:
-        """Stop after the current step, with a checkpoint of it."""
-        self.is_stopping = True
+        """Stop after the current step, with a checkpoint of it; abandon it if its rollouts do not end in time."""
+        self._stop.set()
         logger.warning("Stopping after the current step: %s", reason)
 
     # -- the stages of a step
@@ -127,7 +142,7 @@ class Trainer:
         """Return G trajectories for each of P drawn prompts, without those that failed."""
         with step.timer("generate"):
             try:
-                data = await self._source.take(step.number)
+                data = await self._take(step.number)
             except Exception:
                 if self.global_step > 0:
                     await self._check_weights(self.global_step)  # divergence explains why rollouts fail
@@ -136,6 +151,24 @@ class Trainer:
         step.played, step.ends_epoch = data.played, data.ends_epoch
         step.record(data.metrics)
         return data.trajectories
+
+    async def _take(self, number: int) -> StepData:
+        """Return the rollouts of a step; RolloutsAbandonedError if they do not end in time after a stop request."""
+        data, stop = asyncio.ensure_future(self._source.take(number)), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([data, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not data.done():
+                await asyncio.wait([data], timeout=STOP_GRACE_S)
+            if not data.done():
+                raise RolloutsAbandonedError(
+                    f"The rollouts of step {number} did not end within {STOP_GRACE_S:.0f} s after the stop request: "
+                    "the step is abandoned"
+                )
+            return data.result()
+        finally:
+            for task in (data, stop):
+                task.cancel()
+            await asyncio.wait([data, stop])
 
     def build_batch(self, step: Step, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """Pad the trajectories into tensors (B, L); mask groups of equal rewards if configured."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.algorithms import dynamic_sampling
 from skyrl_train.entrypoints.main_base import main
 from skyrl_train.learner import Learner
+from skyrl_train.trainer import Step, Trainer
 from skyrl_train.types import Metrics as StepMetrics
-from skyrl_train.types import TrainingBatch
+from skyrl_train.types import TrainingBatch, Trajectory
 
 Metrics = list[dict[str, Any]]
 
@@ -161,6 +165,37 @@ def test_a_step_with_failing_rollouts_keeps_all_steps_before_it(
     assert "The checkpoint of step 3 is saved; rerun the command to resume" in log
     assert (tmp_path / "skyrl/interrupted/ckpts/latest_ckpt_global_step.txt").read_text() == "3\n"
     monkeypatch.setattr(LettersEnv, "step", step)
+    assert untimed(train("interrupted", *settings)) == untimed(uninterrupted)
+
+
+def test_a_stop_does_not_wait_for_an_environment_that_hangs(
+    train: Callable[..., Metrics], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["trainer.epochs=3", "trainer.ckpt_interval=100"]
+    uninterrupted = train("uninterrupted", *settings)
+    monkeypatch.setattr("skyrl_train.trainer.STOP_GRACE_S", 0.5)
+    step, rollout, end = LettersEnv.step, Trainer.rollout, threading.Event()
+
+    def hangs(self: LettersEnv, action: str) -> BaseTextEnvStepOutput:
+        end.wait(60)
+        return step(self, action)
+
+    async def stops_in_the_fourth_step(self: Trainer, number: Step) -> list[Trajectory]:
+        if number.number == 4:
+            monkeypatch.setattr(LettersEnv, "step", hangs)
+            asyncio.get_running_loop().call_later(0.2, self.request_stop, "the machine is reclaimed")
+        return await rollout(self, number)
+
+    monkeypatch.setattr(Trainer, "rollout", stops_in_the_fourth_step)
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="130"):
+        train("interrupted", *settings)
+    assert time.monotonic() - start < 50, "the run ends before the environment does"
+    end.set()
+    assert (tmp_path / "skyrl/interrupted/ckpts/latest_ckpt_global_step.txt").read_text() == "3\n"
+    assert "of step 4 did not end within" in (tmp_path / "skyrl/interrupted/train.log").read_text()
+    monkeypatch.setattr(LettersEnv, "step", step)
+    monkeypatch.setattr(Trainer, "rollout", rollout)
     assert untimed(train("interrupted", *settings)) == untimed(uninterrupted)
 
 
