@@ -86,7 +86,10 @@ def main(task: str, level: Level, n_programs: str) -> None:
         report["orphaned"] = end_of_fork_bomb_without_warden(level)
     else:
         report["mistakes"], report["harm"] = many(level, int(n_programs))
-    report["left"] = _changes(before, _traces())
+    deadline = time.monotonic() + 10  # for killed processes to end
+    while (left := _changes(before, _traces())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    report["left"] = left
     sys.stdout.write(json.dumps(report))
 
 

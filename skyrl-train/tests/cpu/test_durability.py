@@ -24,6 +24,8 @@ from skyrl_train.learner import Learner
 from skyrl_train.trainer import Step, Trainer
 from skyrl_train.types import TrainingBatch
 
+TRAIN_FOLDER = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def train(catch_run: list[str], tmp_path: Path) -> Callable[..., Path]:
@@ -102,7 +104,7 @@ def test_a_learning_rate_of_1000_ends_the_run_in_its_first_step(
     train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        train("trainer.policy.optimizer_config.lr=1e3")
+        train("trainer.policy.optimizer_config.lr=1e3", "trainer.policy.optimizer_config.weight_decay=0")
     assert stop.value.code == 3
     message = "in step 1, the policy has diverged with trainer.policy.optimizer_config.lr=1000: the gradient of"
     assert message in capsys.readouterr().err
@@ -162,7 +164,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_message_and_leaves_
     overrides = ["trainer.ckpt_interval=1", "trainer.eval_interval=-1", "trainer.hf_save_interval=2"]
     script = LIMIT_FILES.replace("{method}", method)
     command = [sys.executable, "-c", script, *catch_run, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=TRAIN_FOLDER, capture_output=True, text=True, timeout=200, check=False)
     folder = tmp_path / "skyrl/test_run"
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -251,11 +253,11 @@ def test_a_run_locks_its_folder_while_it_trains(catch_run: list[str], tmp_path: 
 
     class StartSecondRun(Callback):
         async def on_step_end(self, run: Run, report: object) -> None:
-            script = "from skyrl_train.entrypoints.main_base import main; main()"
-            command = [sys.executable, "-c", script, *catch_run]
-            error_messages.append(
-                (await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)).stderr
+            command = [sys.executable, "-m", "examples.catch.main_catch", *catch_run]
+            second = await asyncio.to_thread(
+                subprocess.run, command, cwd=TRAIN_FOLDER, capture_output=True, text=True, check=False
             )
+            error_messages.append(second.stderr)
             run.request_stop("the test is done")
 
     class Experiment(BasePPOExp):

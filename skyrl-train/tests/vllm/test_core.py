@@ -34,7 +34,10 @@ def random_states() -> list[object]:
     ("options", "message"),
     [
         ({"engine_init_kwargs": {"blok_size": 32}}, "vLLM cannot start with .*blok_size"),
-        ({"engine_init_kwargs": {"async_scheduling": True}}, "engine_init_kwargs.async_scheduling is the engine's own"),
+        (
+            {"engine_init_kwargs": {"async_scheduling": True}},
+            "engine_init_kwargs.async_scheduling is set by the engine itself",
+        ),
         ({"path": Path("/no/such/folder")}, "vLLM cannot start with .*'/no/such/folder'"),
         ({"max_cache_bytes": 1 << 14}, "vLLM cannot start with .*No available memory"),
         ({"max_model_len": 600}, "vLLM cannot start with .*600"),

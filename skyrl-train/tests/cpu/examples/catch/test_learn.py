@@ -30,7 +30,7 @@ def test_a_model_that_has_not_learned_gives_exit_status_1(output_dir: Path, caps
         "before training",
         "after training",
         r"optimal player +95\.8%",
-        "NOT learned",
+        "FAILED",
     ):
         assert re.search(words, output)
     for name in ("learning_curve.png", "report.html", "metrics.jsonl"):
