@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator
 
 from skyrl_train.config.base import Allowed, Resolved, Section, Text, as_tuple, resolved_later
@@ -36,7 +36,7 @@ class PolicyModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, one step per mini-batch."""
 
-    lr: Annotated[float, Ge(0)] = 1e-6
+    lr: Annotated[float, Ge(0), Le(1000)] = 1e-6
     """Learning rate after warm-up."""
 
     adam_betas: Betas = (0.9, 0.999)
@@ -80,7 +80,7 @@ class CriticModelConfig(Section):
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW, one step per mini-batch."""
 
-    lr: Annotated[float, Ge(0)] = 5e-6
+    lr: Annotated[float, Ge(0), Le(1000)] = 5e-6
     """Learning rate after warm-up."""
 
 

@@ -76,7 +76,7 @@ class RunFolder:
 def log_to_file(path: Path) -> Iterator[None]:
     """Append the project's log messages, from level INFO up, to `path` within the context."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in ("skyrl_train", "skyrl_gym")]

@@ -88,7 +88,7 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
         (
             "trainer.policy.optimizer_config.lr",
             True,
-            "trainer.policy.optimizer_config.lr=true must be a number >= 0; "
+            "trainer.policy.optimizer_config.lr=true must be a number >= 0 and <= 1000; "
             "the default is trainer.policy.optimizer_config.lr=1e-06",
         ),
         (

@@ -50,3 +50,10 @@ def test_the_log_file_is_attached_within_the_context(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert [line.split(": ")[1] for line in lines] == ["first", "second"]
     assert "INFO skyrl_train.trainer" in lines[0]
+
+
+def test_the_log_file_takes_half_a_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with log_to_file(tmp_path / "train.log"):
+        logging.getLogger("skyrl_train").warning("\ud83d")
+    assert "\\ud83d" in (tmp_path / "train.log").read_text()
+    assert "Logging error" not in capsys.readouterr().err
