@@ -6,9 +6,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from skyrl_train.models.linear_head import linear_head_scores
 from skyrl_train.types import TokenScores
 
-CHUNK_LOGITS = 1 << 25  # logits in memory at once: 128 MiB in float32
+CHUNK_LOGITS = 1 << 25  # logits in memory at once, for other heads: 128 MiB in float32
 
 
 def response_logprobs(
@@ -72,9 +73,15 @@ def chosen_logprobs(
 ) -> TokenScores:
     """Return the scores of each token (N,), from the hidden states (N, H) that it was predicted from.
 
-    Positions are processed in chunks, whose logits are recomputed in the backward pass: memory holds one chunk of
-    logits rather than (N, V).
+    No tensor (N, V) of all logits is built. A head that is more than a matrix, such as one with an adapter or with
+    capped logits, processes positions in chunks, whose logits are computed again in the backward pass.
     """
+    head, config = model.get_output_embeddings(), model.config
+    if _is_linear(head) and not getattr(config, "final_logit_softcapping", None):
+        scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        return linear_head_scores(
+            hidden, head.weight, head.bias, token_ids, scale / temperature, entropy_grad=entropy_grad
+        )
 
     def score(hidden: torch.Tensor, token_ids: torch.Tensor) -> TokenScores:
         logprobs = (lm_head_logits(model, hidden) / temperature).log_softmax(dim=-1)  # (n, V)
@@ -86,7 +93,7 @@ def chosen_logprobs(
             sum_pi_squared=torch.linalg.vector_norm(probs.detach(), dim=-1).square(),
         )
 
-    chunk_size = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])
+    chunk_size = max(1, CHUNK_LOGITS // head.weight.shape[0])
     if len(token_ids) <= chunk_size:
         return score(hidden, token_ids)
     parts = [
@@ -94,6 +101,11 @@ def chosen_logprobs(
         for hidden_part, ids_part in zip(hidden.split(chunk_size), token_ids.split(chunk_size), strict=True)
     ]
     return TokenScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _is_linear(head: torch.nn.Module) -> bool:
+    """Return True for a plain matrix, without hooks such as those of an adapter."""
+    return type(head) is torch.nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
 
 
 def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,9 +116,8 @@ def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor
     """
     head = model.get_output_embeddings()
     dtype = next(head.parameters()).dtype
-    has_hooks = bool(head._forward_hooks or head._forward_pre_hooks)  # e.g. of an adapter
     with torch.autocast(hidden.device.type, enabled=False):
-        if type(head) is torch.nn.Linear and dtype != torch.float32 and not has_hooks:
+        if _is_linear(head) and dtype != torch.float32:
             bias = None if head.bias is None else head.bias.float()
             logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
         else:

@@ -51,7 +51,7 @@ class Worker:
 
     def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, Any]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+        optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
         scheduler = get_scheduler(
             spec.scheduler, optimizer, num_warmup_steps=spec.n_warmup_steps, num_training_steps=spec.n_steps
         )

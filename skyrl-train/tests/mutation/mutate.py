@@ -30,7 +30,15 @@ EQUIVALENT = Path(__file__).with_name("equivalent.json")
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 300
 
-SOURCES = ("algorithms", "workers", "dataset/batch.py", "models/logprobs.py", "learner.py", "trainer.py")
+SOURCES = (
+    "algorithms",
+    "workers",
+    "dataset/batch.py",
+    "models/logprobs.py",
+    "models/linear_head.py",
+    "learner.py",
+    "trainer.py",
+)
 SPECIFICATION = "workers/test_gradient_specification.py"
 RUNS = ("test_trainer.py", "test_durability.py", "test_algorithms_in_a_run.py", "entrypoints/test_resume.py")
 TESTS = {
@@ -44,6 +52,7 @@ TESTS = {
     ),
     "algorithms/": ("algorithms", "config/test_validation.py", SPECIFICATION),
     "dataset/batch.py": ("dataset/test_batch.py", SPECIFICATION),
+    "models/linear_head.py": ("models/test_linear_head.py", "models/test_logprobs.py"),
     "models/logprobs.py": ("models/test_logprobs.py", SPECIFICATION),
     "workers/": ("workers", "checkpoint", "distributed"),
     "learner.py": ("test_learner.py", SPECIFICATION, *RUNS),

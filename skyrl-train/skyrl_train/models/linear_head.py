@@ -1,0 +1,145 @@
+"""Scores of chosen tokens from a linear head, block by block: logits never leave the processor's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from skyrl_train.types import TokenScores
+
+CPU_BLOCK = (2048, 1024)
+"""Positions and tokens of the vocabulary in a block: 8 MiB of logits, which stay in the cache."""
+GPU_BLOCK_LOGITS = 1 << 25
+"""Logits in a block on a GPU, where few large operations are fastest: 128 MiB."""
+
+
+def linear_head_scores(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    scale: float,
+    *,
+    entropy_grad: bool,
+) -> TokenScores:
+    """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
+
+    `hidden` is (N, H), `weight` (V, H), `bias` (V,). The backward pass computes the logits again; the gradients are
+    exact. Memory is one block of logits in either pass. Only `entropy_grad` makes entropies differentiable.
+    """
+    return TokenScores(*_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad))
+
+
+class _LinearHeadScores(torch.autograd.Function):
+    """The running softmax of flash attention, with the vocabulary in place of the keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        scale: float,
+        entropy_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        lowest = torch.finfo(torch.float32).min
+        highest = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)  # (N,): largest logit so far
+        chosen = torch.zeros_like(highest)
+        # Over the tokens so far, with z = logit - highest: Σ e^z, Σ z · e^z, Σ e^2z.
+        total, moment, squares = (torch.zeros_like(highest) for _ in range(3))
+        for rows, tokens, logits in _blocks(hidden, weight, bias, scale):
+            local = token_ids[rows] - tokens.start  # (n,)
+            is_inside = (local >= 0) & (local < logits.shape[1])
+            found = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+            chosen[rows] = torch.where(is_inside, found, chosen[rows])
+
+            new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
+            shift = highest[rows] - new_highest  # ≤ 0
+            shrink = shift.exp()
+            highest[rows] = new_highest
+            logits.sub_(new_highest[:, None])
+            powers = logits.exp()
+            moment[rows] = shrink * (moment[rows] + shift * total[rows]) + _dot(powers, logits)
+            total[rows] = shrink * total[rows] + powers.sum(dim=1)
+            squares[rows] = shrink.square() * squares[rows] + _dot(powers, powers)
+        log_total = total.log()
+        entropy = log_total - moment / total
+        log_normalizer = highest + log_total
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropy)
+        ctx.scale = scale
+        sum_pi_squared = squares / total.square()
+        ctx.mark_non_differentiable(sum_pi_squared, *(() if entropy_grad else (entropy,)))
+        ctx.set_materialize_grads(False)
+        return chosen - log_normalizer, entropy, sum_pi_squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, token_ids, log_normalizer, entropy = ctx.saved_tensors
+        if logprob_grad is None:
+            logprob_grad = torch.zeros_like(log_normalizer)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for rows, tokens, logits in _blocks(hidden, weight, bias, ctx.scale):
+            # ∂ log π(y) / ∂ logits = [y] - π, and ∂ H / ∂ logits = -π · (log π + H)
+            logprobs = logits.sub_(log_normalizer[rows, None])
+            if entropy_grad is None:
+                grad = logprobs.exp_().mul_(-logprob_grad[rows, None])
+            else:
+                probs = logprobs.exp()
+                by_entropy = entropy_grad[rows, None]
+                grad = logprobs.add_(entropy[rows, None]).mul_(-by_entropy).sub_(logprob_grad[rows, None]).mul_(probs)
+            local = token_ids[rows] - tokens.start
+            is_inside = (local >= 0) & (local < grad.shape[1])
+            grad.scatter_add_(
+                1,
+                local.clamp(0, grad.shape[1] - 1)[:, None],
+                torch.where(is_inside, logprob_grad[rows], 0.0)[:, None],
+            )
+            if hidden_grad is not None:
+                hidden_grad[rows].addmm_(grad, weight[tokens].float(), alpha=ctx.scale)
+            if weight_grad is not None:
+                weight_grad[tokens].addmm_(grad.T, hidden[rows].float(), alpha=ctx.scale)
+            if bias_grad is not None:
+                bias_grad[tokens].add_(grad.sum(dim=0), alpha=ctx.scale)
+        gradients = zip((hidden_grad, weight_grad, bias_grad), (hidden, weight, bias), strict=True)
+        return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), None, None, None)
+
+
+def _blocks(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield positions, tokens and their float32 logits (n, v), which the caller may overwrite."""
+    n_positions, n_tokens = len(hidden), len(weight)
+    if hidden.device.type == "cpu":
+        row_step, token_step = CPU_BLOCK
+    else:
+        row_step, token_step = n_positions, max(1, GPU_BLOCK_LOGITS // max(1, n_positions))
+    row_step, token_step = max(1, min(row_step, n_positions)), min(token_step, n_tokens)
+    buffer = torch.empty(row_step * token_step, device=hidden.device)
+    for start in range(0, n_tokens, token_step):
+        tokens = slice(start, min(start + token_step, n_tokens))
+        block_weight = weight[tokens].float()
+        for row in range(0, n_positions, row_step):
+            rows = slice(row, min(row + row_step, n_positions))
+            shape = (rows.stop - rows.start, tokens.stop - tokens.start)
+            logits = buffer[: shape[0] * shape[1]].view(shape)
+            torch.mm(hidden[rows].float(), block_weight.T, out=logits)
+            if bias is not None:
+                logits.add_(bias[tokens].float())
+            if scale != 1:
+                logits.mul_(scale)
+            yield rows, tokens, logits
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return Σ a · b (n,) over the columns of (n, v), without a tensor of the products."""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]

@@ -1,0 +1,111 @@
+"""Scores of a linear head against a plain softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skyrl_train.models import linear_head
+from skyrl_train.models.linear_head import linear_head_scores
+from skyrl_train.types import TokenScores
+
+N, HIDDEN, VOCABULARY = 11, 5, 23
+SCALE = 1.7
+
+
+@pytest.fixture(params=[(2048, 1024), (4, 7), (3, 23), (1, 1)], ids=str)
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default block, which holds everything, and smaller ones."""
+    monkeypatch.setattr(linear_head, "CPU_BLOCK", request.param)
+
+
+def inputs(dtype: torch.dtype = torch.float32, spread: float = 3.0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, HIDDEN, generator=generator) * spread
+    weight, bias = torch.randn(VOCABULARY, HIDDEN, generator=generator), torch.randn(VOCABULARY, generator=generator)
+    token_ids = torch.randint(VOCABULARY, (N,), generator=generator)
+    token_ids[:2] = torch.tensor([0, VOCABULARY - 1])
+    return *(tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)), token_ids
+
+
+def naive(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, token_ids: torch.Tensor
+) -> TokenScores:
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    logprobs = (SCALE * logits).log_softmax(dim=-1)
+    probs = logprobs.exp()
+    chosen = logprobs[torch.arange(N), token_ids]
+    return TokenScores(chosen, -(probs * logprobs).sum(dim=-1), probs.square().sum(dim=-1))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])
+def test_values_and_gradients(block: None, has_bias: bool, entropy_grad: bool, spread: float) -> None:
+    *leaves, token_ids = inputs(spread=spread)
+    if not has_bias:
+        leaves[2] = None
+    scores = linear_head_scores(*leaves, token_ids, SCALE, entropy_grad=entropy_grad)
+    expected = naive(*leaves, token_ids)
+    for actual, values in zip(scores, expected, strict=True):
+        torch.testing.assert_close(actual.double(), values, atol=2e-5 * max(spread, 1), rtol=2e-5)
+    assert [values.requires_grad for values in scores] == [True, entropy_grad, False]
+
+    trained = [leaf for leaf in leaves if leaf is not None]
+    weights = torch.linspace(-1, 1, N)
+    gradients = []
+    for result in (scores, expected):
+        loss = (weights * result.logprobs).sum()
+        if entropy_grad:
+            loss = loss + (weights.flip(0) * result.entropy).sum()
+        gradients.append(torch.autograd.grad(loss, trained))
+    for actual, values in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, values, atol=1e-4 * max(spread, 1), rtol=1e-4)
+
+
+def test_a_gradient_of_entropies_alone() -> None:
+    hidden, weight, bias, token_ids = inputs()
+    gradients = [
+        torch.autograd.grad(scores.entropy.sum(), [hidden, weight, bias])
+        for scores in (
+            linear_head_scores(hidden, weight, bias, token_ids, SCALE, entropy_grad=True),
+            naive(hidden, weight, bias, token_ids),
+        )
+    ]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, bias, token_ids = inputs()
+    weight.requires_grad_(False)
+    scores = linear_head_scores(hidden, weight, bias, token_ids, SCALE, entropy_grad=False)
+    scores.logprobs.sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_bfloat16_is_computed_in_float32() -> None:
+    *leaves, token_ids = inputs(torch.bfloat16)
+    scores = linear_head_scores(*leaves, token_ids, SCALE, entropy_grad=False)
+    expected = naive(*leaves, token_ids)
+    torch.testing.assert_close(scores.logprobs.double(), expected.logprobs, atol=1e-4, rtol=1e-5)
+    scores.logprobs.sum().backward()
+    assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 3
+
+
+def test_no_positions() -> None:
+    hidden, weight, bias, token_ids = inputs()
+    scores = linear_head_scores(hidden[:0], weight, bias, token_ids[:0], SCALE, entropy_grad=True)
+    assert [len(values) for values in scores] == [0, 0, 0]
+    scores.logprobs.sum().backward()
+    assert not weight.grad.any()
+
+
+def test_nan_weights_give_nan_scores() -> None:
+    hidden, weight, bias, token_ids = inputs()
+    with torch.no_grad():
+        weight[3, 2] = torch.nan
+    scores = linear_head_scores(hidden, weight, bias, token_ids, SCALE, entropy_grad=False)
+    assert scores.logprobs.isnan().all()
