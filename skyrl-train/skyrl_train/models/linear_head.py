@@ -12,8 +12,8 @@ from skyrl_train.types import TokenScores
 
 CPU_BLOCK = (2048, 1024)
 """Positions and tokens of the vocabulary in a block: 8 MiB of logits, which stay in the cache."""
-GPU_BLOCK_LOGITS = 1 << 25
-"""Logits in a block on a GPU, where few large operations are fastest: 128 MiB."""
+GPU_BLOCK = (8192, 4096)
+"""The same on a GPU, where few large operations are fastest: 128 MiB."""
 
 
 def linear_head_scores(
@@ -119,12 +119,8 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Yield positions, tokens and their float32 logits (n, v), which the caller may overwrite."""
     n_positions, n_tokens = len(hidden), len(weight)
-    if hidden.device.type == "cpu":
-        row_step, token_step = CPU_BLOCK
-    else:
-        row_step, token_step = n_positions, max(1, GPU_BLOCK_LOGITS // max(1, n_positions))
-    row_step, token_step = max(1, min(row_step, n_positions)), min(token_step, n_tokens)
-    buffer = torch.empty(row_step * token_step, device=hidden.device)
+    row_step, token_step = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
+    buffer = torch.empty(min(row_step, n_positions) * min(token_step, n_tokens), device=hidden.device)
     for start in range(0, n_tokens, token_step):
         tokens = slice(start, min(start + token_step, n_tokens))
         block_weight = weight[tokens].float()
