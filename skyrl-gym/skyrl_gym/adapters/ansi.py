@@ -1,15 +1,15 @@
-"""Conversion of ANSI colours to brackets."""
+"""Conversion of ANSI colors to brackets."""
 
 from __future__ import annotations
 
 import re
 
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
-COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+COLORS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
-def strip_colours(text: str) -> str:
-    """Replace escape sequences by brackets: `[S]` for an S on a coloured background, `<blue S>` for a blue S."""
+def strip_colors(text: str) -> str:
+    """Replace escape sequences by brackets: `[S]` for an S on a colored background, `<blue S>` for a blue S."""
     pieces: list[str] = []
     opening = closing = ""
     position = 0
@@ -33,5 +33,5 @@ def _brackets(codes: str) -> tuple[str, str]:
         return "[", "]"
     for number in numbers:
         if 30 <= number <= 37 or 90 <= number <= 97:
-            return f"<{COLOURS[number % 10]} ", ">"
+            return f"<{COLORS[number % 10]} ", ">"
     return "", ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.adapters.actions import ActionError
-from skyrl_gym.adapters.ansi import strip_colours
+from skyrl_gym.adapters.ansi import strip_colors
 from skyrl_gym.adapters.observations import append_observation, format_observation, user_message
 from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
@@ -132,7 +132,7 @@ class GymnasiumEnv(BaseTextEnv):
     def _format(self, observation: Any) -> str:
         env = self._running()
         if self.settings.observation is None and env.render_mode == "ansi":
-            return strip_colours(str(env.render())).strip("\n")
+            return strip_colors(str(env.render())).strip("\n")
         return format_observation(observation, self.settings.observation)
 
 

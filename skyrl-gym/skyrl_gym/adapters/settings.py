@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from skyrl_gym.envs.row import parse_settings, read_extra_info, read_struct, to_python
+from skyrl_gym.envs.row import parse_settings, read_extra_info, read_struct, to_python, whole_number
 
 S = TypeVar("S")
 
@@ -49,13 +48,6 @@ def reset_arguments(defaults: Mapping[str, Any], extras: Mapping[str, Any]) -> d
     arguments = dict(defaults)
     for name, source in (("extra_info.", read_extra_info(extras)), ("", extras)):
         if (seed := source.get("seed")) is not None:
-            arguments["seed"] = _whole(seed, f"{name}seed")
+            arguments["seed"] = whole_number(seed, f"{name}seed")  # some libraries refuse numpy integers as seeds
         arguments |= read_struct(source.get("reset"), f"{name}reset")
     return arguments
-
-
-def _whole(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)  # some libraries refuse numpy integers as seeds
-    except TypeError:
-        raise ValueError(f"{name}={value!r} of a dataset row must be a whole number") from None

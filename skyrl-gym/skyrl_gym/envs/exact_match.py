@@ -63,7 +63,7 @@ def is_mentioned(answer: str, targets: Sequence[str]) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """Return the normalised words of a text, and the marks between them."""
+    """Return the normalized words of a text, and the marks between them."""
     text = text.lower()
     for pattern, mark in SEPARATORS:
         text = pattern.sub(f" {mark} ", text)

@@ -91,7 +91,11 @@ def read_answer(extras: Mapping[str, Any], fields: tuple[str, ...] = ("reward_sp
         ValueError: the ground truth has another type.
     """
     truth = read_ground_truth(extras, fields)
-    return truth.strip() if isinstance(truth, str) else str(_whole(truth, "ground_truth", "text or a whole number"))
+    return (
+        truth.strip()
+        if isinstance(truth, str)
+        else str(whole_number(truth, "ground_truth", kind="text or a whole number"))
+    )
 
 
 def read_max_turns(extras: Mapping[str, Any], default: int) -> int:
@@ -100,12 +104,30 @@ def read_max_turns(extras: Mapping[str, Any], default: int) -> int:
     Raises:
         ValueError: it is not a whole number, or less than 1.
     """
-    values = [source.get("max_turns") for source in (extras, extras.get("extra_info") or {})]
-    # Parquet stores a missing key as None.
-    max_turns = next((_whole(value, "max_turns", "a whole number") for value in values if value is not None), default)
-    if max_turns < 1:
-        raise ValueError(f"max_turns={max_turns} must be at least 1; set generator.max_turns")
-    return max_turns
+    max_turns = extras.get("max_turns")
+    if max_turns is None:  # Parquet stores a missing key as None
+        max_turns = read_extra_info(extras).get("max_turns", default)
+    n_turns = whole_number(max_turns, "max_turns")
+    if n_turns < 1:
+        raise ValueError(f"max_turns={n_turns} must be at least 1; set generator.max_turns")
+    return n_turns
+
+
+def whole_number(value: Any, name: str, at_least: int | None = None, *, kind: str = "a whole number") -> int:
+    """Convert a whole number, e.g. of numpy, to an int.
+
+    Raises:
+        ValueError: it is not a whole number, or too small; the message has its `name`, and the allowed `kind` of value.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be {kind}, got {type(value).__name__}")
+    if at_least is not None and number < at_least:
+        raise ValueError(f"{name}={number} must be at least {at_least}")
+    return number
 
 
 def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: type[S]) -> S:
@@ -137,10 +159,3 @@ def parse_settings(env_class: str, env_config: Mapping[str, Any] | None, kind: t
 def _validators(kind: type) -> dict[str, TypeAdapter[Any]]:
     """Return the validator of each field of a dataclass."""
     return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind).items()}
-
-
-def _whole(value: Any, name: str, kind: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r} must be {kind}, got {type(value).__name__}") from None

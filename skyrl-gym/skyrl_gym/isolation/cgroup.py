@@ -46,11 +46,6 @@ def memory_cgroup(n_bytes: int) -> Iterator[tuple[int, int] | None]:
             os.close(events)
 
 
-def has_cgroup() -> bool:
-    """Return True if this process can create cgroups that count memory, found out by trying once per process."""
-    return _parent() is not None
-
-
 def n_killed(events: int) -> int:
     """Return the number of processes that were killed for lack of memory."""
     lines = os.pread(events, 1 << 12, 0).decode("ascii").splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import resource
 import signal
 import site
 import sys
@@ -22,9 +23,8 @@ from skyrl_gym.isolation.credentials import (
     become_user,
     is_readable_by_all,
 )
-from skyrl_gym.isolation.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
+from skyrl_gym.isolation.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl, set_limit
 from skyrl_gym.isolation.landlock import restrict_access
-from skyrl_gym.isolation.limits import set_limits
 from skyrl_gym.isolation.namespaces import RANDOM, SYSTEM
 from skyrl_gym.isolation.seccomp import forbid_calls
 
@@ -32,7 +32,9 @@ RESULT_FD = 3  # receives the result of a called function
 FAILURE_FD = 4  # receives the reason why the program cannot be confined
 FDS = {"stdout": 1, "stderr": 2, "result": RESULT_FD, "failure": FAILURE_FD}
 MAX_FDS = 4096
-MAX_THREADS_PER_PROCESS = 9  # of a user; the warden ends a run with fewer
+MAX_OPEN_FILES = 64
+MAX_STACK_BYTES = 64 << 20  # large, because many solutions recurse deeply
+THREADS_PER_PROCESS = 8  # maximum, on average over the processes of a run
 THREAD_STACK = 8 << 20  # bytes; the default would be the limit of the main thread
 FILE = "program.py"  # the program's name in tracebacks
 
@@ -94,12 +96,18 @@ class Confinement:
         if self.user is not None:
             become_user(self.user, self._capabilities())
         prctl(PR_SET_DUMPABLE, 1)  # lets the warden see its open files
-        set_limits(
-            min(limits["seconds"], limits["cpu_seconds"]),
-            limits["memory_bytes"],
-            limits["file_bytes"],
-            None if self.user is None else limits["n_processes"] * MAX_THREADS_PER_PROCESS,
-        )
+        resources = {
+            resource.RLIMIT_CPU: int(min(limits["seconds"], limits["cpu_seconds"])) + 1,
+            resource.RLIMIT_AS: limits["memory_bytes"],
+            resource.RLIMIT_FSIZE: limits["file_bytes"],
+            resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+            resource.RLIMIT_STACK: MAX_STACK_BYTES,
+            resource.RLIMIT_CORE: 0,
+        }
+        if self.user is not None:  # a user that runs nothing else; the warden ends the run before it reaches this limit
+            resources[resource.RLIMIT_NPROC] = limits["n_processes"] * (THREADS_PER_PROCESS + 1)
+        for name, value in resources.items():
+            set_limit(name, value, is_final=True)
         if self.level == "landlock":
             restrict_access((*SYSTEM, *RANDOM, *self.python), (os.devnull, "."))
         forbid_calls(is_alone=self.is_alone, counts_memory=self.cgroup is not None)
@@ -123,7 +131,7 @@ def run_and_exit(
         status = _run(program, run)
     finally:
         with suppress(BaseException):
-            atexit._run_exitfuncs()  # a regular exit would also finalise state inherited from the parent
+            atexit._run_exitfuncs()  # a regular exit would also finalize state inherited from the parent
         for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
             with suppress(BaseException):
                 cast(TextIO, stream).flush()
@@ -136,6 +144,8 @@ def _confine(run: Json, limits: Json, pipes: Mapping[str, int], confinement: Con
     os.nice(10)  # so that the warden is never starved
     if confinement.cgroup is not None:
         os.write(confinement.cgroup[0], b"0")
+        for fd in confinement.cgroup:
+            os.close(fd)
     for name, fd in FDS.items():
         os.dup2(pipes[name], fd)
     os.closerange(max(FDS.values()) + 1, MAX_FDS)
@@ -174,7 +184,7 @@ def _run(program: Json, run: Json) -> int:
     except SystemExit as error:
         if run.get("ignores_exit_status"):
             return 0
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:  # noqa: BLE001, the boundary of the program
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # leaves this function out
         traceback.print_exception(type(error), error, trace)

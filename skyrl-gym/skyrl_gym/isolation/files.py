@@ -9,26 +9,31 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 BLOCK_BYTES = 512  # the unit of st_blocks
+MAX_FILES = 4096  # of a program
 TOO_MANY_BYTES = 1 << 62
 
 
-def file_bytes(folder: str, processes: Iterable[int], max_files: int) -> int:
+def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES) -> int:
     """Return the space that files take: those in `folder`, and those without a name that a process has open.
 
-    More than `max_files` files, or a path that is too long to be counted, count as infinitely large.
+    More than `max_files` files, a folder that cannot be read, and a path that is too long to be counted are infinitely
+    large.
     """
     n_bytes = n_files = 0
     pending = [folder]
     while pending:
-        with suppress(FileNotFoundError, PermissionError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                n_files += 1
-                if n_files > max_files or len(entry.path) > os.pathconf(folder, "PC_PATH_MAX") // 2:
-                    return TOO_MANY_BYTES
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                with suppress(FileNotFoundError):
-                    n_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
+        try:
+            with suppress(FileNotFoundError), os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    n_files += 1
+                    if n_files > max_files or len(entry.path) > os.pathconf(folder, "PC_PATH_MAX") // 2:
+                        return TOO_MANY_BYTES
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    with suppress(FileNotFoundError):
+                        n_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
+        except PermissionError:
+            return TOO_MANY_BYTES
     return n_bytes + _unnamed_bytes(processes)
 
 

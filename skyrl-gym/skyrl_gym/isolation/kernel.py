@@ -1,10 +1,12 @@
-"""C library calls without a Python function."""
+"""Kernel interfaces without a Python function, and resource limits."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import sys
+from contextlib import suppress
 from functools import cache
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
@@ -22,6 +24,17 @@ def prctl(option: int, value: int) -> None:
     """Set a property of this process, on Linux only."""
     if sys.platform == "linux":
         libc().prctl(option, value, 0, 0, 0)
+
+
+def set_limit(name: int, value: int, *, is_final: bool) -> None:
+    """Limit a resource of this process and its children, e.g. `resource.RLIMIT_CPU`, if the platform supports it.
+
+    A final limit cannot be raised again.
+    """
+    _, hard = resource.getrlimit(name)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    with suppress(ValueError, OSError):  # macOS does not limit memory
+        resource.setrlimit(name, (value, value if is_final else hard))
 
 
 def check_result(name: str, result: int) -> int:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from skyrl_gym.isolation.credentials import drop_capabilities
+from skyrl_gym.isolation.files import MAX_FILES
 from skyrl_gym.isolation.kernel import PR_SET_PDEATHSIG, check_result, libc, prctl
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -80,7 +81,7 @@ def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
         if not os.path.lexists(folder + name):  # Python may be installed below /tmp
             os.symlink(WORK_DIR, folder + name)
     _mount("proc", f"{folder}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
-    _mount("none", folder + WORK_DIR, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes=4096")
+    _mount("none", folder + WORK_DIR, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes={MAX_FILES}")
     _make_read_only(folder)
     os.chdir(folder)
     check_result("pivot_root", libc().syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))

@@ -38,6 +38,7 @@ from skyrl_gym.isolation.landlock import landlock_version
 from skyrl_gym.isolation.namespaces import WORK_DIR
 from skyrl_gym.isolation.processes import SESSION, all_processes, is_running, members
 from skyrl_gym.isolation.seccomp import has_filter
+from skyrl_gym.isolation.warden import READY
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,9 @@ EXIT_SECONDS = 0.2  # for a finished warden to exit
 GRACE_SECONDS = 15.0  # for the warden to end a run that has reached its time limit
 N_TRIALS, TRIAL_SECONDS = 3, 0.2  # before giving up on namespaces
 MARK = "SKYRL_PROGRAM"
-READY = b"ready"  # the warden's first line
 
 Level = Literal["namespaces", "landlock", "limits"]
-Demand = Literal["best", "namespaces", "limits"]
+Isolation = Literal["best", "namespaces", "limits"]
 """Values of the setting `isolation`: `best` accepts `namespaces` and `landlock`, `namespaces` only that level, and
 `limits` every level. Each takes the first level in this order that the machine supports."""
 End = Literal["exit", "time", "memory", "disk", "processes", "output", "lost"]
@@ -83,8 +83,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"the limit {name}={getattr(self, name)} of a program must be positive")
+            value = getattr(self, name)
+            if not value > 0 or (value == math.inf and name != "cpu_seconds"):
+                raise ValueError(f"the limit {name}={value} of a program must be a positive number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +154,10 @@ def run_program(
     limits = limits or Limits()
     level = level or level_for("best")
     with _slots, _folder() as folder, memory_cgroup(limits.memory_bytes + limits.disk_bytes) as cgroup:
-        job = _job(source, runs, limits, folder, level) | {"prelude": prelude, "cgroup": cgroup}
+        job = _job(source, runs, limits, level) | {"prelude": prelude, "folder": folder, "cgroup": cgroup}
         n_lost = len(runs)
         with _warden(job) as (process, log), closing(_lines(process, 1 + len(runs), limits)) as lines:
-            if next(lines, b"") != READY:
+            if next(lines, b"") != READY.encode():
                 raise ToolFailure(f"a program could not be isolated: {log()}")
             for line in lines:
                 n_lost -= 1
@@ -178,7 +179,7 @@ def isolation_level() -> Level:
     return level_for("limits")
 
 
-def level_for(demand: Demand) -> Level:
+def level_for(isolation: Isolation) -> Level:
     """Return the level for the value of the setting `isolation`.
 
     Raises:
@@ -187,18 +188,18 @@ def level_for(demand: Demand) -> Level:
     problem = _namespace_problem()
     if problem is None:
         return "namespaces"
-    if demand == "namespaces":
+    if isolation == "namespaces":
         raise OSError(
-            f"isolation={demand}, but programs cannot be isolated on this machine ({problem}). Allow users to create "
-            "namespaces, or set isolation=best"
+            f"isolation={isolation}, but programs cannot be isolated on this machine ({problem}). Allow users to "
+            "create namespaces, or set isolation=best"
         )
     if _landlock_problem() is None:
         return "landlock"
-    if demand == "best":
+    if isolation == "best":
         raise OSError(
-            f"isolation={demand}, but this machine cannot keep programs that a model writes away from your files and "
-            f"processes ({problem}; {_landlock_problem()}). Use Linux 5.13 or newer with Landlock, or allow users to "
-            "create namespaces. To run such programs anyway, with limits on time and memory alone, set "
+            f"isolation={isolation}, but this machine cannot keep programs that a model writes away from your files "
+            f"and processes ({problem}; {_landlock_problem()}). Use Linux 5.13 or newer with Landlock, or allow users "
+            "to create namespaces. To run such programs anyway, with limits on time and memory alone, set "
             "environment.skyrl_gym.<env_class>.isolation=limits"
         )
     _warn_about_limits()
@@ -245,13 +246,10 @@ def _find_problem(level: Level) -> str | None:
     return reason
 
 
-def _job(
-    source: str, runs: Sequence[Stdin | FunctionCall], limits: Limits, folder: str, level: Level
-) -> dict[str, Any]:
+def _job(source: str, runs: Sequence[Stdin | FunctionCall], limits: Limits, level: Level) -> dict[str, Any]:
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_libraries()]
     return {
         "source": source,
-        "prelude": "",
         "runs": [
             {"stdin": run.text, "ignores_exit_status": run.ignores_exit_status}
             if isinstance(run, Stdin)
@@ -259,7 +257,6 @@ def _job(
             for run in runs
         ],
         "limits": asdict(limits),
-        "folder": folder,
         "level": level,
         "python": [os.path.realpath(path) for path in python],
     }

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from skyrl_gym.isolation.cgroup import n_killed
-from skyrl_gym.isolation.child import Confinement, run_and_exit
+from skyrl_gym.isolation.child import THREADS_PER_PROCESS, Confinement, run_and_exit
 from skyrl_gym.isolation.credentials import throwaway_user
 from skyrl_gym.isolation.files import clear_folder, file_bytes
 from skyrl_gym.isolation.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
@@ -34,8 +34,6 @@ from skyrl_gym.isolation.processes import (
 )
 
 READY = "ready"  # the first line, once the program can be run
-THREADS_PER_PROCESS = 8  # on average over the processes of a run
-MAX_FILES = 4096
 WATCH_SECONDS = 0.02  # between two looks at processes and memory
 CHUNK_BYTES = 1 << 16
 
@@ -48,6 +46,8 @@ def main() -> None:
         job = json.load(stdin)
     # The first process of a namespace does not receive signals without a handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A trainer that ignores SIGCHLD passes that on, and then no exit status can be read.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if job["level"] == "namespaces":
         enter_namespaces()
         run_as_init(lambda: _do_isolated(job))
@@ -171,7 +171,7 @@ class Run:
         if self._confinement.is_alone:
             return 0
         with self._confinement.as_user():  # another user's open files are visible to root only with a capability
-            return file_bytes(os.getcwd(), processes, MAX_FILES)
+            return file_bytes(".", processes)  # the user may not enter the folders around it
 
     def _n_killed(self) -> int:
         return n_killed(self._confinement.cgroup[1]) if self._confinement.cgroup else 0

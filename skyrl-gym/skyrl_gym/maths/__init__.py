@@ -61,7 +61,8 @@ def choose_grader(
     """
     if unknown := sorted(map(str, set(env_config or {}) - {"grader", "env_class"})):  # SkyRL adds `env_class`
         raise ValueError(f"environment.skyrl_gym.{env_class}.{unknown[0]} is unknown; the only key is grader")
-    name = (env_config or {}).get("grader") or default
+    name = (env_config or {}).get("grader")
+    name = default if name is None else name
     key = f"environment.skyrl_gym.{env_class}.grader={name}"
     if not isinstance(name, str) or name not in graders:
         raise ValueError(f"{key} is unknown; use one of {', '.join(graders)}")

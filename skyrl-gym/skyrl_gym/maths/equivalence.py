@@ -86,7 +86,9 @@ def is_same(answer: str, gold: str) -> bool | None:
     if not parsed_gold:
         return None
     answer, is_percent = _normalize(answer)
-    sides, relation = ([answer], "") if _RELATION.search(gold) else _split(answer)
+    sides, is_approximate = ([answer], False) if _RELATION.search(gold) else _split(answer)
+    if is_approximate and not _are_close([_parse(side) for side in sides]):
+        return False
     candidates = []
     for side in sides:
         if any(pattern.search(side) and not pattern.search(gold) for pattern in (_OPERATION, _BASE, _JUXTAPOSED)):
@@ -96,8 +98,6 @@ def is_same(answer: str, gold: str) -> bool | None:
         parsed = _parse(side, is_percent=is_percent and gold_is_percent)
         if parsed and _operations(parsed, parsed_gold) <= _operations(parsed_gold, parsed_gold):
             candidates.append(parsed)
-    if relation == "approx" and len(sides) > 1 and not _are_close([_parse(side) for side in sides]):
-        return False
     return any(verify(parsed_gold, parsed, timeout_seconds=None) for parsed in candidates)
 
 
@@ -132,13 +132,13 @@ def _format_fraction(decimal: re.Match[str]) -> str:
     return rf"{sign}\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _split(text: str) -> tuple[list[str], str]:
-    """Return the sides of an equation or approximation that may be the result, and the relation.
+def _split(text: str) -> tuple[list[str], bool]:
+    """Return the sides of an equation that may be the result, and whether it is an approximation.
 
-    None may be if the numbers among the sides differ, as in ``41 = 42``.
+    No side may be the result if the numbers among them differ, as in ``41 = 42``.
     """
     if _UNSPLIT.search(text) or _LIST_COMMA.search(text):
-        return [text], ""
+        return [text], False
     sides, relations, depth, start = [], [], 0, 0
     for token in re.finditer(rf"[{{}}()]|{_RELATION.pattern}", text):
         depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(token[0], 0)
@@ -153,8 +153,8 @@ def _split(text: str) -> tuple[list[str], str]:
     numbers = [float(side) for side in sides if re.fullmatch(r"-?\d+(?:\.\d+)?", side, re.ASCII)]
     tolerance = APPROXIMATION if is_approximate else 0.0
     if numbers and max(numbers) - min(numbers) > tolerance * abs(numbers[0]):
-        return [], ""
-    return (sides[-2:], "approx") if is_approximate else (sides[-1:], "")
+        return [], is_approximate
+    return sides[-2 if is_approximate else -1 :], is_approximate
 
 
 def _are_close(sides: Sequence[list[Any]]) -> bool:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sqlite3
 import sys
 import time
@@ -13,8 +14,9 @@ from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import quote
 
+from skyrl_gym.isolation.kernel import set_limit
 from skyrl_gym.queries.values import as_json
-from skyrl_gym.worker_pool.serving import serve, set_limit
+from skyrl_gym.worker_pool.serving import serve
 
 MEMORY_BYTES = 1 << 30
 RECYCLE_BYTES = 256 << 20
@@ -122,6 +124,6 @@ def _rows(cursor: sqlite3.Cursor) -> Iterator[list[Any]]:
 
 
 if __name__ == "__main__":
-    set_limit("RLIMIT_FSIZE", 0)
+    set_limit(resource.RLIMIT_FSIZE, 0, is_final=True)
     # A question names its database, so any file can be read.
     serve(int(sys.argv[1]), answer, memory_bytes=MEMORY_BYTES, recycle_bytes=RECYCLE_BYTES, readable=["/"])

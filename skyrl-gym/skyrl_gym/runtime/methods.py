@@ -19,7 +19,7 @@ def async_method(env: Any, name: str) -> Callable[..., Coroutine[Any, Any, Any]]
 
 
 @contextmanager
-def ending_forked_children() -> Iterator[None]:
+def end_forked_children() -> Iterator[None]:
     """End a child process that forked within the context and leaves it: its parent alone continues.
 
     An environment that calls `os.fork` and returns in both processes would otherwise leave a second worker on the same

@@ -48,9 +48,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def to_facts(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Return what JSON can hold of any value: dicts with text as keys, lists, numbers, clean text, booleans and None.
+    """Convert any value to JSON types: dicts with text as keys, lists, numbers, clean text, booleans and None.
 
-    Arrays become lists, other objects their text. Never raises.
+    Arrays become lists, and other objects their text. Never raises.
     """
     try:
         if value is None or isinstance(value, bool | float):

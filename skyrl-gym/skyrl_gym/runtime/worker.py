@@ -24,7 +24,7 @@ from typing import Any
 from skyrl_gym.core import Env
 from skyrl_gym.envs.registration import EnvSpec, make
 from skyrl_gym.runtime.env_config import copy_env_config
-from skyrl_gym.runtime.methods import call_method, ending_forked_children
+from skyrl_gym.runtime.methods import call_method, end_forked_children
 from skyrl_gym.runtime.serialization import to_json_value
 from skyrl_gym.runtime.text import describe_error
 
@@ -69,7 +69,7 @@ def serve(fd: int) -> None:
         for line in stream:
             method, *args = json.loads(line)
             try:
-                with ending_forked_children():
+                with end_forked_children():
                     answer = json.dumps(["ok", worker.call(method, args)], default=to_json_value)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001, the boundary of a call
                 traceback.print_exc()

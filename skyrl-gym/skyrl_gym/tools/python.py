@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_gym.isolation.program import Demand, Limits, ProgramResult, level_for, run_once
+from skyrl_gym.isolation.program import Isolation, Limits, ProgramResult, level_for, run_once
 from skyrl_gym.tools.core import ToolGroup, tool
 
 OUTPUT_BYTES = 20_000
@@ -12,7 +12,7 @@ FAILURE = "Error executing Python code: "
 class PythonCodeExecutorToolGroup(ToolGroup):
     """The tool `python`."""
 
-    def __init__(self, timeout: float = 10.0, memory_bytes: int = 1 << 30, isolation: Demand = "best") -> None:
+    def __init__(self, timeout: float = 10.0, memory_bytes: int = 1 << 30, isolation: Isolation = "best") -> None:
         """Limit each program to `timeout` seconds and `memory_bytes` of memory.
 
         Raises:

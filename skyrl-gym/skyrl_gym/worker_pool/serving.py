@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
+from skyrl_gym.isolation.kernel import set_limit
 from skyrl_gym.isolation.landlock import landlock_version, restrict_access
 from skyrl_gym.isolation.seccomp import forbid_calls
 from skyrl_gym.runtime.worker import end_with_parent
@@ -43,8 +44,8 @@ def serve(
         AddressSpace() as address_space,
     ):
         os.dup2(null.fileno(), 2)  # libraries print warnings for every malformed answer
-        set_limit("RLIMIT_AS", memory_bytes)
-        set_limit("RLIMIT_CORE", 0)
+        set_limit(resource.RLIMIT_AS, memory_bytes, is_final=False)
+        set_limit(resource.RLIMIT_CORE, 0, is_final=False)
         if landlock_version() > 0:
             restrict_access(readable, [os.devnull])
         forbid_calls(is_alone=False, counts_memory=False)
@@ -53,21 +54,12 @@ def serve(
         for n_answers, text in enumerate(stream, start=1):
             question = json.loads(text)
             # The kernel enforces this limit even while a long operation blocks all threads of Python.
-            set_limit("RLIMIT_CPU", math.ceil(time.process_time() + question[-1]) + 1)
+            cpu_seconds = math.ceil(time.process_time() + question[-1]) + 1
+            set_limit(resource.RLIMIT_CPU, cpu_seconds, is_final=False)
             result = answer(question)
             is_spent = n_answers >= MAX_ANSWERS or address_space.n_bytes() > recycle_bytes
             stream.write(json.dumps(result | {"is_spent": is_spent}) + "\n")
             stream.flush()
-
-
-def set_limit(name: str, value: int) -> None:
-    """Set a resource limit of this process, if the platform supports it."""
-    import resource
-
-    with suppress(AttributeError, OSError, ValueError):
-        hard = resource.getrlimit(getattr(resource, name))[1]
-        soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(getattr(resource, name), (soft, hard))
 
 
 class AddressSpace:

@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_gym.adapters.ansi import strip_colours
+from skyrl_gym.adapters.ansi import strip_colors
 
 
 @pytest.mark.parametrize(
@@ -15,5 +15,5 @@ from skyrl_gym.adapters.ansi import strip_colours
         ("", ""),
     ],
 )
-def test_colours_become_brackets(text: str, plain: str) -> None:
-    assert strip_colours(text) == plain
+def test_colors_become_brackets(text: str, plain: str) -> None:
+    assert strip_colors(text) == plain

@@ -88,7 +88,7 @@ def test_reset_arguments() -> None:
     }
     assert reset_arguments({"seed": 9}, {"seed": None, "extra_info": None}) == {"seed": 9}
     assert type(reset_arguments({}, {"seed": np.int64(5)})["seed"]) is int
-    with pytest.raises(ValueError, match=r"extra_info\.seed='x' of a dataset row must be a whole number"):
+    with pytest.raises(ValueError, match=r"extra_info\.seed='x' must be a whole number"):
         reset_arguments({}, {"extra_info": {"seed": "x"}})
     with pytest.raises(ValueError, match=r"extra_info\.reset=3 of a dataset row"):
         reset_arguments({}, {"extra_info": {"reset": 3}})

@@ -64,6 +64,7 @@ def test_ground_truth_of_another_type_is_refused(truth: object) -> None:
         ({"max_turns": 2, "extra_info": {"max_turns": 3}}, 2),
         ({"max_turns": None, "extra_info": {"max_turns": np.int32(3)}}, 3),
         ({"extra_info": None}, 5),
+        ({"extra_info": '{"max_turns": 3}'}, 3),
         ({"extra_info": {"max_turns": None}}, 5),
     ],
 )

@@ -173,7 +173,16 @@ ATTACKS: dict[str, Attack] = {
         "time.sleep(1); print('harm')",
         ends="exit disk memory",
     ),
-    "folders that cannot be read": _attack("os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)"),
+    "folders that cannot be read": _attack(
+        "os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)", ends="exit disk"
+    ),
+    "300 MB in a folder that cannot be read": _attack(
+        "os.mkdir('d', 0o300)\n"
+        "for i in range(100):\n"
+        "    with open(f'd/{i}', 'wb') as file: file.write(bytes(3 << 20))\n"
+        "time.sleep(1); print('harm')",
+        ends="exit disk memory",
+    ),
     "750 MiB of shared memory": _attack(SHARED_MEMORY.format(fd="-1"), ends="exit memory"),
     "750 MiB of shared memory of a device": _attack(
         SHARED_MEMORY.format(fd="os.open('/dev/zero', os.O_RDWR)"), "files", "exit memory"

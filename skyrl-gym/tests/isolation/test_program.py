@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import math
 import os
+import resource
+import signal
 import socket
 import sys
 import sysconfig
@@ -12,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +27,7 @@ from isolation.traces import Traces
 
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.isolation import FunctionCall, Limits, ProgramResult, Stdin, isolation_level, program, run_program
-from skyrl_gym.isolation.program import Demand, Level, level_for, run_once
+from skyrl_gym.isolation.program import Isolation, Level, level_for, run_once
 
 SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
 LEVELS = supported_levels()
@@ -93,6 +97,7 @@ def test_called_program_is_not_main(level: Level) -> None:
         ("raise SystemExit", 0, ""),
         ("import sys; sys.exit(7)", 7, ""),
         ("import sys; sys.exit('no')", 1, ""),
+        ("import sys; sys.exit(2**80 + 3)", 3, ""),
         ("1 / 0", 1, 'File "program.py", line 1, in <module>'),
         ("def", 1, "SyntaxError"),
         ("print('\0')", 1, "null bytes"),
@@ -138,7 +143,7 @@ class TestLevels:
             monkeypatch.setattr(program, f"_{name}_problem", lambda problem=problem: problem)
 
     @pytest.mark.parametrize(
-        ("machine", "demand", "level"),
+        ("machine", "isolation", "level"),
         [
             ({"namespace": None}, "best", "namespaces"),
             ({"namespace": None}, "limits", "namespaces"),
@@ -148,11 +153,11 @@ class TestLevels:
         ],
         indirect=["machine"],
     )
-    def test_first_supported_level_is_taken(self, machine: None, demand: Demand, level: Level) -> None:
-        assert level_for(demand) == level
+    def test_first_supported_level_is_taken(self, machine: None, isolation: Isolation, level: Level) -> None:
+        assert level_for(isolation) == level
 
     @pytest.mark.parametrize(
-        ("machine", "demand", "message"),
+        ("machine", "isolation", "message"),
         [
             ({"namespace": "not here"}, "namespaces", r"isolation=namespaces, but .*\(not here\).*isolation=best"),
             (
@@ -163,9 +168,9 @@ class TestLevels:
         ],
         indirect=["machine"],
     )
-    def test_unsupported_level_is_refused(self, machine: None, demand: Demand, message: str) -> None:
+    def test_unsupported_level_is_refused(self, machine: None, isolation: Isolation, message: str) -> None:
         with pytest.raises(OSError, match=message):
-            level_for(demand)
+            level_for(isolation)
 
     @pytest.mark.parametrize("machine", [{"namespace": "not here", "landlock": "nor here"}], indirect=True)
     def test_programs_do_not_run_by_default_where_nothing_keeps_them_apart(self, machine: None) -> None:
@@ -251,6 +256,35 @@ def test_environment_variables_are_hidden(level: Level, monkeypatch: pytest.Monk
     assert "hunter2" not in run_once("import os; print(dict(os.environ))", level=level).stdout
 
 
+def test_trainer_may_ignore_the_end_of_its_children(level: Level) -> None:
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert run_once("print(1)", level=level).stdout == "1\n"
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
+def test_system_v_ipc_of_other_processes_is_refused(level: Level) -> None:
+    calls = ["shmat(-1, 0, 0)", "shmctl(-1, 0, 0)", "semop(-1, 0, 0)", "semtimedop(-1, 0, 0, 0)", "semctl(-1, 0, 0)"]
+    calls += ["msgsnd(-1, b'x', 0, 0)", "msgrcv(-1, 0, 0, 0, 0)", "msgctl(-1, 0, 0)"]
+    source = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
+    source += "\n".join(f"libc.{call}; print(ctypes.get_errno())" for call in calls)
+    assert set(run_once(source, level=level).stdout.split()) == {str(errno.EPERM)}
+
+
+def test_no_descriptor_of_the_trainer_is_inherited(level: Level) -> None:
+    source = "import os\nfor fd in range(4, 9000):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(9000, hard), hard))
+    try:
+        with ExitStack() as stack:
+            for _ in range(min(4500, hard - 200)):
+                stack.enter_context(open(os.devnull))
+            assert run_once(source, level=level).stdout == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.skipif("namespaces" not in LEVELS, reason="users cannot create namespaces on this machine")
 class TestNamespaces:
     """Guarantees that only namespaces can give."""
@@ -315,9 +349,11 @@ class TestNamespaces:
 # -- limits themselves
 
 
-def test_limits_must_be_positive() -> None:
-    with pytest.raises(ValueError, match=r"the limit seconds=0 of a program must be positive"):
-        Limits(seconds=0)
+@pytest.mark.parametrize("limits", [{"seconds": 0}, {"seconds": math.inf}, {"seconds": math.nan}, {"cpu_seconds": -1}])
+def test_limits_must_be_positive_and_finite(limits: dict[str, float]) -> None:
+    ((name, value),) = limits.items()
+    with pytest.raises(ValueError, match=rf"the limit {name}={value} of a program must be a positive number"):
+        Limits(**limits)  # type: ignore[arg-type]
 
 
 def test_one_program_runs_per_core() -> None:
@@ -361,6 +397,8 @@ def test_temporary_folder_may_be_closed_to_others(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = "import os, tempfile\nwith tempfile.TemporaryFile() as file: print(file.write(b'text'), os.listdir('.'))"
     assert run_once(source, level=level).stdout == "4 []\n"
+    fill = "import time\nfor i in range(8): open(f'f{i}', 'wb').write(bytes(3 << 20))\ntime.sleep(9)"
+    assert run_once(fill, limits=SMALL, level=level).end == ("exit" if level == "namespaces" else "disk")
 
 
 def test_output_that_is_not_text_can_be_written_as_json(level: Level) -> None:

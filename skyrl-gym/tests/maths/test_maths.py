@@ -158,8 +158,8 @@ def test_endless_answer_times_out_and_the_next_is_graded(bomb: str) -> None:
 
 def test_memory_limit_of_a_worker() -> None:
     limited = (
-        "from skyrl_gym.worker_pool.serving import set_limit; "
-        f"set_limit('RLIMIT_AS', {__main__.MEMORY_BYTES}); bytearray({__main__.MEMORY_BYTES})"
+        "import resource; from skyrl_gym.isolation.kernel import set_limit; "
+        f"set_limit(resource.RLIMIT_AS, {__main__.MEMORY_BYTES}, is_final=True); bytearray({__main__.MEMORY_BYTES})"
     )
     greedy = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=60)
     assert greedy.stderr.endswith("MemoryError\n")
@@ -382,7 +382,7 @@ def test_grader_is_chosen_by_name(config: Any) -> None:
     assert choose_grader("mine", None, graders, "right") is right
 
 
-@pytest.mark.parametrize("name", ["math-verify", 3, ["right"]])
+@pytest.mark.parametrize("name", ["math-verify", "", 3, False, ["right"]])
 def test_unknown_grader_is_named_with_the_choices(name: object) -> None:
     with pytest.raises(
         ValueError, match=r"environment\.skyrl_gym\.mine\.grader=.* is unknown; use one of right, other"

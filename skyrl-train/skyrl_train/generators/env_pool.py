@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 
 import skyrl_gym
-from skyrl_gym.runtime.methods import async_method, ending_forked_children
+from skyrl_gym.runtime.methods import async_method, end_forked_children
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EnvError
@@ -165,7 +165,7 @@ class ThreadPool:
                     continue
                 call.time, call.thread = time.monotonic(), threading.current_thread()  # in this order, for `_check`
             try:
-                with ending_forked_children():
+                with end_forked_children():
                     call.result = call.function()
             except BaseException as error:  # noqa: BLE001, the event loop raises it to the caller
                 call.error = _as_exception(error)
@@ -296,7 +296,7 @@ def _errors_as_exceptions() -> Iterator[None]:
     A child process that the environment forks ends here.
     """
     try:
-        with ending_forked_children():
+        with end_forked_children():
             yield
     except (Exception, KeyboardInterrupt, GeneratorExit):
         raise

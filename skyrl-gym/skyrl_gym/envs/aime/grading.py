@@ -23,7 +23,7 @@ _OR = re.compile(r"\bor\b")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,|,\\!|\\ | )\d{3})+(?!\d)", re.ASCII)
 _DIGITS = re.compile(r"\d+", re.ASCII)
 
-# The normalisation of Lewkowycz et al. 2022 (Minerva), appendix D. The order matters.
+# The normalization of Lewkowycz et al. 2022 (Minerva), appendix D. The order matters.
 _REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
     *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
@@ -43,7 +43,7 @@ _REWRITTEN = (
 
 
 class Score(TypedDict):
-    """A graded reply. score: 1 or -1. acc: True if the answer is right. pred: the normalised answer, if any."""
+    """A graded reply. score: 1 or -1. acc: True if the answer is right. pred: the normalized answer, if any."""
 
     score: float
     acc: bool
@@ -93,7 +93,7 @@ def to_reward(grade: Grade) -> float:
 
 
 def grade_minerva(reply: str, ground_truth: str) -> Grade:
-    """Compare the last ``Answer: …`` of the last 300 characters, normalised; ``[INVALID]`` without one."""
+    """Compare the last ``Answer: …`` of the last 300 characters, normalized; ``[INVALID]`` without one."""
     answers = _ANSWER.findall(reply[-END_CHARS:])
     if not answers:
         return Grade(INVALID, False)

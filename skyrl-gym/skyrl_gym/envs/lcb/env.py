@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, limits_per_test, parse_tests
 from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth
-from skyrl_gym.isolation.program import Demand, level_for
+from skyrl_gym.isolation.program import Isolation, level_for
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,14 @@ class LCBEnvConfig:
     total_timeout: float = 120.0
     """Seconds of CPU time of a program for all tests of a task; a slower program counts as wrong."""
     memory_mb: int = 1024
-    isolation: Demand = "best"
+    isolation: Isolation = "best"
     """Isolation of programs. `best` raises where the machine cannot keep them from the user's files and processes,
     `namespaces` where it has no namespaces; `limits` runs them anyway, within limits on time and memory."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "total_timeout", "memory_mb"):
             value = getattr(self, name)
-            if value <= 0:
+            if not 0 < value < math.inf:
                 raise ValueError(f"environment.skyrl_gym.lcb.{name}={value!r} must be a positive number")
 
 

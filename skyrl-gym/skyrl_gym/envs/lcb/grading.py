@@ -77,7 +77,7 @@ class Verdict:
 
     n_passed: int
     n_tests: int
-    failure: str | None = None  # "wrong", "error", or the limit that it hit
+    failure: str | None = None  # "none" without a program, "wrong", "error", or the limit that it hit
 
     @property
     def is_correct(self) -> bool:

@@ -20,11 +20,10 @@ from skyrl_gym.envs.openspiel.options import (
     one_of,
     row_options,
     set_options,
-    whole_number,
 )
 from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
 from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
-from skyrl_gym.envs.row import read_extra_info
+from skyrl_gym.envs.row import read_extra_info, whole_number
 
 OPPONENTS = ("random", "mcts", "policy")
 ILLEGAL_RULES = ("retry", "lose", "random")

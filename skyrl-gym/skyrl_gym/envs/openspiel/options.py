@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -33,19 +32,6 @@ def reject_unknown(options: Mapping[str, Any], known: Collection[str], where: st
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are: {', '.join(sorted(known))}"
         raise ValueError(f"{where} has no option {name!r} (={options[name]!r}); {hint}")
-
-
-def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
-    """Convert `value` to an int. Raises `ValueError` if it is not a whole number, or too small."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be a whole number, got {type(value).__name__}")
-    if at_least is not None and number < at_least:
-        raise ValueError(f"{name}={number} must be at least {at_least}")
-    return number
 
 
 def finite_number(value: Any, name: str, at_least: float | None = None) -> float:

@@ -13,7 +13,7 @@ from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_m
 from skyrl_gym.envs.search.env import SearchEnvConfig
 from skyrl_gym.envs.tags import first_between, last_between
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.isolation.program import Demand
+from skyrl_gym.isolation.program import Isolation
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
 
 MAX_TURNS = 2
@@ -26,7 +26,7 @@ class SearchCodeEnvConfig(SearchEnvConfig):
 
     python_timeout: float = 10
     """Time limit of a program, in seconds."""
-    isolation: Demand = "best"
+    isolation: Isolation = "best"
     """Isolation of programs. `best` raises where the machine cannot keep them from the user's files and processes,
     `namespaces` where it has no namespaces; `limits` runs them anyway, within limits on time and memory."""
 

@@ -76,6 +76,8 @@ def test_functional_programs(code: str, reward: float) -> None:
     ("settings", "message"),
     [
         ({"timeout": 0}, "timeout=0 must be a positive number"),
+        ({"timeout": float("inf")}, "timeout=inf must be a positive number"),
+        ({"total_timeout": float("nan")}, "total_timeout=nan must be a positive number"),
         ({"timeout": "6"}, "timeout='6' should be a valid number"),
         ({"memory_mb": -1}, "memory_mb=-1 must be a positive number"),
         ({"isolation": "vm"}, "isolation='vm' should be 'best', 'namespaces' or 'limits'"),

@@ -10,8 +10,8 @@ from skyrl_gym.envs.openspiel.options import (
     reject_unknown,
     row_options,
     set_options,
-    whole_number,
 )
+from skyrl_gym.envs.row import whole_number
 
 
 def test_options_that_are_none_are_dropped() -> None:
