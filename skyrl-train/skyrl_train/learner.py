@@ -25,10 +25,10 @@ from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 N_PROBED = 8
-"""Rows of an update with which `check_weights` tries the new weights."""
+"""Number of rows of an update on which `check_weights` tests the new weights."""
 
 MIN_MEAN_LOGPROB = -100.0
-"""Below this mean, an update has made its own samples impossible: exp(-100) is 0 in float32."""
+"""Minimum mean log-prob of sampled tokens after an update; exp(-100) is 0 in float32."""
 
 
 class Learner:
@@ -167,7 +167,7 @@ class Learner:
     async def check_weights(self) -> None:
         """Check that weights are finite, and that rows of the last update still have log-probs and a gradient.
 
-        A much too large update leaves weights that are finite, yet give every token a gradient of 0 or NaN.
+        Far too large an update leaves finite weights that give every token a gradient of 0 or NaN.
 
         Raises:
             DivergenceError: training has diverged.
@@ -175,11 +175,14 @@ class Learner:
         for name, group in self._changing().items():
             fault = None if await group.is_finite() else "its weights are NaN or infinite"
             if fault is None and name != "ref" and self._probe is not None:
-                fault = _find_divergence((await group.probe(self._probe)).numbers())
+                min_mean = -math.inf if name == "critic" else MIN_MEAN_LOGPROB
+                fault = _find_divergence((await group.probe(self._probe)).numbers(), min_mean)
             if fault is not None:
-                model = self._cfg.critic if name == "critic" else self._cfg.policy
-                key = f"trainer.{'critic' if model is self._cfg.critic else 'policy'}.optimizer_config.lr"
-                raise DivergenceError(f"the {name} has diverged with {key}={model.optimizer_config.lr:g}: {fault}")
+                section = "critic" if name == "critic" else "policy"  # whose weights the reference copies
+                lr = getattr(self._cfg, section).optimizer_config.lr
+                raise DivergenceError(
+                    f"the {name} has diverged with trainer.{section}.optimizer_config.lr={lr:g}: {fault}"
+                )
 
     async def refresh_reference(self, version: int) -> None:
         """Copy the policy's weights, of `version`, to the reference."""
@@ -240,16 +243,16 @@ def _shortest_rows(batch: TrainingBatch, n_rows: int) -> TrainingBatch | None:
     return batch.select(trained[:n_rows]) if trained else None
 
 
-def _find_divergence(probe: Mapping[str, float]) -> str | None:
-    """Return a phrase if the mean log-prob or value of tokens, or its gradient norm, is that of broken weights.
+def _find_divergence(probe: Mapping[str, float], min_mean: float) -> str | None:
+    """Return why the mean log-prob or value of tokens, or its gradient norm, is that of broken weights; or None.
 
-    A mean of exactly 0 may have the gradient 0: that of a policy which has become certain of every token.
+    A gradient of 0 is valid at a mean of exactly 0: the policy is certain of every token.
     """
     mean, norm = probe["mean"], probe["grad_norm"]
     if not math.isfinite(norm):
         return f"the gradient of its outputs is {norm:g}"
     if norm == 0 and mean != 0:
-        return "the gradient of its outputs is 0, so that it cannot learn any more"
-    if mean < MIN_MEAN_LOGPROB:
+        return "the gradient of its outputs is 0, so that it can no longer learn"
+    if mean < min_mean:
         return f"the tokens that it has just sampled have a mean log-prob of {mean:g}"
     return None

@@ -29,7 +29,7 @@ from skyrl_train.workers.random_state import random_state, set_random_state
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 20.0
-"""Time that the rollouts of a step have to end after a stop request, before the step is abandoned."""
+"""Seconds that the rollouts of a step may take after a stop request, before the step is abandoned."""
 
 
 class RolloutsAbandonedError(Exception):
@@ -143,6 +143,8 @@ class Trainer:
         with step.timer("generate"):
             try:
                 data = await self._take(step.number)
+            except RolloutsAbandonedError:
+                raise
             except Exception:
                 if self.global_step > 0:
                     await self._check_weights(self.global_step)  # divergence explains why rollouts fail
@@ -254,7 +256,7 @@ class Trainer:
             kept = "there is no earlier checkpoint" if last is None else f"the checkpoint of step {last} is kept"
             raise DivergenceError(
                 f"in step {step}, {error}; {kept}. The same command would diverge again: start a new run with a lower "
-                "learning rate, from a checkpoint if you like (docs/guides/debugging.md#divergence)"
+                "learning rate, from the start or from a checkpoint (docs/guides/debugging.md#divergence)"
             ) from error
 
     async def _save_before_failure(self) -> None:
@@ -298,7 +300,7 @@ class Trainer:
             self.learner.load_state_dict(state["learner"])
         except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError) as error:
             raise CheckpointError(
-                f"cannot resume from {folder}: {error!r}; another version wrote it, which can finish the run"
+                f"cannot resume from {folder}: {error!r}; if another version wrote it, finish the run with that version"
             ) from error
         self._source.load_state_dict(state["source"])
         await self.learner.restore(folder)

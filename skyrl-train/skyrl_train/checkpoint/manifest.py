@@ -38,7 +38,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Return a phrase for each file below a folder that differs from its `checksums.json`. Other files are ignored."""
+    """Return a phrase for each file of `checksums.json` that is missing or changed. Other files are ignored."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files = {name: Fingerprint(**entry) for name, entry in manifest["files"].items()}

@@ -46,7 +46,7 @@ class CheckpointStore:
         Files are synced and removed in a thread, so that the event loop is never blocked.
 
         Raises:
-            CheckpointError: the disk refused, or `write` raised it; the one to resume from is unchanged.
+            CheckpointError: a file could not be written, or `write` raised it; the checkpoint to resume from is intact.
         """
 
         async def write_with_manifest(folder: Path) -> None:
@@ -214,7 +214,7 @@ class CheckpointStore:
             shutil.rmtree(leftover)
 
     def _restore_replaced(self) -> None:
-        """Give an earlier checkpoint its name back, after a crash between the two renames of a replacement."""
+        """Rename an earlier checkpoint back after a crash between the two renames of a replacement."""
         for replaced in self.path.glob(".global_step_*.replaced"):
             target = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
             if not target.exists():
@@ -235,7 +235,7 @@ async def write_complete(target: Path, write: Write) -> Path:
         await write(partial)
         await asyncio.to_thread(_commit, partial, target)
     except Exception:
-        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # what is incomplete takes up room
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # frees the disk
         raise
     return target
 

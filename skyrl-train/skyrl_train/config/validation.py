@@ -183,26 +183,36 @@ def interpreter_has_processes(cfg: SkyRLConfig) -> Iterator[str]:
     gym = cfg.environment.skyrl_gym
     if gym.python is not None and gym.isolation != "process":
         yield (
-            f"environment.skyrl_gym.python={show(gym.python)} runs environments in processes, and "
-            f"environment.skyrl_gym.isolation={gym.isolation} keeps them in the trainer; set "
+            f"environment.skyrl_gym.python={show(gym.python)} is used only by environments in separate processes, but "
+            f"environment.skyrl_gym.isolation={gym.isolation} runs them in the trainer; set "
             "environment.skyrl_gym.isolation=process, or environment.skyrl_gym.python=null"
         )
 
 
 def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse names that cannot be, or should not be, those of a folder."""
+    """Refuse names that are no safe name of a folder."""
     for key in ("trainer.project_name", "trainer.run_name"):
         name: str = value_at(cfg, key)
         if not name.isprintable() or any(part.strip() in (".", "..") for part in name.split("/")):
             yield f"{key}={show(name)} must be the name of a folder, in printable characters; try {key}=catch"
 
 
-def data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a validation source that is named twice, whose rows would count twice."""
-    names = [os.path.abspath(os.path.expandvars(os.path.expanduser(source))) for source in cfg.data.val_data]
-    for index, source in enumerate(cfg.data.val_data):
-        if names[index] in names[:index]:
-            yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
+def _repeated_sources(sources: list[str]) -> Iterator[str]:
+    """Yield each source that an earlier entry names too, possibly in another spelling of its path."""
+    paths = [os.path.abspath(os.path.expandvars(os.path.expanduser(source))) for source in sources]
+    return (source for index, source in enumerate(sources) if paths[index] in paths[:index])
+
+
+def validation_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a validation source that is named twice."""
+    for source in _repeated_sources(cfg.data.val_data):
+        yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
+
+
+def training_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of a training source that is named twice."""
+    for source in _repeated_sources(cfg.data.train_data):
+        yield f"data.train_data has {show(source)} twice, so an epoch trains on its rows twice; name it once"
 
 
 def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
@@ -424,12 +434,12 @@ def loss_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of copies of a greedy reply, of temperatures that sample noise, and of limits that few rollouts meet."""
+    """Warn of copies of a greedy reply, of temperatures that sample noise, and of very short time limits."""
     generator, gym = cfg.generator, cfg.environment.skyrl_gym
     n_samples = generator.eval_n_samples_per_prompt
     if n_samples > 1 and generator.eval_sampling_params.temperature == 0:
         yield (
-            f"generator.eval_n_samples_per_prompt={n_samples} plays the same greedy reply {n_samples} times, for "
+            f"generator.eval_n_samples_per_prompt={n_samples} samples the same greedy reply {n_samples} times, because "
             "generator.eval_sampling_params.temperature=0.0; try generator.eval_sampling_params.temperature=1.0, or "
             "generator.eval_n_samples_per_prompt=1"
         )
@@ -445,22 +455,17 @@ def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
             yield f"{key}={seconds:g} is so short that most rollouts may be invalid; try {key}=300"
 
 
-def optimization_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of coefficients far above usual ones, of training data named twice, and of metrics that go nowhere."""
+def coefficients_are_unusual(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn of coefficients far above usual values."""
     algorithm = cfg.trainer.algorithm
-    values = {
+    coefficients = {
         "trainer.algorithm.kl_loss_coef": algorithm.kl_loss_coef if algorithm.compares_with_reference else 0.0,
         "trainer.algorithm.entropy_loss_coef": algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
         "trainer.policy.optimizer_config.weight_decay": cfg.trainer.policy.optimizer_config.weight_decay,
     }
-    for key, value in values.items():
+    for key, value in coefficients.items():
         if value > 1:
-            yield f"{key}={value:g} outweighs the rewards; usual values are below 1, e.g. {key}=0.01"
-    if not cfg.trainer.logger:
-        yield "trainer.logger=[] writes metrics to metrics.jsonl only; try trainer.logger=console"
-    for source in dict.fromkeys(cfg.data.train_data):
-        if (n := cfg.data.train_data.count(source)) > 1:
-            yield f"data.train_data has {show(source)} {n} times, so an epoch trains on its rows as often; name it once"
+            yield f"{key}={value:g} is so large that rewards hardly matter; try {key}=0.01"
 
 
 RULES: tuple[Rule, ...] = (
@@ -476,7 +481,7 @@ RULES: tuple[Rule, ...] = (
     weight_decay_shrinks_weights,
     interpreter_has_processes,
     names_are_folders,
-    data_is_read_once,
+    validation_data_is_read_once,
     resume_path_is_a_checkpoint,
     distillation_has_a_teacher,
     filter_has_a_group,
@@ -494,8 +499,9 @@ WARNINGS: tuple[Rule, ...] = (
     rewards_are_compared,
     loss_learns_from_rewards,
     resume_path_is_read,
+    training_data_is_read_once,
     sampling_is_unusual,
-    optimization_is_unusual,
+    coefficients_are_unusual,
 )
 """Warnings of settings that are allowed, but most likely not meant."""
 

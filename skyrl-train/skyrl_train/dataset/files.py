@@ -24,14 +24,13 @@ def read_rows(source: str) -> list[Row]:
     Raises:
         DataError: the file does not exist or cannot be read.
     """
-    path = Path(os.path.expandvars(source)).expanduser()
-    read = _READERS.get(path.suffix)
-    if read is None:
+    path = local_path(source)
+    if path is None:
         return _read_from_hub(source)
     if (fault := find_fault(path)) is not None:
         raise DataError(f"dataset file {path} {fault}; check data.train_data and data.val_data")
     try:
-        rows = read(path)
+        rows = _READERS[path.suffix](path)
     except RecursionError as error:
         raise DataError(f"cannot read dataset file {path}: its JSON is nested too deeply; flatten it") from error
     except (OSError, ValueError) as error:
@@ -40,6 +39,12 @@ def read_rows(source: str) -> list[Row]:
         if not isinstance(row, dict):
             raise DataError(f'row {i} of {path} is {str(row)[:80]!r}; a row is an object: {{"prompt": […], …}}')
     return rows
+
+
+def local_path(source: str) -> Path | None:
+    """Return the path of a data file, with `~` and `$VARIABLES` expanded; None for a dataset on the Hub."""
+    path = Path(os.path.expandvars(source)).expanduser()
+    return path if path.suffix in DATA_SUFFIXES else None
 
 
 def find_fault(path: Path) -> str | None:
@@ -54,8 +59,8 @@ def find_fault(path: Path) -> str | None:
 
 def count_rows(source: str) -> int | None:
     """Return the number of rows of a data file, None for a dataset on the Hub; DataError as `read_rows`."""
-    path = Path(os.path.expandvars(source)).expanduser()
-    if path.suffix not in _READERS:
+    path = local_path(source)
+    if path is None:
         return None
     if path.suffix != ".parquet" or not path.is_file():
         return len(read_rows(source))

@@ -26,14 +26,13 @@ MAX_QUOTED_CHARS = 80
 MAX_REASON_CHARS = 400
 WRITE_PROMPT = 'write [{"role": "user", "content": "…"}]'
 
-
 _warned: set[str] = set()
-"""Sources for which the log has a warning; they are read once to be checked, and once to be tokenized."""
+"""Sources that were warned about: a run reads each one twice, to check its rows and to tokenize them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One row for its environment."""
+    """A row as an environment receives it, without its prompt."""
 
     location: str  # "row 17 of train.jsonl", for messages
     env_class: str | None  # None: that of the configuration
@@ -43,7 +42,7 @@ class TaskRow:
 def read_prompt_rows(
     sources: Sequence[str], prompt_key: str = "prompt", env_class_key: str = "env_class"
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the location and the columns of every row. Half characters in its texts are replaced, with one warning.
+    """Yield the location and the columns of every row. Lone surrogates become "?", with one warning per source.
 
     Raises:
         DataError: a source cannot be read or has no rows, or a row has no chat prompt or an invalid `env_class`.
@@ -73,18 +72,18 @@ def read_prompt_rows(
         if replaced and source not in _warned:
             _warned.add(source)
             logger.warning(
-                'Half characters (lone surrogates) are replaced by "?" in %d rows, the first: %s',
+                'Lone surrogates (halves of characters) are replaced by "?" in %d rows, the first: %s',
                 *(len(replaced), replaced[0]),
             )
 
 
 def check_environments(
-    rows: Iterable[TaskRow], environment: EnvironmentConfig, max_turns: int, *, are_all: bool = True
+    rows: Iterable[TaskRow], environment: EnvironmentConfig, max_turns: int, *, is_complete: bool = True
 ) -> None:
     """Check that the environment of every row exists and accepts the row, and that its configuration is used.
 
     Environments whose constructor only reads the row (`validates_rows`) are constructed once for each row. With
-    `are_all`, the run has no other rows, so that settings that none of them uses are known.
+    `is_complete`, the run has no other rows, and settings that none of them uses are reported.
 
     Raises:
         ConfigError: an environment or a section of `environment.skyrl_gym` does not exist, or its settings are invalid.
@@ -99,18 +98,18 @@ def check_environments(
         name = row.env_class or environment.env_class
         if name not in creators:
             origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
-            creators[name] = _creator_of(name, origin, environment)
-        if (problem := _problem(name, creators[name], row, environment, max_turns)) is not None:
-            refused.append((row.location, name, problem))
+            creators[name] = _load_environment(name, origin, environment)
+        if (reason := _find_refusal(name, creators[name], row, environment, max_turns)) is not None:
+            refused.append((row.location, name, reason))
     if refused:
         location, name, reason = refused[0]
         others = f"; {len(refused)} of {n_rows} rows are refused" if len(refused) > 1 else ""
         raise DataError(f"{location}: the environment {name} refuses it: {reason}. Fix or remove the row{others}")
-    if are_all and n_rows:
+    if is_complete and n_rows:
         _check_settings(environment, list(creators), uses_default=uses_default)
 
 
-def _creator_of(name: str, origin: str, environment: EnvironmentConfig) -> Any:
+def _load_environment(name: str, origin: str, environment: EnvironmentConfig) -> Any:
     """Return the class or function of an environment; None if only another interpreter can import it."""
     try:
         return skyrl_gym.spec(name).load()
@@ -122,7 +121,7 @@ def _creator_of(name: str, origin: str, environment: EnvironmentConfig) -> Any:
         raise ConfigError(f"{origin}={name}: {error}") from error
 
 
-def _problem(name: str, creator: Any, row: TaskRow, environment: EnvironmentConfig, max_turns: int) -> str | None:
+def _find_refusal(name: str, creator: Any, row: TaskRow, environment: EnvironmentConfig, max_turns: int) -> str | None:
     """Return the reason why an environment refuses a row, or None."""
     if creator is None or not validates_rows(creator):
         return None
@@ -165,10 +164,11 @@ def _check_prompt(row: Row, location: str, prompt_key: str) -> None:
             f"{location} has no {prompt_key!r}; its columns are {', '.join(row)}. A prompt is a list of messages: "
             f"{WRITE_PROMPT}"
         )
-    if prompt is None:
-        raise DataError(f"{location}: {prompt_key}=null is not a list of messages; {WRITE_PROMPT}, or remove the row")
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{location}: {prompt_key}={_quote(prompt)} is not a list of messages; {WRITE_PROMPT}")
+        found = "null" if prompt is None else _quote(prompt)
+        raise DataError(
+            f"{location}: {prompt_key}={found} is not a list of messages; {WRITE_PROMPT}, or remove the row"
+        )
     for index, message in enumerate(prompt):
         if not is_conversation([message]) or (message["content"] is None and "tool_calls" not in message):
             raise DataError(

@@ -88,12 +88,12 @@ class BasePPOExp:
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
 
     trains: ClassVar[bool] = True
-    """Whether the training data is read."""
+    """True for a run that reads the training data."""
 
     def __init__(self, cfg: SkyRLConfig | DictConfig, *, data_is_checked: bool = False) -> None:
         """Check the configuration and create the run folder; ConfigError lists every problem.
 
-        With `data_is_checked`, `preflight.check_data` has seen all rows.
+        With `data_is_checked`, `preflight.check_data` has checked all rows.
         """
         self.cfg = validate_cfg(cfg)
         self._data_is_checked = data_is_checked
@@ -145,7 +145,7 @@ class BasePPOExp:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Answer a disk that is full or broken with a StorageError, wherever the run writes."""
+        """Raise StorageError if a disk is full or broken, wherever the run writes."""
         try:
             yield
         except OSError as error:

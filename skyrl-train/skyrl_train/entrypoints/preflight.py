@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,10 @@ from typing import Any
 
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import reads_reference
-from skyrl_train.checkpoint import find_folder_fault
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.problems import show
-from skyrl_train.config.root import DATA_SUFFIXES
-from skyrl_train.dataset.files import find_fault
+from skyrl_train.dataset.files import find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 
@@ -27,6 +26,9 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+MAX_SUBPATH = 300
+"""Bytes that the path of a run's file may have below one of the run's folders."""
 
 
 def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
@@ -51,7 +53,7 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         yield from _missing_model("trainer.critic.model.path", trainer.critic.model.path)
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
         yield from _missing_model("trainer.ref.model.path", trainer.ref.model.path)
-    yield from _beyond_the_model(cfg, trains=trains)
+    yield from _find_model_mismatches(cfg, trains=trains)
 
 
 def find_unusable_folders(cfg: SkyRLConfig) -> Iterator[str]:
@@ -71,6 +73,33 @@ def find_unusable_folders(cfg: SkyRLConfig) -> Iterator[str]:
             yield f"{key}={show(folder)} cannot be written: {fault}; set it to a folder that you may write into"
 
 
+def find_folder_fault(folder: str) -> str | None:
+    """Return why files cannot be written below a folder, which need not exist; None if they can. Creates nothing."""
+    if "\0" in folder:
+        return "it contains a NUL character"
+    try:
+        os.fsencode(folder)
+    except UnicodeEncodeError:
+        return "it contains a lone surrogate"
+    path = Path(folder).absolute()
+    parent = next(ancestor for ancestor in (path, *path.parents) if os.path.lexists(ancestor))
+    if not parent.is_dir():
+        return f"{parent} is {'a broken link' if parent.is_symlink() else 'not a folder'}"
+    missing = path.relative_to(parent).parts
+    if variable := re.search(r"\$(\w+|\{\w+\})", "/".join(missing)):
+        return f"the environment variable {variable[0]} is not set"
+    if missing and folder.startswith("~"):
+        return f"there is no user {folder.partition('/')[0].removeprefix('~')}"
+    max_name, max_path = os.pathconf(parent, "PC_NAME_MAX"), os.pathconf(parent, "PC_PATH_MAX")
+    if any(len(os.fsencode(name)) > max_name for name in missing):
+        return f"names of files have at most {max_name} bytes"
+    if len(os.fsencode(path)) + MAX_SUBPATH > max_path:
+        return f"paths have at most {max_path:,} bytes, and those of files in it have up to {MAX_SUBPATH} more"
+    if os.statvfs(parent).f_flag & os.ST_RDONLY:
+        return f"{parent} is on a read-only file system"
+    return None if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is read-only for this user"
+
+
 def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     """Check the rows of all data files; return False if the run has further rows, on the Hub.
 
@@ -80,20 +109,20 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     """
     sources = list(cfg.data.train_data) if trains else []
     sources += cfg.data.val_data if not trains or cfg.trainer.eval_interval > 0 else []
-    files = [source for source in sources if Path(source).suffix in DATA_SUFFIXES]
+    files = [source for source in sources if local_path(source) is not None]
     rows = (
         TaskRow(location, row.get("env_class"), {k: v for k, v in row.items() if k not in ("prompt", "env_class")})
         for location, row in read_prompt_rows(files)
     )
     is_complete = files == sources
-    check_environments(rows, cfg.environment, cfg.generator.max_turns, are_all=is_complete)
+    check_environments(rows, cfg.environment, cfg.generator.max_turns, is_complete=is_complete)
     return is_complete
 
 
 def _missing_data(key: str, sources: list[str]) -> Iterator[str]:
     for source in sources:
-        path = Path(os.path.expandvars(source)).expanduser()
-        if path.suffix in DATA_SUFFIXES and (fault := find_fault(path)) is not None:
+        path = local_path(source)
+        if path is not None and (fault := find_fault(path)) is not None:
             yield f"{key}={show(source)}: the file {path} {fault}; use a .parquet, .json or .jsonl file"
 
 
@@ -101,13 +130,13 @@ def _missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:
     python = cfg.environment.skyrl_gym.python
     if python is not None and shutil.which(python) is None:
         yield (
-            f"environment.skyrl_gym.python={show(python)} cannot be run: there is no such program; give the path of an "
+            f"environment.skyrl_gym.python={show(python)} cannot be run: there is no such program; use the path of an "
             "interpreter that has skyrl-gym"
         )
 
 
-def _beyond_the_model(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
-    """Yield a sentence for each setting that does not fit the model's `config.json`, if that is on this machine."""
+def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
+    """Yield a sentence for each setting that contradicts a model's `config.json`, if it is on this machine."""
     path = cfg.trainer.policy.model.path
     policy = _read_model_config(path)
     n_context, n_tokens = policy.get("max_position_embeddings"), policy.get("vocab_size")
@@ -123,8 +152,8 @@ def _beyond_the_model(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
             )
         if isinstance(n_tokens, int) and (unknown := [token for token in sampling.stop_token_ids if token >= n_tokens]):
             yield (
-                f"{section}.stop_token_ids has {unknown[0]}, and {path} has a vocabulary of {n_tokens} tokens; give "
-                "ids below it"
+                f"{section}.stop_token_ids has {unknown[0]}, but {path} has a vocabulary of {n_tokens} tokens; use ids "
+                f"below {n_tokens}"
             )
     others = {"trainer.critic.model.path": cfg.trainer.critic.model.path}
     if reads_reference(cfg.trainer.algorithm):
@@ -153,10 +182,10 @@ def _read_model_config(path: str) -> dict[str, Any]:
 
 
 def _parse_json(file: Path) -> Any:
-    """Return the content of a JSON file; None if it cannot be parsed."""
+    """Return the content of a JSON file; None if it cannot be read or parsed."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -173,7 +202,7 @@ def _missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Itera
             files = " and no ".join(missing)
             yield f"{key}={show(path)}: the folder has no {files}; save the model and its tokenizer there"
         elif not isinstance(config := _parse_json(folder / "config.json"), dict):
-            found = "cannot be parsed" if config is None else f"is a {type(config).__name__}"
-            yield f"{key}={show(path)}: {path}/config.json {found}, not an object; save the model with save_pretrained"
+            fault = "cannot be read" if config is None else f"is a {type(config).__name__}, not an object"
+            yield f"{key}={show(path)}: {path}/config.json {fault}; save the model with save_pretrained"
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         yield f"{key}={show(path)}: there is no such folder; use a local folder, or a name on the Hub (owner/name)"

@@ -154,7 +154,7 @@ async def play(
     """Play rollouts with a generator; return one trajectory for each request, in order.
 
     The most derived class that overrides `generate` or `rollout` decides which is called; `rollout` if it has both.
-    Whatever environments and generators report is made safe here, before metrics, files and tensors are made of it.
+    Values that environments and generators report are sanitized here, before metrics, files and tensors use them.
     """
     rollout = generator.rollout
     for cls in type(generator).__mro__:
@@ -163,10 +163,10 @@ async def play(
         if "generate" in vars(cls):
             rollout = partial(_rollout_by_generate, generator)
             break
-    return [_make_safe(trajectory) for trajectory in await rollout(requests, sampling, metadata)]
+    return [_sanitize(trajectory) for trajectory in await rollout(requests, sampling, metadata)]
 
 
-def _make_safe(trajectory: Trajectory) -> Trajectory:
+def _sanitize(trajectory: Trajectory) -> Trajectory:
     """Return a trajectory whose texts and metrics can be written, and whose reward fits the trainer's tensors."""
     error, stop_reason = trajectory.error, trajectory.stop_reason
     if error is None and not is_reward(trajectory.total_reward):

@@ -38,9 +38,8 @@ from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
-
 MAX_CHARS_PER_TOKEN = 32
-"""Text with more characters per token of the input limit is not tokenized: it is too long, whatever its tokens."""
+"""Text with more characters per token of the input limit counts as too long without being tokenized."""
 
 
 class UnknownReward(EnvError):
@@ -207,7 +206,10 @@ class SkyRLGymGenerator(GeneratorInterface):
         action = output.get("postprocessed_action")
         if action is not None and action != text:
             if len(action) > self._max_chars:
-                raise EnvError(f"step() returned postprocessed_action of {len(action):,} characters, which cannot fit")
+                raise EnvError(
+                    f"step() returned postprocessed_action with {len(action):,} characters; return at most "
+                    f"{self._max_chars:,}"
+                )
             conversation.replace_turn(action)
         if output["done"]:
             rollout.stop_reason = turn.result.stop_reason
@@ -230,7 +232,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             rollout.stop_reason = "length"
 
     def _cannot_fit(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Return True for messages of far more text than the model reads, which would take minutes to tokenize."""
+        """Return True for messages with far more text than the model reads, which takes minutes to tokenize."""
         return sum(len(str(value)) for message in messages for value in message.values()) > self._max_chars
 
     def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ def load_tokenizer(path: str, key: str = POLICY_PATH, chat_template: str | None 
             "generator.chat_template"
         ) from error
     except (TemplateError, TypeError, ValueError, LookupError) as error:
-        logger.debug("The chat template refuses a message of the user alone: %r", error)  # which rows may not hold
+        logger.debug("The chat template refuses a user message alone, which the rows may not have: %r", error)
     return tokenizer
 
 
@@ -162,16 +162,16 @@ def check_vocabulary_size(model: PreTrainedModel, key: str, path: str, policy: P
 
 
 def _check_complete(model: PreTrainedModel, key: str, path: str, missing: Collection[str]) -> None:
-    """Raise ConfigError for weights that the folder lacks, which are random, or that are NaN or infinite."""
+    """Raise ConfigError if weights are missing, and thus random, or NaN or infinite."""
     if missing:
         raise ConfigError(
-            f"{key}={path} lacks {len(missing)} weights of a {type(model).__name__}, {min(missing)} for one; "
-            "give a folder that save_pretrained wrote"
+            f"{key}={path} lacks {len(missing)} weights of a {type(model).__name__}, e.g. {min(missing)}; "
+            "use a folder that save_pretrained wrote"
         )
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ConfigError(
-                f"{key}={path}: the weights {name} are NaN or infinite; use another checkpoint of the model"
+                f"{key}={path} has NaN or infinite weights in {name}; use another checkpoint of the model"
             )
 
 

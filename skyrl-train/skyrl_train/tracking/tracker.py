@@ -166,4 +166,4 @@ class Tracking:
         except OSError as failure:
             if error is None:
                 raise
-            logger.warning("The last metrics could not be written: %s", failure)  # `error` says why the run ends
+            logger.warning("The last metrics could not be written: %s", failure)  # must not hide `error`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 from workers.worker_batches import SingleRankGroup, config, policy_objective
 
 from skyrl_train.algorithms import advantage_estimator
+from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import DivergenceError
 from skyrl_train.learner import Learner
+from skyrl_train.models.loading import load_value_model
 from skyrl_train.types import TrainingBatch, Trajectory
 
 COEFFICIENT = 0.5
@@ -117,7 +120,7 @@ def make_other_tokens_certain(model: PreTrainedModel) -> None:
     ("harm", "fault"),
     [
         (fill_with_nan, "its weights are NaN or infinite"),
-        (overflow_hidden_states, "the gradient of its outputs is 0, so that it cannot learn any more"),
+        (overflow_hidden_states, "the gradient of its outputs is 0, so that it can no longer learn"),
         (overflow_gradients, r"the gradient of its outputs is (nan|inf)"),
         (make_other_tokens_certain, r"the tokens that it has just sampled have a mean log-prob of -\d+"),
     ],
@@ -138,6 +141,24 @@ async def test_weights_that_have_diverged_are_found(
         DivergenceError, match=rf"^the policy has diverged with trainer\.policy\.opt\S+\.lr=1e-06: {fault}"
     ):
         await trained.check_weights()
+
+
+async def test_a_critic_of_large_negative_returns_has_not_diverged(
+    tiny_model: PreTrainedModel, tiny_model_path: Path
+) -> None:
+    """Values have the scale of rewards; only the mean of log-probs has a limit."""
+    cfg = config().trainer
+    value_model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+    critic = SingleRankGroup("critic", value_model, None, cfg, ValueObjective(None))
+    policy = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, policy_objective(cfg))
+    trained = Learner(cfg, advantage_estimator("gae"), policy=policy.group, critic=critic.group)
+    batch = build_training_batch([two_rows("0", i, 0.0, -500.0) for i in range(4)], 0)
+    batch, _ = trained.advantages(await trained.score(batch))
+    await trained.update_critic(batch)
+    assert value_model.score.bias is not None
+    with torch.no_grad():
+        value_model.score.bias.fill_(-500.0)
+    await trained.check_weights()
 
 
 async def test_a_policy_that_has_become_certain_has_not_diverged(tiny_model: PreTrainedModel) -> None:

@@ -272,8 +272,8 @@ PROBLEMS += [
     ),
     (
         ["environment.skyrl_gym.python=python3.12"],
-        "environment.skyrl_gym.python=python3.12 runs environments in processes, and "
-        "environment.skyrl_gym.isolation=thread keeps them in the trainer; set "
+        "environment.skyrl_gym.python=python3.12 is used only by environments in separate processes, but "
+        "environment.skyrl_gym.isolation=thread runs them in the trainer; set "
         "environment.skyrl_gym.isolation=process, or environment.skyrl_gym.python=null",
         [["environment.skyrl_gym.python=python3.12", "environment.skyrl_gym.isolation=process"]],
     ),
@@ -292,7 +292,7 @@ PROBLEMS += [
 DOUBTS: list[Case] = [
     (
         ["generator.eval_n_samples_per_prompt=8"],
-        "generator.eval_n_samples_per_prompt=8 plays the same greedy reply 8 times, for "
+        "generator.eval_n_samples_per_prompt=8 samples the same greedy reply 8 times, because "
         "generator.eval_sampling_params.temperature=0.0; try generator.eval_sampling_params.temperature=1.0, or "
         "generator.eval_n_samples_per_prompt=1",
         [["generator.eval_n_samples_per_prompt=8", "generator.eval_sampling_params.temperature=1.0"]],
@@ -311,18 +311,13 @@ DOUBTS: list[Case] = [
     ),
     (
         [f"{ALGORITHM}.kl_loss_coef=100"],
-        "trainer.algorithm.kl_loss_coef=100 outweighs the rewards; usual values are below 1, e.g. "
+        "trainer.algorithm.kl_loss_coef=100 is so large that rewards hardly matter; try "
         "trainer.algorithm.kl_loss_coef=0.01",
         [[f"{ALGORITHM}.kl_loss_coef=100", f"{ALGORITHM}.use_kl_loss=false"]],
     ),
     (
-        ["trainer.logger=[]"],
-        "trainer.logger=[] writes metrics to metrics.jsonl only; try trainer.logger=console",
-        [],
-    ),
-    (
-        ["data.train_data=[a.jsonl,a.jsonl]"],
-        "data.train_data has a.jsonl 2 times, so an epoch trains on its rows as often; name it once",
+        ["data.train_data=[a.jsonl,./a.jsonl]"],
+        "data.train_data has ./a.jsonl twice, so an epoch trains on its rows twice; name it once",
         [["data.train_data=[a.jsonl,b.jsonl]"]],
     ),
     (

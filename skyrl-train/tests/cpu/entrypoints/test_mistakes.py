@@ -49,6 +49,7 @@ MISTAKES: dict[str, list[str]] = {
     ],
     "data.train_data=[no_truth.jsonl]": ["row 0 of no_truth.jsonl", "reward_spec", "; 2 of 4 rows are refused"],
     "data.train_data=[null_info.jsonl] environment.env_class=openspiel": ["row 0 of null_info.jsonl", "extra_info"],
+    "data.train_data=[$UNGRADED]": ["row 0 of $UNGRADED", "; 2 of 4 rows are refused"],
     "data.train_data=[unknown_env.jsonl]": ["row 1 of unknown_env.jsonl: env_class=gms8k", "Did you mean 'gsm8k'?"],
     "data.train_data=[number_env.jsonl]": ["row 0 of number_env.jsonl: env_class=5 is a int"],
     "data.train_data=[null_prompt.jsonl]": ["row 0 of null_prompt.jsonl: prompt=null is not a list of messages"],
@@ -61,6 +62,7 @@ MISTAKES: dict[str, list[str]] = {
     "trainer.policy.model.path=without_tokenizer": ["the folder has no tokenizer.json"],
     "trainer.policy.model.path=without_weights": ["the folder has no model.safetensors"],
     "trainer.policy.model.path=list_config": ["list_config/config.json is a list", "save_pretrained"],
+    "trainer.policy.model.path=folder_config": ["folder_config/config.json cannot be read", "save_pretrained"],
     "generator.sampling_params.max_generate_length=128": [
         "max_generate_length=128 leaves no room for a prompt in the context of model, 128 tokens",
     ],
@@ -133,12 +135,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "without_tokenizer": ["config.json", "model.safetensors"],
         "without_weights": ["config.json", "tokenizer.json"],
         "list_config": ["config.json", "model.safetensors", "tokenizer.json"],
+        "folder_config": ["model.safetensors", "tokenizer.json"],
         "small_vocabulary": ["config.json", "model.safetensors", "tokenizer.json"],
     }.items():
         (folder / name).mkdir()
         for file in files:
             (folder / name / file).write_text(json.dumps({"max_position_embeddings": 128, "vocab_size": 500}))
     (folder / "list_config/config.json").write_text("[]")
+    (folder / "folder_config/config.json").mkdir()
     (folder / "small_vocabulary/config.json").write_text(json.dumps({"vocab_size": 100}))
     good = ["data.train_data=[rows.jsonl]", "data.val_data=[rows.jsonl]", "trainer.policy.model.path=model"]
     good += ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"]
@@ -148,6 +152,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     packages = str(Path(__file__).parents[3])
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     env |= {"PYTHONPATH": os.pathsep.join([packages, env.get("PYTHONPATH", "")]), "HOME": str(folder)}
+    env["UNGRADED"] = "no_truth.jsonl"
     names = {entry.name for entry in folder.iterdir()}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
