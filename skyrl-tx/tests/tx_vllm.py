@@ -17,8 +17,11 @@ CHOICE = {
 }
 
 
+HOLD_SEC = 10
+
+
 class _Answers(BaseHTTPRequestHandler):
-    """Samples the token 3; refuses the prompt 13."""
+    """Samples the token 3; refuses the prompt 13; answers the prompt 14 after the next other one."""
 
     protocol_version = "HTTP/1.1"
 
@@ -28,10 +31,13 @@ class _Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.received.append((self.path, body))  # type: ignore[attr-defined]
+        if body.get("prompt") == [14]:
+            self.server.is_other_answered.wait(HOLD_SEC)  # type: ignore[attr-defined]
         if body.get("prompt") == [13]:
             self._answer(400, {"error": {"message": "Requested sample logprobs of 32"}})
         else:
             self._answer(200, {"choices": [{**CHOICE, "index": i} for i in range(body.get("n", 0))]})
+            self.server.is_other_answered.set()  # type: ignore[attr-defined]
 
     def _answer(self, status: int, content: Any) -> None:
         body = json.dumps(content).encode()
@@ -50,6 +56,7 @@ def answering_server() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Run a server; yield its address, and the paths and bodies that it receives."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
         server.received = []  # type: ignore[attr-defined]
+        server.is_other_answered = threading.Event()  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever).start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}", server.received  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ LOSSES: Mapping[str, Loss] = {
 
 IGNORED_INPUTS = frozenset({"mask", *(name for loss in LOSSES.values() for name in loss.inputs)})
 """Inputs that every loss accepts, although it may not read them: recipes leave inputs of other losses, and their own
-`mask`, in the data. Other names are refused, because they may be misspelt."""
+`mask`, in the data. Other names are refused, because they may be misspelled."""
 
 
 def token_losses(name: str, xp: Any, lp: Array, inputs: Tensors, settings: Mapping[str, Any]) -> Array:

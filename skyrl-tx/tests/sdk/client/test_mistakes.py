@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         "'beta'",
         lambda server, service, training: training.forward_backward(server.data, CE, {"beta": 1.0}).result(),
     ),
-    "a misspelt input": (
+    "a misspelled input": (
         "'weight', which no loss uses",
         lambda server, service, training: training.forward([datum_of([5], [6], weight=[1])], CE).result(),
     ),

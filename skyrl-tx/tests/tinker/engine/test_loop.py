@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,12 @@ from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.db_models import STALLED, EngineState, Model, ModelStatus, Request, RequestStatus
 from tx.tinker.engine import loop, queue
 from tx.tinker.store.queries import cancel_sample, pending_ids
-from tx.tinker.submission.training import load_weights, save_weights, save_weights_for_sampler
+from tx.tinker.submission.training import (
+    load_weights,
+    save_weights,
+    save_weights_for_sampler,
+    unload_model,
+)
 from tx.tinker.types import Pass, PassResult, SampleRequest
 from tx.tinker.wire import requests as wire
 
@@ -220,6 +227,72 @@ def test_writes_that_would_fill_the_disk_are_refused(
         assert desk.row(one).error_category == "server"
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors"]
     desk.close()
+
+
+def test_waiting_writes_count_when_space_is_checked(desk: Desk, disk: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two saves wait for the disk, which has space for one."""
+    session = desk.session()
+    models = [desk.model(session, number) for number in range(2)]
+    desk.work()
+    n_bytes = desk.backend.n_bytes(models[0], with_optimizer=True)
+
+    def usage(folder: Path) -> SimpleNamespace:
+        written = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+        return SimpleNamespace(free=desk.config.min_free_bytes + 1.5 * n_bytes - written)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    saves = [
+        desk.submit(lambda to, one=one: save_weights(to, wire.SaveWeightsRequest(model_id=one, path="x")))  # type: ignore[misc]
+        for one in models
+    ]
+    desk.engine._queue.fetch()
+    while len(desk.engine._saves) < 2:
+        desk.engine.work()
+    disk.set()
+    desk.work()
+    assert [desk.row(one).status for one in saves] == [RequestStatus.DONE, RequestStatus.FAILED]
+    assert "must stay free (--min-free-bytes)" in (desk.row(saves[1]).error or "")
+
+
+def test_a_failed_restore_point_is_not_retried_after_every_step(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(folder: Path) -> None:
+        raise RuntimeError("the device is out of memory")
+
+    model = desk.model(desk.session())
+    desk.step(model)
+    desk.work()
+    monkeypatch.setattr(desk.backend, "freeze", lambda model_id, *, with_optimizer: fail)
+    desk.engine._points._written[model] = -1e9, 0.0
+    for _ in range(3):
+        step = desk.step(model)
+        desk.work()
+        assert desk.result(step)
+    assert caplog.text.count("the restore point of model s:train:0 could not be written") == 1
+    assert caplog.text.count("RuntimeError: the device is out of memory") == 1
+
+
+def test_unloading_does_not_wait_for_files_of_other_models(
+    desk: Desk, disk: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = desk.session()
+    saved, unloaded = (desk.model(session, number) for number in range(2))
+    desk.work()
+    desk.submit(lambda to: save_weights(to, wire.SaveWeightsRequest(model_id=saved, path="x")))
+    step = desk.step(unloaded)
+    desk.engine._queue.fetch()
+    while desk.row(step).status is RequestStatus.PENDING:
+        desk.engine.work()
+    monkeypatch.setattr(loop, "POINT_DELAY_SECONDS", 0.0)
+    desk.engine._write_points()
+    unload = desk.submit(lambda to: unload_model(to, wire.ModelRequest(model_id=unloaded)))
+    desk.engine._queue.fetch()
+    while desk.row(unload).status is RequestStatus.PENDING:
+        desk.engine.work()
+    assert not desk.engine._saves[saved].outcome.done()
+    disk.set()
+    desk.work()
 
 
 def test_cancelled_requests_are_skipped_at_once(desk: Desk) -> None:

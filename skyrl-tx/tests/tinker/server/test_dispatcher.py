@@ -113,6 +113,18 @@ def test_one_of_several_servers_dispatches(tmp_path: Path, external: tuple[str, 
     assert len([path for path, _ in received if path == "/v1/completions"]) == 20
 
 
+def test_samples_of_other_servers_do_not_wait_for_running_ones(tmp_path: Path, external: tuple[str, Received]) -> None:
+    """The running sample is answered after the next one."""
+    url, received = external
+    with dispatching(tmp_path, url) as running, dispatching(tmp_path, url) as other:
+        (first,) = submit(running, {**BASE, "prompt": {"chunks": [{"tokens": [14]}]}})
+        until(lambda: bool(received))
+        (second,) = submit(other, BASE)
+        until(lambda: statuses(running) == {RequestStatus.DONE})
+        ended = {str(one.request_id): one.completed_at for one in running.rows(Kind.SAMPLE)}
+    assert ended[second] <= ended[first]  # type: ignore[operator]
+
+
 def test_unfinished_samples_are_sent_again_after_a_restart(tmp_path: Path, external: tuple[str, Received]) -> None:
     """However often the server was killed: a sample on another server is not to blame."""
     with serving(tmp_path, engine=False) as running:

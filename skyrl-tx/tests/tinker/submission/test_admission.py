@@ -98,6 +98,7 @@ def test_a_new_server_counts_pending_requests(database: Database) -> None:
 
 
 def test_pending_requests_are_counted_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 600.0)
     counted: list[object] = []
     count = module._count
     monkeypatch.setattr(module, "_count", lambda db, queue: counted.append(queue) or count(db, queue))

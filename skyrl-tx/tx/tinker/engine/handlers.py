@@ -16,11 +16,10 @@ from tx.tinker.config import TxConfig
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession
 from tx.tinker.engine.passes import failed_outcome
 from tx.tinker.engine.queue import Also, Outcome
-from tx.tinker.engine.restore import RestorePoints
+from tx.tinker.engine.restore import RestorePoints, freeze
 from tx.tinker.engine.samplers import Samplers
 from tx.tinker.store.checkpoint_files import (
     TinkerPath,
-    check_space,
     checkpoint_folder,
     fill_folder,
     rename_into_place,
@@ -49,7 +48,8 @@ from tx.tinker.wire.responses import (
 )
 
 Write = Callable[[], Outcome]
-"""The part of a request that only writes files, from any thread. The model's next request begins after it."""
+"""The rest of a request that saves: it only writes files, from any thread, and the model's next request waits for it.
+"""
 CREATING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
 """Kinds of requests that create a model."""
 
@@ -176,14 +176,16 @@ class Handlers:
         path = TinkerPath(body.model_id, CheckpointKind.TRAINING, body.path or str(request.request_id))
         checkpoint = self._checkpoint(path, body.ttl_seconds, body.user_metadata)
         response = WeightsSaved(path=str(path), type="save_weights")
-        return self._write(request, checkpoint, response, overwrite=body.overwrite)
+        return self._save_checkpoint(request, checkpoint, response, overwrite=body.overwrite)
 
     def _save_for_sampler(self, request: Request) -> Write:
         body = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
         if body.path is not None:
             path = TinkerPath(body.model_id, CheckpointKind.SAMPLER, body.path)
             checkpoint = self._checkpoint(path, body.ttl_seconds, body.user_metadata)
-            return self._write(request, checkpoint, WeightsSaved(path=str(path), type="save_weights_for_sampler"))
+            return self._save_checkpoint(
+                request, checkpoint, WeightsSaved(path=str(path), type="save_weights_for_sampler")
+            )
         return self._save_snapshot(request, body)
 
     def _save_snapshot(self, request: Request, body: SaveWeightsForSamplerRequest) -> Write:
@@ -196,32 +198,31 @@ class Handlers:
                 raise UserError(
                     f"sampling session {body.sampling_session_id} already exists; increment its number for each new one"
                 )
-        check_space(self._config, self._backend.n_bytes(body.model_id, with_optimizer=False))
         folder = snapshot_folder(self._config, body.sampling_session_id)
-        save = self._backend.freeze(body.model_id, with_optimizer=False)
-        weights = self._backend.weights_of(body.model_id)
-        kept = SamplingSession(
+        save = freeze(self._config, self._backend, body.model_id, with_optimizer=False)
+        is_external = self._config.external_inference_url is not None  # that server samples, from the folder
+        weights = None if is_external else self._backend.weights_of(body.model_id)
+        new = SamplingSession(
             sampling_session_id=body.sampling_session_id,
             session_id=request.session_id,
             seq_id=body.sampling_session_seq_id,
             base_model=self._backend.base_model.name,
             model_id=body.model_id,
         )
-        response = SnapshotSaved(sampling_session_id=body.sampling_session_id)
-
-        self._unfinished_snapshots.add(kept.sampling_session_id)
+        response = SnapshotSaved(sampling_session_id=new.sampling_session_id)
+        self._unfinished_snapshots.add(new.sampling_session_id)
 
         def also(session: Session) -> None:
-            session.merge(kept)
-            self._unfinished_snapshots.discard(kept.sampling_session_id)
-            if self._config.external_inference_url is None:  # otherwise the server samples, from the folder
-                self._samplers.add(kept.sampling_session_id, weights)
+            session.merge(new)
+            self._unfinished_snapshots.discard(new.sampling_session_id)
+            if not is_external:
+                self._samplers.add(new.sampling_session_id, weights)
 
         def write() -> Outcome:
             try:
                 write_folder(folder, save)
             except BaseException:
-                self._unfinished_snapshots.discard(kept.sampling_session_id)
+                self._unfinished_snapshots.discard(new.sampling_session_id)
                 raise
             return _done_outcome(request, response.to_bytes(), also)
 
@@ -231,21 +232,22 @@ class Handlers:
         body = SaveWeightsExternalRequest.model_validate_json(request.payload)
         path = TinkerPath(body.model_id, CheckpointKind.EXTERNAL, body.path)
         checkpoint = self._checkpoint(path, body.ttl_seconds, None)
-        return self._write(request, checkpoint, WeightsSaved(path=str(path), type="save_weights_external"))
+        return self._save_checkpoint(request, checkpoint, WeightsSaved(path=str(path), type="save_weights_external"))
 
-    def _write(self, request: Request, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False) -> Write:
-        """Freeze what a checkpoint is to contain; return the function that writes its files. The checkpoint's row and
-        name are added with the outcome.
+    def _save_checkpoint(
+        self, request: Request, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False
+    ) -> Write:
+        """Freeze the model; return the function that writes the checkpoint's files. Its row and name are added with the
+        outcome.
         """
         with reading(self._database) as session:
             is_there = session.get(Checkpoint, (new.model_id, new.kind, new.name)) is not None
         if is_there and not overwrite:
             fix = ", or overwrite it" if new.kind is CheckpointKind.TRAINING else ""
             raise UserError(f"checkpoint {new.path} already exists; choose another name{fix}")
-        with_optimizer = new.kind is CheckpointKind.TRAINING
-        check_space(self._config, self._backend.n_bytes(new.model_id, with_optimizer=with_optimizer))
         folder = checkpoint_folder(self._config, new.path)
-        save = self._backend.freeze(new.model_id, with_optimizer=with_optimizer)
+        with_optimizer = new.kind is CheckpointKind.TRAINING
+        save = freeze(self._config, self._backend, new.model_id, with_optimizer=with_optimizer)
 
         def write() -> Outcome:
             complete = fill_folder(folder, save)

@@ -25,7 +25,6 @@ from tx.tinker.engine.sampling import Sampling
 from tx.tinker.engine.state import describe, report_alive, status_of
 from tx.tinker.store.checkpoint_files import restore_replaced
 from tx.tinker.store.database import writing
-from tx.tinker.types import TinkerError
 
 logger = logging.getLogger(__name__)
 
@@ -233,13 +232,9 @@ class Engine:
                 self._write_point(model_id)
 
     def _write_point(self, model_id: str) -> None:
-        if self._points.is_writing(model_id):
-            return
-        request_id, _ = self._stepped.pop(model_id)
-        try:
+        if not self._points.is_writing(model_id):
+            request_id, _ = self._stepped.pop(model_id)
             self._points.begin_write(model_id, request_id, self._writer)
-        except TinkerError as error:  # no space; a restart has more to repeat, but nothing is lost
-            logger.error("the restore point of model %s could not be written: %s", model_id, error)
 
     def _report(self) -> None:
         """Report the engine's status every second, and evict deleted weights."""

@@ -67,7 +67,7 @@ class Queue:
     base_model: str
     kinds: Collection[Kind] = tuple(Kind)
     counts_tries: bool = True
-    """Whether the end of this process is counted against the requests that it was running."""
+    """True if the death of this process counts against the requests that it was running."""
     by_model: dict[str, deque[PendingRequest]] = field(default_factory=dict)
     samples: dict[str, dict[str, deque[PendingRequest]]] = field(default_factory=dict)  # by user, then by session
     suspects: deque[PendingRequest] = field(default_factory=deque)  # samples
@@ -196,9 +196,7 @@ class Queue:
         self.begun.difference_update(outcome.request_id for outcome in written)
 
     def prepare_stop(self) -> None:
-        """Make sure that the end of this engine, even a kill, is not counted against its requests: its user stops it.
-        Any thread may call this.
-        """
+        """Stop counting tries, so that a kill during shutdown makes no request suspect. Any thread may call this."""
         self.counts_tries = False
         self._forget_tries()
 

@@ -30,7 +30,7 @@ from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, Request, Request
 from tx.tinker.store.checkpoint_files import check_space, write_folder
 from tx.tinker.store.database import reading, writing
 from tx.tinker.store.queries import fail_waiting
-from tx.tinker.types import error_text
+from tx.tinker.types import TinkerError, error_text
 from tx.tinker.wire import codec
 from tx.tinker.wire.requests import OptimStepRequest
 
@@ -50,7 +50,7 @@ class RestorePoints:
         self._base = config.checkpoints_base / "restore"
         self._database = database
         self._backend = backend
-        self._written: dict[str, tuple[float, float]] = {}  # time by this process's clock, and duration
+        self._written: dict[str, tuple[float, float]] = {}  # monotonic time of the last write, and seconds
         self._writes: dict[str, Future[None]] = {}
 
     def folder(self, model_id: str, request_id: int) -> Path:
@@ -58,7 +58,7 @@ class RestorePoints:
         return self._model_folder(model_id) / str(request_id)
 
     def is_due(self, model_id: str) -> bool:
-        """Return whether a model needs a new restore point. Writing takes a small part of the time."""
+        """Return whether a model needs a new restore point, also after a failed write."""
         now = time.monotonic()
         written_at, seconds = self._written.setdefault(model_id, (now, 0.0))
         return now - written_at > max(POINT_INTERVAL_SEC, INTERVALS_PER_WRITE * seconds)
@@ -72,7 +72,9 @@ class RestorePoints:
         self._save(model_id, request_id, self._freeze(model_id))
 
     def begin_write(self, model_id: str, request_id: int, writer: Executor) -> None:
-        """Write a restore point like `write`, but in the background; log errors."""
+        """Write a restore point like `write`, but in the background. Log errors: a restart then has more to repeat, but
+        nothing is lost.
+        """
         self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, self._freeze(model_id))
 
     def wait(self) -> None:
@@ -80,17 +82,18 @@ class RestorePoints:
         futures.wait(self._writes.values())
 
     def _freeze(self, model_id: str) -> Save:
-        check_space(self._config, self._backend.n_bytes(model_id, with_optimizer=True))
-        return self._backend.freeze(model_id, with_optimizer=True)
+        return freeze(self._config, self._backend, model_id, with_optimizer=True)
 
     def _try_save(self, model_id: str, request_id: int, save: Save) -> None:
+        started = time.monotonic()
         try:
             self._save(model_id, request_id, save)
-        except (OSError, SQLAlchemyError) as error:  # a restart has more to repeat, but nothing is lost
-            logger.error("the restore point of model %s could not be written: %s", model_id, error)
+        except Exception as error:
+            is_bug = not isinstance(error, TinkerError | OSError | SQLAlchemyError)
+            logger.error("the restore point of model %s could not be written: %s", model_id, error, exc_info=is_bug)
+        self._written[model_id] = time.monotonic(), time.monotonic() - started
 
     def _save(self, model_id: str, request_id: int, save: Save) -> None:
-        started = time.monotonic()
         folder = self.folder(model_id, request_id)
         write_folder(folder, save)
         with writing(self._database, is_durable=True) as session:  # the previous one is deleted
@@ -100,11 +103,11 @@ class RestorePoints:
         for other in folder.parent.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-        self._written[model_id] = time.monotonic(), time.monotonic() - started
 
     def delete(self, model_id: str) -> None:
         """Delete all restore points of a model."""
-        if (write := self._writes.pop(model_id, None)) is not None:
+        write = self._writes.pop(model_id, None)
+        if write is not None and not write.cancel():
             futures.wait([write])
         shutil.rmtree(self._model_folder(model_id), ignore_errors=True)
         self._written.pop(model_id, None)
@@ -194,6 +197,21 @@ class RestorePoints:
 
     def _model_folder(self, model_id: str) -> Path:
         return self._base / model_id.replace(":", "_")
+
+
+def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
+    """Freeze a model's state like `Backend.freeze`; the function to write it raises TinkerError if it does not fit.
+
+    Space is checked when it is needed, because other writes may be waiting.
+    """
+    n_bytes = backend.n_bytes(model_id, with_optimizer=with_optimizer)
+    save = backend.freeze(model_id, with_optimizer=with_optimizer)
+
+    def check_and_save(folder: Path) -> None:
+        check_space(config, n_bytes)
+        save(folder)
+
+    return check_and_save
 
 
 def _is_only_unloading() -> ColumnElement[bool]:

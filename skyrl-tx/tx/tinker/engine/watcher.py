@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import signal
@@ -11,8 +10,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
-
-from sqlalchemy.exc import SQLAlchemyError
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +28,29 @@ class Watcher:
         self.on_beat: Callable[[], None] = lambda: None
         self.on_stop: Callable[[], None] = lambda: None
         self.is_stop_requested = False
-        self._ours, self._interpreters = socket.socketpair()
+        self._receiver, self._wakeup = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
     def __enter__(self) -> Self:
-        self._interpreters.setblocking(False)
-        signal.set_wakeup_fd(self._interpreters.fileno())
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno())
         for number in STOP_SIGNALS:
-            signal.signal(number, _handle)
+            signal.signal(number, _ignore)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(-1)
-        self._interpreters.close()
+        self._wakeup.close()
         self._thread.join()
-        self._ours.close()
+        self._receiver.close()
 
     def _run(self) -> None:
         while True:
-            if not select.select([self._ours], [], [], BEAT_SECONDS)[0]:
+            if not select.select([self._receiver], [], [], BEAT_SECONDS)[0]:
                 self._call(self.on_beat)
                 continue
-            numbers = self._ours.recv(64)
+            numbers = self._receiver.recv(64)
             if not numbers:
                 return
             if not self.is_stop_requested and set(numbers) & set(STOP_SIGNALS):
@@ -61,12 +58,11 @@ class Watcher:
                 self._call(self.on_stop)
 
     def _call(self, action: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-            try:
-                action()
-            except (SQLAlchemyError, OSError):
-                logger.exception("the database could not be reached; retrying")
+        try:
+            action()
+        except Exception:  # e.g. the database is busy; without this thread, stop signals would have no effect
+            logger.exception("the engine's watcher failed; it continues")
 
 
-def _handle(_: int, __: FrameType | None) -> None:
+def _ignore(_: int, __: FrameType | None) -> None:
     """Do nothing: the thread handles the signal."""

@@ -111,7 +111,7 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
 
     def accept(to: Submission) -> int:
         if isinstance(pass_, UserError):
-            return submission.refuse_pass(to, head, pass_)
+            return submission.add_failed_pass(to, head, pass_)
         return submission.forward_backward(to, pass_, head.seq_id, head.original)
 
     response = await _promise(call, Kind.FORWARD_BACKWARD, accept, head.model_id)

@@ -125,16 +125,14 @@ class Cleaner:
     def _delete_unused(self, base: Path) -> None:
         config = self._service.config
         used = write_times(base.glob("[!.]*/[!.]*"))  # sampling touches the folder
-        unused = self._snapshot_ages.find_older(used, config.snapshot_retention_sec)
-        for folder in unused:
-            logger.info("deleted snapshot %s: unused for %g s", folder, config.snapshot_retention_sec)
-        surplus = _find_surplus({one: at for one, at in used.items() if one not in unused}, config)
-        for folder in surplus:
-            logger.info(
-                "deleted snapshot %s: its session has %d that were used later", folder, config.max_snapshots_per_session
-            )
-        for folder in (*unused, *surplus):
+        for folder in self._snapshot_ages.find_older(used, config.snapshot_retention_sec):
+            del used[folder]
             delete_folder(folder)
+            logger.info("deleted snapshot %s: unused for %g s", folder, config.snapshot_retention_sec)
+        limit = config.max_snapshots_per_session
+        for folder in _find_surplus(used, limit):
+            delete_folder(folder)
+            logger.info("deleted snapshot %s: its session has %d that were used later", folder, limit)
 
     def _delete_leftovers(self) -> None:
         times = write_times(leftovers(self._service.config.checkpoints_base))
@@ -142,12 +140,11 @@ class Cleaner:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _find_surplus(used: Mapping[Path, int], config: TxConfig) -> list[Path]:
-    """Return the least recently used snapshots of sessions with more than `max_snapshots_per_session`."""
+def _find_surplus(used: Mapping[Path, int], max_snapshots: int) -> list[Path]:
+    """Return the least recently used snapshots of sessions with more than `max_snapshots`, by their times of use."""
     surplus: list[Path] = []
     for _, of_session in groupby(sorted(used), key=lambda folder: folder.parent):
-        by_use = sorted(of_session, key=lambda folder: used[folder])
-        surplus += by_use[: -config.max_snapshots_per_session]
+        surplus += sorted(of_session, key=lambda folder: used[folder])[:-max_snapshots]
     return surplus
 
 

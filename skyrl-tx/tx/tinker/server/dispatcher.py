@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from sqlalchemy import Engine as Database
-from sqlalchemy.exc import SQLAlchemyError
 
 from tx.tinker.backends.vllm import MAX_CONNECTIONS, VllmSampler
 from tx.tinker.config import TxConfig
@@ -22,7 +24,8 @@ from tx.tinker.store.state_lock import StateLock, StateTakenError
 
 logger = logging.getLogger(__name__)
 
-IDLE_SEC = 0.5
+POLL_SEC = 0.5
+"""Time between fetches without a ring: other servers on the database do not ring."""
 RETRY_SEC = 2.0
 
 
@@ -51,8 +54,8 @@ class Dispatcher:
         """Signal that there may be new or cancelled samples."""
         self._rung.set()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
         """Dispatch within the block."""
         thread = threading.Thread(target=self._run, name="tx-dispatch")
         thread.start()
@@ -61,7 +64,7 @@ class Dispatcher:
         finally:
             self._is_ending = True
             self.ring()
-            thread.join()
+            await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
         while not self._is_ending:
@@ -71,33 +74,35 @@ class Dispatcher:
                     self._dispatch(lock)
             except StateTakenError:
                 self._wait(RETRY_SEC)  # another server dispatches
-            except (SQLAlchemyError, OSError):
+            except Exception:
                 logger.exception("samples cannot be dispatched; retrying")
                 self._wait(RETRY_SEC)
 
     def _dispatch(self, lock: StateLock) -> None:
-        """Dispatch until the end. Requests that are not answered by then are taken again later."""
+        """Dispatch until the server stops. Unanswered requests stay pending in the database."""
         config = self._config
         while (state := self._read_state()) is None:
             if self._is_ending:
                 return
-            self._wait(IDLE_SEC)
+            self._wait(POLL_SEC)
         folder = config.external_inference_lora_base or config.checkpoints_base / "external"
         key = config.external_inference_api_key.get_secret_value()
         with contextlib.closing(VllmSampler(self._url, key, folder, config.external_inference_answer_sec)) as sampler:
             samplers = Samplers(config, sampler)
             self._sampling = sampling = Sampling(sampler, samplers, state, max_running=2 * MAX_CONNECTIONS)
             queue = Queue(self._database, config.model_name, kinds=(Kind.SAMPLE,), counts_tries=False)
+            fetched_at = -math.inf
             while not self._is_ending and lock.is_held():
-                if not self._work(queue, sampling):
-                    self._wait(IDLE_SEC)
+                if self._rung.is_set() or time.monotonic() - fetched_at > POLL_SEC:
+                    self._rung.clear()
+                    fetched_at = time.monotonic()
+                    queue.fetch()
                     samplers.evict_deleted()
+                if not self._work(queue, sampling):
+                    self._wait(POLL_SEC)
 
     def _work(self, queue: Queue, sampling: Sampling) -> bool:
         """Begin new samples and write results; return whether there were any."""
-        if self._rung.is_set() or not sampling:
-            self._rung.clear()
-            queue.fetch()
         for request_id in queue.find_cancelled():
             if sampling.cancel(request_id):
                 queue.drop(request_id)

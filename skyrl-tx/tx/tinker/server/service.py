@@ -36,7 +36,7 @@ T = TypeVar("T")
 N_READERS = 4
 RESTART_SEC = 1.0
 ENGINE_TIMEOUT = timedelta(seconds=30)
-HANG_CHECK_SEC = 5.0
+MIN_HANG_CHECK_SEC, HANG_CHECK_SEC = 0.5, 5.0
 
 
 class Service:
@@ -62,9 +62,8 @@ class Service:
             self.dispatcher = Dispatcher(config, url, self.database, self._ring_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
-        self._writer = ThreadPoolExecutor(
-            1, thread_name_prefix="tx-write"
-        )  # one thread, so that writers never wait for the database lock
+        # one thread, so that writers never wait for the database lock
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tx-write")
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -77,7 +76,7 @@ class Service:
                 tasks.append(asyncio.create_task(run_forever(partial(self._abort_hung, self.supervisor))))
         self._loop = asyncio.get_running_loop()
         try:
-            with contextlib.nullcontext() if self.dispatcher is None else self.dispatcher.running():
+            async with contextlib.nullcontext() if self.dispatcher is None else self.dispatcher.running():
                 yield
         finally:
             for task in tasks:
@@ -96,23 +95,22 @@ class Service:
         self.promises.release()  # no engine will be started any more
 
     async def _abort_hung(self, supervisor: Supervisor) -> None:
-        """Abort an engine that reports no progress, or has stopped to report."""
+        """Abort an engine that reports no progress, or has stopped reporting."""
         limit = self.config.engine_hang_sec
-        start, first_report, last_report, reported_at = -1, None, None, 0.0
+        n_starts, previous_report, last_report, reported_at = -1, None, None, 0.0
         while True:
             state = await self.read(self.engine_state)
             report = None if state is None else state.last_seen_at
-            if supervisor.n_starts != start or not supervisor.is_running:
-                start, first_report = supervisor.n_starts, report  # of the previous engine
-                last_report = None
+            if supervisor.n_starts != n_starts or not supervisor.is_running:
+                n_starts, previous_report, last_report = supervisor.n_starts, report, None
             if report != last_report:
                 last_report, reported_at = report, time.monotonic()
-            stalled = 0 if state is None or report == first_report else state.status.get(STALLED, 0)
+            stalled = 0 if state is None or report == previous_report else state.status.get(STALLED, 0)
             if stalled > limit:
                 await supervisor.abort(f"it has made no progress for {stalled} s, --engine-hang-sec is {limit:g}")
             elif report is not None and time.monotonic() - reported_at > limit:
                 await supervisor.abort(f"it has not reported for {limit:g} s, --engine-hang-sec")
-            await asyncio.sleep(min(HANG_CHECK_SEC, limit / 4))
+            await asyncio.sleep(min(HANG_CHECK_SEC, max(MIN_HANG_CHECK_SEC, limit / 4)))
 
     async def _record_throughput(self) -> None:
         while True:

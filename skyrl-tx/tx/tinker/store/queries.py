@@ -98,10 +98,12 @@ def create_session(db: Session, session: ClientSession, max_sessions: int) -> No
 
 
 def name_users(db: Session, users_by_key: Mapping[str, str]) -> None:
-    """Give named users the sessions and requests that they created while their keys had no names."""
+    """Assign named users the sessions and requests that they created while their keys had no names."""
     for key, user in users_by_key.items():
-        for table in (ClientSession, Request):
-            db.exec(update(table).where(col(table.owner) == unnamed_user(key)).values(owner=user))
+        unnamed = unnamed_user(key)
+        if user != unnamed:
+            for table in (ClientSession, Request):
+                db.exec(update(table).where(col(table.owner) == unnamed).values(owner=user))
 
 
 def find_model(db: Session, model_id: str, owner: str) -> Model:

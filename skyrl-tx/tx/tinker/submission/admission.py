@@ -58,7 +58,7 @@ class Admission:
 
     @classmethod
     def from_config(cls, config: TxConfig) -> Self:
-        """Create it with the limits of a server."""
+        """Create it with the configured limits."""
         return cls(
             Limits(config.max_queued_requests, config.max_queued_bytes),
             Limits(config.max_queued_requests_per_user, config.max_queued_bytes_per_user),
@@ -77,30 +77,31 @@ class Admission:
             backlog.n_bytes += n_bytes
 
     def _backlog(self, db: Session, key: QueueKey, limits: Limits, n_bytes: int) -> _Backlog:
-        """Return the backlog of a queue with room for a request; raise `Refusal` 429 if it is full."""
-        waiting = self._waiting(db, key, limits, n_bytes)
-        if (refusal := _refusal(waiting, limits, n_bytes)) is not None:
-            busy(refusal.format(key=key))
-        return waiting
+        """Return the backlog of a queue with room for a request; raise `Refusal` 429 if it is full.
 
-    def _waiting(self, db: Session, key: QueueKey, limits: Limits, n_bytes: int) -> _Backlog:
-        """Return the bounds of a queue. Recount before a refusal, but at most every `RECOUNT_SEC`."""
-        waiting = self._known.pop(key, None)
-        is_old = waiting is not None and time.monotonic() - waiting.counted_at > RECOUNT_SEC
-        if waiting is None or (is_old and _refusal(waiting, limits, n_bytes) is not None):
-            waiting = _count(db, key)
-        self._known[key] = waiting
+        Recounts before a refusal, but at most every `RECOUNT_SEC`.
+        """
+        backlog = self._known.pop(key, None)
+        is_old = backlog is not None and time.monotonic() - backlog.counted_at > RECOUNT_SEC
+        if backlog is None or (is_old and _refusal(key, backlog, limits, n_bytes) is not None):
+            backlog = _count(db, key)
+        self._known[key] = backlog
         if len(self._known) > MAX_QUEUES:
             self._known.popitem(last=False)
-        return waiting
+        if (refusal := _refusal(key, backlog, limits, n_bytes)) is not None:
+            busy(refusal)
+        return backlog
 
 
-def _refusal(waiting: _Backlog, limits: Limits, n_bytes: int) -> str | None:
+def _refusal(key: QueueKey, backlog: _Backlog, limits: Limits, n_bytes: int) -> str | None:
     """Return why another request of `n_bytes` is refused; None if it is admitted."""
-    if waiting.n_requests >= limits.n_requests:
-        return f"{waiting.n_requests} requests of {{key}} are pending, which is the limit; wait for some of them"
-    if waiting.n_requests and waiting.n_bytes + n_bytes > limits.n_bytes:
-        return f"requests of {{key}} with {waiting.n_bytes} bytes are pending; wait for some of them"
+    if backlog.n_requests >= limits.n_requests:
+        return f"{backlog.n_requests} requests of {key} are pending, which is the limit; wait for some of them"
+    if backlog.n_requests and backlog.n_bytes + n_bytes > limits.n_bytes:
+        return (
+            f"requests of {key} with {backlog.n_bytes} bytes are pending, and {n_bytes} more would exceed the limit of "
+            f"{limits.n_bytes}; wait for some of them"
+        )
     return None
 
 

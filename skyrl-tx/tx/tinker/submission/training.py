@@ -223,7 +223,7 @@ def forward_backward(to: Submission, body: Pass, seq_id: int | None, payload: by
     return to.add(request, lambda: _check_active(to, body.model_id))
 
 
-def refuse_pass(to: Submission, head: PassHead, error: UserError) -> int:
+def add_failed_pass(to: Submission, head: PassHead, error: UserError) -> int:
     """Record a pass with invalid data as failed; return its number, like that of an accepted pass.
 
     The following step then fails, too. If the client had split a larger pass, the others would be applied without it.
