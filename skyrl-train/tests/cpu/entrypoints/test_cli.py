@@ -52,7 +52,7 @@ def test_help_lists_sections_and_explains_keys(capsys: pytest.CaptureFixture[str
     assert "\n  trainer.policy.optimizer_config  " in capsys.readouterr().out
     assert main(["train", "--help", "trainer.policy.optimizer_config", "trainer.epochs"]) == 0
     output = capsys.readouterr().out
-    assert "trainer.policy.optimizer_config.lr=1e-06  a number >= 0\n    Learning rate" in output
+    assert "trainer.policy.optimizer_config.lr=1e-06  a number >= 0 and <= 1000\n    Learning rate" in output
     assert "trainer.epochs=1  an integer >= 1" in output
     assert main(["train", "--help", "trainer.epoch"]) == 1
     assert "there is no key or section trainer.epoch; did you mean trainer.epochs?" in capsys.readouterr().err
