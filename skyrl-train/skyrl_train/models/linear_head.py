@@ -13,7 +13,7 @@ from skyrl_train.types import TokenScores
 CPU_BLOCK = (2048, 1024)
 """Positions and tokens of the vocabulary in a block: 8 MiB of logits, which stay in the cache."""
 GPU_BLOCK = (8192, 4096)
-"""The same on a GPU, where few large operations are fastest: 128 MiB."""
+"""The block on a GPU, where few large operations are fastest: 128 MiB of logits."""
 
 
 def linear_head_scores(
