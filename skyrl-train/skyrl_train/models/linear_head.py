@@ -52,10 +52,8 @@ class _LinearHeadScores(torch.autograd.Function):
         # Over the tokens so far, with z = logit - highest: Σ e^z, Σ z · e^z, Σ e^2z.
         total, moment, squares = (torch.zeros_like(highest) for _ in range(3))
         for rows, tokens, logits in _blocks(hidden, weight, bias, scale):
-            local = token_ids[rows] - tokens.start  # (n,)
-            is_inside = (local >= 0) & (local < logits.shape[1])
-            found = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-            chosen[rows] = torch.where(is_inside, found, chosen[rows])
+            is_inside, columns = _find(token_ids[rows], tokens)
+            chosen[rows] = torch.where(is_inside, logits.gather(1, columns)[:, 0], chosen[rows])
 
             new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
             shift = highest[rows] - new_highest  # ≤ 0
@@ -97,13 +95,8 @@ class _LinearHeadScores(torch.autograd.Function):
                 probs = logprobs.exp()
                 by_entropy = entropy_grad[rows, None]
                 grad = logprobs.add_(entropy[rows, None]).mul_(-by_entropy).sub_(logprob_grad[rows, None]).mul_(probs)
-            local = token_ids[rows] - tokens.start
-            is_inside = (local >= 0) & (local < grad.shape[1])
-            grad.scatter_add_(
-                1,
-                local.clamp(0, grad.shape[1] - 1)[:, None],
-                torch.where(is_inside, logprob_grad[rows], 0.0)[:, None],
-            )
+            is_inside, columns = _find(token_ids[rows], tokens)
+            grad.scatter_add_(1, columns, torch.where(is_inside, logprob_grad[rows], 0.0)[:, None])
             if hidden_grad is not None:
                 hidden_grad[rows].addmm_(grad, weight[tokens].float(), alpha=ctx.scale)
             if weight_grad is not None:
@@ -134,6 +127,13 @@ def _blocks(
             if scale != 1:
                 logits.mul_(scale)
             yield rows, tokens, logits
+
+
+def _find(token_ids: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether each of `token_ids` (n,) is in a block, and its column there (n, 1), any column if it is not."""
+    columns = token_ids - tokens.start
+    is_inside = (columns >= 0) & (token_ids < tokens.stop)
+    return is_inside, columns.clamp(0, tokens.stop - tokens.start - 1)[:, None]
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
