@@ -111,9 +111,10 @@ class TrainerConfig(Section):
     micro_forward_batch_size_per_gpu: OptionalCount = None
     """Maximum number of trajectories in one forward pass; null leaves it to `max_tokens_per_microbatch`."""
 
-    max_tokens_per_microbatch: Count = 16384
-    """Maximum number of tokens in one pass; a longer trajectory is processed alone. It limits memory; the loss and its
-    gradient do not depend on it."""
+    max_tokens_per_microbatch: OptionalCount = None
+    """Maximum number of tokens in one pass; a longer trajectory is processed alone. null takes 16,384 on a GPU and
+    4,096 on a CPU, whose caches hold the activations of few tokens. Tokens of a shared prefix count once, and a
+    quarter for each other trajectory. The limit bounds memory; the loss and its gradient do not depend on it."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""

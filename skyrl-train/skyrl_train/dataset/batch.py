@@ -1,4 +1,4 @@
-"""Conversion of trajectories to training batches, and of rows to micro-batches."""
+"""Conversion of trajectories to training batches."""
 
 from __future__ import annotations
 
@@ -51,16 +51,3 @@ def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) 
         greedy_rewards=None if greedy_rewards is None else torch.tensor(greedy_rewards),
         reward_components={name: torch.tensor([t.reward_components.get(name, 0.0) for t in owners]) for name in names},
     )
-
-
-def micro_batches(lengths: Sequence[int], max_tokens: int, max_rows: int | None = None) -> list[list[int]]:
-    """Divide rows into micro-batches of at most `max_tokens` tokens after padding, rows of similar length together.
-
-    A row longer than `max_tokens` gets a micro-batch of its own. With `max_rows`, none has more rows than that.
-    """
-    parts: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):  # `row` is the longest so far
-        if not parts or lengths[row] * (len(parts[-1]) + 1) > max_tokens or len(parts[-1]) == max_rows:
-            parts.append([])
-        parts[-1].append(row)
-    return parts

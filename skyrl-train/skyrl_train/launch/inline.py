@@ -18,6 +18,9 @@ from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, World
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
+MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Default of `trainer.max_tokens_per_microbatch`."""
+
 
 async def load_inline(
     spec: ModelSpec, objective: Objective | None, executor: Executor
@@ -47,7 +50,7 @@ def model_spec(
         optimizer=optimizer,
         temperature=cfg.algorithm.temperature,
         bf16=cfg.bf16,
-        max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,
+        max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch or MAX_TOKENS[default_device().type],
         max_rows_forward=cfg.micro_forward_batch_size_per_gpu,
         max_rows_train=cfg.micro_train_batch_size_per_gpu,
     )

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from skyrl_train.models.linear_head import linear_head_scores
+from skyrl_train.models.prefix_sharing import PrefixTree, tree_hidden_states, unpadded
 from skyrl_train.types import TokenScores
 
 CHUNK_LOGITS = 1 << 25  # logits in memory at once, for other heads: 128 MiB in float32
@@ -20,6 +21,7 @@ def response_logprobs(
     temperature: float,
     *,
     entropy_grad: bool = False,
+    shares_prefixes: bool = False,
 ) -> TokenScores:
     """Return the scores of the tokens with `loss_mask` 1, each (B, R) and exactly 0 elsewhere.
 
@@ -30,8 +32,9 @@ def response_logprobs(
         loss_mask: (B, R) for the last R columns of `sequences`.
         temperature: divides the logits, as it did when the tokens were sampled.
         entropy_grad: makes entropies differentiable, for two more values per logit.
+        shares_prefixes: computes tokens that several rows begin with once.
     """
-    predicted_from = hidden_before(model, sequences, attention_mask, loss_mask)  # (N, H)
+    predicted_from = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes)  # (N, H)
     token_ids = sequences[:, -loss_mask.shape[1] :][loss_mask.bool()]  # (N,)
     chosen = chosen_logprobs(model, predicted_from, token_ids, temperature, entropy_grad)
     return TokenScores(*(on_mask(values, loss_mask) for values in chosen))
@@ -43,14 +46,20 @@ def on_mask(values: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_before(
-    model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor
+    model: PreTrainedModel,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    loss_mask: torch.Tensor,
+    shares_prefixes: bool,
 ) -> torch.Tensor:
     """Return the hidden state (N, H) from which each token with `loss_mask` 1 was predicted, row by row."""
     rows, columns = loss_mask.nonzero(as_tuple=True)  # (N,) each
-    columns = columns + sequences.shape[1] - loss_mask.shape[1]
-    hidden = hidden_states(model, sequences, attention_mask)  # (B, L, H), tokens moved to the left
     n_left_padding = attention_mask.long().argmax(dim=1)  # (B,)
-    return hidden[rows, columns - n_left_padding[rows] - 1]
+    positions = columns + sequences.shape[1] - loss_mask.shape[1] - n_left_padding[rows] - 1
+    if shares_prefixes:
+        tree = PrefixTree(unpadded(sequences, attention_mask), sequences.device)
+        return tree_hidden_states(model, tree)[tree.index[rows, positions]]
+    return hidden_states(model, sequences, attention_mask)[rows, positions]
 
 
 def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.models.logprobs import hidden_before, on_mask, response_logprobs
+from skyrl_train.models.prefix_sharing import can_share_prefixes
 from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
 
 
@@ -28,14 +29,23 @@ class ScoringModule(torch.nn.Module):
         self.model = model
         self._temperature = temperature
         self._entropy_grad = entropy_grad
+        self.shares_prefixes = can_share_prefixes(model)
         self.scores_type: type[TokenScores | ValueScores] = ValueScores if is_critic else TokenScores
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
         """Return scores (B, R), 0 off the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""
         if self.scores_type is ValueScores:
-            return ValueScores(response_values(self.model, sequences, attention_mask, loss_mask))
+            return ValueScores(
+                response_values(self.model, sequences, attention_mask, loss_mask, self.shares_prefixes)
+            )
         return response_logprobs(
-            self.model, sequences, attention_mask, loss_mask, self._temperature, entropy_grad=self._entropy_grad
+            self.model,
+            sequences,
+            attention_mask,
+            loss_mask,
+            self._temperature,
+            entropy_grad=self._entropy_grad,
+            shares_prefixes=self.shares_prefixes,
         )
 
     def score(self, rows: TrainingBatch) -> Scores:
@@ -45,13 +55,17 @@ class ScoringModule(torch.nn.Module):
 
 
 def response_values(
-    model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor
+    model: PreTrainedModel,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    loss_mask: torch.Tensor,
+    shares_prefixes: bool = False,
 ) -> torch.Tensor:
     """Return values (B, R) of the states in which the tokens with `loss_mask` 1 were sampled, exactly 0 elsewhere.
 
     The value at a token is that of its prefix, without the token itself.
     """
-    hidden = hidden_before(model, sequences, attention_mask, loss_mask)  # (N, H)
+    hidden = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes)  # (N, H)
     value_head = cast(torch.nn.Linear, model.score)
     with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
         bias = None if value_head.bias is None else value_head.bias.float()

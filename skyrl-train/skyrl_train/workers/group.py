@@ -11,7 +11,7 @@ import torch
 
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective
 from skyrl_train.errors import SyncError, WorkerError
-from skyrl_train.types import Metrics, TrainingBatch
+from skyrl_train.types import Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
@@ -36,6 +36,7 @@ class WorkerGroup:
     async def load(self) -> None:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
+        self._shares_prefixes: bool = (await self._call("shares_prefixes"))[0]
 
     async def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint."""
@@ -44,8 +45,7 @@ class WorkerGroup:
 
     async def score(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
         """Return the model's scores of the batch, each (B, R) float32 on the CPU, 0 off the mask."""
-        spec = self._spec
-        shards, rows = split(batch, self._n_parts, spec.max_tokens_per_micro_batch, spec.max_rows_forward)
+        shards, rows = self._split(batch, self._spec.max_rows_forward)
         return join(rows, await self._call("score", per_part=shards), len(batch))
 
     async def forward_backward(self, mini_batch: TrainingBatch, log_probs: torch.Tensor | None = None) -> Metrics:
@@ -61,8 +61,7 @@ class WorkerGroup:
             if log_probs is None:
                 log_probs = (await self.score(mini_batch))["logprobs"]
             mini_batch, metrics = self._objective.differentiate(log_probs, mini_batch)
-        spec = self._spec
-        shards, _ = split(mini_batch, self._n_parts, spec.max_tokens_per_micro_batch, spec.max_rows_train)
+        shards, _ = self._split(mini_batch, self._spec.max_rows_train)
         return metrics.merge(*await self._call("forward_backward", per_part=shards))
 
     async def optim_step(self) -> Metrics:
@@ -80,8 +79,7 @@ class WorkerGroup:
 
     async def probe(self, rows: TrainingBatch) -> Metrics:
         """Return the mean log-prob or value of the rows' tokens, and the norm of its gradient. Changes nothing."""
-        spec = self._spec
-        shards, _ = split(rows, self._n_parts, spec.max_tokens_per_micro_batch, spec.max_rows_train)
+        shards, _ = self._split(rows, self._spec.max_rows_train)
         return Metrics().merge(*await self._call("probe", per_part=shards))
 
     async def save(self, folder: Path) -> Awaitable[Any]:
@@ -122,6 +120,10 @@ class WorkerGroup:
     async def close(self) -> None:
         """End every rank."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+    def _split(self, batch: TrainingBatch, max_rows: int | None) -> tuple[list[Shard], list[list[int]]]:
+        max_tokens = self._spec.max_tokens_per_micro_batch
+        return split(batch, self._n_parts, max_tokens, max_rows, shares_prefixes=self._shares_prefixes)
 
     async def _call(self, method: str, *args: Any, per_part: Sequence[Any] | None = None) -> list[Any]:
         """Call a method of every worker; return the results of the leaders.

@@ -6,34 +6,54 @@ from collections.abc import Sequence
 
 import torch
 
-from skyrl_train.dataset.batch import micro_batches
+from skyrl_train.models.prefix_sharing import sort_by_prefix, unpadded
 from skyrl_train.types import Shard, TrainingBatch
+
+SHARED_COST = 0.25
+"""Cost of a token that an earlier row of the micro-batch shares, relative to a new one: only attention reads it."""
 
 
 def split(
-    batch: TrainingBatch, n_ranks: int, max_tokens: int, max_rows: int | None = None
+    batch: TrainingBatch, n_ranks: int, max_tokens: int, max_rows: int | None = None, *, shares_prefixes: bool = False
 ) -> tuple[list[Shard], list[list[int]]]:
     """Return a shard for each of `n_ranks` ranks, and the rows of the batch that it begins with.
 
-    The rows that have a trained token are divided among the ranks, and those of each rank into micro-batches.
-    The longest rows are dealt first, each to the rank with the fewest tokens. Every rank gets the same number of
-    micro-batches: fillers, copies of the batch's shortest row with its loss mask zeroed, make up the difference.
+    Rows that have a trained token are sorted by their tokens, so that rows with a common prefix are adjacent. Ranks,
+    and the micro-batches of a rank, take consecutive rows: ranks of equal cost, micro-batches of at most `max_tokens`
+    tokens and `max_rows` rows, but at least one row. With `shares_prefixes`, tokens of a prefix that a micro-batch
+    contains already count as `SHARED_COST`. Every rank gets the same number of micro-batches: fillers, copies of the
+    batch's shortest row with its loss mask zeroed, make up the difference.
     """
-    lengths = batch.attention_mask.sum(dim=1).tolist()
     trained = batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist()
-    rows_of_rank = _deal(trained, lengths, n_ranks)
-    parts = [micro_batches([lengths[row] for row in rows], max_tokens, max_rows) for rows in rows_of_rank]
-    n_micro_batches = max(map(len, parts))
-    shortest = min(trained, key=lambda row: lengths[row]) if trained else 0
+    tokens = unpadded(batch.sequences[trained], batch.attention_mask[trained])
+    order, n_shared = sort_by_prefix(tokens)
+    lengths = [len(tokens[i]) for i in order]
+    saved = [(1 - SHARED_COST) * n if shares_prefixes else 0.0 for n in n_shared]
+    rows_of_rank: list[list[int]] = [[] for _ in range(n_ranks)]
+    micro_batches_of_rank: list[list[list[int]]] = [[] for _ in range(n_ranks)]
+    total, cost, load = sum(lengths) - sum(saved), 0.0, 0.0
+    for i, (length, saving) in enumerate(zip(lengths, saved, strict=True)):
+        rank = min(int(cost / total * n_ranks), n_ranks - 1)
+        cost += length - saving
+        rows, micro_batches = rows_of_rank[rank], micro_batches_of_rank[rank]
+        if not micro_batches or load + length - saving > max_tokens or len(micro_batches[-1]) == max_rows:
+            micro_batches.append([])
+            load = saving
+        micro_batches[-1].append(len(rows))
+        load += length - saving
+        rows.append(trained[order[i]])
+
+    n_micro_batches = max(map(len, micro_batches_of_rank))
+    shortest = trained[min(range(len(trained)), key=lambda i: len(tokens[i]))] if trained else 0
     shards = []
-    for rows, own_parts in zip(rows_of_rank, parts, strict=True):
-        n_fillers = n_micro_batches - len(own_parts)
+    for rows, micro_batches in zip(rows_of_rank, micro_batches_of_rank, strict=True):
+        n_fillers = n_micro_batches - len(micro_batches)
         shard = batch.select([*rows, *([shortest] if n_fillers else [])])
         if n_fillers:
             for tensor in (shard.loss_mask, shard.loss_weights, shard.sequence_weights, shard.logprob_gradient):
                 if tensor is not None:
                     tensor[len(rows) :] = 0
-        shards.append(Shard(shard, [*own_parts, *([[len(rows)]] * n_fillers)]))
+        shards.append(Shard(shard, [*micro_batches, *([[len(rows)]] * n_fillers)]))
     return shards, rows_of_rank
 
 
@@ -47,14 +67,3 @@ def join(
             whole = joined.setdefault(name, values.new_zeros(n_rows, values.shape[1]))
             whole[list(rows)] = values[: len(rows)]
     return joined
-
-
-def _deal(trained: Sequence[int], lengths: Sequence[int], n_ranks: int) -> list[list[int]]:
-    """Return the rows of each rank, ascending."""
-    rows: list[list[int]] = [[] for _ in range(n_ranks)]
-    loads = [0] * n_ranks
-    for row in sorted(trained, key=lambda row: -lengths[row]):
-        rank = min(range(n_ranks), key=lambda rank: (loads[rank], len(rows[rank])))
-        rows[rank].append(row)
-        loads[rank] += lengths[row]
-    return [sorted(of_rank) for of_rank in rows]

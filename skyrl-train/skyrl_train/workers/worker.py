@@ -57,6 +57,10 @@ class Worker:
         )
         return optimizer, scheduler
 
+    def shares_prefixes(self) -> bool:
+        """Return True if the model computes tokens that several rows of a micro-batch begin with once."""
+        return self.module.shares_prefixes
+
     def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint of the whole model: weights, and two moments of trained parameters."""
         return sum(p.numel() * p.dtype.itemsize * (3 if p.requires_grad else 1) for p in self.module.parameters())

@@ -1,0 +1,83 @@
+"""The child process of `make bench-training` that trains with SkyRL: `skyrl_child.py WORKLOAD FOLDER [key=value …]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from examples.catch.main_catch import register_catch
+from harness import Requests
+from workloads import WORKLOADS, reward
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+
+
+class PseudoRandomReward(BaseTextEnv):
+    """An environment of one turn with the reward of `workloads.reward`."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Score the response."""
+        return BaseTextEnvStepOutput(observations=[], reward=reward(action), done=True, metadata={})
+
+
+class OnRequest(Callback):
+    """A callback that starts a step when the parent process requests one, and reports it."""
+
+    def __init__(self) -> None:
+        self.requests = Requests()
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        if report.global_step:
+            metrics = report.metrics
+            parts = {name.removeprefix("timing/"): value for name, value in metrics.items() if name.startswith("timing/")}
+            facts = {"entropy": metrics["policy/policy_entropy"], "grad_norm": metrics["policy/grad_norm"]}
+            self.requests.report(parts, facts)
+        if not self.requests.wait():
+            run.request_stop("the measurement is over")
+
+
+class OnRequestExp(BasePPOExp):
+    """A run whose last callback is `OnRequest`."""
+
+    def get_callbacks(self, *args: Any) -> list[Callback]:
+        return [*super().get_callbacks(*args), OnRequest()]
+
+
+def main() -> None:
+    """Train on requests of the parent process."""
+    register_catch()
+    workload, folder = WORKLOADS[sys.argv[1]], Path(sys.argv[2])
+    settings = {
+        "data.train_data": f"['{next(folder.glob('train.*'))}']",
+        "trainer.policy.model.path": folder / "model",
+        "trainer.output_dir": folder / "outputs",
+        "trainer.train_batch_size": workload.n_prompts,
+        "trainer.policy_mini_batch_size": workload.n_prompts,
+        "trainer.policy.optimizer_config.lr": 1e-5,
+        "trainer.epochs": 1000,
+        "trainer.eval_interval": -1,
+        "trainer.ckpt_interval": -1,
+        "trainer.algorithm.use_kl_loss": workload.kl > 0,
+        "trainer.algorithm.kl_loss_coef": workload.kl,
+        "generator.n_samples_per_prompt": workload.n_samples,
+        "generator.max_turns": workload.n_turns,
+        "generator.sampling_params.max_generate_length": workload.n_new,
+        "generator.sampling_params.min_tokens": workload.n_new,
+        "environment.skyrl_gym.max_env_workers": 0,
+    }
+    if workload.n_turns == 1:
+        settings["environment.env_class"] = "skyrl_child:PseudoRandomReward"
+    try:
+        OnRequestExp(parse_cli([f"{key}={value}" for key, value in settings.items()] + sys.argv[3:])).run()
+    except KeyboardInterrupt:
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Prefix sharing: tokens that several rows begin with are computed once.
+
+The samples of a group begin with the same prompt, and each row of a step-wise trajectory with the row before it. Every
+layer but attention computes each token of the tree of prefixes once; attention reads the tokens of each row from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+NAME = "skyrl_prefix_tree"
+BUCKET = 32  # tokens; positions and lengths in one attention call differ by less than this or a quarter
+TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter types
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Rows of similar length that attend in one call: their tokens from `start` on to all of their tokens."""
+
+    start: int
+    keys: torch.Tensor  # (b, L) indices into the tokens of the tree; beyond the end of a row, 0
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Return the keys that each query sees (queries, L): up to itself, within the sliding window."""
+        if window not in self._masks:
+            positions = torch.arange(self.keys.shape[1], device=self.keys.device)
+            distance = positions[self.start :, None] - positions
+            self._masks[window] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self._masks[window]
+
+
+class PrefixTree:
+    """The U distinct tokens of B rows: tokens with the same tokens before them are one."""
+
+    def __init__(self, rows: Sequence[np.ndarray], device: torch.device) -> None:
+        """Build the tree of rows of token ids."""
+        order, n_shared = sort_by_prefix(rows)
+        lengths = [len(row) for row in rows]
+        index = np.zeros((len(rows), max(lengths, default=0)), dtype=np.int64)
+        token_ids, position_ids, n_tokens = [], [], 0
+        previous = order[0] if order else 0
+        for row, shared in zip(order, n_shared, strict=True):
+            index[row, :shared] = index[previous, :shared]
+            n_new = lengths[row] - shared
+            index[row, shared : lengths[row]] = np.arange(n_tokens, n_tokens + n_new)
+            token_ids.append(rows[row][shared:])
+            position_ids.append(np.arange(shared, lengths[row]))
+            n_tokens += n_new
+            previous = row
+
+        # Tokens of a shared prefix need no queries here; where they are few, causal attention over all is faster.
+        starts = [shared if 2 * shared > lengths[row] else 0 for row, shared in zip(order, n_shared, strict=True)]
+        keys = [(_round_down(start), -_round_down(-lengths[row])) for row, start in zip(order, starts, strict=True)]
+        outputs = np.zeros(n_tokens, dtype=np.int64)  # index of each token among the queries of all buckets
+        self.buckets: list[Bucket] = []
+        n_queries = 0
+        for (start, _), members in groupby(sorted(range(len(order)), key=keys.__getitem__), key=keys.__getitem__):
+            picked = [order[member] for member in members]
+            length = max(lengths[row] for row in picked)
+            for i, row in enumerate(picked):
+                queries = np.arange(start, lengths[row])
+                outputs[index[row, start : lengths[row]]] = n_queries + i * (length - start) + queries - start
+            n_queries += len(picked) * (length - start)
+            self.buckets.append(Bucket(start, torch.from_numpy(index[picked, :length]).to(device)))
+        self.index = torch.from_numpy(index).to(device)  # (B, L) of each row's tokens; beyond the end of a row, 0
+        self.outputs = torch.from_numpy(outputs).to(device)  # (U,)
+        self.token_ids = torch.from_numpy(np.concatenate([*token_ids, []]).astype(np.int64)).to(device)  # (U,)
+        self.position_ids = torch.from_numpy(np.concatenate([*position_ids, []]).astype(np.int64)).to(device)  # (U,)
+
+
+def _round_down(n_tokens: int) -> int:
+    """Return a multiple of `BUCKET`, or of an eighth to a quarter of a large number."""
+    unit = max(BUCKET, 1 << max(0, abs(n_tokens).bit_length() - 3))
+    return n_tokens // unit * unit
+
+
+def sort_by_prefix(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Sort rows of token ids lexicographically; return the order, and how many tokens each shares with the last one."""
+    texts = [row.astype(">u4").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=texts.__getitem__)
+    n_shared = [0] * len(order)
+    for i in range(1, len(order)):
+        last, row = rows[order[i - 1]], rows[order[i]]
+        n = min(len(last), len(row))
+        different = np.flatnonzero(last[:n] != row[:n])
+        n_shared[i] = int(different[0]) if len(different) else n
+    return order, n_shared
+
+
+def unpadded(sequences: torch.Tensor, attention_mask: torch.Tensor) -> list[np.ndarray]:
+    """Return the tokens of each row of (B, L)."""
+    masks = attention_mask.cpu().numpy().astype(bool)
+    return [row[mask] for row, mask in zip(sequences.cpu().numpy(), masks, strict=True)]
+
+
+def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree) -> torch.Tensor:
+    """Return the final hidden states (U, H) of the tokens of a tree."""
+    with tree_attention(model):
+        output = model.base_model(
+            input_ids=tree.token_ids[None], position_ids=tree.position_ids[None], use_cache=False, prefix_tree=tree
+        )
+    states: torch.Tensor = output.last_hidden_state[0]
+    return states
+
+
+@contextmanager
+def tree_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Use the attention of prefix trees, also in layers that are computed again in the backward pass."""
+    config = model.config.get_text_config()
+    previous = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = previous
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    prefix_tree: PrefixTree,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention (1, U, heads, d) of each token of a tree to itself and the tokens before it.
+
+    The signature is that of transformers' attention functions; query is (1, heads, U, d).
+    """
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("attention with capped scores or sinks")
+    queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))  # (U, heads, d)
+    outputs = []
+    for bucket in prefix_tree.buckets:
+        n_rows, length = bucket.keys.shape
+        is_whole = bucket.start == 0 and (sliding_window is None or length <= sliding_window)
+
+        def rows(states: torch.Tensor, start: int = 0, bucket: Bucket = bucket) -> torch.Tensor:
+            indices = bucket.keys[:, start:]
+            picked = states.index_select(0, indices.flatten())
+            return picked.view(*indices.shape, *states.shape[1:]).transpose(1, 2)  # (b, heads, T, d)
+
+        attended = scaled_dot_product_attention(
+            rows(queries, bucket.start),
+            rows(keys),
+            rows(values),
+            attn_mask=None if is_whole else bucket.mask(sliding_window),
+            is_causal=is_whole,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        outputs.append(attended.transpose(1, 2).reshape(n_rows * (length - bucket.start), *attended.shape[1::2]))
+    return torch.cat(outputs).index_select(0, prefix_tree.outputs)[None], None
+
+
+AttentionInterface.register(NAME, _attend)
+
+
+@torch.no_grad()
+def can_share_prefixes(model: PreTrainedModel) -> bool:
+    """Return True if a tree gives the hidden states of separate rows: some architectures mix neighboring tokens."""
+    rows = [np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1])]
+    tolerance = TOLERANCE if model.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
+    tree = PrefixTree(rows, model.device)
+    try:
+        states = tree_hidden_states(model, tree).float()
+    except Exception as error:  # the boundary to an architecture that may pass on other arguments, or fail at will
+        logger.info("A %s computes shared prefixes once per row: %s", type(model).__name__, error)
+        return False
+    for i, row in enumerate(rows):
+        expected = model.base_model(
+            input_ids=torch.from_numpy(row)[None].to(model.device), use_cache=False
+        ).last_hidden_state[0].float()
+        difference = (states[tree.index[i, : len(row)]] - expected).abs().max() / expected.abs().max()
+        if not difference < tolerance:
+            logger.info(
+                "A %s computes shared prefixes once per row: its hidden states would differ by %.1g",
+                type(model).__name__,
+                difference,
+            )
+            return False
+    return True
