@@ -89,7 +89,8 @@ class Requests:
     def report(self, parts: Mapping[str, float] = {}, facts: Mapping[str, float] = {}) -> None:
         """Report the repetition that began with the last request."""
         seconds, cpu_seconds = (
-            now - started for now, started in zip((time.perf_counter(), time.process_time()), self._started, strict=True)
+            now - started
+            for now, started in zip((time.perf_counter(), time.process_time()), self._started, strict=True)
         )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(RESULT + json.dumps(asdict(Sample(seconds, cpu_seconds, parts, facts, peak))), flush=True)

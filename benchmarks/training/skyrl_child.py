@@ -35,7 +35,9 @@ class OnRequest(Callback):
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.global_step:
             metrics = report.metrics
-            parts = {name.removeprefix("timing/"): value for name, value in metrics.items() if name.startswith("timing/")}
+            parts = {
+                name.removeprefix("timing/"): value for name, value in metrics.items() if name.startswith("timing/")
+            }
             facts = {"entropy": metrics["policy/policy_entropy"], "grad_norm": metrics["policy/grad_norm"]}
             self.requests.report(parts, facts)
         if not self.requests.wait():

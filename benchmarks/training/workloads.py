@@ -104,7 +104,9 @@ def word_tokenizer() -> PreTrainedTokenizerBase:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     game = CatchState(grid_w=7, grid_h=6, ball_x=0, ball_y=0, paddle_x=0, turns_left=5)
-    tokenizer.train_from_iterator([message["content"] for message in opening(game)] + ["system", "user", "assistant"], trainer)
+    tokenizer.train_from_iterator(
+        [message["content"] for message in opening(game)] + ["system", "user", "assistant"], trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=PAD, chat_template=CHAT_TEMPLATE
     )

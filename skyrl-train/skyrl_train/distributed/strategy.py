@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from skyrl_train.models.loading import autocast, checkpointed_layers
+from skyrl_train.models.prefix_sharing import tree_attention
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, TensorSpec, World
@@ -84,7 +86,8 @@ class DistributedStrategy(ABC):
                 with torch.no_grad(), autocast(device, bf16):
                     results.append(consume(module.score(rows), rows)[1])
                 continue
-            with checkpointed_layers(hf_model(module)):
+            recomputed = tree_attention(hf_model(module)) if module.shares_prefixes else nullcontext()
+            with checkpointed_layers(hf_model(module)), recomputed:
                 with autocast(device, bf16):
                     scores = module.score(rows)
                 loss, result = consume(scores, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,10 +12,11 @@ import torch
 from skyrl_train.inference_engines.base import SamplingParams
 
 CHUNK = 512  # tokens of the vocabulary that share a partial sum in the search
+BLOCK_LOGITS = 1 << 18  # logits of a pass over all rows: 1 MiB, which stays in the cache
 CANDIDATES = 1024  # most likely tokens, which usually hold the top-p mass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draw:
     """The inputs of a sequence's next token besides its logits."""
 
@@ -24,6 +25,10 @@ class Draw:
     token_ids: Sequence[int]  # prompt and response so far
     n_prompt: int
     eos_ids: frozenset[int]  # of the model
+    is_shaped: bool = field(init=False)  # penalties or truncation change the distribution
+
+    def __post_init__(self) -> None:
+        self.is_shaped = self.sampling.penalizes or self.sampling.truncates
 
     @property
     def banned(self) -> list[int]:
@@ -52,41 +57,47 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
         draws: [B] how to sample each row. Temperature 0 takes the most likely token.
     """
     raw_rows = [row for row, draw in enumerate(draws) if draw.sampling.with_raw_logprobs]
-    shaped_rows = [row for row, draw in enumerate(draws) if _is_shaped(draw)]
+    shaped_rows = [row for row, draw in enumerate(draws) if draw.is_shaped]
     greedy_rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
+    banned = [
+        (row, column, token_id)
+        for row, draw in enumerate(draws)
+        if not draw.is_shaped
+        for column, token_id in enumerate(draw.banned)
+    ]
     raw = logits[raw_rows]  # (b, V)
     shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows])  # (s, V)
     if any(d.sampling.temperature not in (0, 1) for d in draws):
         logits.div_(torch.tensor([[d.sampling.temperature or 1.0] for d in draws], device=logits.device))
-    tempered = logits[shaped_rows]  # (s, V)
-    # argmax of the logits, since exponentials of close ones may be equal
-    most_likely = logits.argmax(dim=-1) if len(greedy_rows) == len(draws) else logits[greedy_rows].argmax(dim=-1)
     top = _top_logits(logits, draws)
+    excluded = logits.new_full((len(draws), 1 + max((column for _, column, _ in banned), default=-1)), -torch.inf)
+    if banned:
+        rows, columns, tokens = torch.tensor(banned, device=logits.device).T
+        excluded[rows, columns] = logits[rows, tokens]
+        logits[rows, tokens] = -torch.inf
 
-    highest = logits.amax(dim=-1, keepdim=True)  # (B, 1)
-    weights = logits.sub_(highest).exp_()  # (B, V), not normalized
-    sums = _chunk_sums(weights)  # (B, V / CHUNK)
-    log_total = sums.sum(dim=-1).log()  # (B,) of the weights
+    sums = _chunk_logsumexp(logits)  # (B, V / CHUNK)
+    log_normalizer = torch.cat([sums, excluded], dim=-1).logsumexp(dim=-1)  # (B,) of the model
+    tempered = logits[shaped_rows]  # (s, V)
     if shaped_rows:
-        weights[shaped_rows] = (shaped - shaped.amax(dim=-1, keepdim=True)).exp_()
-        sums[shaped_rows] = _chunk_sums(weights[shaped_rows])
+        logits[shaped_rows] = shaped
+        sums[shaped_rows] = _chunk_logsumexp(shaped)
     randomness = uniforms([draw.seed for draw in draws], [len(draw.token_ids) for draw in draws])
-    token_ids = _search(weights, sums, torch.from_numpy(randomness).to(logits.device))  # (B,)
-    token_ids[greedy_rows] = most_likely
-    for i, row in enumerate(shaped_rows):
-        if draws[row].sampling.temperature == 0:
-            token_ids[row] = shaped[i].argmax()
+    token_ids = _search(logits, sums, torch.from_numpy(randomness).to(logits.device))  # (B,)
+    if greedy_rows:
+        greedy = logits if len(greedy_rows) == len(draws) else logits[greedy_rows]
+        token_ids[greedy_rows] = greedy.argmax(dim=-1)
 
-    logprobs = _gather_chosen(weights, token_ids).log() - log_total  # (B,)
-    log_normalizer = (highest[:, 0] + log_total)[shaped_rows]
-    logprobs[shaped_rows] = _gather_chosen(tempered, token_ids[shaped_rows]) - log_normalizer
-    sampling_logprobs = _gather_chosen(shaped, token_ids[shaped_rows]) - shaped.logsumexp(dim=-1)
+    chosen = _gather_chosen(logits, token_ids)  # (B,)
+    logprobs = chosen - log_normalizer
+    logprobs[shaped_rows] = _gather_chosen(tempered, token_ids[shaped_rows]) - log_normalizer[shaped_rows]
+    sampling_rows = sorted({*shaped_rows, *(row for row, _, _ in banned)})
+    sampling_logprobs = (chosen - sums.logsumexp(dim=-1)).tolist() if sampling_rows else []
     raw_logprobs = _gather_chosen(raw, token_ids[raw_rows]) - raw.logsumexp(dim=-1)
-    sampling_by_row = dict(zip(shaped_rows, sampling_logprobs.tolist(), strict=True))
+    sampling_by_row = {row: sampling_logprobs[row] for row in sampling_rows}
     raw_by_row = dict(zip(raw_rows, raw_logprobs.tolist(), strict=True))
     top_by_row = {
-        row: dict(zip(ids, (values - highest[row, 0] - log_total[row]).tolist(), strict=True))
-        for row, (ids, values) in top.items()
+        row: dict(zip(ids, (values - log_normalizer[row]).tolist(), strict=True)) for row, (ids, values) in top.items()
     }
     return [
         SampledToken(token_id, logprob, sampling_by_row.get(row), raw_by_row.get(row), top_by_row.get(row))
@@ -116,10 +127,6 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 # -- the distribution that is sampled from
-
-
-def _is_shaped(draw: Draw) -> bool:
-    return draw.sampling.penalizes or draw.sampling.truncates or bool(draw.banned)
 
 
 def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Tensor:
@@ -193,29 +200,35 @@ def _top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 # -- the search
 
 
-def _chunk_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Return sums (B, ⌈V / CHUNK⌉) over neighboring tokens of `weights` (B, V)."""
-    n_whole = weights.shape[-1] // CHUNK * CHUNK
-    sums = weights[:, :n_whole].unflatten(-1, (-1, CHUNK)).sum(dim=-1) if n_whole else weights[:, :0]
-    if n_whole == weights.shape[-1]:
-        return sums
-    return torch.cat([sums, weights[:, n_whole:].sum(dim=-1, keepdim=True)], dim=-1)
+def _chunk_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """Return log Σ exp (B, ⌈V / CHUNK⌉) over neighboring tokens of `logits` (B, V), block by block in the cache."""
+    n_rows, n_tokens = logits.shape
+    n_whole = n_tokens // CHUNK * CHUNK
+    step = max(1, BLOCK_LOGITS // max(1, n_rows) // CHUNK) * CHUNK
+    parts = []
+    for start in range(0, n_whole, step):
+        block = logits[:, start : min(start + step, n_whole)].unflatten(-1, (-1, CHUNK))  # (B, c, CHUNK)
+        highest = block.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)  # finite, also of -inf alone
+        parts.append((block - highest[..., None]).exp_().sum(dim=-1).log_().add_(highest))
+    if n_whole < n_tokens:
+        parts.append(logits[:, n_whole:].logsumexp(dim=-1, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _search(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the first token (B,) at which the cumulative sum of `weights` (B, V) passes uniform · total.
+def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return the first token (B,) at which the cumulative distribution of `logits` (B, V) passes `uniforms`.
 
-    The search finds the chunk in the cumulative `sums`, then the token in the chunk. A row with NaN gets an arbitrary
-    token, whose log-prob is NaN.
+    The search finds the chunk in `sums`, log Σ exp of each, then the token in the chunk. A row with NaN gets an
+    arbitrary token, whose log-prob is NaN.
     """
-    n_tokens = weights.shape[-1]
-    cumulative = sums.cumsum(dim=-1)  # (B, n)
+    n_tokens = logits.shape[-1]
+    highest = sums.amax(dim=-1, keepdim=True)
+    cumulative = (sums - highest).exp_().cumsum(dim=-1)  # (B, n)
     target = uniforms * cumulative[:, -1]
     chunk = _first_above(cumulative, target)  # (B,)
     before = torch.where(chunk > 0, cumulative.gather(-1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    offsets = torch.arange(min(CHUNK, n_tokens), device=weights.device)
-    columns = chunk[:, None] * CHUNK + offsets  # (B, CHUNK)
-    inside = weights.gather(-1, columns.clamp(max=n_tokens - 1)).masked_fill(columns >= n_tokens, 0.0)
+    columns = chunk[:, None] * CHUNK + torch.arange(min(CHUNK, n_tokens), device=logits.device)  # (B, CHUNK)
+    inside = (logits.gather(-1, columns.clamp(max=n_tokens - 1)) - highest).exp_().masked_fill_(columns >= n_tokens, 0)
     token = _first_above(inside.cumsum(dim=-1), target - before)
     return (chunk * CHUNK + token).clamp(max=n_tokens - 1)
 

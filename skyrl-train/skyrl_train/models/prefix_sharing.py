@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -21,24 +21,48 @@ logger = logging.getLogger(__name__)
 
 NAME = "skyrl_prefix_tree"
 BUCKET = 32  # tokens; positions and lengths in one attention call differ by less than this or a quarter
+SPAN = 96  # minimum queries of an attention call on a CPU, if there are so many
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter types
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Rows of similar length that attend in one call: their tokens from `start` on to all of their tokens."""
+    """Rows of similar length that attend in the same calls: their tokens from `start` on to all of their tokens."""
 
     start: int
     keys: torch.Tensor  # (b, L) indices into the tokens of the tree; beyond the end of a row, 0
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Return the keys that each query sees (queries, L): up to itself, within the sliding window."""
-        if window not in self._masks:
-            positions = torch.arange(self.keys.shape[1], device=self.keys.device)
-            distance = positions[self.start :, None] - positions
-            self._masks[window] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return self._masks[window]
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The positions [first, last) of the queries of each call.
+
+        The kernel of a CPU also computes scores that the causal mask hides, so that few queries a call, with the keys
+        up to the last of them, halve its work.
+        """
+        length = self.keys.shape[1]
+        if self.keys.device.type != "cpu":
+            return [(self.start, length)]
+        n_spans = max(1, (length - self.start) // SPAN)
+        edges = [self.start + (length - self.start) * i // n_spans for i in range(n_spans + 1)]
+        return list(pairwise(edges))
+
+    def mask(self, span: tuple[int, int], window: int | None) -> torch.Tensor | None:
+        """Return the keys that each query of a span sees (queries, keys): up to itself, within the sliding window.
+
+        None stands for the causal mask of a span that starts at 0.
+        """
+        first, last = span
+        if window is not None and last <= window:
+            window = None
+        if first == 0 and window is None:
+            return None
+        key = (first, window)
+        if key not in self._masks:
+            positions = torch.arange(last, device=self.keys.device)
+            distance = positions[first:, None] - positions
+            self._masks[key] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self._masks[key]
 
 
 class PrefixTree:
@@ -61,19 +85,21 @@ class PrefixTree:
             previous = row
 
         # Tokens of a shared prefix need no queries here; where they are few, causal attention over all is faster.
-        starts = [shared if 2 * shared > lengths[row] else 0 for row, shared in zip(order, n_shared, strict=True)]
+        starts = [shared if 4 * shared >= lengths[row] else 0 for row, shared in zip(order, n_shared, strict=True)]
         keys = [(_round_down(start), -_round_down(-lengths[row])) for row, start in zip(order, starts, strict=True)]
-        outputs = np.zeros(n_tokens, dtype=np.int64)  # index of each token among the queries of all buckets
+        outputs = np.zeros(n_tokens, dtype=np.int64)  # index of each token among the queries of all calls
         self.buckets: list[Bucket] = []
         n_queries = 0
         for (start, _), members in groupby(sorted(range(len(order)), key=keys.__getitem__), key=keys.__getitem__):
             picked = [order[member] for member in members]
-            length = max(lengths[row] for row in picked)
-            for i, row in enumerate(picked):
-                queries = np.arange(start, lengths[row])
-                outputs[index[row, start : lengths[row]]] = n_queries + i * (length - start) + queries - start
-            n_queries += len(picked) * (length - start)
-            self.buckets.append(Bucket(start, torch.from_numpy(index[picked, :length]).to(device)))
+            bucket_index = index[picked, : max(lengths[row] for row in picked)]  # (b, L)
+            bucket = Bucket(start, torch.from_numpy(bucket_index).to(device))
+            self.buckets.append(bucket)
+            is_token = np.arange(bucket_index.shape[1]) < np.array([[lengths[row]] for row in picked])
+            for first, last in bucket.spans:
+                tokens, real = bucket_index[:, first:last].ravel(), is_token[:, first:last].ravel()
+                outputs[tokens[real]] = n_queries + np.flatnonzero(real)
+                n_queries += len(tokens)
         self.index = torch.from_numpy(index).to(device)  # (B, L) of each row's tokens; beyond the end of a row, 0
         self.outputs = torch.from_numpy(outputs).to(device)  # (U,)
         self.token_ids = torch.from_numpy(np.concatenate([*token_ids, []]).astype(np.int64)).to(device)  # (U,)
@@ -147,27 +173,29 @@ def _attend(
     """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("attention with capped scores or sinks")
-    queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))  # (U, heads, d)
+    queries, keys, values = (
+        states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value)
+    )  # (U, heads, d)
+
+    def rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        picked = states.index_select(0, indices.flatten())
+        return picked.view(*indices.shape, *states.shape[1:]).transpose(1, 2)  # (b, heads, T, d)
+
     outputs = []
     for bucket in prefix_tree.buckets:
-        n_rows, length = bucket.keys.shape
-        is_whole = bucket.start == 0 and (sliding_window is None or length <= sliding_window)
-
-        def rows(states: torch.Tensor, start: int = 0, bucket: Bucket = bucket) -> torch.Tensor:
-            indices = bucket.keys[:, start:]
-            picked = states.index_select(0, indices.flatten())
-            return picked.view(*indices.shape, *states.shape[1:]).transpose(1, 2)  # (b, heads, T, d)
-
-        attended = scaled_dot_product_attention(
-            rows(queries, bucket.start),
-            rows(keys),
-            rows(values),
-            attn_mask=None if is_whole else bucket.mask(sliding_window),
-            is_causal=is_whole,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        outputs.append(attended.transpose(1, 2).reshape(n_rows * (length - bucket.start), *attended.shape[1::2]))
+        row_keys, row_values = rows(keys, bucket.keys), rows(values, bucket.keys)
+        for first, last in bucket.spans:
+            mask = bucket.mask((first, last), sliding_window)
+            attended = scaled_dot_product_attention(
+                rows(queries, bucket.keys[:, first:last]),
+                row_keys[:, :, :last],
+                row_values[:, :, :last],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))  # (b · T, heads, d)
     return torch.cat(outputs).index_select(0, prefix_tree.outputs)[None], None
 
 
@@ -186,9 +214,11 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
         logger.info("A %s computes shared prefixes once per row: %s", type(model).__name__, error)
         return False
     for i, row in enumerate(rows):
-        expected = model.base_model(
-            input_ids=torch.from_numpy(row)[None].to(model.device), use_cache=False
-        ).last_hidden_state[0].float()
+        expected = (
+            model.base_model(input_ids=torch.from_numpy(row)[None].to(model.device), use_cache=False)
+            .last_hidden_state[0]
+            .float()
+        )
         difference = (states[tree.index[i, : len(row)]] - expected).abs().max() / expected.abs().max()
         if not difference < tolerance:
             logger.info(

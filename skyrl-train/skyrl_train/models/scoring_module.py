@@ -35,9 +35,7 @@ class ScoringModule(torch.nn.Module):
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
         """Return scores (B, R), 0 off the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""
         if self.scores_type is ValueScores:
-            return ValueScores(
-                response_values(self.model, sequences, attention_mask, loss_mask, self.shares_prefixes)
-            )
+            return ValueScores(response_values(self.model, sequences, attention_mask, loss_mask, self.shares_prefixes))
         return response_logprobs(
             self.model,
             sequences,

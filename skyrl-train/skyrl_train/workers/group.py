@@ -30,13 +30,14 @@ class WorkerGroup:
         self._spec = spec
         self._ranks = list(ranks)
         self._n_parts = 1 + max(rank.dp for rank in ranks)
+        self._shares_prefixes = False  # until the model is loaded
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
 
     async def load(self) -> None:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
-        self._shares_prefixes: bool = (await self._call("shares_prefixes"))[0]
+        self._shares_prefixes = (await self._call("shares_prefixes"))[0]
 
     async def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint."""

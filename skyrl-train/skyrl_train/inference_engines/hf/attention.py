@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
@@ -79,10 +80,13 @@ class PackedCache:
     ) -> None:
         """`rows` and `is_isolated` are those of `hidden_states`."""
         self._memory = memory
-        spans = [(row.sequence.n_cached, row.n_new) for row in rows]
-        self.position_ids = torch.cat([torch.arange(n, n + n_new) for n, n_new in spans]).to(device)  # (N,)
-        starts = torch.tensor([row.start for row in rows]).repeat_interleave(torch.tensor([n for _, n in spans]))
-        self._target = self.position_ids + starts.to(device)  # (N,) indices into the pool
+        n_cached, n_new, starts = np.array([(row.sequence.n_cached, row.n_new, row.start) for row in rows]).T
+        n_before = n_new.cumsum() - n_new
+        position_ids = np.arange(n_new.sum()) + np.repeat(n_cached - n_before, n_new)
+        self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,)
+        self._target = torch.from_numpy(position_ids + np.repeat(starts, n_new)).to(
+            device
+        )  # (N,) indices into the pool
         self._runs = list(_runs(rows, self.position_ids, memory.size if is_isolated else None))
 
     def update(
@@ -95,7 +99,7 @@ class PackedCache:
         keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
         for pool, new in zip(pools, (keys, values), strict=True):
-            pool.index_copy_(0, self._target, new[0].transpose(0, 1))
+            pool[self._target] = new[0].transpose(0, 1)
         return _Stored(pools[0], self._runs), _Stored(pools[1], self._runs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

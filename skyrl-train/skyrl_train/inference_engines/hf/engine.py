@@ -113,7 +113,9 @@ class HFEngine(SteppedEngine[CachedSequence]):
                 f"cache but only {self._max_cache_bytes:,} are available; raise generator.gpu_memory_utilization or "
                 "lower generator.max_input_length or sampling_params.max_generate_length"
             )
-        return CachedSequence(request, max_tokens)
+        sequence = CachedSequence(request, max_tokens)
+        sequence.draw = Draw(request.sampling, request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
+        return sequence
 
     def _add(self, sequences: Sequence[CachedSequence]) -> None:
         self._scheduler.waiting.extend(sequences)
@@ -139,7 +141,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
         self._drop_caches()
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
-        self._drop_caches()  # first: a failed transfer leaves some of the new weights
+        self._scheduler.restart_all()  # first: a failed transfer leaves some of the new weights
         return await self._thread.run(self._copy_weights, plan)
 
     @torch.no_grad()
@@ -181,16 +183,13 @@ class HFEngine(SteppedEngine[CachedSequence]):
         with autocast(device, self._bf16):
             states = hidden_states(self._model, self._memory, step.rows)  # (N, H)
             states = states[ends[is_complete].to(device)]  # (b, H)
-            draws = [self._draw(row.sequence) for row in step.rows if row.is_complete]
+            draws = [row.sequence.draw for row in step.rows if row.is_complete]
             n_rows = self._head.max_rows
             return [
                 choice
                 for i in range(0, len(draws), n_rows)
                 for choice in choose_tokens(self._head.logits(states[i : i + n_rows]), draws[i : i + n_rows])
             ]
-
-    def _draw(self, sequence: CachedSequence) -> Draw:
-        return Draw(sequence.sampling, sequence.request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
 
 
 class Head:

@@ -99,7 +99,7 @@ class KVMemory:
         target_index, source_index = torch.from_numpy(target).to(device), torch.from_numpy(source).to(device)
         for pools in self._layers.values():
             for pool in pools:
-                pool.index_copy_(0, target_index, pool.index_select(0, source_index))
+                pool[target_index] = pool[source_index]
 
     def release(self) -> None:
         """Release the memory."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
 from skyrl_train.inference_engines.hf.region_table import Refusal, Region, RegionTable, prefix_keys
+from skyrl_train.inference_engines.sampling import Draw
 from skyrl_train.inference_engines.sequence import ActiveSequence
 
 
@@ -15,6 +16,7 @@ class CachedSequence(ActiveSequence):
     """A sequence, and the region that stores its keys and values."""
 
     region: Region | None = None  # None while the sequence waits
+    draw: Draw = field(init=False)
     _keys: list[int] = field(default_factory=list)
 
     @property

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import make_trajectory
 
-from skyrl_train.dataset.batch import build_training_batch, micro_batches
+from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import Trajectory, Turn, WeightSpan
 
 PAD = 99
@@ -75,26 +75,3 @@ def test_trajectories_can_be_rebuilt_from_a_batch(drawn: list[Trajectory]) -> No
         for padded in (batch.loss_mask, batch.rewards, batch.rollout_logprobs):
             assert not padded[row, n_response:].any()
         assert set(batch.sequences[row][~is_token].tolist()) <= {PAD}
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), max_size=30),
-    max_tokens=st.integers(1, 120),
-    max_rows=st.none() | st.integers(1, 5),
-)
-def test_micro_batches_are_a_partition_within_the_budget(
-    lengths: list[int], max_tokens: int, max_rows: int | None
-) -> None:
-    parts = micro_batches(lengths, max_tokens, max_rows)
-    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    for part in parts:
-        longest = max(lengths[row] for row in part)
-        assert longest * len(part) <= max_tokens or len(part) == 1
-        assert max_rows is None or len(part) <= max_rows
-
-
-def test_micro_batches_are_full_and_group_similar_lengths() -> None:
-    assert micro_batches([10, 2, 9, 1, 2], max_tokens=20) == [[3, 1, 4], [2, 0]]
-    assert micro_batches([10, 2, 9, 1, 2], max_tokens=20, max_rows=2) == [[3, 1], [4, 2], [0]]
-    assert micro_batches([30, 5, 31], max_tokens=20) == [[1], [0], [2]]
-    assert micro_batches([], max_tokens=20) == []

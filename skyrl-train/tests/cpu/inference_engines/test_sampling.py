@@ -224,7 +224,8 @@ def test_the_search_equals_torch_searchsorted(seed: int, n_tokens: int) -> None:
     u = torch.rand(3, generator=generator, dtype=torch.float64)
     cumulative = weights.cumsum(-1)
     expected = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
-    assert sampling._search(weights, sampling._chunk_sums(weights), u).tolist() == expected.tolist()
+    logits = weights.log()
+    assert sampling._search(logits, sampling._chunk_logsumexp(logits), u).tolist() == expected.tolist()
 
 
 def test_every_row_has_its_own_parameters() -> None:

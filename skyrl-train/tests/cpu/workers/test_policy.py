@@ -34,8 +34,9 @@ def test_gradient_checkpointing_recomputes_activations_and_keeps_gradients(
         n_forward_passes += 1
 
     policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    worker = make_worker(policy, tiny_tokenizer)
     policy.base_model.layers[0].mlp.register_forward_pre_hook(count)
-    assert largest_difference(gradients(make_worker(policy, tiny_tokenizer), batch), plain) < 1e-7
+    assert largest_difference(gradients(worker, batch), plain) < 1e-7
     assert n_forward_passes == 2, "activations were not recomputed"
     assert not any(module.training for module in policy.modules())
 

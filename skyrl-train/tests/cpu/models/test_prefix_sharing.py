@@ -1,0 +1,139 @@
+"""Shared prefixes change neither scores nor gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from skyrl_train.models import prefix_sharing
+from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.models.prefix_sharing import PrefixTree, can_share_prefixes
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+    "gemma": GemmaConfig(**SIZES),
+    "mistral, sliding window": MistralConfig(**SIZES, sliding_window=5),
+    "gpt2": GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=512),
+}
+
+
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model with random weights."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # differences between tokens are large
+    return model
+
+
+def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return sequences, attention mask and loss mask of rows whose tokens are trained from the second on."""
+    length = max(map(len, rows))
+    sequences = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    return sequences, mask, mask[:, 1:].float()
+
+
+def scores_and_gradients(
+    model: PreTrainedModel, rows: list[list[int]], *, shares_prefixes: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return log-probs, and the gradients of a weighted sum of them."""
+    model.zero_grad()
+    logprobs = response_logprobs(model, *padded(rows), 1.0, shares_prefixes=shares_prefixes).logprobs
+    weights = torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)
+    (logprobs * weights).sum().backward()
+    return logprobs.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_equal(model: PreTrainedModel, rows: list[list[int]]) -> None:
+    """Compare scores and gradients with and without sharing."""
+    shared, shared_gradients = scores_and_gradients(model, rows, shares_prefixes=True)
+    separate, gradients = scores_and_gradients(model, rows, shares_prefixes=False)
+    torch.testing.assert_close(shared, separate, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(shared_gradients, gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.abs().max())))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scores_and_gradients_are_those_of_separate_rows(name: str) -> None:
+    model = make_model(CONFIGS[name])
+    assert can_share_prefixes(model)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 40, n).tolist() for n in (40, 7, 150)]
+    rows = [prompt + rng.integers(0, 40, rng.integers(1, 60)).tolist() for prompt in prompts for _ in range(4)]
+    assert_equal(model, rows)
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=8), min_size=1, max_size=8))
+@settings(max_examples=30)
+def test_any_rows(rows: list[list[int]]) -> None:
+    """Rows may be equal, or begin with one another, as those of a step-wise trajectory do."""
+    assert_equal(MODEL, rows)
+
+
+MODEL = make_model(CONFIGS["qwen3"])
+
+
+@pytest.mark.parametrize("span", [1, 3, 64])
+def test_attention_does_not_depend_on_the_size_of_its_calls(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
+    monkeypatch.setattr(prefix_sharing, "SPAN", span)
+    assert_equal(make_model(CONFIGS["mistral, sliding window"]), [[1] * 9 + [i, i, 3] for i in range(4)] + [[5, 6]])
+
+
+def test_each_token_is_computed_once() -> None:
+    tree = PrefixTree([np.array(row) for row in ([1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2], [7])], torch.device("cpu"))
+    assert sorted(tree.token_ids.tolist()) == [1, 2, 3, 4, 5, 6, 7]
+    assert tree.token_ids[tree.index[1]].tolist() == [1, 2, 3, 5, 6]
+    assert tree.position_ids[tree.index[1]].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_model_that_mixes_neighboring_tokens_computes_each_row() -> None:
+    model = make_model(CONFIGS["llama"])
+    norm = model.base_model.layers[0].input_layernorm
+    norm.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
+    assert not can_share_prefixes(model)
+
+
+def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
+    model = make_model(CONFIGS["llama"])
+
+    def refuse(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if "prefix_tree" in kwargs:
+            raise TypeError("unexpected keyword argument")
+
+    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    assert not can_share_prefixes(model)
