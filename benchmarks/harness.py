@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import resource
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 READY, RESULT = "ready", "result "
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from examples.catch.main_catch import register_catch
 from harness import Requests
 from workloads import WORKLOADS, reward
 
+from examples.catch.main_catch import register_catch
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli

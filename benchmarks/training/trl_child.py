@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
-from examples.catch.env import CatchEnv
 from harness import Requests
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from workloads import WORKLOADS, Workload, encode_prompt, reward
+
+from examples.catch.env import CatchEnv
 
 
 class OnRequest(TrainerCallback):  # type: ignore[misc]

@@ -9,12 +9,12 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-from examples.catch.catch_dataset import CatchDataset, write_dataset
-from examples.catch.game import CatchState
-from examples.catch.prompt import opening
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from examples.catch.catch_dataset import CatchDataset, write_dataset
+from examples.catch.game import CatchState
+from examples.catch.prompt import opening
 from skyrl_train.models.tiny import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
 
 N_ROWS = 4096

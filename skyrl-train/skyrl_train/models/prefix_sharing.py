@@ -210,8 +210,10 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
     tree = PrefixTree(rows, model.device)
     try:
         states = tree_hidden_states(model, tree).float()
-    except Exception as error:  # the boundary to an architecture that may pass on other arguments, or fail at will
-        logger.info("A %s computes shared prefixes once per row: %s", type(model).__name__, error)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
+        logger.info(
+            "A %s computes every row separately, because it fails with shared prefixes: %s", type(model).__name__, error
+        )
         return False
     for i, row in enumerate(rows):
         expected = (
@@ -222,7 +224,7 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
         difference = (states[tree.index[i, : len(row)]] - expected).abs().max() / expected.abs().max()
         if not difference < tolerance:
             logger.info(
-                "A %s computes shared prefixes once per row: its hidden states would differ by %.1g",
+                "A %s computes every row separately: shared prefixes would change its hidden states by %.1g",
                 type(model).__name__,
                 difference,
             )

@@ -14,7 +14,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from skyrl_train.dataset.batch import micro_batches as rows_within
 from skyrl_train.models.loading import checkpointed_layers
 from skyrl_train.models.logprobs import CHUNK_LOGITS, hidden_states, lm_head_logits
 from tx.tinker.backends.torch.weights import Weights
@@ -40,15 +39,22 @@ def add(total: Gradients, gradients: Gradients) -> Gradients:
 
 
 def micro_batches(data: Sequence[Datum], n_tokens: int) -> list[list[int]]:
-    """Group data of similar length with equally many targets."""
+    """Group data with equally many targets, of similar length, into at most `n_tokens` tokens after padding each.
+
+    Data longer than that are a micro-batch each.
+    """
     alike: dict[tuple[int, ...], list[int]] = {}
-    for i, datum in enumerate(data):
-        alike.setdefault(datum.inputs["target_tokens"].shape[1:], []).append(i)
-    return [
-        [indices[row] for row in rows]
-        for indices in alike.values()
-        for rows in rows_within([len(data[i].tokens) for i in indices], n_tokens)
-    ]
+    for i in sorted(range(len(data)), key=lambda i: len(data[i].tokens)):
+        alike.setdefault(data[i].inputs["target_tokens"].shape[1:], []).append(i)
+    parts: list[list[int]] = []
+    for indices in alike.values():
+        part: list[int] = []
+        for i in indices:  # the longest so far
+            if not part or len(data[i].tokens) * (len(part) + 1) > n_tokens:
+                part = []
+                parts.append(part)
+            part.append(i)
+    return parts
 
 
 def micro_batch(
