@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,8 @@ def main() -> None:
     }
     if workload.n_turns == 1:
         settings["environment.env_class"] = "skyrl_child:PseudoRandomReward"
-    try:
+    with suppress(KeyboardInterrupt):  # how a run that was stopped ends
         OnRequestExp(parse_cli([f"{key}={value}" for key, value in settings.items()] + sys.argv[3:])).run()
-    except KeyboardInterrupt:
-        pass
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class OnRequest(TrainerCallback):  # type: ignore[misc]
             sys.exit()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        self.requests.report(facts={"entropy": logs["entropy"], "grad_norm": logs["grad_norm"]})
+        self.requests.report({}, {"entropy": logs["entropy"], "grad_norm": logs["grad_norm"]})
 
 
 class CatchRollouts:

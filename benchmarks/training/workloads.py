@@ -37,10 +37,18 @@ class Workload:
     trl_rows: int | None = None
     """Rows of TRL's micro-batches; all rows, which is fastest, if memory allows it."""
 
+    n_observed: int = 0
+    """Tokens that a turn adds after the sampled ones."""
+
     @property
     def n_trajectories(self) -> int:
         """The number of trajectories of a step."""
         return self.n_prompts * self.n_samples
+
+    @property
+    def n_row_tokens(self) -> int:
+        """The number of tokens of a trajectory."""
+        return self.n_prompt_tokens + self.n_turns * self.n_new + (self.n_turns - 1) * self.n_observed
 
 
 WORKLOADS = {
@@ -49,7 +57,7 @@ WORKLOADS = {
         Workload("w1", 16, 8, 64, 64, 128, 1024),
         Workload("w1-kl", 16, 8, 64, 64, 128, 1024, kl=0.01),
         Workload("w3", 8, 8, 32, 32, 256, 151_936, trl_rows=8),
-        Workload("catch", 16, 8, 0, 1, 128, 1024, n_turns=5),
+        Workload("catch", 16, 8, 118, 1, 128, 1024, n_turns=5, n_observed=51),
     )
 }
 

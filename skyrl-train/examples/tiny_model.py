@@ -11,8 +11,8 @@ from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_train.entrypoints.runtime import compute_thread
 from skyrl_train.models.tiny import tiny_qwen3, train_tokenizer
+from skyrl_train.threads import compute_thread
 
 N_STEPS = 150
 BATCH_SIZE = 64

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.prefix_sharing import tree_attention
 from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, TensorSpec, World
 
@@ -81,6 +82,7 @@ class DistributedStrategy(ABC):
         device = torch.device(self.world.device)
         results: list[T] = []
         for micro_batch in micro_batches:
+            adjust_threads()
             rows = micro_batch.to(device)
             if not backward:
                 with torch.no_grad(), autocast(device, bf16):

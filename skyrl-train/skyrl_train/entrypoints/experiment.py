@@ -50,7 +50,7 @@ from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.entrypoints.command import log_to_console, validate_cfg
 from skyrl_train.entrypoints.engine import new_engine
 from skyrl_train.entrypoints.preflight import check_data, find_unusable_folders
-from skyrl_train.entrypoints.runtime import collect_rarely, compute_thread, on_first_interrupt
+from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
@@ -70,6 +70,7 @@ from skyrl_train.models.loading import (
     load_tokenizer,
     load_value_model,
 )
+from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.trainer import Trainer
 from skyrl_train.types.specs import OptimizerSpec, Role

@@ -1,4 +1,4 @@
-"""Threads, garbage collection and interrupts while a run works."""
+"""Garbage collection and interrupts while a run works."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-
-import torch
 
 
 @contextmanager
@@ -28,22 +25,6 @@ def collect_rarely() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-@contextmanager
-def compute_thread() -> Iterator[ThreadPoolExecutor]:
-    """Create one thread that computes with all cores, for training and generation; other threads get one core each.
-
-    OpenMP gives each computing thread its own team. With more threads in all teams than cores, it puts them to sleep
-    between operations, and a small model takes twice as long (`learnings/`).
-    """
-    n_cores = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(1, "compute", initializer=torch.set_num_threads, initargs=(n_cores,)) as executor:
-            yield executor
-    finally:
-        torch.set_num_threads(n_cores)
 
 
 @contextmanager

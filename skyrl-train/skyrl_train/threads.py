@@ -1,0 +1,108 @@
+"""The number of threads that compute: as many as there are cores that other processes leave free.
+
+Each operation of a small model takes microseconds and ends when its slowest thread does. With more threads than free
+cores, one of them waits for a time slice, and a step takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+INTERVAL_S = 0.2
+"""Seconds between two looks at the load; the kernel counts in hundredths."""
+
+_local = threading.local()
+
+
+class ThreadBudget:
+    """The threads for the operations of one thread, at most `n_max`."""
+
+    def __init__(self, n_max: int, stat: Path = Path("/proc/stat")) -> None:
+        """`stat` has the kernel's counters; a system without it always gets `n_max` threads."""
+        self._n_max = n_max
+        self._stat = stat
+        self._last = (time.monotonic(), time.process_time(), self._busy_seconds())
+
+    def adjust(self) -> None:
+        """Set the number of threads to the cores that other processes left free since the last adjustment."""
+        now = time.monotonic()
+        elapsed = now - self._last[0]
+        if elapsed < INTERVAL_S:
+            return
+        own, busy = time.process_time(), self._busy_seconds()
+        if busy is not None and self._last[2] is not None:
+            n_taken = ((busy - self._last[2]) - (own - self._last[1])) / elapsed
+            n_threads = min(self._n_max, max(1, round(len(_cores()) - n_taken)))
+            if n_threads != torch.get_num_threads():
+                torch.set_num_threads(n_threads)
+        self._last = (now, own, busy)
+
+    def _busy_seconds(self) -> float | None:
+        """Return the seconds that all processes have spent on our cores, without those of low priority."""
+        try:
+            lines = self._stat.read_text().splitlines()
+        except OSError:
+            return None
+        wanted = {f"cpu{core}" for core in _cores()}
+        ticks = 0
+        for name, *values in map(str.split, lines):
+            if name in wanted:
+                user, _nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, values)
+                ticks += user + system + irq + softirq + steal
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def adjust_threads() -> None:
+    """Adjust the number of threads of a compute thread to the load; does nothing in other threads."""
+    budget: ThreadBudget | None = getattr(_local, "budget", None)
+    if budget is not None:
+        budget.adjust()
+
+
+class _ComputeThread(ThreadPoolExecutor):
+    """One thread that adjusts its number of threads before each call."""
+
+    def __init__(self, n_threads: int) -> None:
+        super().__init__(1, "compute", initializer=self._start, initargs=(n_threads,))
+
+    def _start(self, n_threads: int) -> None:
+        torch.set_num_threads(n_threads)
+        _local.budget = ThreadBudget(n_threads)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        def call() -> T:
+            adjust_threads()
+            return fn(*args, **kwargs)
+
+        return super().submit(call)
+
+
+@contextmanager
+def compute_thread() -> Iterator[ThreadPoolExecutor]:
+    """Create one thread that computes with all free cores, for training and generation; other threads get one each.
+
+    OpenMP gives each computing thread its own team. With more threads in all teams than cores, it puts them to sleep
+    between operations, and a small model takes twice as long (`learnings/`).
+    """
+    n_cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _ComputeThread(n_cores) as executor:
+            yield executor
+    finally:
+        torch.set_num_threads(n_cores)
