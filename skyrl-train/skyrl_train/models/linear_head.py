@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from skyrl_train.types import TokenScores
 
-CPU_BLOCK = (2048, 1024)
-"""Positions and tokens of the vocabulary in a block: 8 MiB of logits, which stay in the cache."""
+CPU_BLOCK = (1024, 256)
+"""Positions and tokens of the vocabulary in a block: 1 MiB of logits, which stay in the caches of the cores."""
 GPU_BLOCK = (8192, 4096)
 """The block on a GPU, where few large operations are fastest: 128 MiB of logits."""
 
@@ -28,9 +28,13 @@ def linear_head_scores(
     """Return the scores (N,) of `token_ids` under softmax(scale · (hidden · weightᵀ + bias)), in float32.
 
     `hidden` is (N, H), `weight` (V, H), `bias` (V,). The backward pass computes the logits again; the gradients are
-    exact. Memory is one block of logits in either pass. Only `entropy_grad` makes entropies differentiable.
+    exact. Memory is two blocks of logits. Only `entropy_grad` makes entropies differentiable. Σπ² is 0 where gradients
+    are recorded, since only scores before an update are read.
     """
-    return TokenScores(*_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad))
+    with_sum_pi_squared = not torch.is_grad_enabled()
+    return TokenScores(
+        *_LinearHeadScores.apply(hidden, weight, bias, token_ids, scale, entropy_grad, with_sum_pi_squared)
+    )
 
 
 class _LinearHeadScores(torch.autograd.Function):
@@ -45,12 +49,14 @@ class _LinearHeadScores(torch.autograd.Function):
         token_ids: torch.Tensor,
         scale: float,
         entropy_grad: bool,
+        with_sum_pi_squared: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lowest = torch.finfo(torch.float32).min
         highest = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)  # (N,): largest logit so far
         chosen = torch.zeros_like(highest)
         # Over the tokens so far, with z = logit - highest: Σ e^z, Σ z · e^z, Σ e^2z.
         total, moment, squares = (torch.zeros_like(highest) for _ in range(3))
+        scratch = hidden.new_empty(0, dtype=torch.float32)
         for rows, tokens, logits in _blocks(hidden, weight, bias, scale):
             is_inside, columns = _find(token_ids[rows], tokens)
             chosen[rows] = torch.where(is_inside, logits.gather(1, columns)[:, 0], chosen[rows])
@@ -60,10 +66,13 @@ class _LinearHeadScores(torch.autograd.Function):
             shrink = shift.exp()
             highest[rows] = new_highest
             logits.sub_(new_highest[:, None])
-            powers = logits.exp()
+            if len(scratch) < logits.numel():  # the first block is the largest
+                scratch = torch.empty_like(logits).flatten()
+            powers = torch.exp(logits, out=scratch[: logits.numel()].view_as(logits))
             moment[rows] = shrink * (moment[rows] + shift * total[rows]) + _dot(powers, logits)
             total[rows] = shrink * total[rows] + powers.sum(dim=1)
-            squares[rows] = shrink.square() * squares[rows] + _dot(powers, powers)
+            if with_sum_pi_squared:
+                squares[rows] = shrink.square() * squares[rows] + _dot(powers, powers)
         log_total = total.log()
         entropy = log_total - moment / total
         log_normalizer = highest + log_total
@@ -104,7 +113,7 @@ class _LinearHeadScores(torch.autograd.Function):
             if bias_grad is not None:
                 bias_grad[tokens].add_(grad.sum(dim=0), alpha=ctx.scale)
         gradients = zip((hidden_grad, weight_grad, bias_grad), (hidden, weight, bias), strict=True)
-        return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), None, None, None)
+        return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), None, None, None, None)
 
 
 def _blocks(

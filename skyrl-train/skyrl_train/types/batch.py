@@ -129,7 +129,7 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor  # of the distribution the token came from, in nats
-    sum_pi_squared: torch.Tensor  # Σ_v π(v)² of it, detached
+    sum_pi_squared: torch.Tensor  # Σ_v π(v)² of it, detached; may be 0 in a pass that records gradients
 
 
 class ValueScores(NamedTuple):

@@ -48,8 +48,13 @@ def test_values_and_gradients(block: None, has_bias: bool, entropy_grad: bool, s
     if not has_bias:
         leaves[2] = None
     scores = linear_head_scores(*leaves, token_ids, SCALE, entropy_grad=entropy_grad)
+    with torch.no_grad():
+        before_update = linear_head_scores(*leaves, token_ids, SCALE, entropy_grad=entropy_grad)
     expected = naive(*leaves, token_ids)
-    for actual, values in zip(scores, expected, strict=True):
+    assert torch.equal(scores.logprobs, before_update.logprobs)
+    assert torch.equal(scores.entropy, before_update.entropy)
+    assert not scores.sum_pi_squared.any()
+    for actual, values in zip(before_update, expected, strict=True):
         torch.testing.assert_close(actual.double(), values, atol=2e-5 * max(spread, 1), rtol=2e-5)
     assert [values.requires_grad for values in scores] == [True, entropy_grad, False]
 
