@@ -47,6 +47,17 @@ catch: .venv/.runtime ## train a small model to play Catch on this machine and w
 catch-compare: .venv/.runtime ## train on Catch with shaped and with episodic rewards and plot both curves
 	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) --output_dir ../outputs $(ARGS)
 
+.PHONY: bench
+bench: bench-training bench-rollout bench-loop bench-scaling bench-tx ## run all benchmarks of speed, in less than half an hour
+
+.PHONY: bench-training
+bench-training: .venv/.runtime $(DIFFERENTIAL)/.ready ## compare whole training steps with TRL; writes benchmarks/training/results.md (ARGS='--only w1')
+	@$(BENCH)/training/compare.py $(ARGS)
+
+.PHONY: bench-scaling
+bench-scaling: .venv/.runtime ## measure cost per token as workloads grow; writes benchmarks/scaling/curves.md
+	@$(BENCH)/scaling/curves.py $(ARGS)
+
 .PHONY: bench-catch
 bench-catch: .venv/.runtime ## train on Catch with three seeds and both reward modes; writes benchmarks/catch/results.md
 	@$(BENCH)/catch/seeds.py --output_dir ../outputs/bench-catch $(ARGS)

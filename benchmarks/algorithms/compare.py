@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from conditions import conditions
+from harness import conditions
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from pairs import MODEL, SECTIONS, TEACHER, Pair

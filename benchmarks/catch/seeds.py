@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from conditions import conditions
+from harness import conditions
 
 from examples.catch.env import RewardMode
 from examples.catch.main_catch import register_catch

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conditions import conditions
+from harness import conditions
 from transformers import PreTrainedModel
 from workloads import Conversation, Workload, workloads
 

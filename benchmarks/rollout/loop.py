@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from conditions import conditions
+from harness import conditions
 
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.main_catch import register_catch

@@ -1,7 +1,7 @@
 """`make bench-training`: seconds of a whole GRPO step, against TRL, and beside a process that keeps a core busy.
 
-Both train the same random Qwen3 model in float32 on the same prompts, with as many samples, tokens and threads. They run
-in separate processes and take turns. The script writes `results.md` and `results.json` next to this file.
+Both train the same random Qwen3 model in float32 on the same prompts, with equally many samples, tokens and threads.
+They run in separate processes and take turns. The script writes `results.md` and `results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,26 +57,19 @@ def busy_core() -> Iterator[None]:
 def measure(workload: Workload, n_times: int, names: Sequence[str]) -> dict[str, object]:
     """Measure a workload; return a row of the table."""
     pythons = {"skyrl": Path(sys.executable), "trl": TRL_PYTHON}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         write_inputs(workload, folder)
         bound = update_flops(workload, folder) / matmul_rate()
-        running = [
-            Contender.running(side, [pythons[side], HERE / f"{side}_child.py", workload.name, folder], VARIABLES)
-            for side in names
-        ]
         print(f"--- {workload.name}", flush=True)
-        contenders: list[Contender] = []
-        for context in running:
-            contenders.append(context.__enter__())
-        try:
-            alternate(contenders, n_times)
-            alone = contenders[0].median()
-            with busy_core():
-                busy = [contenders[0].measure().seconds for _ in range(n_times)]
-        finally:
-            for context in running:
-                context.__exit__(None, None, None)
+        commands = {side: [pythons[side], HERE / f"{side}_child.py", workload.name, folder] for side in names}
+        contenders = [
+            stack.enter_context(Contender.running(side, command, VARIABLES)) for side, command in commands.items()
+        ]
+        alternate(contenders, n_times)
+        alone = contenders[0].median()
+        with busy_core():
+            busy = [contenders[0].measure().seconds for _ in range(n_times)]
     ours = contenders[0]
     row: dict[str, object] = {
         "workload": workload.name,
@@ -138,11 +131,14 @@ PAGE = """# Seconds of a training step
 
 `make bench-training`, {setup}.
 
-GRPO with one optimizer step on all samples, float32, random Qwen3 models of four layers; medians of {n_times} alternating
-steps after two warm-up steps, with minimum and maximum. `w1`: 16 prompts of 64 tokens × 8 samples of 64 tokens, hidden
-size 128, 1,024 tokens; `w1-kl` has a KL loss and thus a reference model; `w3`: 8 prompts of 32 × 8 samples of 32, hidden
-size 256, 151,936 tokens; `catch`: 16 games × 8 samples of 5 turns of one token, 327 tokens each, with the model of w1.
-TRL plays Catch with a rollout function that calls `generate` once a turn for all games.
+GRPO with one optimizer step on all samples, in float32, of random Qwen3 models with four layers. Medians of {n_times}
+alternating steps after two warm-up steps, with minimum and maximum.
+
+- `w1`: 16 prompts of 64 tokens × 8 samples of 64 tokens, hidden size 128, vocabulary 1,024.
+- `w1-kl`: the same with a KL loss, and thus a reference model.
+- `w3`: 8 prompts of 32 tokens × 8 samples of 32 tokens, hidden size 256, vocabulary 151,936.
+- `catch`: 16 games × 8 samples of 5 turns of one token, 327 tokens each, with the model of `w1`. TRL plays with a
+  rollout function that calls `generate` once a turn for all games.
 
 {table}
 The bound is the time of the update's matrix products without attention (forward and backward pass, every token of every

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conditions import conditions
+from harness import conditions
 
 from tx.models import moe
 from tx.models.config import MoeConfig

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import tinker
 import torch
-from conditions import conditions
+from harness import conditions
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 

@@ -90,6 +90,7 @@ def check_environments(
         DataError: an environment refuses a row.
     """
     creators: dict[str, Any] = {}
+    env_configs: dict[str, Any] = {}
     refused: list[tuple[str, str, str]] = []  # location, environment, reason
     uses_default, n_rows = False, 0
     for row in rows:
@@ -99,7 +100,8 @@ def check_environments(
         if name not in creators:
             origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
             creators[name] = _load_environment(name, origin, environment)
-        if (reason := _find_refusal(name, creators[name], row, environment, max_turns)) is not None:
+            env_configs[name] = OmegaConf.create(environment.skyrl_gym.env_config(name))
+        if (reason := _find_refusal(name, creators[name], row, env_configs[name], max_turns)) is not None:
             refused.append((row.location, name, reason))
     if refused:
         location, name, reason = refused[0]
@@ -121,11 +123,10 @@ def _load_environment(name: str, origin: str, environment: EnvironmentConfig) ->
         raise ConfigError(f"{origin}={name}: {error}") from error
 
 
-def _find_refusal(name: str, creator: Any, row: TaskRow, environment: EnvironmentConfig, max_turns: int) -> str | None:
+def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_turns: int) -> str | None:
     """Return the reason why an environment refuses a row, or None."""
     if creator is None or not validates_rows(creator):
         return None
-    env_config = OmegaConf.create(environment.skyrl_gym.env_config(name))
     try:
         skyrl_gym.make(name, env_config=env_config, extras={**row.extras, "max_turns": max_turns}).close()
     except ImportError as error:

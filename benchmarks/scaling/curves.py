@@ -1,0 +1,256 @@
+"""`make bench-scaling`: cost per token as one property of a workload grows, memory over many steps, and start-up.
+
+Each curve changes one value of the base workload and measures the update and generation in processor seconds, which
+other processes disturb less than seconds. The script writes `curves.md` next to this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from harness import conditions
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.types import TrainingBatch
+from skyrl_train.workers.split import split
+
+HERE = Path(__file__).parent
+MAX_TOKENS = 4096
+N_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`n_groups` prompts with `group_size` conversations each."""
+
+    n_groups: int = 8
+    group_size: int = 8
+    n_prompt: int = 64
+    n_turns: int = 1
+    n_new: int = 32
+    n_observed: int = 32
+    vocab_size: int = 1024
+
+    @property
+    def n_sampled(self) -> int:
+        """The number of sampled tokens."""
+        return self.n_groups * self.group_size * self.n_turns * self.n_new
+
+
+CURVES = {
+    "group_size": [1, 2, 4, 8, 16, 32],
+    "n_groups": [2, 4, 8, 16, 32],
+    "n_new": [16, 32, 64, 128, 256],
+    "n_prompt": [16, 64, 256, 1024],
+    "n_turns": [1, 2, 4, 8, 16],
+    "vocab_size": [1024, 8192, 32_768, 151_936],
+}
+
+
+class NoTokenizer:
+    """A tokenizer for runs that decode nothing."""
+
+    eos_token_id = None
+
+
+def make_model(vocab_size: int) -> Qwen3ForCausalLM:
+    """Return a random model of four layers."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=4096,
+            eos_token_id=None,
+            bos_token_id=None,
+            attn_implementation="sdpa",
+        )
+    ).eval()
+
+
+def make_batch(workload: Workload) -> TrainingBatch:
+    """Return a batch of random rows whose sampled tokens are trained."""
+    rng = torch.Generator().manual_seed(0)
+    w = workload
+    length = w.n_turns * w.n_new + (w.n_turns - 1) * w.n_observed
+    prompts = torch.randint(10, 500, (w.n_groups, w.n_prompt), generator=rng).repeat_interleave(w.group_size, dim=0)
+    responses = torch.randint(10, 500, (len(prompts), length), generator=rng)
+    loss_mask = (torch.arange(length) % (w.n_new + w.n_observed) < w.n_new).float().expand(len(prompts), -1)
+    sequences = torch.cat([prompts, responses], dim=1)
+    draws = torch.arange(w.n_groups).repeat_interleave(w.group_size)
+    return TrainingBatch(sequences, torch.ones_like(sequences), loss_mask.clone(), draws)
+
+
+def processor_seconds(function: Callable[[], object], n_times: int) -> float:
+    """Return the median processor seconds of a call, after one call to warm up."""
+    function()
+    seconds = []
+    for _ in range(n_times):
+        started = time.process_time()
+        function()
+        seconds.append(time.process_time() - started)
+    return statistics.median(seconds)
+
+
+def update_seconds(workload: Workload, n_times: int) -> float:
+    """Return the processor seconds of a forward and backward pass over the batch."""
+    module, batch = ScoringModule(make_model(workload.vocab_size)), make_batch(workload)
+
+    def update() -> None:
+        (shard,), _ = split(batch, 1, MAX_TOKENS, shares_prefixes=module.shares_prefixes)
+        for rows in shard.micro_batches:
+            module.score(shard.rows.select(rows)).logprobs.sum().backward()
+        module.zero_grad()
+
+    return processor_seconds(update, n_times)
+
+
+def generation_seconds(workload: Workload, n_times: int) -> float:
+    """Return the processor seconds of all conversations, played concurrently."""
+    w, rng = workload, random.Random(0)
+    prompts = [[rng.randint(10, 500) for _ in range(w.n_prompt)] for _ in range(w.n_groups)]
+    sampling = SamplingParams(max_new_tokens=w.n_new, ignore_eos=True)
+    with ThreadPoolExecutor(1) as executor, asyncio.Runner() as runner:
+        engine = HFEngine(
+            make_model(w.vocab_size),
+            NoTokenizer(),
+            max_num_seqs=1024,
+            max_num_batched_tokens=8192,
+            max_cache_bytes=1 << 31,
+            executor=executor,
+        )
+
+        async def converse(index: int) -> None:
+            token_ids = list(prompts[index // w.group_size])
+            for _ in range(w.n_turns):
+                (result,) = await engine.generate([EngineRequest(token_ids, sampling, index, str(index))])
+                token_ids = token_ids + result.token_ids + [random.randint(10, 500) for _ in range(w.n_observed)]
+            await engine.end_session(str(index))
+
+        async def play() -> None:
+            await asyncio.gather(*(converse(index) for index in range(w.n_groups * w.group_size)))
+            await engine.sleep()
+            await engine.wake_up()
+
+        seconds = processor_seconds(lambda: runner.run(play()), n_times)
+        runner.run(engine.close())
+    return seconds
+
+
+def memory_growth() -> tuple[int, int]:
+    """Return the resident memory after 50 updates, and its growth over `N_STEPS` more, in KiB."""
+    module = ScoringModule(make_model(1024))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
+    batches = [make_batch(Workload(2, 4, n_prompt=16 + 8 * i, n_new=8 + i)) for i in range(4)]
+    resident = 0
+    for step in range(50 + N_STEPS):
+        module.score(batches[step % len(batches)]).logprobs.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 49:
+            gc.collect()
+            resident = resident_kib()
+    return resident, resident_kib() - resident
+
+
+def resident_kib() -> int:
+    """Return the resident memory of this process in KiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def first_step_seconds(n_rows: int) -> float:
+    """Return the seconds from launching `skyrl train` on a dataset of `n_rows` rows to the end of its first step."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with (folder / "train.jsonl").open("w") as file:
+            for i in range(n_rows):
+                row = {
+                    "prompt": [{"role": "user", "content": f"What is {i} times 7?"}],
+                    "reward_spec": {"ground_truth": "7"},
+                }
+                file.write(json.dumps(row) + "\n")
+        skyrl = Path(sys.executable).parent / "skyrl"
+        subprocess.run([skyrl, "tiny", folder / "model"], check=True, capture_output=True)
+        command = [
+            skyrl,
+            "train",
+            f"data.train_data=['{folder / 'train.jsonl'}']",
+            f"trainer.policy.model.path='{folder / 'model'}'",
+            f"trainer.output_dir='{folder}'",
+            "environment.env_class=multiply",
+            "trainer.train_batch_size=8",
+            "trainer.policy_mini_batch_size=8",
+            "generator.n_samples_per_prompt=4",
+            "generator.sampling_params.max_generate_length=8",
+            "trainer.max_training_steps=1",
+            "trainer.eval_interval=-1",
+            "trainer.ckpt_interval=-1",
+        ]
+        started = time.monotonic()
+        subprocess.run(command, check=True, capture_output=True)
+        return time.monotonic() - started
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n_times", type=int, default=3)
+    parser.add_argument("--only", choices=[*CURVES, "memory", "start"], help="measure one part, and write no file")
+    options = parser.parse_args()
+    lines = [
+        "# Scaling",
+        "",
+        f"`make bench-scaling`, {conditions()}.",
+        "",
+        f"Processor microseconds per sampled token, medians of {options.n_times}. The base workload has 8 prompts of 64",
+        "tokens × 8 samples of 32 tokens in one turn; further turns observe 32 tokens each. The model has four layers of width",
+        "128 and a vocabulary of 1,024. Each row changes one value.",
+        "",
+        "| changed | value | update | generation |",
+        "|---|---|---|---|",
+    ]
+    for name, values in CURVES.items():
+        for value in values if options.only in (None, name) else []:
+            workload = replace(Workload(), **{name: value})
+            seconds = update_seconds(workload, options.n_times), generation_seconds(workload, options.n_times)
+            update, generation = (f"{1e6 * s / workload.n_sampled:,.0f}" for s in seconds)
+            lines.append(f"| `{name}` | {value:,} | {update} | {generation} |")
+            print(lines[-1], flush=True)
+    if options.only in (None, "memory"):
+        resident, growth = memory_growth()
+        lines += ["", f"Memory after 50 updates: {resident >> 10:,} MiB; growth over {N_STEPS:,} more: {growth:,} KiB."]
+        print(lines[-1], flush=True)
+    if options.only in (None, "start"):
+        times = {n_rows: first_step_seconds(n_rows) for n_rows in (100, 10_000, 1_000_000)}
+        listed = ", ".join(f"{seconds:.1f} s with {n_rows:,} rows" for n_rows, seconds in times.items())
+        lines += ["", f"From `skyrl train` to the end of a run of one step: {listed}."]
+        print(lines[-1], flush=True)
+    if not options.only:
+        (HERE / "curves.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

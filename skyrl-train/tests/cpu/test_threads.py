@@ -1,0 +1,118 @@
+"""The number of computing threads follows the cores that other processes leave free."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train import threads
+from skyrl_train.threads import ThreadBudget, compute_thread
+
+
+@pytest.fixture
+def stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make a machine of four cores, whose counters are in a file."""
+    monkeypatch.setattr(threads, "_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(threads, "INTERVAL_S", 0.0)
+    n_threads = torch.get_num_threads()
+    yield tmp_path / "stat"
+    torch.set_num_threads(n_threads)
+
+
+def write(stat: Path, user: float, nice: float = 0.0, elsewhere: float = 0.0) -> None:
+    """Write counters of which core 2 has `user` and `nice` seconds, and a core that is not ours has `elsewhere`."""
+    tick = os.sysconf("SC_CLK_TCK")
+    lines = ["cpu  1 2 3 4 5 6 7 8 9 10"]
+    for core in range(5):
+        counts = [(user if core == 2 else 0), (nice if core == 2 else 0)] if core < 4 else [elsewhere, 0]
+        lines.append(f"cpu{core} {int(counts[0] * tick)} {int(counts[1] * tick)} 0 1000 5 0 0 0 0 0")
+    stat.write_text("\n".join([*lines, "intr 1 2 3", "ctxt 5"]))
+
+
+@pytest.mark.parametrize(
+    ("loads", "n_expected"),
+    [
+        ({"user": 1.0}, 3),
+        ({"user": 2.4}, 2),
+        ({"user": 100.0}, 1),
+        ({"user": 0.3}, 4),
+        ({"user": 0.0, "nice": 3.0}, 4),
+        ({"user": 0.0, "elsewhere": 3.0}, 4),
+    ],
+)
+def test_threads_are_the_cores_that_others_leave_free(
+    stat: Path, monkeypatch: pytest.MonkeyPatch, loads: dict[str, float], n_expected: int
+) -> None:
+    clock = [10.0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(threads.time, "process_time", lambda: 5.0)
+    write(stat, user=0)
+    budget = ThreadBudget(4, stat)
+    clock[0] += 1
+    write(stat, **loads)
+    budget.adjust()
+    assert torch.get_num_threads() == n_expected
+    clock[0] += 1
+    budget.adjust()  # the others have ended
+    assert torch.get_num_threads() == 4
+
+
+def test_own_work_is_not_that_of_others(stat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, own = [10.0], [5.0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(threads.time, "process_time", lambda: own[0])
+    write(stat, user=0)
+    torch.set_num_threads(4)
+    budget = ThreadBudget(4, stat)
+    clock[0] += 1
+    own[0] += 3.9
+    write(stat, user=3.9)
+    budget.adjust()
+    assert torch.get_num_threads() == 4
+
+
+def test_a_system_without_counters_gets_all_threads(stat: Path) -> None:
+    torch.set_num_threads(3)
+    ThreadBudget(3, stat).adjust()
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs the counters of Linux")
+def test_a_busy_process_takes_a_core() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    n_before = torch.get_num_threads()
+    torch.set_num_threads(len(cores))
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
+    try:
+        with compute_thread() as executor:
+            deadline = time.monotonic() + 60
+            while executor.submit(torch.get_num_threads).result() > 1:
+                assert time.monotonic() < deadline, "the load was not noticed"
+                time.sleep(0.05)
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+        torch.set_num_threads(n_before)
+
+
+def test_one_thread_has_all_cores_meanwhile() -> None:
+    n_before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with compute_thread() as executor:
+            assert torch.get_num_threads() == 1
+            assert executor.submit(torch.get_num_threads).result() == 2
+            assert {executor.submit(threading.get_ident).result() for _ in range(5)} != {threading.get_ident()}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(n_before)
+    assert not any(thread.name.startswith("compute") for thread in threading.enumerate())
