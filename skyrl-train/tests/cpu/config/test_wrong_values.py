@@ -151,8 +151,8 @@ FREE_VALUE = "a finite number, a string, true, false, null, or a list or section
         (
             "trainer.max_tokens_per_microbatch",
             -1,
-            "trainer.max_tokens_per_microbatch=-1 must be an integer >= 1; "
-            "the default is trainer.max_tokens_per_microbatch=16384",
+            "trainer.max_tokens_per_microbatch=-1 must be an integer >= 1 or null; "
+            "the default is trainer.max_tokens_per_microbatch=null",
         ),
         (
             "generator.sampling_params.temperature",
