@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import Any
 
 from skyrl_gym import error
@@ -30,6 +36,36 @@ def load_attribute(name: str) -> Any:
         raise error.InvalidSpec(
             f"the entry point {name!r} is not an attribute of {module_name} ({module.__file__}).{hint}"
         ) from problem
+
+
+def load_from_file(path: str, attribute: str) -> Any:
+    """Load an attribute of a Python file, whose name need not be that of a module; a file is loaded once per process.
+
+    Raises:
+        InvalidSpec: the file does not exist, or has no such attribute.
+    """
+    file = Path(os.path.expandvars(path)).expanduser().resolve()
+    if not file.is_file():
+        raise error.InvalidSpec(f"the file {path!r} does not exist (looked for {file})")
+    digest = hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()
+    name = f"{file.stem.replace('-', '_')}_{digest}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, str(file)))
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # before it runs, as dataclasses and pickle need
+        try:
+            SourceFileLoader(name, str(file)).exec_module(module)
+        except BaseException as problem:
+            del sys.modules[name]
+            problem.add_note(f"while loading {file}")
+            raise
+    try:
+        return getattr(sys.modules[name], attribute)
+    except AttributeError:
+        names = [known for known in vars(sys.modules[name]) if not known.startswith("_")]
+        hint = suggestion(attribute, names) or f" It has {', '.join(names) or 'nothing'}."
+        raise error.InvalidSpec(f"the file {path!r} has no {attribute!r}.{hint}") from None
 
 
 def split_entry_point(name: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from skyrl_train.config.aliases import apply_aliases
 from skyrl_train.config.base import value_at, with_value
 from skyrl_train.config.problems import Rule, config_error, from_validation_error, raise_problems, show
-from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
 
@@ -32,6 +32,8 @@ PATHS = (
     "trainer.policy.model.path",
     "trainer.critic.model.path",
     "trainer.ref.model.path",
+    "data.custom_cls.path",
+    "custom_reward_function.path",
 )
 """Keys whose `~` and `$VARIABLES` are expanded; a Hub name has neither."""
 
@@ -126,6 +128,16 @@ def resolve(cfg: SkyRLConfig) -> SkyRLConfig:
     for key, source in SOURCES:
         if value_at(cfg, key) is None:
             cfg = with_value(cfg, key, source(cfg))
+    function, default_env = cfg.custom_reward_function, type(cfg.environment).model_fields["env_class"].default
+    if function.path is not None and cfg.environment.env_class in (default_env, REWARD_FUNCTION_ENV):
+        cfg = with_value(cfg, "environment.env_class", REWARD_FUNCTION_ENV)
+        section = {"path": function.path, "name": function.name}
+        gym = cfg.environment.skyrl_gym
+        cfg = with_value(
+            cfg,
+            "environment.skyrl_gym",
+            type(gym).model_validate({**gym.model_dump(), REWARD_FUNCTION_ENV: section}),
+        )
     return cfg
 
 

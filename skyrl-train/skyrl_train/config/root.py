@@ -14,6 +14,9 @@ from skyrl_train.config.trainer import TrainerConfig
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 """Suffixes of data files; other names are datasets on the Hub."""
 
+REWARD_FUNCTION_ENV = "reward_function"
+"""The environment that calls `custom_reward_function`."""
+
 
 class MixtureConfig(Section):
     """The fraction of each `data_source` in a batch. Without these keys, all training prompts are shuffled together."""
@@ -37,6 +40,22 @@ class MixtureConfig(Section):
         return bool(self.weights) or self.min_per_batch > 0 or self.curriculum is not None
 
 
+class CustomDatasetConfig(Section):
+    """A dataset class of your own. It is constructed once for training and once for evaluation, as
+    `name(data_files=…, tokenizer=…, processor=None, config=…, max_samples=-1)`, with `split="train"` or
+    `"validation"` if it takes that, and has `__len__` and `__getitem__`, which returns a row."""
+
+    path: Text | None = None
+    """Python file that holds the class. Rows are read when they are drawn."""
+
+    name: Text | None = None
+    """Name of the class, e.g. `DynamicEnvDataset`."""
+
+    config: Annotated[dict[str, FreeValue], Allowed("a section of options")] = Field(default={})
+    """Options of the class, which receives them as `config.custom_cls.config`, e.g.
+    `data.custom_cls.config.adapter_config.num_tasks_per_case=200`."""
+
+
 class DataConfig(Section):
     """The datasets: prompts to train on and prompts to evaluate on."""
 
@@ -51,6 +70,9 @@ class DataConfig(Section):
 
     mixture: MixtureConfig = MixtureConfig()
     """The mixture of data sources in a batch."""
+
+    custom_cls: CustomDatasetConfig = CustomDatasetConfig()
+    """A dataset class of your own, in place of the class that reads data files."""
 
 
 class SkyRLGymConfig(Section):
@@ -89,6 +111,18 @@ class EnvironmentConfig(Section):
     """Environment calls, plus one free section per environment class."""
 
 
+class CustomRewardFunctionConfig(Section):
+    """A reward function of your own, called as
+    `name(data_source=…, solution_str=…, ground_truth=…, extra_info=…)` for each reply. It plays all rows in the
+    environment `reward_function`. An error of the function makes the rollout invalid."""
+
+    path: Text | None = None
+    """Python file that holds the function."""
+
+    name: Text = "compute_score"
+    """Name of the function. It returns a number, or a dict with `score` and further numbers as metrics."""
+
+
 class SkyRLConfig(Section):
     """The typed configuration of a run; `load_config` returns it."""
 
@@ -103,3 +137,6 @@ class SkyRLConfig(Section):
 
     environment: EnvironmentConfig = EnvironmentConfig()
     """The environment and its settings."""
+
+    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
+    """A reward function of your own, in place of an environment."""

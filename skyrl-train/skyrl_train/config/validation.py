@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import Rule, show
-from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
 
@@ -143,7 +143,7 @@ def vllm_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
 
 def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse evaluation without prompts."""
-    if not cfg.data.val_data and cfg.trainer.eval_interval > 0:
+    if not cfg.data.val_data and cfg.data.custom_cls.path is None and cfg.trainer.eval_interval > 0:
         yield (
             f"data.val_data=[] leaves nothing to evaluate every trainer.eval_interval={cfg.trainer.eval_interval} "
             "steps; set data.val_data or trainer.eval_interval=-1"
@@ -152,8 +152,44 @@ def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse training without prompts."""
-    if not cfg.data.train_data:
+    if not cfg.data.train_data and cfg.data.custom_cls.path is None:
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
+
+
+def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse half a dataset class, options without one, and a mixture of rows that are not known before."""
+    custom = cfg.data.custom_cls
+    if (custom.path is None) != (custom.name is None):
+        given, missing = ("path", "name") if custom.name is None else ("name", "path")
+        yield (
+            f"data.custom_cls.{given}={show(getattr(custom, given))} needs data.custom_cls.{missing} too: a dataset "
+            "class is the name of a class and the path of its file"
+        )
+    elif custom.path is None and custom.config:
+        yield (
+            f"data.custom_cls.config={show(custom.config)} has no class to configure; set data.custom_cls.path and "
+            "data.custom_cls.name"
+        )
+    elif custom.path is not None and cfg.data.mixture.is_used:
+        yield (
+            f"data.mixture reads all rows before training, and data.custom_cls.path={show(custom.path)} creates them "
+            "when they are drawn; remove one of them"
+        )
+
+
+def custom_reward_function_is_called(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a reward function beside an environment that scores replies itself."""
+    path, env_class = cfg.custom_reward_function.path, cfg.environment.env_class
+    if path is not None and env_class != REWARD_FUNCTION_ENV:
+        yield (
+            f"custom_reward_function.path={show(path)} scores replies in place of environment.env_class={env_class}; "
+            "remove one of them"
+        )
+    if path is not None and cfg.generator.max_turns > 1:
+        yield (
+            f"custom_reward_function.path={show(path)} scores one reply, so generator.max_turns="
+            f"{cfg.generator.max_turns} has no effect; set generator.max_turns=1"
+        )
 
 
 def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
@@ -471,6 +507,8 @@ def coefficients_are_unusual(cfg: SkyRLConfig) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     training_has_prompts,
     evaluation_has_prompts,
+    custom_dataset_is_complete,
+    custom_reward_function_is_called,
     mini_batches_divide_batch,
     sequence_norm_has_a_length,
     training_temperature_is_positive,

@@ -54,20 +54,9 @@ def read_prompt_rows(
         replaced: list[str] = []
         for index, row in enumerate(rows):
             location = f"row {index} of {source}"
-            try:
-                check_depth(row)
-            except TooDeep as error:
-                raise DataError(f"{location}: {error}; flatten its lists and objects") from error
-            cleaned = clean_strings(row)
+            cleaned = clean_row(row, location, prompt_key, env_class_key)
             if cleaned != row:
                 replaced.append(location)
-            _check_prompt(cleaned, location, prompt_key)
-            env_class = cleaned.get(env_class_key)
-            if env_class is not None and not isinstance(env_class, str):
-                raise DataError(
-                    f"{location}: {env_class_key}={_quote(env_class)} is a {type(env_class).__name__}; write the name "
-                    "of an environment, or null for environment.env_class"
-                )
             yield location, cleaned
         if replaced and source not in _warned:
             _warned.add(source)
@@ -75,6 +64,23 @@ def read_prompt_rows(
                 'Lone surrogates (halves of characters) are replaced by "?" in %d rows, the first: %s',
                 *(len(replaced), replaced[0]),
             )
+
+
+def clean_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key: str = "env_class") -> Row:
+    """Return a row without lone surrogates; DataError if it has no chat prompt or an invalid `env_class`."""
+    try:
+        check_depth(row)
+    except TooDeep as error:
+        raise DataError(f"{location}: {error}; flatten its lists and objects") from error
+    cleaned: Row = clean_strings(row)
+    _check_prompt(cleaned, location, prompt_key)
+    env_class = cleaned.get(env_class_key)
+    if env_class is not None and not isinstance(env_class, str):
+        raise DataError(
+            f"{location}: {env_class_key}={_quote(env_class)} is a {type(env_class).__name__}; write the name "
+            "of an environment, or null for environment.env_class"
+        )
+    return cleaned
 
 
 def check_environments(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError, EnvError
@@ -33,6 +34,8 @@ class EvalOnlyEntrypoint(BasePPOExp):
 
     def get_eval_dataset(self) -> PromptDataset:
         """Load the prompts to evaluate on."""
+        if self.cfg.data.custom_cls.path is not None:
+            return CustomDataset(self.cfg, self.tokenizer, "validation")
         if not self.cfg.data.val_data:
             raise ConfigError("data.val_data=[] leaves nothing to evaluate; set data.val_data=[<file or dataset name>]")
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)

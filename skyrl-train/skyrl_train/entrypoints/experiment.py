@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -43,6 +44,7 @@ from skyrl_train.checkpoint import CheckpointStore, folder_lock
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
+from skyrl_train.dataset.custom import N_CHECKED_ROWS, CustomDataset
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -180,11 +182,17 @@ class BasePPOExp:
 
     def get_train_dataset(self) -> PromptDataset:
         """Load the prompts to train on."""
+        if self.cfg.data.custom_cls.path is not None:
+            return CustomDataset(self.cfg, self.tokenizer, "train")
         return PromptDataset(self.cfg.data.train_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """Load the prompts to evaluate on; None without evaluations."""
-        if self.cfg.trainer.eval_interval < 0 or not self.cfg.data.val_data:
+        if self.cfg.trainer.eval_interval < 0:
+            return None
+        if self.cfg.data.custom_cls.path is not None:
+            return CustomDataset(self.cfg, self.tokenizer, "validation")
+        if not self.cfg.data.val_data:
             return None
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
@@ -373,18 +381,21 @@ class BasePPOExp:
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Check that every row has an environment that accepts it, unless a custom generator plays them.
 
+        Of a custom dataset class, the first rows are checked.
+
         Raises:
             ConfigError: an environment does not exist.
             DataError: an environment refuses a row.
         """
         if self._data_is_checked or self._replaces("get_generator"):
             return
+        is_custom = any(isinstance(dataset, CustomDataset) for dataset in datasets)
         rows = (
             TaskRow(dataset.location(index), row.env_class, row.env_extras)
             for dataset in datasets
-            for index, row in enumerate(dataset)
+            for index, row in enumerate(islice(dataset, N_CHECKED_ROWS if is_custom else None))
         )
-        check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns)
+        check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns, is_complete=not is_custom)
 
     def _replaces(self, *methods: str) -> bool:
         """Return True if a user's subclass overrides one of these methods."""

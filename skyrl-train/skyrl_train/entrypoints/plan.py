@@ -40,6 +40,9 @@ def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     algorithm = trainer.algorithm
     yield "algorithm", f"{algorithm.advantage_estimator} · {algorithm.policy_loss_type} · {algorithm.loss_reduction}"
     yield "environment", f"{cfg.environment.env_class}, unless a row has its own env_class"
+    if cfg.data.custom_cls.path is not None:
+        yield "data", f"{cfg.data.custom_cls.name} of {cfg.data.custom_cls.path}"
+        return
     yield "train data", _describe_sources(cfg.data.train_data)
     if cfg.data.val_data and trainer.eval_interval > 0:
         yield "val data", _describe_sources(cfg.data.val_data)
@@ -60,10 +63,16 @@ def _clock(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     trainer, generator = cfg.trainer, cfg.generator
     n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
     n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
-    counts = [count_rows(source) for source in cfg.data.train_data]
+    is_custom = cfg.data.custom_cls.path is not None
+    counts = [None] if is_custom else [count_rows(source) for source in cfg.data.train_data]
     per_epoch = None if None in counts else sum(filter(None, counts)) // n_prompts
     if per_epoch is None:
-        yield "steps", str(trainer.max_training_steps or "unknown before the download")
+        yield (
+            "steps",
+            str(
+                trainer.max_training_steps or f"unknown before {'the class is loaded' if is_custom else 'the download'}"
+            ),
+        )
     else:
         n_steps = min(trainer.epochs * per_epoch, trainer.max_training_steps or trainer.epochs * per_epoch)
         yield "steps", f"{n_steps:,} of {_count(trainer.epochs, 'epoch')} with {_count(per_epoch, 'batch')}"

@@ -13,6 +13,7 @@ from typing import Any
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.base import value_at
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.problems import show
 from skyrl_train.dataset.files import find_fault, local_path
@@ -44,9 +45,14 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
                 look_up(name)
             except ConfigError as error:
                 yield str(error)
+    is_custom = cfg.data.custom_cls.path is not None
+    if trains and not is_custom:
         yield from _missing_data("data.train_data", cfg.data.train_data)
-    if not trains or trainer.eval_interval > 0:
+    if not is_custom and (not trains or trainer.eval_interval > 0):
         yield from _missing_data("data.val_data", cfg.data.val_data)
+    for key in ("data.custom_cls.path", "custom_reward_function.path"):
+        if (path := value_at(cfg, key)) is not None and (fault := find_fault(Path(path))) is not None:
+            yield f"{key}={show(path)}: the file {Path(path).absolute()} {fault}; use the path of a Python file"
     yield from _missing_interpreter(cfg)
     yield from _missing_model("trainer.policy.model.path", trainer.policy.model.path, has_tokenizer=True)
     if trains and trainer.critic.model.path is not None:
@@ -101,12 +107,14 @@ def find_folder_fault(folder: str) -> str | None:
 
 
 def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
-    """Check the rows of all data files; return False if the run has further rows, on the Hub.
+    """Check the rows of all data files; return False if the run has further rows: on the Hub, or of a custom class.
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.
         DataError: a file cannot be read, or a row is invalid.
     """
+    if cfg.data.custom_cls.path is not None:
+        return False
     sources = list(cfg.data.train_data) if trains else []
     sources += cfg.data.val_data if not trains or cfg.trainer.eval_interval > 0 else []
     files = [source for source in sources if local_path(source) is not None]

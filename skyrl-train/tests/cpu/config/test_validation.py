@@ -128,6 +128,34 @@ PROBLEMS: list[Case] = [
         [],
     ),
     (
+        ["data.custom_cls.path=x.py"],
+        "data.custom_cls.path=x.py needs data.custom_cls.name too: a dataset class is the name of a class and the path "
+        "of its file",
+        [["data.custom_cls.path=x.py", "data.custom_cls.name=X", "data.train_data=[]", "data.val_data=[]"]],
+    ),
+    (
+        ["data.custom_cls.config.n=3"],
+        "data.custom_cls.config={n:3} has no class to configure; set data.custom_cls.path and data.custom_cls.name",
+        [],
+    ),
+    (
+        ["data.custom_cls.path=x.py", "data.custom_cls.name=X", "data.mixture.min_per_batch=1"],
+        "data.mixture reads all rows before training, and data.custom_cls.path=x.py creates them when they are drawn; "
+        "remove one of them",
+        [],
+    ),
+    (
+        ["custom_reward_function.path=x.py", "environment.env_class=aime"],
+        "custom_reward_function.path=x.py scores replies in place of environment.env_class=aime; remove one of them",
+        [["custom_reward_function.path=x.py"]],
+    ),
+    (
+        ["custom_reward_function.path=x.py", "generator.max_turns=2"],
+        "custom_reward_function.path=x.py scores one reply, so generator.max_turns=2 has no effect; set "
+        "generator.max_turns=1",
+        [],
+    ),
+    (
         ["data.train_data=[]"],
         "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]",
         [],

@@ -1,0 +1,1 @@
+"""The eight task types of LGC-v2."""

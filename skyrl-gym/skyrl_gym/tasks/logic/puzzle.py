@@ -1,0 +1,30 @@
+"""A generated puzzle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Puzzle:
+    """A puzzle before it gets an id.
+
+    answer: the bare answer, e.g. ``12``. reply: the answer in the format of the prompt, e.g. ``\\boxed{12}``.
+    facts: JSON values that the verifier needs besides the answer.
+    """
+
+    prompt: str
+    answer: str
+    reply: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PuzzleType:
+    """The generator of a task type, and its verifier: (answer of a reply, ground truth, facts) → bool."""
+
+    create: Callable[[Random], Puzzle]
+    is_correct: Callable[[str, str, Mapping[str, Any]], bool]

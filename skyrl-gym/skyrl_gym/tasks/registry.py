@@ -1,0 +1,106 @@
+"""Task families by name, and the reward function of their rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from skyrl_gym.envs.entry_point import load_attribute, suggestion
+from skyrl_gym.envs.row import read_extra_info, to_python, whole_number
+from skyrl_gym.tasks.base import Task, TaskFamily
+
+FAMILIES = {
+    "lgc-v2": "skyrl_gym.tasks.logic.family:LGCV2Tasks",
+    "trace": "skyrl_gym.tasks.trace:TraceTasks",
+    "openspiel": "skyrl_gym.tasks.openspiel:OpenSpielFamily",
+    "swe-synth": "skyrl_gym.tasks.swe_synth.family:SweSynthTasks",
+}
+"""The families, by the name in `extra_info["env"]`; each module is imported when it is first used."""
+
+ALIASES = {
+    "lgc_v2": "lgc-v2",
+    "logic-v2": "lgc-v2",
+    "logic_v2": "lgc-v2",
+    "swe_synth": "swe-synth",
+    "swesynth": "swe-synth",
+}
+
+
+def task_family(env: str, adapter_config: Mapping[str, Any] | None = None) -> TaskFamily:
+    """Return the family `env` with these options. Families are cached.
+
+    Raises:
+        ValueError: there is no such family, or it has no such option.
+    """
+    name = str(env).strip().lower()
+    name = ALIASES.get(name, name)
+    if name not in FAMILIES:
+        raise ValueError(
+            f"env={env!r} is not a task family.{suggestion(name, list(FAMILIES))} Known: {', '.join(FAMILIES)}"
+        )
+    return _family(name, json.dumps(to_python(adapter_config or {}), sort_keys=True))
+
+
+@lru_cache(maxsize=32)
+def _family(name: str, options: str) -> TaskFamily:
+    family: TaskFamily = load_attribute(FAMILIES[name])(json.loads(options))
+    return family
+
+
+def task_row(family: TaskFamily, task: Task, split: str) -> dict[str, Any]:
+    """Return the dataset row of a task; `compute_score` regenerates the task from its `extra_info`."""
+    return {
+        "data_source": task.task_type,
+        "prompt": [{"role": "user", "content": task.prompt}],
+        "reward_spec": {"method": "rule", "ground_truth": task.ground_truth},
+        "extra_info": {
+            "env": family.env,
+            "adapter_config": json.dumps(family.options),
+            "task_id": task.task_id,
+            "task_type": task.task_type,
+            "fingerprint": task.fingerprint,
+            "split": split,
+        },
+    }
+
+
+def read_task(extra_info: Mapping[str, Any]) -> tuple[TaskFamily, Task]:
+    """Return the family and the task of a row.
+
+    Raises:
+        ValueError: the row names no family or no task, or its prompt is not the one that the id gives today.
+    """
+    missing = [name for name in ("env", "task_id") if extra_info.get(name) is None]
+    if missing:
+        raise ValueError(f"extra_info has no {' and no '.join(missing)}; it has {sorted(extra_info)}")
+    config = extra_info.get("adapter_config")
+    family = task_family(extra_info["env"], json.loads(config) if isinstance(config, str) else config)
+    task = family.generate(whole_number(extra_info["task_id"], "extra_info.task_id"))
+    recorded = extra_info.get("fingerprint")
+    if recorded is not None and recorded != task.fingerprint:
+        raise ValueError(
+            f"task {task.task_id} of {family.env} is another one now than when the row was written "
+            f"(fingerprint {task.fingerprint}, not {recorded}); generate the dataset again"
+        )
+    return family, task
+
+
+def compute_score(
+    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | str
+) -> float:
+    """Return the score of a reply to the task in `extra_info`, from 0 to 1.
+
+    `custom_reward_function.name` names this function. The family is that of ``extra_info["env"]``; the verifier reads
+    neither `data_source` nor `ground_truth`.
+
+    Raises:
+        ValueError: the row is not one of a task family.
+    """
+    family, task = read_task(read_extra_info({"extra_info": extra_info}))
+    return family.score(solution_str, task)
+
+
+compute_lgc_v2_score = compute_score
+"""The name of `compute_score` in recipes for LGC-v2."""

@@ -1,0 +1,125 @@
+"""A dataset class of the user's own: `data.custom_cls`. Its rows are read when they are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_gym.envs.entry_point import load_from_file
+from skyrl_gym.envs.row import to_python
+from skyrl_gym.error import InvalidSpec
+from skyrl_gym.runtime.text import describe_error
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.root import REWARD_FUNCTION_ENV
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import clean_row
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.types import PromptRow
+
+N_CHECKED_ROWS = 4
+"""Rows of each split that are checked before models are loaded."""
+
+TENSORS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids")
+"""Columns of verl's datasets that the trainer computes itself."""
+
+
+class CustomDataset(PromptDataset):
+    """The rows of `data.custom_cls`, as prompts.
+
+    A row is a mapping with `prompt` or verl's `raw_prompt`, a list of messages, and the columns that its environment or
+    reward function reads. A prompt above `trainer.max_prompt_length` is not left out, since rows are not read before
+    they are drawn: its rollouts are invalid, and counted as `generate/n_invalid/prompt_too_long`.
+    """
+
+    def __init__(
+        self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "validation"]
+    ) -> None:
+        """Load and construct the class.
+
+        Raises:
+            ConfigError: the file has no such class, or it refuses its options.
+            DataError: the dataset is empty.
+        """
+        self._cfg = cfg.data.custom_cls
+        self._plays_function = cfg.custom_reward_function.path is not None
+        path, name = str(self._cfg.path), str(self._cfg.name)
+        self._name = f"{name} of {path}"
+        files = cfg.data.train_data if split == "train" else cfg.data.val_data
+        config = {
+            "train_files": cfg.data.train_data,
+            "val_files": cfg.data.val_data,
+            "prompt_key": "prompt",
+            "max_prompt_length": cfg.trainer.max_prompt_length,
+            "seed": cfg.trainer.seed,
+            "custom_cls": self._cfg.model_dump(),
+        }
+        try:
+            cls = load_from_file(path, name)
+        except InvalidSpec as error:
+            raise ConfigError(f"data.custom_cls.name={name}: {error}") from error
+        except Exception as error:  # the boundary of a user's file
+            raise ConfigError(f"data.custom_cls.path={path} cannot be loaded: {describe_error(error)}") from error
+        try:
+            takes_split = "split" in inspect.signature(cls).parameters
+            self._dataset = cls(
+                data_files=files,
+                tokenizer=tokenizer,
+                processor=None,
+                config=OmegaConf.create(config),
+                max_samples=-1,
+                **({"split": split} if takes_split else {}),
+            )
+            self._length = len(self._dataset)
+        except Exception as error:  # the boundary of a user's class
+            raise ConfigError(f"data.custom_cls.name={name} cannot be constructed: {describe_error(error)}") from error
+        if self._length == 0:
+            raise DataError(
+                f"the dataset {self._name} has no {split} rows; check its options in data.custom_cls.config"
+            )
+
+    def location(self, index: int) -> str:
+        """Return the origin of a row for messages: `row 17 of MyDataset of my.py`."""
+        return f"row {index} of {self._name}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The dataset's own `fingerprint`, or else a hash of the file, the class and its options."""
+        own = getattr(self._dataset, "fingerprint", None)
+        if isinstance(own, str):
+            return own
+        options = json.dumps(self._cfg.model_dump(), sort_keys=True)
+        return hashlib.blake2b(Path(str(self._cfg.path)).read_bytes() + options.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> PromptRow:
+        location = self.location(index)
+        try:
+            row = self._dataset[index]
+        except Exception as error:  # the boundary of a user's class
+            raise DataError(f"{location} cannot be read: {describe_error(error)}") from error
+        if not isinstance(row, Mapping):
+            raise DataError(f"{location} is a {type(row).__name__}; return a mapping with a prompt")
+        columns = to_python({name: value for name, value in row.items() if name not in TENSORS})
+        if "raw_prompt" in columns:
+            columns["prompt"] = columns.pop("raw_prompt")
+        columns = clean_row(columns, location)
+        prompt, env_class = columns.pop("prompt"), columns.pop("env_class", None)
+        if self._plays_function and env_class not in (None, REWARD_FUNCTION_ENV):
+            raise DataError(
+                f"{location} has env_class={env_class}, which scores replies itself, beside custom_reward_function; "
+                "remove one of them"
+            )
+        return PromptRow(str(index), prompt, env_class, columns)
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return (self[index] for index in range(self._length))

@@ -1,0 +1,166 @@
+"""Datasets and reward functions from a user's file, from the command to the metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from skyrl_train.config import load_config
+from skyrl_train.dataset.custom import CustomDataset
+from skyrl_train.entrypoints.main_base import main, parse_cli
+from skyrl_train.errors import ConfigError, DataError
+
+FILE = '''
+class Sums:
+    """In the form of verl: rows with raw_prompt and reward_model."""
+
+    def __init__(self, data_files, tokenizer, processor, config, max_samples):
+        self.files, self.options = list(data_files), config.custom_cls.config
+        self.max_prompt_length = config.max_prompt_length
+
+    def __len__(self):
+        return self.options.get("n", 8)
+
+    def __getitem__(self, index):
+        if index == self.options.get("bad"):
+            raise RuntimeError("no such sum")
+        return {
+            "raw_prompt": [{"role": "user", "content": f"{index} + 1"}],
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": str(index + 1)},
+            "input_ids": object(),
+        } | dict(self.options.get("columns", {}))
+
+
+class Splits(Sums):
+    def __init__(self, data_files, tokenizer, processor, config, max_samples, split):
+        super().__init__(data_files, tokenizer, processor, config, max_samples)
+        self.split = split
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str) / 100, "truth": int(ground_truth)}
+
+
+def sometimes(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "3":
+        raise RuntimeError("the judge is gone")
+    return 1.0
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "my-dataset.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def custom(file: str, name: str = "Sums", **config: Any) -> CustomDataset:
+    """Return a dataset; the tokenizer is only handed on."""
+    section = {"path": file, "name": name, "config": config}
+    return CustomDataset(load_config({"data": {"custom_cls": section}}), object(), "validation")  # type: ignore[arg-type]
+
+
+def test_rows_of_verls_form_are_prompts(file: str) -> None:
+    dataset = custom(file)
+    assert len(dataset) == 8
+    row = dataset[3]
+    assert (row.uid, row.prompt, row.env_class) == ("3", [{"role": "user", "content": "3 + 1"}], None)
+    assert row.env_extras == {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}}
+    assert [row.uid for row in dataset] == [str(i) for i in range(8)]
+    assert dataset._dataset.max_prompt_length == 512
+    assert dataset._dataset.files == ["$HOME/data/gsm8k/validation.parquet"]
+
+
+def test_a_class_that_takes_a_split_gets_it(file: str) -> None:
+    assert custom(file, "Splits")._dataset.split == "validation"
+
+
+def test_the_fingerprint_follows_the_options(file: str) -> None:
+    assert custom(file).fingerprint == custom(file).fingerprint != custom(file, n=9).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ({"n": 0}, DataError, "no validation rows"),
+        ({"n": -1}, ConfigError, "data.custom_cls.name=Sums cannot be constructed"),
+        ({"bad": 0}, DataError, "row 0 of Sums of .* cannot be read: .*no such sum"),
+        ({"columns": {"raw_prompt": "text"}}, DataError, "row 0 of Sums .*not a list of messages"),
+        ({"columns": {"env_class": 3}}, DataError, "env_class=3"),
+    ],
+)
+def test_mistakes_of_a_class_are_named(file: str, config: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        custom(file, **config)[0]
+
+
+def test_an_unknown_key_of_a_reward_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.reward_kwargs"):
+        parse_cli(["custom_reward_function.reward_kwargs={a:1}"])
+
+
+def test_nested_options_reach_the_class_and_the_run_folder() -> None:
+    name = "+data.custom_cls.config.adapter_config"
+    paths = ["data.custom_cls.path=$HOME/x.py", "data.custom_cls.name=X", "custom_reward_function.path=r.py"]
+    cfg = parse_cli([*paths, f"{name}.num_tasks_per_case=200", f"{name}.max_random_steps=5", "data.train_files=[]"])
+    assert cfg.data.custom_cls.config == {"adapter_config": {"num_tasks_per_case": 200, "max_random_steps": 5}}
+    assert cfg.environment.env_class == "reward_function"
+    assert cfg.environment.skyrl_gym.env_config("reward_function") == {"path": "r.py", "name": "compute_score"}
+    assert "$" not in str(cfg.data.custom_cls.path)
+    assert load_config(yaml.safe_load(yaml.safe_dump(cfg.model_dump(mode="json")))) == cfg
+
+
+def run(catch_run: list[str], file: str, *more: str) -> list[str]:
+    rows = [argument for argument in catch_run if not argument.startswith(("data.", "generator.max_turns"))]
+    return [
+        *rows,
+        *(f"data.custom_cls.path='{file}'", "data.custom_cls.name=Sums", f"custom_reward_function.path='{file}'"),
+        *("trainer.algorithm.advantage_estimator=grpo", "generator.n_samples_per_prompt=2", "trainer.epochs=1"),
+        *more,
+    ]
+
+
+def metrics(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_a_class_and_a_function(catch_run: list[str], file: str, tmp_path: Path) -> None:
+    main(run(catch_run, file))
+    first, *steps = metrics(tmp_path)
+    assert first["eval/sums/avg_score"] > 0
+    assert [step["generate/n_invalid"] for step in steps] == [0, 0]
+    assert 1 <= steps[0]["environment/reward_function/truth"] <= 8
+
+
+def test_errors_of_a_function_are_counted_and_are_no_rewards(catch_run: list[str], file: str, tmp_path: Path) -> None:
+    main(run(catch_run, file, "custom_reward_function.name=sometimes", "trainer.eval_interval=-1"))
+    _, *steps = metrics(tmp_path)
+    assert sum(step.get("generate/n_invalid/env_error", 0) for step in steps) == 2  # samples of one sum
+    assert all(step["reward/avg_raw_reward"] == 1 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("data.custom_cls.path=/no/such.py", ["data.custom_cls.path=/no/such.py", "does not exist"]),
+        ("custom_reward_function.path=/no/such.py", ["custom_reward_function.path=/no/such.py", "does not exist"]),
+        ("data.custom_cls.name=Summs", ["data.custom_cls.name=Summs", "Did you mean 'Sums'"]),
+        ("custom_reward_function.name=score", ["has no 'score'", "compute_score"]),
+        ("+data.custom_cls.config.columns={env_class: aime}", ["env_class=aime", "custom_reward_function"]),
+    ],
+)
+def test_missing_parts_are_named_before_models_are_loaded(
+    catch_run: list[str], file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(run(catch_run, file, change))
+    message = capsys.readouterr().err.partition("error: ")[2]
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "skyrl/test_run/metrics.jsonl").exists()
