@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from skyrl_train.config import SkyRLConfig, to_yaml
+from skyrl_train.config import to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -29,13 +29,13 @@ from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/")  # on the progress line, beside the reward
+PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/", "val/loss")  # on the progress line, beside the reward
 
 
 class Run(Protocol):
     """A training run, as its callbacks see it."""
 
-    cfg: SkyRLConfig
+    cfg: Any  # SkyRLConfig, or SFTConfig in supervised fine-tuning
     global_step: int
     """The last finished step; 0 before the first."""
     total_steps: int
@@ -155,6 +155,7 @@ class Logging(Callback):
             self._progress.update(
                 report.global_step,
                 reward=report.metrics.get("reward/avg_raw_reward"),
+                loss=report.metrics.get("train/loss"),
                 eval_metrics={
                     name: value for name, value in report.metrics.items() if name.startswith(PROGRESS_METRICS)
                 },

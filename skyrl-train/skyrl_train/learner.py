@@ -18,6 +18,8 @@ from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import AdvantageEstimator
 from skyrl_train.algorithms.trajectories import TrajectoryView
+from skyrl_train.config.base import value_at
+from skyrl_train.config.run import RunConfig
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.errors import DivergenceError
 from skyrl_train.types import Metric, Metrics, TrainingBatch
@@ -28,10 +30,83 @@ N_PROBED = 8
 """Number of rows of an update on which `check_weights` tests the new weights."""
 
 MIN_MEAN_LOGPROB = -100.0
-"""Minimum mean log-prob of sampled tokens after an update; exp(-100) is 0 in float32."""
+"""Minimum mean log-prob of trained tokens after an update; exp(-100) is 0 in float32."""
 
 
-class Learner:
+class TrainedModels:
+    """The models that a run changes: their checks, checkpoints and exports."""
+
+    def __init__(self, cfg: RunConfig, policy: WorkerGroup) -> None:
+        self.policy = policy
+        self._cfg = cfg
+        self._probe: TrainingBatch | None = None  # of the last update
+
+    def set_probe(self, batch: TrainingBatch) -> None:
+        """Keep a few rows of an update for `check_weights`."""
+        self._probe = _shortest_rows(batch, N_PROBED)
+
+    async def check_weights(self) -> None:
+        """Check that weights are finite, and that rows of the last update still have log-probs and a gradient.
+
+        Far too large an update leaves finite weights that give every token a gradient of 0 or NaN.
+
+        Raises:
+            DivergenceError: training has diverged.
+        """
+        for name, group in self._changing().items():
+            fault = None if await group.is_finite() else "its weights are NaN or infinite"
+            if fault is None and name != "ref" and self._probe is not None:
+                min_mean = -math.inf if name == "critic" else MIN_MEAN_LOGPROB
+                fault = _find_divergence((await group.probe(self._probe)).numbers(), min_mean)
+            if fault is not None:
+                section = "critic" if name == "critic" else "policy"  # whose weights the reference copies
+                key = f"{section}.optimizer_config.lr"
+                raise DivergenceError(
+                    f"the {name} has diverged with trainer.{key}={value_at(self._cfg, key):g}: {fault}"
+                )
+
+    # -- checkpoints and exports
+
+    async def checkpoint_bytes(self) -> int:
+        """Estimate the size of a checkpoint."""
+        return sum([await group.checkpoint_bytes() for group in self._changing().values()])
+
+    async def save(self, folder: Path) -> None:
+        """Write the state of each model into its own folder."""
+        writing: list[Awaitable[Any]] = []
+        try:
+            for name, group in self._changing().items():
+                writing.append(await group.save(folder / name))
+        finally:
+            results = await asyncio.gather(*writing, return_exceptions=True)  # the folder may be removed next
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def restore(self, folder: Path) -> None:
+        """Load what `save` wrote; CheckpointError if it is incomplete or belongs to another model."""
+        for name, group in self._changing().items():
+            await group.load_state(folder / name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state outside of the models."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    async def export(self, folder: Path) -> None:
+        """Write the trained models as plain Hugging Face folders."""
+        for name, group in self._changing().items():
+            if name != "ref":
+                await group.export(folder / name)
+
+    def _changing(self) -> dict[str, WorkerGroup]:
+        """Return the models that change in a run, by the name of their folder."""
+        return {"policy": self.policy}
+
+
+class Learner(TrainedModels):
     """The models of a run and the computation between them. Stages return their metrics.
 
     A batch has B rows of L tokens, the last R of them response.
@@ -51,13 +126,13 @@ class Learner:
 
         `reference_sync` copies the policy's weights to the reference, for `update_ref_every_epoch`.
         """
-        self.policy, self.critic, self.ref = policy, critic, ref
+        super().__init__(cfg, policy)
+        self._cfg: TrainerConfig = cfg
+        self.critic, self.ref = critic, ref
         self._reference_sync = reference_sync
-        self._cfg = cfg
         self._estimator = estimator
         self._required = required_inputs(estimator)
         self._kl_controller = kl_controller(cfg.algorithm)
-        self._probe: TrainingBatch | None = None  # of the last update
 
     # -- batch → weights
 
@@ -157,60 +232,17 @@ class Learner:
 
     async def _update(self, role: str, group: WorkerGroup, batch: TrainingBatch, mini_batch_size: int) -> Metrics:
         metrics = Metrics()
-        self._probe = _shortest_rows(batch, N_PROBED)
+        self.set_probe(batch)
         for epoch in range(self._cfg.update_epochs_per_batch):
             for index, mini_batch in enumerate(batch.chunk(mini_batch_size)):
                 is_first = epoch == index == 0  # the weights are still those that scored the batch
                 metrics = metrics.merge(await group.update(mini_batch, mini_batch.old_logprobs if is_first else None))
         return metrics.with_prefix(role)
 
-    async def check_weights(self) -> None:
-        """Check that weights are finite, and that rows of the last update still have log-probs and a gradient.
-
-        Far too large an update leaves finite weights that give every token a gradient of 0 or NaN.
-
-        Raises:
-            DivergenceError: training has diverged.
-        """
-        for name, group in self._changing().items():
-            fault = None if await group.is_finite() else "its weights are NaN or infinite"
-            if fault is None and name != "ref" and self._probe is not None:
-                min_mean = -math.inf if name == "critic" else MIN_MEAN_LOGPROB
-                fault = _find_divergence((await group.probe(self._probe)).numbers(), min_mean)
-            if fault is not None:
-                section = "critic" if name == "critic" else "policy"  # whose weights the reference copies
-                lr = getattr(self._cfg, section).optimizer_config.lr
-                raise DivergenceError(
-                    f"the {name} has diverged with trainer.{section}.optimizer_config.lr={lr:g}: {fault}"
-                )
-
     async def refresh_reference(self, version: int) -> None:
         """Copy the policy's weights, of `version`, to the reference."""
         assert self._reference_sync is not None
         await self._reference_sync(version)
-
-    # -- checkpoints and exports
-
-    async def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint."""
-        return sum([await group.checkpoint_bytes() for group in self._changing().values()])
-
-    async def save(self, folder: Path) -> None:
-        """Write the state of each model into its own folder."""
-        writing: list[Awaitable[Any]] = []
-        try:
-            for name, group in self._changing().items():
-                writing.append(await group.save(folder / name))
-        finally:
-            results = await asyncio.gather(*writing, return_exceptions=True)  # the folder may be removed next
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
-    async def restore(self, folder: Path) -> None:
-        """Load what `save` wrote; CheckpointError if it is incomplete or belongs to another model."""
-        for name, group in self._changing().items():
-            await group.load_state(folder / name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state outside of the models."""
@@ -219,12 +251,6 @@ class Learner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._kl_controller.load_state_dict(state["kl_controller"])
-
-    async def export(self, folder: Path) -> None:
-        """Write policy and critic as plain Hugging Face folders."""
-        await self.policy.export(folder / "policy")
-        if self.critic is not None:
-            await self.critic.export(folder / "critic")
 
     def _changing(self) -> dict[str, WorkerGroup]:
         """Return the models that change in a run, by the name of their folder."""
@@ -254,5 +280,5 @@ def _find_divergence(probe: Mapping[str, float], min_mean: float) -> str | None:
     if norm == 0 and mean != 0:
         return "the gradient of its outputs is 0, so that it can no longer learn"
     if mean < min_mean:
-        return f"the tokens that it has just sampled have a mean log-prob of {mean:g}"
+        return f"the tokens that it was trained on have a mean log-prob of {mean:g}"
     return None

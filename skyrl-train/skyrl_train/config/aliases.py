@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.config.base import value_at
-from skyrl_train.config.problems import FIELDS, show
+from skyrl_train.config.problems import FIELDS, Fields, show
 
 logger = logging.getLogger(__name__)
 
@@ -177,33 +177,39 @@ SKYRL_WITHOUT_EFFECT = {
 """Keys of other versions on which nothing depends here, each with the reason; they are accepted with a log line."""
 
 
-def apply_aliases(tree: dict[str, Any]) -> list[str]:
+def apply_aliases(
+    tree: dict[str, Any],
+    aliases: Mapping[str, Alias] = ALIASES,
+    without_effect: Mapping[str, str] = SKYRL_WITHOUT_EFFECT,
+    fields: Fields = FIELDS,
+) -> list[str]:
     """Replace aliases inside a nested dict, in place, with a log line for each; return one sentence for each problem.
 
     A composed configuration has a value for every key, so an alias overrides a default value. It is a problem if both
     were set and differ.
     """
     problems = []
-    for old, alias in ALIASES.items():
+    for old, alias in aliases.items():
         found, value = _pop(tree, old.split("."))
         if not found:
             continue
-        if alias.only_if is not None and _get(tree, alias.only_if) is not True:
+        if alias.only_if is not None and _get(tree, alias.only_if, fields) is not True:
             logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
             continue
         for key, new_value in alias.readings(value):
-            problems += _set(tree, f"{old}={show(value)}", key, new_value)
-    for old, reason in SKYRL_WITHOUT_EFFECT.items():
+            problems += _set(tree, f"{old}={show(value)}", key, new_value, fields)
+    for old, reason in without_effect.items():
         found, value = _pop(tree, old.split("."))
         if found:
             logger.warning("%s=%s has no effect: %s", old, show(value), reason)
     return problems
 
 
-def _set(tree: dict[str, Any], spelling: str, key: str, value: object) -> list[str]:
+def _set(tree: dict[str, Any], spelling: str, key: str, value: object, fields: Fields) -> list[str]:
     """Set the key of an alias; return a sentence if it has another value already."""
-    current = _get(tree, key)
-    if current not in (FIELDS[key].get_default(), value):
+    current, default = _get(tree, key, fields), fields[key].get_default()
+    default = list(default) if isinstance(default, tuple) else default  # as in YAML
+    if current not in (default, value):
         return [f"{spelling} means {key}={show(value)}, but {key}={show(current)} was set too; remove one of them"]
     logger.warning("%s is read as %s=%s", spelling, key, show(value))
     _put(tree, key.split("."), value)
@@ -226,12 +232,12 @@ def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
     return result
 
 
-def _get(tree: Any, key: str) -> Any:
+def _get(tree: Any, key: str, fields: Fields) -> Any:
     """Return the value of a key, or its default if the tree has none."""
     try:
         return value_at(tree, key)
     except KeyError:
-        return FIELDS[key].get_default()
+        return fields[key].get_default()
 
 
 def _put(tree: dict[str, Any], path: list[str], value: object) -> None:

@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from skyrl_train.config.loading import validate_cfg
-from skyrl_train.config.problems import FIELDS, Rule, raise_problems
+from skyrl_train.config.loading import RL, C, Schema, validate
+from skyrl_train.config.problems import FIELDS, Fields, Rule, raise_problems
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
@@ -39,10 +39,15 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
     Raises:
         ConfigError: it lists every problem.
     """
-    raise_problems(sentence for text in argv for sentence in _not_one_override(text))
-    composed = compose_config(rewrite_overrides(argv))
+    return parse(argv, RL, extra_rules, file)
+
+
+def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
+    """Parse a command line as `parse_cli` does, for any kind of run."""
+    raise_problems(sentence for text in argv for sentence in _not_one_override(text, schema.fields))
+    composed = compose_config(rewrite_overrides(argv, schema.fields), schema.config_name)
     if file is None:
-        return validate_cfg(composed, extra_rules)
+        return validate(composed, schema, extra_rules)
     settings = _read_yaml(file)
     for override in map(_parse, argv):
         key = override.key_or_group
@@ -51,7 +56,7 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
             (OmegaConf.select(settings, section) if section else settings).pop(name, None)
         else:
             OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=True, force_add=True)
-    return validate_cfg(settings, extra_rules)
+    return validate(settings, schema, extra_rules)
 
 
 def _read_yaml(file: Path) -> DictConfig:
@@ -70,11 +75,11 @@ def get_default_config() -> DictConfig:
     return compose_config([])
 
 
-def compose_config(overrides: Sequence[str]) -> DictConfig:
+def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) -> DictConfig:
     """Return the configuration that `@hydra.main` composes for these overrides; ConfigError if Hydra refuses them."""
     try:
         with _without_running_hydra(), initialize_config_dir(config_dir=config_dir, version_base=None):
-            return compose(config_name="ppo_base_config", overrides=list(overrides))
+            return compose(config_name=config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"these overrides cannot be applied: {' '.join(overrides)} ({reason})") from error
@@ -91,7 +96,7 @@ def _without_running_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = running
 
 
-def rewrite_overrides(argv: Sequence[str]) -> list[str]:
+def rewrite_overrides(argv: Sequence[str], fields: Fields = FIELDS) -> list[str]:
     """Return a command line that Hydra accepts whatever its keys; `load_config` then reports unknown ones.
 
     Flags, deletions and Hydra's own keys are not changed.
@@ -102,20 +107,20 @@ def rewrite_overrides(argv: Sequence[str]) -> list[str]:
     overrides, problems = [], []
     for text in argv:
         try:
-            overrides.append(_rewrite(text) if _is_override(text) else text)
+            overrides.append(_rewrite(text, fields) if _is_override(text) else text)
         except ConfigError as error:
             problems.append(str(error))
     raise_problems(problems)
     return overrides
 
 
-def _rewrite(text: str) -> str:
+def _rewrite(text: str, fields: Fields) -> str:
     override = _parse(text)
     key = override.key_or_group
     if override.is_delete() or key.startswith(("hydra.", "hydra/")):
         return text
     has_keys = isinstance(override.value(), dict)  # of the user's own, perhaps
-    return text.lstrip("+") if key in FIELDS and not has_keys else "++" + text.lstrip("+")
+    return text.lstrip("+") if key in fields and not has_keys else "++" + text.lstrip("+")
 
 
 def _parse(text: str) -> Override:
@@ -132,11 +137,11 @@ def _is_override(text: str) -> bool:
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 
-def _not_one_override(text: str) -> list[str]:
+def _not_one_override(text: str, fields: Fields) -> list[str]:
     """Return a sentence if an argument is a flag, a bare word or a sweep over several runs, else nothing."""
     if not _is_override(text):
         word, equals, value = text.lstrip("-").partition("=")
-        keys = [key for key in FIELDS if key.rpartition(".")[2] == word] or [word or "<key>"]
+        keys = [key for key in fields if key.rpartition(".")[2] == word] or [word or "<key>"]
         fix = " or ".join(f"{key}={value or '<value>'}" for key in keys)
         return [f"{text} is not an override; write {fix}{'' if equals else ', without spaces around ='}"]
     try:

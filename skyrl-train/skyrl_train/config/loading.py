@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from skyrl_train.config.aliases import apply_aliases
-from skyrl_train.config.base import value_at, with_value
-from skyrl_train.config.problems import Rule, config_error, from_validation_error, raise_problems, show
+from skyrl_train.config.aliases import ALIASES, SKYRL_WITHOUT_EFFECT, Alias, apply_aliases
+from skyrl_train.config.base import Section, value_at, with_value
+from skyrl_train.config.problems import FIELDS, Fields, Rule, config_error, from_validation_error, raise_problems, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
@@ -23,6 +24,7 @@ from skyrl_train.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ConfigSource = DictConfig | Mapping[str, Any] | None
+C = TypeVar("C", bound=Section)
 
 PATHS = (
     "trainer.output_dir",
@@ -48,20 +50,27 @@ def _max_seq_len(cfg: SkyRLConfig) -> int | None:
     return None if n_input is None else n_input + cfg.generator.sampling_params.max_generate_length
 
 
-def _from_wandb(cfg: SkyRLConfig, variable: str) -> str | None:
+def _from_wandb(cfg: Any, variable: str) -> str | None:
     return os.environ.get(variable) if "wandb" in cfg.trainer.logger else None
 
 
-def _generate_run_name(cfg: SkyRLConfig) -> str:
+def _generate_run_name(cfg: Any) -> str:
     return f"{cfg.trainer.project_name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-SOURCES: tuple[tuple[str, Callable[[SkyRLConfig], object]], ...] = (
-    ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path),
+Sources = tuple[tuple[str, Callable[[Any], object]], ...]
+"""Keys whose null means another key, with their source. A source may read a key that an earlier row filled in."""
+
+RUN_SOURCES: Sources = (
     ("trainer.project_name", lambda cfg: _from_wandb(cfg, "WANDB_PROJECT") or "skyrl"),
     ("trainer.run_name", lambda cfg: _from_wandb(cfg, "WANDB_NAME") or _generate_run_name(cfg)),
     ("trainer.ckpt_path", lambda cfg: f"{cfg.trainer.run_dir}/ckpts"),
     ("trainer.export_path", lambda cfg: f"{cfg.trainer.run_dir}/export"),
+)
+
+SOURCES: Sources = (
+    *RUN_SOURCES,
+    ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path),
     ("trainer.algorithm.temperature", lambda cfg: cfg.generator.sampling_params.temperature),
     (
         "generator.eval_sampling_params.max_generate_length",
@@ -70,7 +79,50 @@ SOURCES: tuple[tuple[str, Callable[[SkyRLConfig], object]], ...] = (
     ("generator.max_input_length", _max_input_length),
     ("trainer.algorithm.max_seq_len", _max_seq_len),
 )
-"""Keys whose null means another key, with their source. A source may read a key that an earlier row filled in."""
+
+
+def _play_reward_function(cfg: SkyRLConfig) -> SkyRLConfig:
+    """Play all rows in the environment of `custom_reward_function`, if there is one."""
+    function, default_env = cfg.custom_reward_function, type(cfg.environment).model_fields["env_class"].default
+    if function.path is None or cfg.environment.env_class not in (default_env, REWARD_FUNCTION_ENV):
+        return cfg
+    cfg = with_value(cfg, "environment.env_class", REWARD_FUNCTION_ENV)
+    gym = cfg.environment.skyrl_gym
+    sections = {**gym.model_dump(), REWARD_FUNCTION_ENV: {"path": function.path, "name": function.name}}
+    return with_value(cfg, "environment.skyrl_gym", type(gym).model_validate(sections))
+
+
+@dataclass(frozen=True)
+class Schema(Generic[C]):
+    """The configuration of one kind of run: its root section, and what loading it needs."""
+
+    root: type[C]
+    config_name: str  # the YAML file of defaults, which Hydra reads
+    fields: Fields
+    aliases: Mapping[str, Alias]
+    without_effect: Mapping[str, str]
+    paths: tuple[str, ...]
+    sources: Sources
+    rules: tuple[Rule, ...]
+    machine_rules: tuple[Rule, ...]
+    warnings: tuple[Rule, ...]
+    derive: Callable[[C], C] | None = None  # sets keys that depend on several others
+
+
+RL = Schema(
+    root=SkyRLConfig,
+    config_name="ppo_base_config",
+    fields=FIELDS,
+    aliases=ALIASES,
+    without_effect=SKYRL_WITHOUT_EFFECT,
+    paths=PATHS,
+    sources=SOURCES,
+    rules=RULES,
+    machine_rules=MACHINE_RULES,
+    warnings=WARNINGS,
+    derive=_play_reward_function,
+)
+"""The configuration of reinforcement learning."""
 
 
 def load_config(source: ConfigSource = None) -> SkyRLConfig:
@@ -82,7 +134,7 @@ def load_config(source: ConfigSource = None) -> SkyRLConfig:
     Raises:
         ConfigError: it lists every problem.
     """
-    return _load(source, RULES)
+    return _load(source, RULES, RL)
 
 
 def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] = ()) -> SkyRLConfig:
@@ -91,15 +143,21 @@ def validate_cfg(cfg: SkyRLConfig | ConfigSource, extra_rules: tuple[Rule, ...] 
     Raises:
         ConfigError: it lists every problem.
     """
-    rules = RULES + extra_rules + MACHINE_RULES
-    if not isinstance(cfg, SkyRLConfig):
-        return _load(cfg, rules)
-    cfg = resolve(cfg)
+    return validate(cfg, RL, extra_rules)
+
+
+def validate(cfg: C | ConfigSource, schema: Schema[C], extra_rules: tuple[Rule, ...] = ()) -> C:
+    """Check a configuration as `validate_cfg` does, for any kind of run."""
+    rules = schema.rules + extra_rules + schema.machine_rules
+    if not isinstance(cfg, schema.root):
+        assert not isinstance(cfg, Section), f"a {type(cfg).__name__} is no {schema.root.__name__}"
+        return _load(cfg, rules, schema)
+    cfg = resolve(cfg, schema)
     raise_problems(find_problems(cfg, rules))
     return cfg
 
 
-def to_yaml(cfg: SkyRLConfig) -> str:
+def to_yaml(cfg: Section) -> str:
     """Return the resolved configuration as YAML; `load_config(yaml.safe_load(text))` is its inverse.
 
     Characters beyond ASCII are escaped, because PyYAML does not read all of them back as it writes them.
@@ -119,37 +177,27 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], prefix
     return lines
 
 
-def resolve(cfg: SkyRLConfig) -> SkyRLConfig:
-    """Return a copy with paths expanded and each null of `SOURCES` filled in, where its source is known."""
-    for key in PATHS:
+def resolve(cfg: C, schema: Schema[C]) -> C:
+    """Return a copy with paths expanded and each null of `schema.sources` filled in, where its source is known."""
+    for key in schema.paths:
         path = value_at(cfg, key)
         if path is not None:
             cfg = with_value(cfg, key, os.path.expandvars(os.path.expanduser(path)))
-    for key, source in SOURCES:
+    for key, source in schema.sources:
         if value_at(cfg, key) is None:
             cfg = with_value(cfg, key, source(cfg))
-    function, default_env = cfg.custom_reward_function, type(cfg.environment).model_fields["env_class"].default
-    if function.path is not None and cfg.environment.env_class in (default_env, REWARD_FUNCTION_ENV):
-        cfg = with_value(cfg, "environment.env_class", REWARD_FUNCTION_ENV)
-        section = {"path": function.path, "name": function.name}
-        gym = cfg.environment.skyrl_gym
-        cfg = with_value(
-            cfg,
-            "environment.skyrl_gym",
-            type(gym).model_validate({**gym.model_dump(), REWARD_FUNCTION_ENV: section}),
-        )
-    return cfg
+    return cfg if schema.derive is None else schema.derive(cfg)
 
 
-def _load(source: ConfigSource, rules: tuple[Rule, ...]) -> SkyRLConfig:
+def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C]) -> C:
     tree = _as_tree(source)
-    problems = apply_aliases(tree)
+    problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields)
     try:
-        cfg = resolve(SkyRLConfig.model_validate(tree))
+        cfg = resolve(schema.root.model_validate(tree), schema)
     except ValidationError as error:
-        raise config_error([*problems, *from_validation_error(error, tree)]) from None
+        raise config_error([*problems, *from_validation_error(error, tree, schema.fields)]) from None
     raise_problems([*problems, *find_problems(cfg, rules)])
-    for sentence in find_problems(cfg, WARNINGS):
+    for sentence in find_problems(cfg, schema.warnings):
         logger.warning(sentence)
     return cfg
 

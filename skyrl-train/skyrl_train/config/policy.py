@@ -17,6 +17,7 @@ SchedulerName = Literal[
     "cosine_with_restarts",
     "polynomial",
     "inverse_sqrt",
+    "wsd",
 ]
 Beta = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), Allowed("a list of 2 numbers >= 0 and < 1")]
@@ -51,9 +52,15 @@ class OptimizerConfig(Section):
     num_warmup_steps: Annotated[int, Ge(0)] = 0
     """Optimizer steps, that is mini-batches, over which the learning rate rises from 0."""
 
+    warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """The same as a fraction of all optimizer steps, in place of `num_warmup_steps`."""
+
     scheduler: SchedulerName = "constant_with_warmup"
-    """Learning-rate schedule after warm-up, by its name in transformers. Schedules with more settings than the number
-    of steps are not supported."""
+    """Learning-rate schedule after warm-up, by its name in transformers; `wsd` (warm-up, stable, decay) stays constant
+    and decays to 0 at the end. Other schedules with more settings than the number of steps are not supported."""
+
+    wsd_decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
+    """Fraction of the steps after warm-up over which `scheduler=wsd` decays, as half a cosine."""
 
 
 class PolicyConfig(Section):

@@ -23,18 +23,19 @@ from skyrl_train.config.base import (
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
-FIELDS: dict[str, FieldInfo] = dict(iter_fields(SkyRLConfig))
-"""Every key of the configuration, sections included."""
+Fields = Mapping[str, FieldInfo]
+"""Every key of a configuration, sections included."""
+
+FIELDS: Fields = dict(iter_fields(SkyRLConfig))
+"""The keys of a reinforcement learning run."""
 
 OPEN_SECTION = "environment.skyrl_gym"
 """The only section that takes free sections, one per environment class."""
 
-OPEN_FIELDS = tuple(key for key, field in FIELDS.items() if is_open(field))
-"""Fields that take keys of the user's own: `trainer.algorithm.custom.tau=0.3`."""
 
 N_SUGGESTIONS = 3
 
-Rule = Callable[[SkyRLConfig], Iterator[str]]
+Rule = Callable[[Any], Iterator[str]]
 """A function that yields one sentence for each problem of a configuration."""
 
 
@@ -77,29 +78,34 @@ def _parses_as_another_type(text: str) -> bool:
     return True
 
 
-def nearest_keys(key: str) -> list[str]:
+def open_fields(fields: Fields) -> tuple[str, ...]:
+    """Return the keys that take keys of the user's own: `trainer.algorithm.custom.tau=0.3`."""
+    return tuple(key for key, field in fields.items() if is_open(field))
+
+
+def nearest_keys(key: str, fields: Fields = FIELDS) -> list[str]:
     """Return up to three valid keys that an unknown one may have meant, the likeliest first.
 
     In this order: keys with the same last name in other sections, keys below a misspelt open field, misspelt keys of
     the same section. If there are none: a key of the user's own in that section; else any similar key.
     """
     parent, _, name = key.rpartition(".")
-    valid = [known for known, field in FIELDS.items() if as_section(field.annotation) is None]
+    valid = [known for known, field in fields.items() if as_section(field.annotation) is None]
     same_name = [known for known in valid if known.rpartition(".")[2] == name]
     same_name.sort(key=lambda known: -_similarity(key, known))
-    likely = list(dict.fromkeys([*same_name, *_in_open_field(key), *_misspelt(key, valid, cutoff=0.75)]))
+    likely = list(dict.fromkeys([*same_name, *_in_open_field(key, fields), *_misspelt(key, valid, cutoff=0.75)]))
     if likely:
         return likely[:N_SUGGESTIONS]
-    own_keys = [f"{field}.{name}" for field in OPEN_FIELDS if field.rpartition(".")[0] == parent]
+    own_keys = [f"{field}.{name}" for field in open_fields(fields) if field.rpartition(".")[0] == parent]
     if own_keys:
         return [*_misspelt(key, valid, cutoff=0.6)[: N_SUGGESTIONS - 1], *own_keys]
     return get_close_matches(key, valid, n=N_SUGGESTIONS, cutoff=0.75)
 
 
-def _in_open_field(key: str) -> list[str]:
+def _in_open_field(key: str, fields: Fields) -> list[str]:
     """Return the key with the spelling of its open field corrected, if it has one."""
     names = key.split(".")
-    for field in OPEN_FIELDS:
+    for field in open_fields(fields):
         depth = field.count(".") + 1
         if _similarity(".".join(names[:depth]), field) > 0.9:
             return [".".join([field, *names[depth:]])]
@@ -119,42 +125,44 @@ def _similarity(left: str, right: str) -> float:
     return SequenceMatcher(None, left, right).ratio()
 
 
-def unknown_key(key: str, value: object) -> str:
+def unknown_key(key: str, value: object, fields: Fields = FIELDS) -> str:
     """Return the sentence for a key that does not exist."""
-    return f"{key}={show(value)}: there is no key {key}; {did_you_mean(key)}"
+    return f"{key}={show(value)}: there is no key {key}; {did_you_mean(key, fields)}"
 
 
-def did_you_mean(key: str) -> str:
+def did_you_mean(key: str, fields: Fields = FIELDS) -> str:
     """Return the clause that suggests the nearest keys for an unknown one."""
-    suggestions = nearest_keys(key)
+    suggestions = nearest_keys(key, fields)
     return f"did you mean {' or '.join(suggestions)}?" if suggestions else "remove it"
 
 
-def wrong_value(key: str, value: object) -> str:
+def wrong_value(key: str, value: object, fields: Fields = FIELDS) -> str:
     """Return the sentence for a value that the field of this key does not accept."""
-    field = FIELDS[key]
+    field = fields[key]
     if as_section(field.annotation) is not None:
         return f"{key}={show(value)} must be {describe_field(field)}; set its keys one by one: {key}.<name>=<value>"
     default = field.get_default()
     return f"{key}={show(value)} must be {describe_field(field)}; the default is {key}={show(default)}"
 
 
-def from_validation_error(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
+def from_validation_error(error: ValidationError, tree: Mapping[str, Any], fields: Fields = FIELDS) -> list[str]:
     """Return one sentence for each key of the validated `tree` that pydantic refused."""
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         if item["type"] == "extra_forbidden":
             key = ".".join(str(name) for name in item["loc"])
-            sentences.update((leaf, unknown_key(leaf, value)) for leaf, value in leaves(value_at(tree, key), key))
+            sentences.update(
+                (leaf, unknown_key(leaf, value, fields)) for leaf, value in leaves(value_at(tree, key), key)
+            )
             continue
-        known = _longest_known(item["loc"])
+        known = _longest_known(item["loc"], fields)
         below = [str(name) for name in item["loc"][known.count(".") + 1 :]]
         value = value_at(tree, known)
-        if below and (known == OPEN_SECTION or known in OPEN_FIELDS):
-            key, sentence = _wrong_open_value(known, below, value)
+        if below and (known == OPEN_SECTION or known in open_fields(fields)):
+            key, sentence = _wrong_open_value(known, below, value, fields)
             sentences[key] = sentence
         else:
-            sentences[known] = wrong_value(known, value)
+            sentences[known] = wrong_value(known, value, fields)
     return list(sentences.values())
 
 
@@ -167,19 +175,19 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def _longest_known(loc: tuple[int | str, ...]) -> str:
+def _longest_known(loc: tuple[int | str, ...], fields: Fields) -> str:
     """Return the key that an error is about, without the list positions that pydantic appends."""
     keys = [".".join(str(name) for name in loc[:n]) for n in range(len(loc), 0, -1)]
-    return next(key for key in keys if key in FIELDS)
+    return next(key for key in keys if key in fields)
 
 
-def _wrong_open_value(known: str, below: list[str], values: Mapping[str, Any]) -> tuple[str, str]:
+def _wrong_open_value(known: str, below: list[str], values: Mapping[str, Any], fields: Fields) -> tuple[str, str]:
     """Return a key of the user's own, `known` followed by the names in `below`, and the sentence for its value."""
     key, value = ".".join([known, *below]), reduce(getitem, below, values)
     if known == OPEN_SECTION and len(below) == 1:
         return key, (
-            f"{key}={show(value)}: there is no key {key}; {did_you_mean(key)} "
+            f"{key}={show(value)}: there is no key {key}; {did_you_mean(key, fields)} "
             f"(settings for an environment of class {below[0]} are a section: {key}.<name>=<value>)"
         )
-    allowed = FREE_VALUE if known == OPEN_SECTION else describe_values(FIELDS[known])
+    allowed = FREE_VALUE if known == OPEN_SECTION else describe_values(fields[known])
     return key, f"{key}={show(value)} must be {allowed}"

@@ -10,11 +10,13 @@ import netrc
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from skyrl_train.config.base import value_at
+from skyrl_train.config.base import Section, value_at
+from skyrl_train.config.policy import OptimizerConfig
 from skyrl_train.config.problems import Rule, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 
@@ -203,10 +205,27 @@ def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
             )
 
 
-def weight_decay_shrinks_weights(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a weight decay that erases the weights or changes their sign in one step."""
+def _optimizers(cfg: Section) -> Iterator[tuple[str, OptimizerConfig]]:
+    """Yield the key and the settings of each optimizer of a run."""
     for role in ("policy", "critic"):
-        key, optimizer = f"trainer.{role}.optimizer_config", value_at(cfg, f"trainer.{role}.optimizer_config")
+        key = f"trainer.{role}.optimizer_config"
+        with suppress(KeyError):  # supervised runs have no critic
+            yield key, value_at(cfg, key)
+
+
+def warmup_is_set_once(cfg: Section) -> Iterator[str]:
+    """Refuse a warm-up in steps together with one as a fraction."""
+    for key, optimizer in _optimizers(cfg):
+        if optimizer.num_warmup_steps and optimizer.warmup_ratio:
+            yield (
+                f"{key}.num_warmup_steps={optimizer.num_warmup_steps} and {key}.warmup_ratio="
+                f"{optimizer.warmup_ratio:g} both set the warm-up; set one of them to 0"
+            )
+
+
+def weight_decay_shrinks_weights(cfg: Section) -> Iterator[str]:
+    """Refuse a weight decay that erases the weights or changes their sign in one step."""
+    for key, optimizer in _optimizers(cfg):
         if optimizer.lr * optimizer.weight_decay >= 1:
             yield (
                 f"{key}.weight_decay={optimizer.weight_decay:g} times {key}.lr={optimizer.lr:g} must be below 1, or a "
@@ -516,6 +535,7 @@ RULES: tuple[Rule, ...] = (
     one_process_is_enough,
     engine_has_its_options,
     sampling_lengths_are_ordered,
+    warmup_is_set_once,
     weight_decay_shrinks_weights,
     interpreter_has_processes,
     names_are_folders,
@@ -544,6 +564,6 @@ WARNINGS: tuple[Rule, ...] = (
 """Warnings of settings that are allowed, but most likely not meant."""
 
 
-def find_problems(cfg: SkyRLConfig, rules: tuple[Rule, ...] = RULES) -> list[str]:
+def find_problems(cfg: Section, rules: tuple[Rule, ...] = RULES) -> list[str]:
     """Return the sentences of every rule that a configuration breaks."""
     return [sentence for rule in rules for sentence in rule(cfg)]

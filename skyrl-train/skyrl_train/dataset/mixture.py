@@ -17,7 +17,7 @@ from skyrl_train.types import PromptRow
 MIXTURE = "data.mixture"
 
 
-class MixedPrompts(PromptOrder):
+class MixedPrompts(PromptOrder[PromptRow]):
     """Batches of prompts in which every data source has its share, whatever its size.
 
     Each source is shuffled separately, epoch after epoch. Fractions of a prompt are carried over to later batches. An

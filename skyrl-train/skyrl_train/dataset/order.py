@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import DataError
-from skyrl_train.types import DrawnPrompt, PromptRow
+from skyrl_train.types import DrawnPrompt
+
+R = TypeVar("R")
+RowType = TypeVar("RowType", covariant=True)
 
 EPOCHS_PER_SEED = 1_000_003  # the second epoch of one seed is not the first of the next
 
 
-class PromptOrder(ABC):
-    """Batches of prompts, epoch after epoch, in an order that depends on the seed alone.
+class Dataset(Protocol[RowType]):
+    """Rows to draw."""
 
-    Drawn prompts are numbered. `state_dict` is the position after the last batch; an order that loads it continues from
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all rows in their order."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> RowType: ...
+
+
+class PromptOrder(ABC, Generic[R]):
+    """Batches of rows, epoch after epoch, in an order that depends on the seed alone.
+
+    Drawn rows are numbered. `state_dict` is the position after the last batch; an order that loads it continues from
     there.
     """
 
-    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
-        """Start at the first prompt; DataError if the dataset does not fill one batch."""
+    def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
+        """Start at the first row; DataError if the dataset does not fill one batch."""
         if len(dataset) < batch_size:
             raise DataError(
-                f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
+                f"data.train_data has {len(dataset)} usable rows, fewer than trainer.train_batch_size="
                 f"{batch_size}; lower the batch size or add data"
             )
         self._dataset = dataset
         self._batch_size = batch_size
         self._seed = seed
-        self._n_drawn = 0  # prompts, over all epochs
+        self._n_drawn = 0  # rows, over all epochs
 
     @property
     def batches_per_epoch(self) -> int:
@@ -43,7 +58,7 @@ class PromptOrder(ABC):
     def n_epochs_over(self) -> int:
         """Epochs that have no batch left."""
 
-    def next_batch(self) -> list[DrawnPrompt]:
+    def next_batch(self) -> list[DrawnPrompt[R]]:
         """Draw the next batch; it starts the next epoch when this one is over."""
         rows = self._next_rows()
         first, self._n_drawn = self._n_drawn, self._n_drawn + len(rows)
@@ -70,7 +85,7 @@ class PromptOrder(ABC):
         self._n_drawn = state["n_drawn"]
 
     @abstractmethod
-    def _next_rows(self) -> list[PromptRow]:
+    def _next_rows(self) -> list[R]:
         """Return the rows of the next batch."""
 
     @abstractmethod
@@ -85,10 +100,10 @@ class PromptOrder(ABC):
         return {"n_rows": len(self._dataset), "fingerprint": self._dataset.fingerprint, "seed": self._seed}
 
 
-class ShuffledPrompts(PromptOrder):
+class ShuffledPrompts(PromptOrder[R]):
     """All rows, shuffled for each epoch. A last batch that is not full is dropped."""
 
-    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
+    def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
         super().__init__(dataset, batch_size, seed)
         self._epoch = 0
         self._row = 0  # start of the next batch in the epoch's order
@@ -102,7 +117,7 @@ class ShuffledPrompts(PromptOrder):
     def _is_epoch_over(self) -> bool:
         return self._row + self._batch_size > len(self._dataset)
 
-    def _next_rows(self) -> list[PromptRow]:
+    def _next_rows(self) -> list[R]:
         if self._is_epoch_over:
             self._epoch, self._row = self._epoch + 1, 0
         generator = torch.Generator().manual_seed((self._seed * EPOCHS_PER_SEED + self._epoch) % 2**63)

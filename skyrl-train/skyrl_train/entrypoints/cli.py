@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ app = typer.Typer(
   skyrl train data.train_data=train.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct
   skyrl train --dry-run --config run.yaml trainer.epochs=2
   skyrl train --help trainer.algorithm
+  skyrl sft data.train_data=chats.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B
   skyrl env check my_env:MyEnv --data train.jsonl
 """,
     no_args_is_help=True,
@@ -30,12 +31,23 @@ app = typer.Typer(
 
 def _complete_key(incomplete: str) -> list[str]:
     """Return the configuration keys that start with what was typed, one level at a time."""
-    from skyrl_train.config.base import as_section
     from skyrl_train.config.problems import FIELDS
 
+    return _complete(incomplete, FIELDS)
+
+
+def _complete_sft_key(incomplete: str) -> list[str]:
+    from skyrl_train.config.sft import SFT
+
+    return _complete(incomplete, SFT.fields)
+
+
+def _complete(incomplete: str, fields: Mapping[str, Any]) -> list[str]:
+    from skyrl_train.config.base import as_section
+
     depth = incomplete.count(".") + 1
-    keys = (key for key in FIELDS if key.startswith(incomplete) and key.count(".") < depth)
-    return [f"{key}." if as_section(FIELDS[key].annotation) else f"{key}=" for key in keys]
+    keys = (key for key in fields if key.startswith(incomplete) and key.count(".") < depth)
+    return [f"{key}." if as_section(fields[key].annotation) else f"{key}=" for key in keys]
 
 
 Overrides = Annotated[
@@ -43,6 +55,15 @@ Overrides = Annotated[
     typer.Argument(
         metavar="KEY=VALUE",
         autocompletion=_complete_key,
+        help="Settings, e.g. trainer.epochs=3.",
+        show_default=False,
+    ),
+]
+SFTOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        autocompletion=_complete_sft_key,
         help="Settings, e.g. trainer.epochs=3.",
         show_default=False,
     ),
@@ -71,6 +92,49 @@ def train(
 ) -> None:
     """Train a policy on its own rollouts."""
     _run(context, "experiment:BasePPOExp", overrides or [], config, print_config, help, dry_run)
+
+
+@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
+def sft(
+    context: typer.Context,
+    overrides: SFTOverrides = None,
+    config: ConfigFile = None,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    help: Help = False,
+) -> None:
+    """Fine-tune a model on demonstrations."""
+    from skyrl_train.entrypoints.command import run_command
+
+    def run() -> None:
+        from skyrl_train.config.cli import parse
+        from skyrl_train.config.generate import describe_keys, describe_sections
+        from skyrl_train.config.problems import raise_problems
+        from skyrl_train.config.sft import SFT
+        from skyrl_train.entrypoints.preflight import check_demonstrations, find_missing_for_sft
+
+        if help:
+            sections = f"{context.get_help()}\n\n{describe_sections(SFT.fields, 'sft')}"
+            typer.echo(describe_keys(overrides, SFT.fields) if overrides else sections)
+            return
+        cfg = parse(overrides or [], SFT, file=config)
+        raise_problems(find_missing_for_sft(cfg))
+        if print_config:
+            from skyrl_train.config import to_yaml
+
+            typer.echo(to_yaml(cfg), nl=False)
+            return
+        check_demonstrations(cfg)
+        if dry_run:
+            from skyrl_train.entrypoints.plan import describe_sft_plan
+
+            typer.echo(describe_sft_plan(cfg))
+        else:
+            from skyrl_train.entrypoints.sft import SFTExp
+
+            SFTExp(cfg).run()
+
+    run_command(run)
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import logging
-import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.error import InvalidSpec
@@ -40,7 +33,6 @@ from skyrl_train.callbacks import (
     SavedConfig,
     TrajectoryDump,
 )
-from skyrl_train.checkpoint import CheckpointStore, folder_lock
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
@@ -49,11 +41,11 @@ from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
-from skyrl_train.entrypoints.command import log_to_console, validate_cfg
+from skyrl_train.entrypoints.base import Experiment, train
+from skyrl_train.entrypoints.command import validate_cfg
 from skyrl_train.entrypoints.engine import new_engine
-from skyrl_train.entrypoints.preflight import check_data, find_unusable_folders
-from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
-from skyrl_train.errors import ConfigError, StorageError
+from skyrl_train.entrypoints.preflight import check_data
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_template
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
@@ -72,8 +64,7 @@ from skyrl_train.models.loading import (
     load_tokenizer,
     load_value_model,
 )
-from skyrl_train.threads import compute_thread
-from skyrl_train.tracking import RunFolder, Tracking, log_to_file
+from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import Trainer
 from skyrl_train.types.specs import OptimizerSpec, Role
 from skyrl_train.weight_sync import WeightSync
@@ -81,10 +72,8 @@ from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
-
-class BasePPOExp:
+class BasePPOExp(Experiment):
     """One training run, assembled from its configuration."""
 
     trainer_class: type[Trainer] = Trainer
@@ -102,63 +91,8 @@ class BasePPOExp:
         self._data_is_checked = data_is_checked
         for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
             logger.warning(sentence)
-        raise_problems(find_unusable_folders(self.cfg))
-        self.run_folder = RunFolder.create(
-            self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
-        )
+        super().__init__(self.cfg)
         self._reserved_bytes = 0  # for gradients and optimizer state
-        self._compute: ThreadPoolExecutor | None = None
-
-    def run(self) -> None:
-        """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it."""
-        with self.running():
-            logger.info("Run folder: %s", self.run_folder.path)
-            try:
-                asyncio.run(self._run())
-            except KeyboardInterrupt:
-                logger.info(
-                    "Stopped. With trainer.run_name=%s, the same command %s",
-                    self.cfg.trainer.run_name,
-                    CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun(),
-                )
-                raise
-            logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Lock the run folder, log to it, set the seeds and start the compute thread."""
-        log_to_console()
-        disable_progress_bar()  # transformers shows one for each file
-        folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
-        with (
-            self._disk_errors(),
-            folder_lock(folder, "wait until it ends, or give this run another trainer.run_name"),
-            folder_lock(ckpt_path, "wait until it ends, or set another trainer.ckpt_path")
-            if not ckpt_path.is_relative_to(folder)
-            else nullcontext(),
-            log_to_file(self.run_folder.train_log),
-            collect_rarely(),
-            compute_thread() as self._compute,
-        ):
-            seed = self.cfg.trainer.seed
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            yield
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Raise StorageError if a disk is full or broken, wherever the run writes."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            rerun = CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun()
-            raise StorageError(
-                f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space; the same "
-                f"command then {rerun}"
-            ) from error
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
@@ -225,12 +159,6 @@ class BasePPOExp:
         """Create the generator that plays the rollouts."""
         return SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer)
 
-    def get_tracker(self) -> Tracking:
-        """Open the backends that metrics are sent to."""
-        trainer = self.cfg.trainer
-        config = self.cfg.model_dump(mode="json")
-        return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
-
     def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
         """Return the order in which training draws its prompts."""
         cfg, mixture = self.cfg.trainer, self.cfg.data.mixture
@@ -290,10 +218,7 @@ class BasePPOExp:
                     pad_token_id=self.tokenizer.pad_token_id,
                     callbacks=[*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
                 )
-                with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
-                    await trainer.train()
-                if trainer.is_stopping and trainer.global_step < total_steps:
-                    raise KeyboardInterrupt
+                await train(trainer)
 
     async def _load_models(
         self, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int
@@ -310,7 +235,7 @@ class BasePPOExp:
             optimizer: OptimizerSpec | None = None,
         ) -> tuple[WorkerGroup, PreTrainedModel]:
             assert self._compute is not None
-            spec = model_spec(role, model, tokenizer.save_pretrained, cfg, optimizer)
+            spec = model_spec(role, model, tokenizer.save_pretrained, cfg, cfg.algorithm.temperature, optimizer)
             return await load_inline(spec, objective, self._compute)
 
         policy, policy_model = await load(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -11,7 +11,9 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from skyrl_train.algorithms.rules import reads_reference
-from skyrl_train.config import SkyRLConfig
+from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config.run import RunConfig
+from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig
 from skyrl_train.dataset.files import count_rows
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -27,16 +29,41 @@ def describe_plan(cfg: SkyRLConfig) -> str:
     Raises:
         DataError: a data file cannot be read.
     """
-    lines = [*_what_is_trained(cfg), *_clock(cfg), *_resources(cfg)]
+    return _format_plan([*_what_is_trained(cfg), *_clock(cfg), *_resources(cfg)])
+
+
+def describe_sft_plan(cfg: SFTConfig) -> str:
+    """Return the plan of supervised fine-tuning, as `describe_plan`; DataError if a data file cannot be read."""
+    trainer, data, path = cfg.trainer, cfg.data, cfg.trainer.policy.model.path
+    n_parameters, dtype = count_parameters(path), trainer.policy.model.dtype
+    lines = [("policy", _describe_model(path, n_parameters, dtype)), ("train data", _describe_sources(data.train_data))]
+    if data.val_data and trainer.eval_interval > 0:
+        lines.append(("val data", _describe_sources(data.val_data)))
+    lines.append(_steps(trainer, data.train_data))
+    lines.append(("each step", f"{_count(trainer.train_batch_size, 'row')} of ≤ {_count(data.max_length, 'token')}"))
+    optimizer = trainer.policy.optimizer_config
+    lines.append(
+        ("optimizer", f"AdamW · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}")
+    )
+    lines.append(_device())
+    weights = None if n_parameters is None else n_parameters * BYTES[dtype]
+    lines += _storage(trainer, weights)
+    return _format_plan(lines)
+
+
+def _format_plan(lines: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<13}{value}".rstrip() for name, value in lines)
+
+
+def _describe_model(path: str, n_parameters: int | None, dtype: str) -> str:
+    size = "size unknown before the download" if n_parameters is None else f"{n_parameters:,} parameters"
+    return f"{path} · {size} · {dtype}"
 
 
 def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     trainer = cfg.trainer
     for role, path, dtype in _models(cfg):
-        n_parameters = count_parameters(path)
-        size = "size unknown before the download" if n_parameters is None else f"{n_parameters:,} parameters"
-        yield role, f"{path} · {size} · {dtype}"
+        yield role, _describe_model(path, count_parameters(path), dtype)
     algorithm = trainer.algorithm
     yield "algorithm", f"{algorithm.advantage_estimator} · {algorithm.policy_loss_type} · {algorithm.loss_reduction}"
     yield "environment", f"{cfg.environment.env_class}, unless a row has its own env_class"
@@ -63,19 +90,10 @@ def _clock(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     trainer, generator = cfg.trainer, cfg.generator
     n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
     n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
-    is_custom = cfg.data.custom_cls.path is not None
-    counts = [None] if is_custom else [count_rows(source) for source in cfg.data.train_data]
-    per_epoch = None if None in counts else sum(filter(None, counts)) // n_prompts
-    if per_epoch is None:
-        yield (
-            "steps",
-            str(
-                trainer.max_training_steps or f"unknown before {'the class is loaded' if is_custom else 'the download'}"
-            ),
-        )
+    if cfg.data.custom_cls.path is not None:
+        yield "steps", str(trainer.max_training_steps or "unknown before the class is loaded")
     else:
-        n_steps = min(trainer.epochs * per_epoch, trainer.max_training_steps or trainer.epochs * per_epoch)
-        yield "steps", f"{n_steps:,} of {_count(trainer.epochs, 'epoch')} with {_count(per_epoch, 'batch')}"
+        yield _steps(trainer, cfg.data.train_data)
     yield (
         "each step",
         (
@@ -99,31 +117,54 @@ def _clock(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
+def _steps(trainer: TrainerConfig | SFTTrainerConfig, sources: list[str]) -> tuple[str, str]:
+    counts = [count_rows(source) for source in sources]
+    if None in counts:
+        return "steps", str(trainer.max_training_steps or "unknown before the download")
+    per_epoch = sum(filter(None, counts)) // trainer.train_batch_size
+    n_steps = min(trainer.epochs * per_epoch, trainer.max_training_steps or trainer.epochs * per_epoch)
+    return "steps", f"{n_steps:,} of {_count(trainer.epochs, 'epoch')} with {_count(per_epoch, 'batch')}"
+
+
+def _device() -> tuple[str, str]:
     import torch  # takes a second, which a mistake in the configuration should not cost
 
-    trainer = cfg.trainer
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         device = torch.cuda.get_device_name()
     else:
         free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
         device = f"CPU, {torch.get_num_threads()} threads"
-    yield "device", f"{device} · {_format_bytes(free)} of {_format_bytes(total)} free · one process"
+    return "device", f"{device} · {_format_bytes(free)} of {_format_bytes(total)} free · one process"
+
+
+def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
+    yield _device()
     engine = "vLLM" if cfg.generator.backend == "vllm" else "embedded, shares the policy's weights"
     yield "engine", f"{engine} · {cfg.generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
     counts = {role: (count_parameters(path), BYTES[dtype]) for role, path, dtype in _models(cfg)}
     if any(n is None for n, _ in counts.values()):
-        yield "memory", "unknown before the download"
+        yield from _storage(cfg.trainer, None)
     else:
         n_bytes = {role: (n or 0) * width for role, (n, width) in counts.items()}
         frozen = n_bytes.pop("reference", 0)
-        weights = sum(n_bytes.values())
+        yield from _storage(
+            cfg.trainer, sum(n_bytes.values()), frozen, and_on_top="activations and the key-value cache"
+        )
+
+
+def _storage(
+    trainer: RunConfig, weights: int | None, frozen: int = 0, and_on_top: str = "activations"
+) -> Iterator[tuple[str, str]]:
+    """Yield memory, disk and run folder for `weights` bytes that are trained and `frozen` bytes that are not."""
+    if weights is None:
+        yield "memory", "unknown before the download"
+    else:
         yield (
             "memory",
             (
                 f"{_format_bytes(weights * COPIES_WHEN_TRAINED + frozen)} for weights, gradients and optimizer; "
-                "activations and the key-value cache come on top"
+                f"{and_on_top} come on top"
             ),
         )
         if trainer.ckpt_interval > 0:

@@ -16,6 +16,8 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.problems import show
+from skyrl_train.config.sft import SFTConfig
+from skyrl_train.dataset.demonstrations import read_demonstrations
 from skyrl_train.dataset.files import find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
@@ -62,7 +64,43 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     yield from _find_model_mismatches(cfg, trains=trains)
 
 
-def find_unusable_folders(cfg: SkyRLConfig) -> Iterator[str]:
+def find_missing_for_sft(cfg: SFTConfig) -> Iterator[str]:
+    """Yield a sentence for each file or folder that supervised fine-tuning would not find, and for lengths that the
+    model does not have.
+    """
+    yield from find_unusable_folders(cfg)
+    yield from _missing_data("data.train_data", cfg.data.train_data)
+    yield from _missing_data("data.val_data", cfg.data.val_data)
+    path = cfg.data.chat_template
+    if path is not None and (fault := _find_template_fault(Path(path))) is not None:
+        yield f"data.chat_template={show(path)} {fault}; set it to a Jinja file, or null for the tokenizer's"
+    model = cfg.trainer.policy.model.path
+    yield from _missing_model("trainer.policy.model.path", model, has_tokenizer=True)
+    n_context = _read_model_config(model).get("max_position_embeddings")
+    if isinstance(n_context, int) and cfg.data.max_length > n_context:
+        yield (
+            f"data.max_length={cfg.data.max_length} is more than the context of {model}, {n_context} tokens; set "
+            f"data.max_length={n_context}"
+        )
+
+
+def _find_template_fault(path: Path) -> str | None:
+    if (fault := find_fault(path)) is not None:
+        return fault
+    try:
+        return None if path.read_text(encoding="utf-8").strip() else "is empty"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"cannot be read ({error})"
+
+
+def check_demonstrations(cfg: SFTConfig) -> None:
+    """Check the rows of all data files; DataError if one cannot be read or has no answer to train on."""
+    sources = [*cfg.data.train_data, *(cfg.data.val_data if cfg.trainer.eval_interval > 0 else ())]
+    for _ in read_demonstrations([source for source in sources if local_path(source) is not None], cfg.data):
+        pass
+
+
+def find_unusable_folders(cfg: SkyRLConfig | SFTConfig) -> Iterator[str]:
     """Yield a sentence for each folder that the run would write into and cannot. Creates nothing."""
     trainer = cfg.trainer
     if fault := find_folder_fault(trainer.run_dir):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.policy import OptimizerConfig
-from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.config.run import RunConfig
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.models.loading import default_device
@@ -39,7 +39,8 @@ def model_spec(
     role: Role,
     load: Callable[[], PreTrainedModel],
     save_tokenizer: Callable[[str], Any],
-    cfg: TrainerConfig,
+    cfg: RunConfig,
+    temperature: float,
     optimizer: OptimizerSpec | None = None,
 ) -> ModelSpec:
     """Return the specification of one model of a run."""
@@ -48,7 +49,7 @@ def model_spec(
         load=load,
         save_tokenizer=save_tokenizer,
         optimizer=optimizer,
-        temperature=cfg.algorithm.temperature,
+        temperature=temperature,
         bf16=cfg.bf16,
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch or MAX_TOKENS[default_device().type],
         max_rows_forward=cfg.micro_forward_batch_size_per_gpu,
@@ -58,12 +59,14 @@ def model_spec(
 
 def optimizer_spec(cfg: OptimizerConfig, n_steps: int) -> OptimizerSpec:
     """Return the specification of an optimizer whose schedule spans the `n_steps` optimizer steps of the run."""
+    n_warmup_steps = cfg.num_warmup_steps or int(cfg.warmup_ratio * n_steps)
     return OptimizerSpec(
         lr=cfg.lr,
         betas=cfg.adam_betas,
         weight_decay=cfg.weight_decay,
         max_grad_norm=cfg.max_grad_norm,
         scheduler=cfg.scheduler,
-        n_warmup_steps=cfg.num_warmup_steps,
+        n_warmup_steps=n_warmup_steps,
         n_steps=n_steps,
+        n_decay_steps=round(cfg.wsd_decay_ratio * max(0, n_steps - n_warmup_steps)),
     )

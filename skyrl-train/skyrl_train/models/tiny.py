@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_gym.runtime.validation import is_conversation
-from skyrl_train.dataset.files import read_rows
+from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import ConfigError, DataError
 
 DEFAULT_TEXT = [{"role": "user", "content": "What is 6 times 7? Answer with a number: 0 1 2 3 4 5 6 7 8 9"}]
@@ -91,7 +91,7 @@ def tiny_qwen3(
 
 
 def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
-    """Write a tiny model with a tokenizer trained on the prompts of a dataset; return its number of parameters.
+    """Write a tiny model with a tokenizer trained on the texts of a dataset; return its number of parameters.
 
     Raises:
         ConfigError: `folder` exists.
@@ -99,7 +99,7 @@ def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
     """
     if folder.exists():
         raise ConfigError(f"{folder} already exists; choose a new folder")
-    conversations: list[Any] = [row.get("prompt") for row in read_rows(data)] if data else [DEFAULT_TEXT]
+    conversations: list[Any] = [_conversation(row) for row in read_rows(data)] if data else [DEFAULT_TEXT]
     for number, conversation in enumerate(conversations):
         if not is_conversation(conversation):
             raise DataError(f"row {number} of {data}: prompt={str(conversation)[:80]!r} is not a list of messages")
@@ -109,6 +109,18 @@ def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return model.num_parameters()
+
+
+def _conversation(row: Row) -> Any:
+    """Return the messages of a row of prompts or of demonstrations."""
+    if "messages" in row:
+        return row["messages"]
+    prompt, response = row.get("prompt"), row.get("response")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and isinstance(response, str):
+        return [*prompt, {"role": "assistant", "content": response}]
+    return prompt
 
 
 def _between_special_tokens(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Iterable[str]:

@@ -70,7 +70,8 @@ def _change(curve: Series) -> str:
 
 
 def _measured_on(metric: str) -> str:
-    return "evaluation" if metric.startswith("eval/") else "training rollouts"
+    names = {"eval": "evaluation", "val": "validation data", "train": "training data"}
+    return names.get(metric.partition("/")[0], "training rollouts")
 
 
 def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:

@@ -19,7 +19,12 @@ from skyrl_train.report.series import MetricRows, Series, distinct, format_value
 from skyrl_train.report.summary import duration, headline_evals, headlines, settings, time_split
 from skyrl_train.tracking import RunFolder, find_missing_signal, read_metrics
 
-_CURVES = ("eval/all/avg_score", "reward/avg_raw_reward")  # the learning curve shows the first that was measured
+_CURVES = (
+    "eval/all/avg_score",
+    "reward/avg_raw_reward",
+    "val/loss",
+    "train/loss",
+)  # the learning curve shows the first that was measured
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|\[/?INST\]")
 
@@ -32,6 +37,10 @@ _TRAINING_TWIN = {
 
 # metric → (title, explanation)
 _PANELS = {
+    "train/loss": ("Training loss", "mean cross-entropy of the trained tokens, in nats; it should fall"),
+    "val/loss": ("Validation loss", "the same on held-out rows; it rises when the model memorizes"),
+    "train/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
+    "train/lr": ("Learning rate", "the schedule"),
     "reward/avg_raw_reward": ("Training reward", "the mean over a step's rollouts; it should rise"),
     "policy/policy_kl": ("KL from the reference", "distance of the policy from its starting point"),
     "policy/policy_entropy": ("Entropy", "randomness of the policy; near zero, it stops exploring"),
@@ -163,7 +172,7 @@ def _training_charts(rows: MetricRows) -> list[Chart]:
 
 def _training_lines(series: Series) -> list[Line]:
     """Return the line of a series, with a smoothed one in front; a learning rate needs none."""
-    if series.name.endswith("_lr"):
+    if series.name.endswith(("_lr", "/lr")):
         return [Line("", series, "train")]
     return [Line("", series, "raw"), Line("", series.smoothed(), "train")]
 

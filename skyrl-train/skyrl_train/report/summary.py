@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_train.report.series import MetricRows, Series, distinct, format_value, metric_names, read_series, readable
@@ -61,6 +61,9 @@ class TimeShare:
 def headlines(rows: MetricRows) -> list[Headline]:
     """Return evaluation scores and rewards before and after, the time and the speed, as far as the run has them."""
     found = [_before_and_after(series) for series in headline_evals(rows)]
+    for name, label in (("train/loss", "training loss"), ("val/loss", "validation loss")):
+        if loss := read_series(rows, name):
+            found.append(replace(_before_and_after(loss), label=label))
     if reward := read_series(rows, "reward/avg_raw_reward"):
         found.append(_training_reward(reward))
     if steps := read_series(rows, "timing/step"):

@@ -15,8 +15,8 @@ _MAX_EVAL_METRICS = 3
 
 
 class Progress:
-    """A progress line on `stream` (standard error): step/total, reward, latest evaluation, tokens per second and time
-    left.
+    """A progress line on `stream` (standard error): step/total, reward or loss, latest evaluation, tokens per second
+    and time left.
 
     A terminal shows one changing line. Elsewhere a line appears every `seconds_between_lines`, and for the first step,
     the last step and steps with evaluation metrics.
@@ -48,12 +48,15 @@ class Progress:
         step: int,
         *,
         reward: float | None = None,
+        loss: float | None = None,
         eval_metrics: Mapping[str, float] | None = None,
         tokens_per_second: float | None = None,
     ) -> None:
         """Show that `step` is done. A number that is left out keeps its newest value on the line."""
         if reward is not None:
             self._shown["reward"] = f"reward {reward:.3f}"
+        if loss is not None:
+            self._shown["loss"] = f"loss {loss:.4f}"
         if eval_metrics:
             self._shown["eval"] = f"eval at step {step}: {_format_eval(eval_metrics)}"
         if tokens_per_second is not None:
@@ -71,7 +74,7 @@ class Progress:
             self._bar.close()
 
     def _ordered(self) -> list[str]:
-        return [self._shown[key] for key in ("reward", "eval", "speed") if key in self._shown]
+        return [self._shown[key] for key in ("reward", "loss", "eval", "speed") if key in self._shown]
 
     def _is_line_due(self, step: int, *, has_eval: bool) -> bool:
         if self._last_line is None or has_eval or step >= self._total_steps:

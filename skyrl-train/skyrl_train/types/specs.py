@@ -32,6 +32,7 @@ class OptimizerSpec:
     scheduler: str
     n_warmup_steps: int
     n_steps: int
+    n_decay_steps: int = 0  # at the end of the schedule wsd
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 T = TypeVar("T")
 
@@ -32,11 +32,11 @@ class PromptRow:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnPrompt:
-    """A prompt drawn from the dataset. A row that is drawn again gets another draw."""
+class DrawnPrompt(Generic[T]):
+    """A row drawn from the dataset, in reinforcement learning a `PromptRow`. A row drawn again gets another draw."""
 
     draw: int  # number of the draw in this run
-    row: PromptRow
+    row: T
 
 
 Phase = Literal["train", "eval"]

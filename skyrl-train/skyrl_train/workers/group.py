@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.algorithms.objectives import Objective, PolicyObjective
+from skyrl_train.algorithms.objectives import Objective, PolicyObjective, PreferenceObjective
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.types import Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, TensorSpec
@@ -58,7 +58,7 @@ class WorkerGroup:
         """
         assert self._objective is not None, f"the {self._spec.role} has no objective"
         mini_batch, metrics = self._objective.weigh(mini_batch), Metrics()
-        if isinstance(self._objective, PolicyObjective) and self._objective.scope == "batch":
+        if isinstance(self._objective, PolicyObjective | PreferenceObjective) and self._objective.scope == "batch":
             if log_probs is None:
                 log_probs = (await self.score(mini_batch))["logprobs"]
             mini_batch, metrics = self._objective.differentiate(log_probs, mini_batch)

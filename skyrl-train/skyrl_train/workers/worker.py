@@ -52,10 +52,7 @@ class Worker:
     def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, Any]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
-        scheduler = get_scheduler(
-            spec.scheduler, optimizer, num_warmup_steps=spec.n_warmup_steps, num_training_steps=spec.n_steps
-        )
-        return optimizer, scheduler
+        return optimizer, make_scheduler(optimizer, spec)
 
     def shares_prefixes(self) -> bool:
         """Return True if the model computes tokens that several rows of a micro-batch begin with once."""
@@ -192,6 +189,18 @@ class Worker:
         """Wait for a save in progress."""
         if self._saving is not None:
             self.finish_save()
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> Any:
+    """Return the schedule of the learning rate."""
+    is_wsd = spec.scheduler == "wsd"
+    return get_scheduler(
+        "warmup_stable_decay" if is_wsd else spec.scheduler,
+        optimizer,
+        num_warmup_steps=spec.n_warmup_steps,
+        num_training_steps=spec.n_steps,
+        scheduler_specific_kwargs={"num_decay_steps": spec.n_decay_steps} if is_wsd else None,
+    )
 
 
 def _root_cause(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from omegaconf import OmegaConf
 
-from skyrl_train.config.loading import resolve
+from skyrl_train.config.loading import RL, resolve
 from skyrl_train.config.problems import Rule
 from skyrl_train.config.root import SkyRLConfig
 
@@ -46,7 +46,7 @@ def sentences_of(module: ModuleType, *, without: Iterable[str] = ()) -> set[int]
 
 def sentences_seen(rules: Iterable[Rule], overrides: list[str]) -> set[int]:
     """Return the lines that yield a sentence for a configuration."""
-    cfg = resolve(SkyRLConfig.model_validate(OmegaConf.to_container(OmegaConf.from_dotlist(overrides))))
+    cfg = resolve(SkyRLConfig.model_validate(OmegaConf.to_container(OmegaConf.from_dotlist(overrides))), RL)
     lines = set()
     for rule in rules:
         generator = rule(cfg)

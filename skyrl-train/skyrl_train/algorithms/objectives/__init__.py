@@ -2,7 +2,8 @@
 
 from skyrl_train.algorithms.objectives.objective import Objective
 from skyrl_train.algorithms.objectives.policy import PolicyObjective
+from skyrl_train.algorithms.objectives.preference import PreferenceObjective
 from skyrl_train.algorithms.objectives.supervised import CrossEntropyObjective
 from skyrl_train.algorithms.objectives.value import ValueObjective
 
-__all__ = ["CrossEntropyObjective", "Objective", "PolicyObjective", "ValueObjective"]
+__all__ = ["CrossEntropyObjective", "Objective", "PolicyObjective", "PreferenceObjective", "ValueObjective"]

@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from skyrl_train.config import AlgorithmConfig, OptimizerConfig, SkyRLConfig, load_config
 from skyrl_train.config.base import describe_field, value_at, with_value
 from skyrl_train.config.problems import FIELDS
+from skyrl_train.launch.inline import optimizer_spec
+from skyrl_train.workers.worker import make_scheduler
 
 
 def test_every_key_has_help_and_a_description_of_its_values() -> None:
@@ -137,7 +138,8 @@ def _scheduler_names() -> list[str]:
 @pytest.mark.parametrize("name", _scheduler_names())
 def test_every_scheduler_can_be_built_from_its_name_and_step_counts(name: str) -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
+    cfg = OptimizerConfig.model_validate({"scheduler": name, "num_warmup_steps": 2})
+    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, 10))
     optimizer.step()
     scheduler.step()
     assert math.isfinite(scheduler.get_last_lr()[0])
@@ -165,3 +167,16 @@ def test_a_custom_section_reaches_its_environment() -> None:
     assert gym.env_config("search") == {"topk": 3, "nested": {"a": [1]}}
     assert gym.env_config("gsm8k") == {}
     assert gym.max_env_workers == 32
+
+
+def test_wsd_rises_stays_and_decays_over_the_configured_fractions() -> None:
+    cfg = OptimizerConfig.model_validate({"scheduler": "wsd", "warmup_ratio": 0.2, "wsd_decay_ratio": 0.5, "lr": 1.0})
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, 10))
+    rates = []
+    for _ in range(11):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    half_cosine = [0.5 + 0.5 * math.cos(math.pi * n / 4) for n in range(5)]
+    assert rates == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 1.0, *half_cosine])

@@ -299,6 +299,12 @@ PROBLEMS += [
         [["trainer.policy.optimizer_config.weight_decay=1.0"]],
     ),
     (
+        ["trainer.critic.optimizer_config.num_warmup_steps=3", "trainer.critic.optimizer_config.warmup_ratio=0.1"],
+        "trainer.critic.optimizer_config.num_warmup_steps=3 and trainer.critic.optimizer_config.warmup_ratio=0.1 both "
+        "set the warm-up; set one of them to 0",
+        [["trainer.policy.optimizer_config.warmup_ratio=0.1"]],
+    ),
+    (
         ["environment.skyrl_gym.python=python3.12"],
         "environment.skyrl_gym.python=python3.12 is used only by environments in separate processes, but "
         "environment.skyrl_gym.isolation=thread runs them in the trainer; set "
@@ -429,7 +435,8 @@ def test_similar_configurations_have_no_warning(overrides: list[str]) -> None:
 def test_every_message_has_a_test() -> None:
     seen = [sentences_seen(RULES + WARNINGS, overrides) for overrides, *_ in PROBLEMS + DOUBTS]
     assert set().union(*seen) == sentences_of(
-        validation, without=["group_filters", "vllm_is_installed", "wandb_can_start", "wandb_login_problem"]
+        validation,
+        without=["_optimizers", "group_filters", "vllm_is_installed", "wandb_can_start", "wandb_login_problem"],
     )
 
 

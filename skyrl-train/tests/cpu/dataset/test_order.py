@@ -107,7 +107,7 @@ def test_the_state_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
 
 
 def test_a_dataset_smaller_than_a_batch_is_refused() -> None:
-    with pytest.raises(DataError, match=r"has 3 usable prompts, fewer than trainer\.train_batch_size=4"):
+    with pytest.raises(DataError, match=r"has 3 usable rows, fewer than trainer\.train_batch_size=4"):
         shuffled(3, 4)
 
 

@@ -22,7 +22,7 @@ from workers.worker_batches import (
     random_trajectories,
 )
 
-from skyrl_train.algorithms.objectives import Objective, ValueObjective
+from skyrl_train.algorithms.objectives import CrossEntropyObjective, Objective, ValueObjective
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
@@ -58,7 +58,12 @@ def spec(role: Role, path: Path, cfg: TrainerConfig, max_grad_norm: float = 1e9)
     load = load_value_model if role == "critic" else load_model
     optimizer = replace(optimizer_spec(cfg.policy.optimizer_config, 10), max_grad_norm=max_grad_norm, betas=BETAS)
     return model_spec(
-        role, partial(load, str(path), dtype=torch.float32, device=cpu), partial(_save_nothing), cfg, optimizer
+        role,
+        partial(load, str(path), dtype=torch.float32, device=cpu),
+        partial(_save_nothing),
+        cfg,
+        cfg.algorithm.temperature,
+        optimizer,
     )
 
 
@@ -152,6 +157,21 @@ async def test_a_critic(
     batch.values = torch.randn(batch.loss_mask.shape, generator=noise) * batch.loss_mask
     batch.returns = torch.randn(batch.loss_mask.shape, generator=noise) * batch.loss_mask
     await compare(ranks, spec("critic", tiny_model_path, cfg), ValueObjective(0.2), batch, tmp_path)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3])
+async def test_the_cross_entropy_of_answers(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path, max_rows: int
+) -> None:
+    cfg = config(micro_train_batch_size_per_gpu=max_rows).trainer
+    batch = off_policy_batch(tiny_model, 400, seed=28)
+    model_spec, objective = spec("policy", tiny_model_path, cfg), CrossEntropyObjective()
+    await compare(ranks, model_spec, objective, batch, tmp_path)
+    single, sharded = [
+        (await (await load_group(group_ranks, model_spec, objective)).forward_backward(batch)).numbers()["loss"]
+        for group_ranks in ([single_rank()], ranks)
+    ]
+    assert sharded == pytest.approx(single, abs=1e-6)
 
 
 async def test_the_gradient_is_clipped_by_its_norm_over_all_ranks(

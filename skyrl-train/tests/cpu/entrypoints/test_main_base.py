@@ -69,7 +69,7 @@ def test_batched_and_unbatched_rollouts_train(catch_run: list[str], tmp_path: Pa
         ("trainer.policy.model.path=/no/such/model", ["trainer.policy.model.path=/no/such/model", "no such folder"]),
         ("trainer.max_prompt_length=3", ["trainer.max_prompt_length=3", "raise it"]),
         ("trainer.resume_mode=from_path", ["trainer.resume_mode=from_path", "trainer.resume_path"]),
-        ("trainer.train_batch_size=16", ["8 usable prompts", "trainer.train_batch_size=16"]),
+        ("trainer.train_batch_size=16", ["8 usable rows", "trainer.train_batch_size=16"]),
     ],
 )
 def test_mistakes_are_named_before_the_run_starts(

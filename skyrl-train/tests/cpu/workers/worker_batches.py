@@ -76,7 +76,7 @@ class SingleRankGroup:
         section = cfg.critic if role == "critic" else cfg.policy
         optimizer = None if objective is None else optimizer_spec(section.optimizer_config, n_steps=10)
         save_tokenizer = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
-        spec = model_spec(role, lambda: model, save_tokenizer, cfg, optimizer)
+        spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature, optimizer)
         self.model = model
         self._role = role
         self.rank = LocalRank(InlineExecutor(), SingleStrategy(World()))

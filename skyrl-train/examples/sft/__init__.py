@@ -1,0 +1,1 @@
+"""Teach a model to count, from demonstrations."""

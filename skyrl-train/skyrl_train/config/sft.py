@@ -1,0 +1,217 @@
+"""The configuration of supervised fine-tuning: `data.*` and `trainer.*`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, Lt
+from pydantic import Field
+
+from skyrl_train.config.aliases import Alias
+from skyrl_train.config.base import (
+    Allowed,
+    Count,
+    CountOrMinusOne,
+    FreeValue,
+    OptionalCount,
+    Section,
+    StringList,
+    Text,
+    iter_fields,
+)
+from skyrl_train.config.loading import RUN_SOURCES, Schema
+from skyrl_train.config.policy import Betas, OptimizerConfig, PolicyModelConfig, SchedulerName
+from skyrl_train.config.run import RunConfig
+from skyrl_train.config.validation import (
+    names_are_folders,
+    resume_path_is_a_checkpoint,
+    resume_path_is_read,
+    training_data_is_read_once,
+    training_has_prompts,
+    validation_data_is_read_once,
+    wandb_can_start,
+    warmup_is_set_once,
+    weight_decay_shrinks_weights,
+)
+
+
+class SFTDataConfig(Section):
+    """The demonstrations: rows with a prompt and a response, or with a conversation."""
+
+    train_data: StringList = Field(default=[])
+    """Training rows: parquet, json or jsonl files, or Hugging Face names (`owner/name:split`,
+    `owner/name/config:split`; without a split, `train`). A single string is a list of one."""
+
+    val_data: StringList = Field(default=[])
+    """Validation rows, in the same forms. Empty: no validation loss."""
+
+    messages_key: Text = "messages"
+    """Column with a conversation: a list of messages with `role` and `content`. Every turn of the assistant is
+    trained. In rows without it, the prompt and the response are."""
+
+    prompt_key: Text = "prompt"
+    """Column with the prompt: a text, which becomes a message of the user, or a list of messages."""
+
+    response_key: Text = "response"
+    """Column with the response, a text."""
+
+    prompt_dict_keys: StringList = Field(default=[])
+    """Keys to descend below `prompt_key`, e.g. `[question]` for `{"question": "…"}`."""
+
+    response_dict_keys: StringList = Field(default=[])
+    """Keys to descend below `response_key`."""
+
+    tools_key: Text = "tools"
+    """Column with the tools of a row, passed to the chat template: a list of JSON schemas, or its JSON text."""
+
+    max_length: Count = 2048
+    """Maximum length of a row in tokens, prompt and response together."""
+
+    truncation: Literal["error", "left", "right"] = "error"
+    """Treatment of longer rows: refuse them, or drop tokens on the left or on the right. A row that has no trained
+    token left is dropped."""
+
+    chat_template: Text | None = None
+    """Path of a Jinja file with a chat template, in place of the tokenizer's; exports and checkpoints contain it."""
+
+    chat_template_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of variables of the template")] = Field(
+        default={}
+    )
+    """Arguments of the chat template, e.g. `data.chat_template_kwargs.enable_thinking=false`."""
+
+
+class SFTOptimizerConfig(OptimizerConfig):
+    """AdamW, one step per batch."""
+
+    lr: Annotated[float, Ge(0), Le(1000)] = 2e-6
+    """Learning rate after warm-up."""
+
+    adam_betas: Betas = (0.9, 0.98)
+    """Decay rates of the running means of the gradient and of its square."""
+
+    weight_decay: Annotated[float, Ge(0)] = 0.05
+    """Decoupled weight decay."""
+
+    num_warmup_steps: Annotated[int, Ge(0)] = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+
+    warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """The same as a fraction of all optimizer steps, in place of `num_warmup_steps`."""
+
+    scheduler: SchedulerName = "cosine"
+    """Learning-rate schedule after warm-up, by its name in transformers; `wsd` (warm-up, stable, decay) stays constant
+    and decays to 0 at the end."""
+
+
+class SFTPolicyConfig(Section):
+    """The model that is trained."""
+
+    model: PolicyModelConfig = PolicyModelConfig()
+    """Source and type of the weights."""
+
+    optimizer_config: SFTOptimizerConfig = SFTOptimizerConfig()
+    """The optimizer and its schedule."""
+
+
+class SFTTrainerConfig(RunConfig):
+    """The training run."""
+
+    policy: SFTPolicyConfig = SFTPolicyConfig()
+    """The model that is trained."""
+
+    train_batch_size: Count = 32
+    """Rows per training step."""
+
+    micro_train_batch_size_per_gpu: OptionalCount = 8
+    """Maximum number of rows in one forward and backward pass, beside `max_tokens_per_microbatch`; null leaves it to
+    that. It limits memory; the loss and its gradient do not depend on it."""
+
+    eval_interval: CountOrMinusOne = 50
+    """Steps between computations of the validation loss, with one after the last step; -1 turns them off."""
+
+    eval_before_train: bool = False
+    """Also compute the validation loss before the first step."""
+
+    ckpt_interval: CountOrMinusOne = 50
+    """Steps between checkpoints, with one after the last step; -1 writes none."""
+
+
+class SFTConfig(Section):
+    """The typed configuration of supervised fine-tuning."""
+
+    data: SFTDataConfig = SFTDataConfig()
+    """The demonstrations: rows with a prompt and a response, or with a conversation."""
+
+    trainer: SFTTrainerConfig = SFTTrainerConfig()
+    """The training run."""
+
+
+VERL_SFT = {
+    "data.train_files": Alias("data.train_data"),
+    "data.val_files": Alias("data.val_data"),
+    "data.train_batch_size": Alias("trainer.train_batch_size"),
+    "data.micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
+    "data.max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
+    "data.multiturn.messages_key": Alias("data.messages_key"),
+    "data.multiturn.tools_key": Alias("data.tools_key"),
+    "model.partial_pretrain": Alias("trainer.policy.model.path"),
+    "model.path": Alias("trainer.policy.model.path"),
+    "model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
+    "model.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", {"bf16": "bfloat16", "fp32": "float32"}),
+    "optim.lr": Alias("trainer.policy.optimizer_config.lr"),
+    "optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
+    "optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
+    "optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
+    "optim.lr_scheduler": Alias("trainer.policy.optimizer_config.scheduler"),
+    "optim.warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
+    "optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
+    "trainer.total_epochs": Alias("trainer.epochs"),
+    "trainer.total_training_steps": Alias("trainer.max_training_steps"),
+    "trainer.experiment_name": Alias("trainer.run_name"),
+    "trainer.default_local_dir": Alias("trainer.ckpt_path"),
+    "trainer.max_ckpt_to_keep": Alias("trainer.max_ckpts_to_keep", {None: -1}),
+    "trainer.resume_from_path": Alias("trainer.resume_path"),
+    "trainer.save_freq": Alias("trainer.ckpt_interval"),
+    "trainer.test_freq": Alias("trainer.eval_interval"),
+}
+"""Keys of verl's SFT trainer that mean the same here."""
+
+
+def validation_is_held_out(cfg: SFTConfig) -> Iterator[str]:
+    """Warn of a source that is both trained and validated on."""
+    for source in cfg.data.val_data:
+        if source in cfg.data.train_data:
+            yield (
+                f"{source} is in data.train_data and in data.val_data, so val/loss measures how well it is memorized; "
+                "hold out other rows"
+            )
+
+
+SFT = Schema(
+    root=SFTConfig,
+    config_name="sft_config",
+    fields=dict(iter_fields(SFTConfig)),
+    aliases=VERL_SFT,
+    without_effect={},
+    paths=(
+        "trainer.output_dir",
+        "trainer.ckpt_path",
+        "trainer.export_path",
+        "trainer.resume_path",
+        "trainer.policy.model.path",
+        "data.chat_template",
+    ),
+    sources=RUN_SOURCES,
+    rules=(
+        training_has_prompts,
+        warmup_is_set_once,
+        weight_decay_shrinks_weights,
+        names_are_folders,
+        validation_data_is_read_once,
+        resume_path_is_a_checkpoint,
+    ),
+    machine_rules=(wandb_can_start,),
+    warnings=(resume_path_is_read, training_data_is_read_once, validation_is_held_out),
+)
+"""The configuration of supervised fine-tuning."""

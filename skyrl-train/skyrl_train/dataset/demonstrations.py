@@ -1,0 +1,156 @@
+"""Rows of supervised datasets, checked before a tokenizer or a model is loaded. Imports neither torch nor transformers.
+
+A row is a conversation, or a prompt and a response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_gym.runtime.text import clean_strings
+from skyrl_gym.runtime.validation import is_conversation
+from skyrl_gym.tools.strict_json import TooDeep, check_depth
+from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.errors import DataError
+
+MAX_QUOTED_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One conversation to imitate."""
+
+    location: str  # "row 17 of train.jsonl", for messages
+    messages: list[dict[str, Any]]  # at least one of the assistant
+    n_context: int  # messages at the start that are not trained, even those of the assistant
+    tools: list[Any] | None = None
+
+
+def read_demonstrations(sources: Sequence[str], data: SFTDataConfig) -> Iterator[Demonstration]:
+    """Yield every row of the sources.
+
+    Raises:
+        DataError: a source cannot be read or has no rows, or a row is neither a conversation with an assistant's turn
+            nor a prompt with a response.
+    """
+    for source in sources:
+        rows = read_rows(source)
+        if not rows:
+            raise DataError(f"no rows in {source}; remove it from data.train_data or data.val_data")
+        for index, row in enumerate(rows):
+            location = f"row {index} of {source}"
+            try:
+                check_depth(row)
+            except TooDeep as error:
+                raise DataError(f"{location}: {error}; flatten its lists and objects") from error
+            row = clean_strings(row)
+            tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
+            if row.get(data.messages_key) is not None:
+                messages = _read_conversation(row[data.messages_key], location, data.messages_key)
+                n_context = _count_greetings(messages)
+            else:
+                messages = _read_prompt(row, location, data)
+                n_context = len(messages)
+                messages.append({"role": "assistant", "content": _read_response(row, location, data)})
+            yield Demonstration(location, messages, n_context, tools)
+
+
+def _read_conversation(value: Any, location: str, key: str) -> list[dict[str, Any]]:
+    messages = _check_messages(value, location, key)
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles[_count_greetings(messages) :]:
+        raise DataError(
+            f"{location}: {key} has no answer of the assistant to train on, its roles are {', '.join(roles)}; add one, "
+            "or remove the row"
+        )
+    return messages
+
+
+def _count_greetings(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of messages of the assistant before any other, which answer nothing."""
+    return next((i for i, message in enumerate(messages) if message["role"] != "assistant"), len(messages))
+
+
+def _read_prompt(row: Row, location: str, data: SFTDataConfig) -> list[dict[str, Any]]:
+    name, prompt = _descend(row, data.prompt_key, data.prompt_dict_keys, location)
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return _check_messages(prompt, location, name)
+
+
+def _read_response(row: Row, location: str, data: SFTDataConfig) -> str:
+    name, response = _descend(row, data.response_key, data.response_dict_keys, location)
+    if not isinstance(response, str) or not response:
+        raise DataError(f"{location}: {name}={_quote(response)} is not a text to train on; correct or remove the row")
+    return response
+
+
+def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tuple[str, Any]:
+    """Return the dotted name and the value of a possibly nested key."""
+    name, value = "", row
+    for part in (key, *inner_keys):
+        if not isinstance(value, Mapping) or part not in value:
+            within = f"its {name}" if name else "it"
+            found = f"the keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else _quote(value)
+            raise DataError(
+                f"{location} has no {part!r}: {within} has {found}; set data.messages_key, or data.prompt_key and "
+                "data.response_key, with data.prompt_dict_keys and data.response_dict_keys below them"
+            )
+        name, value = f"{name}.{part}".lstrip("."), value[part]
+    return name, value
+
+
+def _check_messages(value: Any, location: str, key: str) -> list[dict[str, Any]]:
+    """Return messages without the empty fields that parquet adds to all of them."""
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f'{location}: {key}={_quote(value)} is not a list of messages; write [{{"role": "user", "content": "…"}}]'
+        )
+    messages = []
+    for index, message in enumerate(value):
+        if isinstance(message, Mapping):
+            message = {name: part for name, part in message.items() if part is not None}
+            if message.get("tool_calls"):
+                message.setdefault("content", "")
+        if is_conversation([message]) and not _has_valid_calls(message):
+            raise DataError(
+                f"{location}: tool_calls of message {index} of {key} are no calls: {_quote(message['tool_calls'])}; "
+                'write [{"type": "function", "function": {"name": "…", "arguments": {}}}]'
+            )
+        if not is_conversation([message]):
+            raise DataError(
+                f"{location}: message {index} of {key} lacks a role or a content: {_quote(message)}; write "
+                '{"role": "user", "content": "…"}'
+            )
+        messages.append(message)
+    return messages
+
+
+def _has_valid_calls(message: Mapping[str, Any]) -> bool:
+    calls = message.get("tool_calls", [])
+    return isinstance(calls, list) and all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
+    )
+
+
+def _parse_tools(value: Any, location: str, key: str) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(
+                f"{location}: {key}={_quote(value)} is not JSON: {error}; write a list of schemas"
+            ) from error
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise DataError(f"{location}: {key}={_quote(value)} is not a list of tools; write a list of JSON schemas")
+    return value
+
+
+def _quote(value: Any) -> str:
+    return repr(value)[:MAX_QUOTED_CHARS]

@@ -1,0 +1,219 @@
+"""Demonstrations as tokens, with a mask of exactly the answers.
+
+An answer is what the model has to produce after the template's header of an assistant's turn, up to its EOS token. A
+prompt is tokenized with the header and an answer separately, as in generation, so that training and generation agree
+on the tokens. A turn whose prompt begins with all text so far extends the row. Templates that rewrite the history, such
+as those that remove the reasoning of earlier turns, start a new row with the history that the model will see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_gym.runtime.text import describe_error
+from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.dataset.demonstrations import Demonstration, read_demonstrations
+from skyrl_train.errors import DataError
+from skyrl_train.types import DrawnPrompt, Segment, TrainingBatch, Trajectory, TrajectoryID
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TokenRow:
+    """Tokens of a conversation, and which of them are trained."""
+
+    token_ids: list[int]
+    loss_mask: list[int]  # 1 on answers and their EOS tokens
+
+    def truncate(self, max_length: int, side: str) -> None:
+        """Drop tokens on one side."""
+        kept = slice(max_length) if side == "right" else slice(-max_length, None)
+        self.token_ids, self.loss_mask = self.token_ids[kept], self.loss_mask[kept]
+        self.loss_mask[0] = 0
+
+    def segment(self) -> Segment:
+        """Return the row as a segment whose response begins with the first trained token."""
+        n_prompt = self.loss_mask.index(1)
+        mask = self.loss_mask[n_prompt:]
+        return Segment(self.token_ids, n_prompt, mask, [0.0] * len(mask))
+
+
+class ConversationEncoder:
+    """An encoder of demonstrations for one tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
+        """Pass `template_kwargs` to the chat template. Turns end with the tokenizer's EOS token or one of `eos_ids`."""
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        self._eos_ids = {tokenizer.eos_token_id, *eos_ids}
+
+    def encode(self, demonstration: Demonstration) -> list[TokenRow]:
+        """Return the rows of a conversation: one, unless the template rewrites the history.
+
+        Raises:
+            DataError: the template refuses the conversation, or does not show what has to be trained.
+        """
+        rows: list[TokenRow] = []
+        text = ""  # what the tokens of the last row spell
+        for index in range(demonstration.n_context, len(demonstration.messages)):
+            if demonstration.messages[index]["role"] != "assistant":
+                continue
+            prompt, answer = self._render_turn(demonstration, index)
+            if rows and prompt.startswith(text):
+                row = rows[-1]
+                added = self._encode(prompt[len(text) :])
+            else:
+                rows.append(row := TokenRow([], []))
+                added = self._encode(prompt)
+            answer_ids, ending = self._encode_answer(answer, demonstration, index)
+            row.token_ids += added + answer_ids
+            row.loss_mask += [0] * len(added) + [1] * len(answer_ids)
+            text = prompt + ending
+        for row in rows:
+            row.loss_mask[0] = 0  # the first token is predicted from nothing
+        return rows
+
+    def _render_turn(self, demonstration: Demonstration, index: int) -> tuple[str, str]:
+        """Return the prompt of an assistant's turn, with its header, and the text that the template puts after it."""
+        messages, tools = demonstration.messages, demonstration.tools
+        prompt = self._render(demonstration, messages[:index], tools, adds_header=True)
+        text = self._render(demonstration, messages[: index + 1], tools, adds_header=False)
+        if text.startswith(prompt):
+            answer = text[len(prompt) :]
+        else:  # the header may hold more than that of a past turn, such as an empty reasoning
+            past = self._render(demonstration, messages[:index], tools, adds_header=False)
+            turn = text.removeprefix(past)
+            start = turn.find(str(messages[index]["content"]))
+            if start < 1 or not (text.startswith(past) and prompt.startswith(past + turn[:start])):
+                raise DataError(
+                    f"{demonstration.location}: the chat template writes message {index} in another place than after "
+                    f"the header of the assistant's turn, {prompt[-40:]!r}, so that the answer cannot be told from the "
+                    "prompt; use a template whose generation prompt is the beginning of a turn"
+                )
+            answer = turn[start:]
+        names = [call.get("function", call).get("name") for call in messages[index].get("tool_calls", ())]
+        if missing := [name for name in names if str(name) not in answer]:
+            raise DataError(
+                f"{demonstration.location}: the chat template does not write the call of {missing[0]} in message "
+                f"{index}; use a template with tool calls (data.chat_template)"
+            )
+        return prompt, answer
+
+    def _encode_answer(self, answer: str, demonstration: Demonstration, index: int) -> tuple[list[int], str]:
+        """Return the tokens of an answer up to its EOS token, which is added if there is none, and what they spell."""
+        token_ids = self._encode(answer)
+        ends = [position for position, token in enumerate(token_ids) if token in self._eos_ids]
+        if not ends:  # leave out blanks that are not those of the content
+            content, stripped = str(demonstration.messages[index]["content"]), answer.rstrip()
+            with_blanks = stripped + content[len(content.rstrip()) :]
+            answer = with_blanks if answer.startswith(with_blanks) else stripped
+            return [*self._encode(answer), self._tokenizer.eos_token_id], answer + str(self._tokenizer.eos_token)
+        end_text = str(self._tokenizer.convert_ids_to_tokens(token_ids[ends[0]]))
+        if len(ends) > 1 or answer.partition(end_text)[2].strip():
+            raise DataError(
+                f"{demonstration.location}: message {index} contains {end_text}, the end of a turn, as text; remove "
+                "it, since the chat template adds it"
+            )
+        return token_ids[: ends[0] + 1], answer[: answer.index(end_text) + len(end_text)]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _render(
+        self, demonstration: Demonstration, messages: Sequence[Mapping[str, Any]], tools: Any, *, adds_header: bool
+    ) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=adds_header,
+                    **self._template_kwargs,
+                )
+            )
+        except Exception as error:  # the boundary of a template, which may do anything
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"{demonstration.location}: the chat template refuses messages with the roles {roles or 'of none'} "
+                f"({describe_error(error)}); change the row, or the template"
+            ) from error
+
+
+class SupervisedDataset:
+    """The rows of supervised data that have at most `data.max_length` tokens, or are truncated to them."""
+
+    def __init__(self, sources: Sequence[str], encoder: ConversationEncoder, data: SFTDataConfig) -> None:
+        """Read, check and tokenize the rows.
+
+        Raises:
+            DataError: a source cannot be read, a row is invalid or too long, or no row has a trained token.
+        """
+        self._rows: list[tuple[Segment, ...]] = []
+        n_truncated = n_dropped = n_tokens = 0
+        for demonstration in read_demonstrations(sources, data):
+            segments = []
+            for row in encoder.encode(demonstration):
+                if (length := len(row.token_ids)) > data.max_length:
+                    if data.truncation == "error":
+                        raise DataError(
+                            f"{demonstration.location} has {length} tokens, more than data.max_length="
+                            f"{data.max_length}; raise it, or set data.truncation=right or left"
+                        )
+                    row.truncate(data.max_length, data.truncation)
+                    n_truncated += 1
+                if any(row.loss_mask):
+                    segments.append(row.segment())
+                    n_tokens += len(row.token_ids)
+            if segments:
+                self._rows.append(tuple(segments))
+            else:
+                n_dropped += 1
+        if not self._rows:
+            raise DataError(
+                f"all {n_dropped} rows of {', '.join(sources)} lost their answer, because prompts have more than "
+                f"data.max_length={data.max_length} tokens; raise it, or set data.truncation=left"
+            )
+        logger.info("%s: %d rows, %d tokens", ", ".join(sources), len(self._rows), n_tokens)
+        if n_truncated:
+            logger.warning(
+                "%s: %d rows were truncated to data.max_length=%d tokens on the %s, and %d dropped, which had no "
+                "trained token left",
+                *(", ".join(sources), n_truncated, data.max_length, data.truncation, n_dropped),
+            )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all rows in their order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self._rows:
+            digest.update(repr([(s.token_ids, s.n_prompt, s.loss_mask) for s in row]).encode())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Segment, ...]:
+        return self._rows[index]
+
+
+def build_supervised_batch(rows: Sequence[DrawnPrompt[tuple[Segment, ...]]], pad_token_id: int) -> TrainingBatch:
+    """Return a batch of the rows' segments."""
+    return build_training_batch(
+        [Trajectory(TrajectoryID(str(row.draw), 0, row.draw), "", "", row.row, stop_reason="stop") for row in rows],
+        pad_token_id,
+    )

@@ -1,0 +1,114 @@
+"""The frame of every experiment: the run folder and its lock, logging, seeds, threads, trackers, interrupts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_train.checkpoint import CheckpointStore, folder_lock
+from skyrl_train.config.problems import raise_problems
+from skyrl_train.entrypoints.command import log_to_console
+from skyrl_train.entrypoints.preflight import find_unusable_folders
+from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
+from skyrl_train.errors import StorageError
+from skyrl_train.run import TrainingRun
+from skyrl_train.threads import compute_thread
+from skyrl_train.tracking import RunFolder, Tracking, log_to_file
+
+logger = logging.getLogger(__name__)
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+class Experiment(ABC):
+    """One run in its folder. Subclasses override `_run`."""
+
+    def __init__(self, cfg: Any) -> None:
+        """Create the run folder; ConfigError lists every folder that cannot be written."""
+        self.cfg = cfg
+        raise_problems(find_unusable_folders(self.cfg))
+        self.run_folder = RunFolder.create(
+            self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
+        )
+        self._compute: ThreadPoolExecutor | None = None
+
+    def run(self) -> None:
+        """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it."""
+        with self.running():
+            logger.info("Run folder: %s", self.run_folder.path)
+            try:
+                asyncio.run(self._run())
+            except KeyboardInterrupt:
+                logger.info(
+                    "Stopped. With trainer.run_name=%s, the same command %s",
+                    self.cfg.trainer.run_name,
+                    CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun(),
+                )
+                raise
+            logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Lock the run folder, log to it, set the seeds and start the compute thread."""
+        log_to_console()
+        disable_progress_bar()  # transformers shows one for each file
+        folder, ckpt_path = self.run_folder.path, Path(self.cfg.trainer.ckpt_path)
+        with (
+            self._disk_errors(),
+            folder_lock(folder, "wait until it ends, or give this run another trainer.run_name"),
+            folder_lock(ckpt_path, "wait until it ends, or set another trainer.ckpt_path")
+            if not ckpt_path.is_relative_to(folder)
+            else nullcontext(),
+            log_to_file(self.run_folder.train_log),
+            collect_rarely(),
+            compute_thread() as self._compute,
+        ):
+            seed = self.cfg.trainer.seed
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            yield
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Raise StorageError if a disk is full or broken, wherever the run writes."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            rerun = CheckpointStore(Path(self.cfg.trainer.ckpt_path)).describe_rerun()
+            raise StorageError(
+                f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space; the same "
+                f"command then {rerun}"
+            ) from error
+
+    def get_tracker(self) -> Tracking:
+        """Open the backends that metrics are sent to."""
+        trainer = self.cfg.trainer
+        config = self.cfg.model_dump(mode="json")
+        return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
+
+    @abstractmethod
+    async def _run(self) -> None:
+        """Load what the run needs, and train."""
+
+
+async def train(trainer: TrainingRun) -> None:
+    """Train until the last step or an interrupt; KeyboardInterrupt if the run stopped before the last step."""
+    with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
+        await trainer.train()
+    if trainer.is_stopping and trainer.global_step < trainer.total_steps:
+        raise KeyboardInterrupt

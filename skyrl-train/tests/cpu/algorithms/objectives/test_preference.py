@@ -1,0 +1,77 @@
+"""Direct preference optimization on the trainer core, with a frozen copy as reference."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from workers.worker_batches import SingleRankGroup, config
+
+from skyrl_train.algorithms.objectives import PreferenceObjective
+from skyrl_train.types import TrainingBatch
+
+BETA = 0.5
+PROMPT, A, B = [5, 9, 2], [7, 7, 4], [8, 3]
+
+
+def pairs(*chosen_first: tuple[list[int], list[int]]) -> TrainingBatch:
+    """Return a row for each answer to the prompt, chosen and rejected in turn."""
+    answers = [answer for pair in chosen_first for answer in pair]
+    width = max(map(len, answers))
+    return TrainingBatch(
+        sequences=torch.tensor([PROMPT + answer + [0] * (width - len(answer)) for answer in answers]),
+        attention_mask=torch.tensor([[1] * (3 + len(answer)) + [0] * (width - len(answer)) for answer in answers]),
+        loss_mask=torch.tensor([[1.0] * len(answer) + [0.0] * (width - len(answer)) for answer in answers]),
+        draws=torch.arange(len(answers)) // 2,
+    )
+
+
+def answer_logprob(model: PreTrainedModel, answer: list[int]) -> torch.Tensor:
+    logprobs = model(input_ids=torch.tensor([PROMPT + answer]), use_cache=False).logits[0].log_softmax(dim=-1)
+    return torch.stack([logprobs[len(PROMPT) - 1 + i, token] for i, token in enumerate(answer)]).sum()
+
+
+@pytest.mark.parametrize("split", [{}, {"micro_train_batch_size_per_gpu": 1}])
+def test_loss_and_gradient_are_those_of_the_formula(tiny_model: PreTrainedModel, split: dict[str, int]) -> None:
+    batch = pairs((A, B), (B, A), (A, B))
+    noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0))
+    batch = replace(batch, ref_logprobs=noise * batch.loss_mask)
+    naive = copy.deepcopy(tiny_model)
+    ratios = [answer_logprob(naive, answer) for answer in (A, B, B, A, A, B)]
+    ratios = [
+        ratio - noise[i, : len(answer)].sum()
+        for i, (ratio, answer) in enumerate(zip(ratios, (A, B, B, A, A, B), strict=True))
+    ]
+    losses = [-torch.nn.functional.logsigmoid(BETA * (ratios[i] - ratios[i + 1])) for i in (0, 2, 4)]
+    expected = torch.stack(losses).mean()
+    expected.backward()
+
+    cfg = config(**split, algorithm={"temperature": 1.0}).trainer
+    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, PreferenceObjective(BETA))
+    metrics = worker.forward_backward(batch)
+    assert metrics["policy/loss"] == pytest.approx(expected.item(), abs=1e-6)
+    for (name, ours), theirs in zip(worker.model.named_parameters(), naive.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_the_loss_reaches_its_optimum_on_two_answers(tiny_model: PreTrainedModel) -> None:
+    """A is preferred 3 times of 4: the optimum is σ(margin) = 3/4, with the entropy of that coin as loss."""
+    cfg = config(policy={"optimizer_config": {"lr": 3e-3}}, algorithm={"temperature": 1.0}).trainer
+    worker = SingleRankGroup("policy", copy.deepcopy(tiny_model), None, cfg, PreferenceObjective(BETA))
+    batch = pairs((A, B), (A, B), (A, B), (B, A))
+    reference = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        before = answer_logprob(reference, A) - answer_logprob(reference, B)
+    batch = replace(batch, ref_logprobs=worker.score(batch)["logprobs"])
+    assert worker.update(batch)["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    for _ in range(100):
+        metrics = worker.update(batch)
+    assert metrics["policy/loss"] == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25), abs=1e-4)
+    with torch.no_grad():
+        after = answer_logprob(worker.model, A) - answer_logprob(worker.model, B)
+    assert BETA * (after - before).item() == pytest.approx(math.log(3), abs=0.05)

@@ -1,0 +1,76 @@
+"""The configuration of supervised fine-tuning."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import yaml
+
+from skyrl_train.config import to_yaml
+from skyrl_train.config.base import as_section
+from skyrl_train.config.generate import SFT_PAGE_PATH, SFT_YAML_PATH, render_sft_page, render_yaml
+from skyrl_train.config.loading import validate
+from skyrl_train.config.sft import SFT, SFTConfig
+from skyrl_train.errors import ConfigError
+
+DATA = {"train_data": "train.jsonl"}
+
+
+def load(**sections: Any) -> SFTConfig:
+    return validate({"data": DATA, **sections}, SFT)
+
+
+def test_the_generated_files_are_up_to_date() -> None:
+    assert SFT_YAML_PATH.read_text(encoding="utf-8") == render_yaml(SFTConfig)
+    assert SFT_PAGE_PATH.read_text(encoding="utf-8") == render_sft_page()
+
+
+def test_the_defaults_are_those_of_the_recipe() -> None:
+    cfg = load()
+    optimizer = cfg.trainer.policy.optimizer_config
+    assert (optimizer.lr, optimizer.adam_betas, optimizer.weight_decay) == (2e-6, (0.9, 0.98), 0.05)
+    assert (cfg.trainer.train_batch_size, cfg.trainer.micro_train_batch_size_per_gpu) == (32, 8)
+    assert (cfg.data.max_length, cfg.trainer.eval_interval, cfg.trainer.ckpt_interval) == (2048, 50, 50)
+
+
+def test_yaml_is_read_back() -> None:
+    cfg = load(trainer={"run_name": "r"})
+    assert validate(yaml.safe_load(to_yaml(cfg)), SFT) == cfg
+
+
+@pytest.mark.parametrize("old", SFT.aliases)
+def test_aliases_name_keys_that_exist(old: str) -> None:
+    assert old not in SFT.fields
+    assert as_section(SFT.fields[SFT.aliases[old].key].annotation) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"train_data": []}}, r"data\.train_data=\[\] leaves nothing to train on"),
+        (
+            {"trainer": {"policy": {"optimizer_config": {"num_warmup_steps": 3, "warmup_ratio": 0.1}}}},
+            r"num_warmup_steps=3 and trainer\.policy\.optimizer_config\.warmup_ratio=0\.1 both set the warm-up",
+        ),
+        (
+            {"trainer": {"policy": {"optimizer_config": {"lr": 100, "weight_decay": 1}}}},
+            "must be below 1, or a step erases the weights",
+        ),
+        ({"trainer": {"run_name": ".."}}, r"trainer\.run_name=\.\. must be the name of a folder"),
+        ({"trainer": {"resume_mode": "from_path"}}, r"trainer\.resume_mode=from_path needs trainer\.resume_path"),
+        ({"data": {**DATA, "val_data": ["a.jsonl", "./a.jsonl"]}}, "twice, so its rows would count twice"),
+        ({"trainer": {"eval_batch_size": 4}}, r"there is no key trainer\.eval_batch_size"),
+        ({"trainer": {"ckpt_interval": 0}}, "must be -1 or an integer >= 1; the default is trainer.ckpt_interval=50"),
+    ],
+)
+def test_conflicts_are_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(**sections)
+
+
+def test_validation_on_the_training_data_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(data={**DATA, "val_data": "train.jsonl"})
+    assert "train.jsonl is in data.train_data and in data.val_data" in caplog.text

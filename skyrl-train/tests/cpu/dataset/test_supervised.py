@@ -1,0 +1,302 @@
+"""Tokens and masks of demonstrations: the answers with their EOS tokens, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.dataset.demonstrations import Demonstration, read_demonstrations
+from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset, build_supervised_batch
+from skyrl_train.errors import DataError
+from skyrl_train.types import DrawnPrompt
+
+FORGETS_REASONING = (  # of all turns of the assistant but the last, as Qwen3's template does
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITHOUT_EOS = (
+    "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant: {% endif %}"
+)
+WITH_TOOLS = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], template: str | None = None, **others: Any
+) -> list[tuple[str, list[str]]]:
+    """Return the text of each row of a conversation, and its trained stretches."""
+    kwargs = {} if template is None else {"chat_template": template}
+    rows = ConversationEncoder(tokenizer, kwargs).encode(
+        Demonstration("row 0", messages, others.get("n_context", 0), others.get("tools"))
+    )
+    shown = []
+    for row in rows:
+        stretches, is_open = [], False
+        for token, trained in zip(row.token_ids, row.loss_mask, strict=True):
+            if trained and not is_open:
+                stretches.append([])
+            if trained:
+                stretches[-1].append(token)
+            is_open = bool(trained)
+        shown.append((tokenizer.decode(row.token_ids), [tokenizer.decode(part) for part in stretches]))
+    return shown
+
+
+def test_a_prompt_and_a_response_train_the_response_and_its_eos_token(
+    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path, [{"prompt": "2 + 2?", "response": "It is 4.", "extra": 7}])
+    dataset = SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), SFTDataConfig())
+    (segment,) = dataset[0]
+    assert tiny_tokenizer.decode(segment.prompt_ids) == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tiny_tokenizer.decode(segment.response_ids) == "It is 4.<|im_end|>"
+    assert segment.loss_mask == [1] * len(segment.response_ids)
+    batch = build_supervised_batch([DrawnPrompt(0, dataset[0])], tiny_tokenizer.pad_token_id)
+    labels = batch.sequences[:, -batch.response_length :][batch.loss_mask.bool()]
+    assert labels[-1] == tiny_tokenizer.eos_token_id
+    assert batch.sequences[0].tolist() == segment.token_ids
+
+
+def test_every_turn_of_the_assistant_is_trained(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [message("system", "s"), message("user", "a"), message("assistant", "b")]
+    messages += [message("user", "c"), message("assistant", "d")]
+    ((text, trained),) = encode(tiny_tokenizer, messages)
+    assert trained == ["b<|im_end|>", "d<|im_end|>"]
+    assert text + "\n" == tiny_tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_assistant_messages_of_a_prompt_are_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    path = write_rows(tmp_path, [{"prompt": prompt, "response": "d"}])
+    (demonstration,) = read_demonstrations([path], SFTDataConfig())
+    assert demonstration.n_context == 3
+    ((_, trained),) = encode(tiny_tokenizer, demonstration.messages, n_context=3)
+    assert trained == ["d<|im_end|>"]
+
+
+def test_a_template_that_rewrites_history_gets_a_row_for_each_history(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [message("user", "a"), message("assistant", "x</think>b")]
+    messages += [message("user", "c"), message("assistant", "y</think>d")]
+    first, second = encode(tiny_tokenizer, messages, FORGETS_REASONING)
+    assert first[1] == ["x</think>b<|im_end|>"]
+    assert "x</think>" not in second[0]
+    assert second[1] == ["y</think>d<|im_end|>"]
+
+
+def test_an_answer_follows_the_header_that_generation_uses(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    template = FORGETS_REASONING.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think></think>{% endif %}"
+    )
+    messages = [message("user", "a"), message("assistant", "<b"), message("user", "c"), message("assistant", "d")]
+    first, second = encode(tiny_tokenizer, messages, template)
+    assert first == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think></think><b<|im_end|>",
+        ["<b<|im_end|>"],
+    )
+    assert second[0].endswith(
+        "assistant\n<b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think></think>d<|im_end|>"
+    )
+    assert second[1] == ["d<|im_end|>"]
+
+
+def test_a_template_without_eos_gets_one_after_the_content(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
+    rows = encode(tiny_tokenizer, messages, WITHOUT_EOS)
+    assert [trained for _, trained in rows] == [["b<|im_end|>"], ["d<|im_end|>"]]
+    assert rows[1][0] == "### user: a\n\n### assistant: b\n\n### user: c\n\n### assistant: d<|im_end|>"
+
+
+def test_tool_calls_are_trained_and_results_are_not(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [message("user", "1 + 1?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages += [message("tool", "2"), message("assistant", "Two.")]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    ((text, trained),) = encode(tiny_tokenizer, messages, WITH_TOOLS, tools=tools)
+    assert text.startswith("tools: [")
+    assert [part[:11] for part in trained] == ["<tool_call>", "Two.<|im_en"]
+    with pytest.raises(DataError, match=r"row 0: the chat template does not write the call of add in message 1"):
+        encode(tiny_tokenizer, messages)
+
+
+def test_without_eos_calls_after_the_content_and_its_blanks_are_kept(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    messages = [message("user", "1 + 1?"), {"role": "assistant", "content": "So: ", "tool_calls": [call]}]
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}\n\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    ((_, trained),) = encode(tiny_tokenizer, messages, template)
+    assert trained == ["So: add<|im_end|>"]
+    ((_, trained),) = encode(tiny_tokenizer, [messages[0], message("assistant", "b\n")], template)
+    assert trained == ["b\n<|im_end|>"]
+
+
+def test_a_template_with_another_header_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}Bot:{% endif %}"
+    )
+    with pytest.raises(DataError, match="cannot be told from the prompt"):
+        encode(tiny_tokenizer, [message("user", "a"), message("assistant", "b")], template)
+
+
+def test_an_end_of_turn_in_the_text_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"message 1 contains <\|im_end\|>, the end of a turn, as text; remove it"):
+        encode(tiny_tokenizer, [message("user", "a"), message("assistant", "b<|im_end|>")])
+
+
+def test_a_row_never_trains_its_first_token(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+    (row,) = ConversationEncoder(tiny_tokenizer, {"chat_template": template}).encode(
+        Demonstration("row 0", [message("user", "a"), message("assistant", "b")], 0)
+    )
+    assert row.loss_mask == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [("right", "<|im_start|>user\nwhat<|im_end|>\n<|im_start|>assistant\n1234"), ("left", "67890<|im_end|>")],
+)
+def test_long_rows_are_truncated(
+    truncation: str,
+    kept: str,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = write_rows(tmp_path, [{"prompt": "what", "response": "1234567890"}])
+    length = len(tiny_tokenizer(kept, add_special_tokens=False)["input_ids"])
+    data = SFTDataConfig.model_validate({"truncation": truncation, "max_length": length})
+    with caplog.at_level(logging.WARNING):
+        (segment,) = SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), data)[0]
+    assert tiny_tokenizer.decode(segment.token_ids) == kept
+    assert "1 rows were truncated" in caplog.text
+    trained = [t for t, m in zip(segment.response_ids, segment.loss_mask, strict=True) if m]
+    assert tiny_tokenizer.decode(trained) == {"right": "1234", "left": "7890<|im_end|>"}[truncation]
+
+
+def test_long_rows_are_errors_by_default(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "1" * 99}])
+    data = SFTDataConfig.model_validate({"max_length": 100})
+    with pytest.raises(DataError, match=r"row 1 of .*rows\.jsonl has \d+ tokens, more than data\.max_length=100"):
+        SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), data)
+
+
+def test_rows_that_lose_their_answer_are_dropped(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = [{"prompt": "1" * 99, "response": "b"}, {"prompt": "a", "response": "b"}]
+    data = SFTDataConfig.model_validate({"max_length": 50, "truncation": "right"})
+    encoder = ConversationEncoder(tiny_tokenizer)
+    assert len(SupervisedDataset([write_rows(tmp_path, rows)], encoder, data)) == 1
+    with pytest.raises(DataError, match=r"all 1 rows of .* lost their answer"):
+        SupervisedDataset([write_rows(tmp_path, rows[:1])], encoder, data)
+
+
+TEXT = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "Z", "S")), min_size=1, max_size=12)
+CONVERSATIONS = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "system"]), TEXT.filter(str.strip)), min_size=1, max_size=6
+).filter(lambda turns: turns[0][0] != "assistant" and any(role == "assistant" for role, _ in turns))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=CONVERSATIONS)
+def test_of_any_conversation_exactly_the_answers_are_trained(
+    turns: list[tuple[str, str]], tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    messages = [message(role, content) for role, content in turns]
+    ((text, _),) = encode(tiny_tokenizer, messages)
+    (row,) = ConversationEncoder(tiny_tokenizer).encode(Demonstration("row 0", messages, 0))
+    answers: list[list[int]] = [[]]
+    for token, trained in zip(row.token_ids, row.loss_mask, strict=True):
+        if trained:
+            answers[-1].append(token)
+            if token == tiny_tokenizer.eos_token_id:
+                answers.append([])
+    assert answers.pop() == []
+    assert [tiny_tokenizer.decode(ids) for ids in answers] == [
+        f"{content}<|im_end|>" for role, content in turns if role == "assistant"
+    ]
+    assert tiny_tokenizer.apply_chat_template(messages, tokenize=False).startswith(text)
+
+
+REFUSED = [
+    ({"prompt": "a"}, "row 0 of .* has no 'response': it has the keys prompt; set data.messages_key"),
+    ({"prompt": "a", "response": ""}, "response='' is not a text to train on"),
+    ({"prompt": "a", "response": 7}, "response=7 is not a text"),
+    ({"prompt": 7, "response": "b"}, "prompt=7 is not a list of messages"),
+    ({"messages": []}, r"messages=\[\] is not a list of messages"),
+    ({"messages": [{"role": "user"}]}, "message 0 of messages lacks a role or a content"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "message 0 of messages lacks a role or a content"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "no answer of the assistant to train on, its roles are user"),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]},
+        "tool_calls of message 0 .* are no calls",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [7]}]},
+        "tool_calls of message 0 .* are no calls",
+    ),
+    ({"prompt": "a", "response": "b", "tools": "["}, "tools='\\[' is not JSON"),
+    ({"prompt": "a", "response": "b", "tools": {"a": 1}}, "is not a list of tools"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), REFUSED)
+def test_a_bad_row_is_refused_with_its_number(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=reason):
+        list(read_demonstrations([write_rows(tmp_path, [row])], SFTDataConfig()))
+
+
+def test_a_greeting_is_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path, [{"messages": [message("assistant", "Hi"), message("user", "a"), message("assistant", "b")]}]
+    )
+    (row,) = read_demonstrations([path], SFTDataConfig())
+    ((_, trained),) = encode(tiny_tokenizer, row.messages, n_context=row.n_context)
+    assert trained == ["b<|im_end|>"]
+
+
+def test_keys_may_be_nested(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [{"extra_info": {"question": "a", "answer": "b"}}])
+    keys = {"prompt_key": "extra_info", "response_key": "extra_info"}
+    inner = {"prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]}
+    (row,) = read_demonstrations([path], SFTDataConfig.model_validate(keys | inner))
+    assert [m["content"] for m in row.messages] == ["a", "b"]
+    with pytest.raises(DataError, match="has no 'reply': its extra_info has the keys question, answer"):
+        list(
+            read_demonstrations([path], SFTDataConfig.model_validate(keys | inner | {"response_dict_keys": ["reply"]}))
+        )
+
+
+def test_empty_columns_of_parquet_are_left_out(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
+    (row,) = read_demonstrations([str(tmp_path / "rows.parquet")], SFTDataConfig())
+    assert row.messages == [message("user", "a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
