@@ -124,6 +124,7 @@ class Learner(TrainedModels):
     ) -> None:
         """Pass `ref` and `critic` if the configuration or the estimator reads their log-probs and values.
 
+        If `ref` is `policy`, the reference is the policy without its adapter.
         `reference_sync` copies the policy's weights to the reference, for `update_ref_every_epoch`.
         """
         super().__init__(cfg, policy)
@@ -160,7 +161,8 @@ class Learner(TrainedModels):
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
         if self.ref is not None:
-            batch = replace(batch, ref_logprobs=(await self.ref.score(batch))["logprobs"])
+            scores = await self.ref.score(batch, adapter=self.ref is not self.policy)
+            batch = replace(batch, ref_logprobs=scores["logprobs"])
         if self._needs_old_logprobs(batch):
             scores = await self.policy.score(batch)
             batch = replace(

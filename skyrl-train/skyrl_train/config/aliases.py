@@ -55,6 +55,10 @@ SKYRL = {
     "generator.inference_engine.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
     "generator.inference_engine.max_num_seqs": Alias("generator.max_num_seqs"),
     "generator.inference_engine.enforce_eager": Alias("generator.enforce_eager"),
+    "trainer.target_modules": Alias("trainer.policy.model.lora.target_modules", {None: "all-linear"}),
+    "trainer.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
+    "trainer.policy.model.lora.init": Alias("trainer.policy.model.lora.init_method"),
+    "trainer.critic.model.lora.init": Alias("trainer.critic.model.lora.init_method"),
     "trainer.algorithm.use_kl_estimator_k3": Alias("trainer.algorithm.kl_estimator_type", {True: "k3", False: None}),
     "trainer.algorithm.use_abs_kl": Alias("trainer.algorithm.kl_estimator_type", {True: "abs", False: None}),
     "trainer.algorithm.use_tis": Alias(
@@ -98,6 +102,11 @@ VERL = {
         "trainer.algorithm.dynamic_sampling.max_sample_batches", {0: -1}
     ),
     "actor_rollout_ref.model.path": Alias("trainer.policy.model.path"),
+    "actor_rollout_ref.model.lora_rank": Alias("trainer.policy.model.lora.rank"),
+    "actor_rollout_ref.model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
+    "actor_rollout_ref.model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
+    "actor_rollout_ref.model.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
+    "actor_rollout_ref.model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
     "actor_rollout_ref.actor.strategy": Alias("trainer.strategy"),
     "actor_rollout_ref.actor.optim.lr": Alias("trainer.policy.optimizer_config.lr"),
@@ -149,6 +158,9 @@ VERL = {
     "actor_rollout_ref.rollout.val_kwargs.top_p": Alias("generator.eval_sampling_params.top_p"),
     "actor_rollout_ref.rollout.val_kwargs.top_k": Alias("generator.eval_sampling_params.top_k"),
     "critic.model.path": Alias("trainer.critic.model.path"),
+    "critic.model.lora_rank": Alias("trainer.critic.model.lora.rank"),
+    "critic.model.lora_alpha": Alias("trainer.critic.model.lora.alpha"),
+    "critic.model.target_modules": Alias("trainer.critic.model.lora.target_modules"),
     "critic.optim.lr": Alias("trainer.critic.optimizer_config.lr"),
     "critic.optim.weight_decay": Alias("trainer.critic.optimizer_config.weight_decay"),
     "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps"),
@@ -173,6 +185,12 @@ ALIASES: dict[str, Alias] = {**SKYRL, **VERL}
 
 SKYRL_WITHOUT_EFFECT = {
     "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
+    "trainer.policy.model.lora.lora_sync_path": "adapters reach the engine without a file",
+    "trainer.policy.model.lora.max_loras": "a run has one adapter",
+    "trainer.policy.model.lora.max_cpu_loras": "a run has one adapter",
+    "actor_rollout_ref.rollout.layered_summon": "weights are always gathered one tensor at a time",
+    "actor_rollout_ref.rollout.load_format": "the engine gets the policy's weights before the first rollout",
+    "actor_rollout_ref.model.use_shm": "models are read from their folder, which the system caches",
 }
 """Keys of other versions on which nothing depends here, each with the reason; they are accepted with a log line."""
 

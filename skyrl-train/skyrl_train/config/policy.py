@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator
 
-from skyrl_train.config.base import Allowed, Resolved, Section, Text, as_tuple, resolved_later
+from skyrl_train.config.base import (
+    Allowed,
+    Count,
+    OptionalStringList,
+    Resolved,
+    Section,
+    Text,
+    as_tuple,
+    resolved_later,
+)
 
 SchedulerName = Literal[
     "constant_with_warmup",
@@ -23,6 +32,45 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), Allowed("a list of 2 numbers >= 0 and < 1")]
 
 
+class LoraConfig(Section):
+    """A low-rank adapter, trained in place of the model's own weights."""
+
+    rank: Annotated[int, Ge(0)] = 0
+    """Rank r of the adapter B·A of each matrix; 0 trains all weights, unless `lora_path` is set."""
+
+    alpha: Count = 16
+    """The adapter is scaled by alpha / rank."""
+
+    target_modules: Annotated[
+        Text | list[Text], Allowed("all-linear, a list of names of modules, or a regular expression of their paths")
+    ] = "all-linear"
+    """Matrices with an adapter: `all-linear` for all but the head, a list of names such as `[q_proj,v_proj]`, or a
+    regular expression that matches whole paths."""
+
+    exclude_modules: OptionalStringList = None
+    """Names of modules among `target_modules` that get no adapter."""
+
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Only 0 is supported: dropout would make the log-probs of training differ from those of sampling."""
+
+    init_method: Literal["kaiming", "gaussian"] = "kaiming"
+    """Distribution of A: uniform within ±1/√in, or normal with standard deviation 1/rank. B is zero, so that training
+    starts from the model itself."""
+
+    lora_path: Text | None = None
+    """Folder or Hub name of an adapter in peft's format to continue. Its rank, alpha and matrices are used; `rank` and
+    `alpha` may be omitted. Its optimizer starts anew."""
+
+    merge_on_export: bool = False
+    """Export the whole model with the adapter merged into it, and the adapter in its subfolder `lora_adapter`; false
+    exports the adapter only."""
+
+    @property
+    def is_used(self) -> bool:
+        """True if an adapter is trained."""
+        return self.rank > 0 or self.lora_path is not None
+
+
 class PolicyModelConfig(Section):
     """The policy's weights."""
 
@@ -31,7 +79,11 @@ class PolicyModelConfig(Section):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights, gradients and optimizer state. bfloat16 halves their memory, but an update much smaller
-    than its weight is rounded away. Separate from `trainer.bf16`, the type that the forward pass computes in."""
+    than its weight is rounded away; adapters are always float32. Separate from `trainer.bf16`, the type that the
+    forward pass computes in."""
+
+    lora: LoraConfig = LoraConfig()
+    """A low-rank adapter, trained in place of the weights."""
 
 
 class OptimizerConfig(Section):
@@ -81,7 +133,10 @@ class CriticModelConfig(Section):
     exported critic; null trains no critic."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights, gradients and optimizer state."""
+    """Type of the weights, gradients and optimizer state; adapters are always float32."""
+
+    lora: LoraConfig = LoraConfig()
+    """A low-rank adapter, trained in place of the weights; the value head is trained with it."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):

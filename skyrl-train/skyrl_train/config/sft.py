@@ -24,6 +24,8 @@ from skyrl_train.config.loading import RUN_SOURCES, Schema
 from skyrl_train.config.policy import Betas, OptimizerConfig, PolicyModelConfig, SchedulerName
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.validation import (
+    adapters_are_on,
+    adapters_are_possible,
     names_are_folders,
     resume_path_is_a_checkpoint,
     resume_path_is_read,
@@ -159,6 +161,10 @@ VERL_SFT = {
     "model.path": Alias("trainer.policy.model.path"),
     "model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
     "model.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", {"bf16": "bfloat16", "fp32": "float32"}),
+    "model.lora_rank": Alias("trainer.policy.model.lora.rank"),
+    "model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
+    "model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
+    "model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
     "optim.lr": Alias("trainer.policy.optimizer_config.lr"),
     "optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
     "optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
@@ -200,6 +206,7 @@ SFT = Schema(
         "trainer.export_path",
         "trainer.resume_path",
         "trainer.policy.model.path",
+        "trainer.policy.model.lora.lora_path",
         "data.chat_template",
     ),
     sources=RUN_SOURCES,
@@ -207,11 +214,12 @@ SFT = Schema(
         training_has_prompts,
         warmup_is_set_once,
         weight_decay_shrinks_weights,
+        adapters_are_possible,
         names_are_folders,
         validation_data_is_read_once,
         resume_path_is_a_checkpoint,
     ),
     machine_rules=(wandb_can_start,),
-    warnings=(resume_path_is_read, training_data_is_read_once, validation_is_held_out),
+    warnings=(adapters_are_on, resume_path_is_read, training_data_is_read_once, validation_is_held_out),
 )
 """The configuration of supervised fine-tuning."""

@@ -91,3 +91,9 @@ class TrainerConfig(RunConfig):
 
     dump_trajectories: bool = False
     """Write every training trajectory under `trajectories/` in the run folder."""
+
+    @property
+    def policy_is_reference(self) -> bool:
+        """True if the reference is the policy without its adapter, so that no second model is loaded."""
+        model = self.policy.model
+        return model.lora.is_used and self.ref.model.path == model.path and not self.update_ref_every_epoch

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyrl_train.config.base import Section, value_at
-from skyrl_train.config.policy import OptimizerConfig
+from skyrl_train.config.policy import LoraConfig, OptimizerConfig
 from skyrl_train.config.problems import Rule, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 
@@ -231,6 +231,45 @@ def weight_decay_shrinks_weights(cfg: Section) -> Iterator[str]:
                 f"{key}.weight_decay={optimizer.weight_decay:g} times {key}.lr={optimizer.lr:g} must be below 1, or a "
                 f"step erases the weights; try {key}.weight_decay=0.01"
             )
+
+
+def _adapters(cfg: Section) -> Iterator[tuple[str, LoraConfig]]:
+    """Yield the key and the settings of the adapter of each trained model."""
+    for role in ("policy", "critic"):
+        key = f"trainer.{role}.model.lora"
+        with suppress(KeyError):  # supervised runs have no critic
+            yield key, value_at(cfg, key)
+
+
+def adapters_are_possible(cfg: Section) -> Iterator[str]:
+    """Refuse dropout in an adapter, and a choice of matrices for an adapter that has its own."""
+    for key, lora in _adapters(cfg):
+        if lora.dropout > 0:
+            yield (
+                f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
+                f"sampling; set {key}.dropout=0"
+            )
+        for name in _changed_fields(lora) & {"target_modules", "exclude_modules"}:
+            if lora.lora_path is not None:
+                yield (
+                    f"{key}.{name}={show(value_at(lora, name))}: the adapter in {key}.lora_path={show(lora.lora_path)} "
+                    f"has its own matrices; remove {key}.{name}"
+                )
+
+
+def adapters_are_on(cfg: Section) -> Iterator[str]:
+    """Warn of settings of an adapter that is off."""
+    for key, lora in _adapters(cfg):
+        if not lora.is_used and (changed := sorted(_changed_fields(lora))):
+            yield (
+                f"{key}.{changed[0]}={show(value_at(lora, changed[0]))} has no effect, because {key}.rank=0 turns the "
+                f"adapter off; set {key}.rank=32, or remove {key}.{changed[0]}"
+            )
+
+
+def _changed_fields(section: Section) -> set[str]:
+    """Return the names of the fields that differ from their defaults."""
+    return {name for name, field in type(section).model_fields.items() if value_at(section, name) != field.default}
 
 
 def interpreter_has_processes(cfg: SkyRLConfig) -> Iterator[str]:
@@ -537,6 +576,7 @@ RULES: tuple[Rule, ...] = (
     sampling_lengths_are_ordered,
     warmup_is_set_once,
     weight_decay_shrinks_weights,
+    adapters_are_possible,
     interpreter_has_processes,
     names_are_folders,
     validation_data_is_read_once,
@@ -556,6 +596,7 @@ MACHINE_RULES: tuple[Rule, ...] = (vllm_is_installed, wandb_can_start)
 WARNINGS: tuple[Rule, ...] = (
     rewards_are_compared,
     loss_learns_from_rewards,
+    adapters_are_on,
     resume_path_is_read,
     training_data_is_read_once,
     sampling_is_unusual,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyrl_train.distributed.strategy import DistributedStrategy, hf_model
+from skyrl_train.models.lora import adapter_config
 from skyrl_train.models.scoring_module import ScoringModule
 
 
@@ -18,4 +19,8 @@ class SingleStrategy(DistributedStrategy):
         return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
 
     def export(self, module: ScoringModule, folder: Path) -> None:
-        hf_model(module).save_pretrained(folder)
+        model = hf_model(module)
+        if adapter_config(model) is None:
+            model.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder, state_dict=dict(self.full_tensors(module)))

@@ -27,11 +27,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from skyrl_train.models.loading import autocast, checkpointed_layers
+from skyrl_train.models.lora import (
+    adapter_config,
+    adapter_disabled,
+    add_adapter,
+    change_norm,
+    merged_names,
+    merged_tensors,
+    save_adapter,
+    trained_parameters,
+)
 from skyrl_train.models.prefix_sharing import tree_attention
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, TensorSpec, World
+from skyrl_train.types.specs import LoraSpec, ModelSpec, SyncKind, TensorSpec, World
 
 T = TypeVar("T")
 
@@ -62,8 +72,11 @@ class DistributedStrategy(ABC):
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
         """Load the model of `spec` and spread it; `entropy_grad` makes its entropies differentiable."""
         is_critic = spec.role == "critic"
+        model = spec.load()
+        if spec.lora is not None:
+            add_adapter(model, spec.lora)
         return self._wrap(
-            ScoringModule(spec.load(), temperature=spec.temperature, entropy_grad=entropy_grad, is_critic=is_critic)
+            ScoringModule(model, temperature=spec.temperature, entropy_grad=entropy_grad, is_critic=is_critic)
         )
 
     def run(
@@ -74,10 +87,11 @@ class DistributedStrategy(ABC):
         *,
         bf16: bool,
         backward: bool,
+        adapter: bool = True,
     ) -> list[T]:
         """Score every micro-batch and call `consume`, which returns the loss to differentiate if `backward` is set.
 
-        Gradients are summed over micro-batches and ranks.
+        Gradients are summed over micro-batches and ranks. Without `adapter`, the model computes without its adapter.
         """
         device = torch.device(self.world.device)
         results: list[T] = []
@@ -85,7 +99,8 @@ class DistributedStrategy(ABC):
             adjust_threads()
             rows = micro_batch.to(device)
             if not backward:
-                with torch.no_grad(), autocast(device, bf16):
+                without_adapter = nullcontext() if adapter else adapter_disabled(hf_model(module))
+                with torch.no_grad(), autocast(device, bf16), without_adapter:
                     results.append(consume(module.score(rows), rows)[1])
                 continue
             recomputed = tree_attention(hf_model(module)) if module.shares_prefixes else nullcontext()
@@ -102,7 +117,7 @@ class DistributedStrategy(ABC):
 
     def save(self, state: TrainState, folder: Path) -> Future[Any]:
         """Copy the state to host memory, then write it into `folder` in the background, by parameter name."""
-        saved: dict[str, Any] = {"model": get_model_state_dict(state.module)}
+        saved: dict[str, Any] = {"model": get_model_state_dict(state.module, options=_model_options(state.module))}
         if state.optimizer is not None and state.optimizer.state:  # the first step creates the moments
             saved["optimizer"] = get_optimizer_state_dict(state.module, state.optimizer, options=OPTIMIZER_OPTIONS)
         if state.scheduler is not None and self.world.rank == 0:
@@ -114,27 +129,51 @@ class DistributedStrategy(ABC):
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Load what any number of ranks saved, in place: an engine may generate with these very tensors."""
-        saved: dict[str, Any] = {"model": get_model_state_dict(state.module)}
+        options = _model_options(state.module)
+        saved: dict[str, Any] = {"model": get_model_state_dict(state.module, options=options)}
         names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         has_moments = any(name.startswith("optimizer.") for name in names)
         if state.optimizer is not None and has_moments:
             saved["optimizer"] = get_optimizer_state_dict(state.module, state.optimizer, options=OPTIMIZER_OPTIONS)
         group = self._save_group
         dcp.load(saved, checkpoint_id=folder, process_group=group, no_dist=group is None)
-        set_model_state_dict(state.module, saved["model"])
+        set_model_state_dict(state.module, saved["model"], options=options)
         if state.optimizer is not None and has_moments:
             set_optimizer_state_dict(state.module, state.optimizer, saved["optimizer"], options=OPTIMIZER_OPTIONS)
         if state.scheduler is not None:
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
 
-    def tensor_specs(self, module: ScoringModule) -> list[TensorSpec]:
-        """Return the tensors of the whole model, in the order of `full_tensors`."""
-        return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in hf_model(module).named_parameters()]
+    def tensor_specs(self, module: ScoringModule, kind: SyncKind = "full") -> list[TensorSpec]:
+        """Return the tensors of the model or of its adapter, in the order of `full_tensors`."""
+        model = hf_model(module)
+        named = merged_names(model) if kind == "full" else trained_parameters(model).items()
+        return [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in named]
 
-    def full_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the model, gathered on every rank, under its Hugging Face name."""
-        for name, parameter in hf_model(module).named_parameters():
-            yield name, _gathered(parameter.detach())
+    def full_tensors(self, module: ScoringModule, kind: SyncKind = "full") -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the model under its Hugging Face name, with the adapter merged into it, or every tensor
+        of the adapter. Each is gathered on every rank.
+        """
+        if kind == "full":
+            yield from merged_tensors(hf_model(module), _gathered)
+        else:
+            for name, parameter in trained_parameters(hf_model(module)).items():
+                yield name, _gathered(parameter.detach())
+
+    def frozen_tensors(self, module: ScoringModule) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every frozen tensor of a model with an adapter, gathered on every rank."""
+        for name, parameter in merged_names(hf_model(module)):
+            if not parameter.requires_grad:
+                yield name, _gathered(parameter.detach())
+
+    def adapter_norm(self, module: ScoringModule) -> float:
+        """Return the Frobenius norm of the change that the adapter makes to the weights."""
+        return change_norm(hf_model(module), _gathered)
+
+    def export_adapter(self, module: ScoringModule, lora: LoraSpec, folder: Path) -> None:
+        """Write the adapter in peft's format."""
+        tensors = {name: tensor.cpu() for name, tensor in self.full_tensors(module, "adapter")}
+        if self.world.rank == 0:
+            save_adapter(hf_model(module), tensors, lora.base_path, folder)
 
     @torch.no_grad()
     def load_tensors(self, module: ScoringModule, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -168,6 +207,12 @@ def hf_model(module: ScoringModule) -> PreTrainedModel:
     model = module.model
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _model_options(module: ScoringModule) -> StateDictOptions:
+    """Return the options for the state of a model: with an adapter, only what is trained."""
+    has_adapter = adapter_config(hf_model(module)) is not None
+    return StateDictOptions(ignore_frozen_params=has_adapter, strict=not has_adapter)
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -200,6 +200,83 @@ def report(
     run_command(write)
 
 
+merge = typer.Typer(help="Merge an adapter, a checkpoint or several models into one model.", no_args_is_help=True)
+app.add_typer(merge, name="merge")
+
+Target = Annotated[Path, typer.Argument(metavar="TARGET_DIR", help="Folder to write; it must not exist.")]
+Base = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Base model of the adapter, a folder or a Hub name, if not the one it names."),
+]
+MergedType = Annotated[
+    str, typer.Option(metavar="TYPE", help="Type of the weights: auto (as stored), float32, bfloat16 or float16.")
+]
+
+
+@merge.command("adapter")
+def merge_adapter(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder or Hub name of an adapter of peft.")],
+    target: Target,
+    base: Base = None,
+    dtype: MergedType = "auto",
+) -> None:
+    """Merge an adapter into its base: W + (alpha / rank) · B·A."""
+    _merge("merge_adapter", adapter, target, base=base, dtype=dtype)
+
+
+@merge.command("checkpoint")
+def merge_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="e.g. outputs/skyrl/my-run/ckpts")],
+    target: Target,
+    base: Base = None,
+    dtype: MergedType = "auto",
+    role: Annotated[
+        str, typer.Option(metavar="ROLE", help="The model of the checkpoint: policy or critic.")
+    ] = "policy",
+) -> None:
+    """Write a model of a training checkpoint, saved by any number of ranks, as one folder."""
+    _merge("merge_checkpoint", checkpoint, target, base=base, dtype=dtype, role=role)
+
+
+@merge.command("average")
+def average_models(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL MODEL…", help="Folders or Hub names.")],
+    target: Target,
+    weight: Annotated[
+        list[float] | None, typer.Option(metavar="NUMBER", help="Weight of a model, once for each; equal by default.")
+    ] = None,
+    dtype: MergedType = "auto",
+) -> None:
+    """Average the weights of models of the same architecture."""
+    _merge("average_models", models, target, weights=weight, dtype=dtype)
+
+
+def _merge(function: str, source: object, target: Path, **options: object) -> None:
+    from skyrl_train.entrypoints.command import run_command
+
+    def run() -> None:
+        from skyrl_train.config.problems import config_error
+
+        allowed = {"dtype": ("auto", "float32", "bfloat16", "float16"), "role": ("policy", "critic")}
+        for name, values in allowed.items():
+            if name in options and options[name] not in values:
+                raise config_error([f"--{name}={options[name]} must be one of {', '.join(values)}"])
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+        from skyrl_train.checkpoint import merge as merging
+
+        disable_progress_bar()
+        set_verbosity_error()
+        report = getattr(merging, function)(source, target, **options)
+        changed = f", {report.n_changed:,} of them changed" if report.n_changed else ""
+        typer.echo(
+            f"{report.folder}: {report.n_tensors:,} tensors{changed}; the logits are those of the sources up to "
+            f"{report.logit_gap:.1g} of their norm"
+        )
+
+    run_command(run)
+
+
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"skyrl {metadata.version('skyrl-train')}")

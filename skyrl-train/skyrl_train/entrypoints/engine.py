@@ -12,6 +12,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.memory import cache_bytes_per_token
+from skyrl_train.types.specs import SyncKind
 
 
 def new_engine(
@@ -54,6 +55,12 @@ def new_engine(
         engine_init_kwargs=generator.engine_init_kwargs,
         executor=executor,
     )
+
+
+def sync_kind(cfg: SkyRLConfig) -> SyncKind:
+    """Return the kind of weight sync of a run in one process: the embedded engine computes with the adapter itself."""
+    has_adapter = cfg.trainer.policy.model.lora.is_used and cfg.generator.backend != "vllm"
+    return "adapter" if has_adapter else "full"
 
 
 def _memory() -> tuple[int, int]:

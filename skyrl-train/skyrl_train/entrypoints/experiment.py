@@ -43,7 +43,7 @@ from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
-from skyrl_train.entrypoints.engine import new_engine
+from skyrl_train.entrypoints.engine import new_engine, sync_kind
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
@@ -66,7 +66,7 @@ from skyrl_train.models.loading import (
 )
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import Trainer
-from skyrl_train.types.specs import OptimizerSpec, Role
+from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
@@ -213,7 +213,7 @@ class BasePPOExp(Experiment):
                     self.cfg,
                     source=source,
                     learner=learner,
-                    sync_engines=WeightSync(learner.policy, [engine]),
+                    sync_engines=WeightSync(learner.policy, [engine], kind=sync_kind(self.cfg)),
                     total_steps=total_steps,
                     pad_token_id=self.tokenizer.pad_token_id,
                     callbacks=[*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
@@ -233,9 +233,10 @@ class BasePPOExp(Experiment):
             model: Callable[[], PreTrainedModel],
             objective: Objective | None = None,
             optimizer: OptimizerSpec | None = None,
+            lora: LoraSpec | None = None,
         ) -> tuple[WorkerGroup, PreTrainedModel]:
             assert self._compute is not None
-            spec = model_spec(role, model, tokenizer.save_pretrained, cfg, cfg.algorithm.temperature, optimizer)
+            spec = model_spec(role, model, tokenizer.save_pretrained, cfg, cfg.algorithm.temperature, optimizer, lora)
             return await load_inline(spec, objective, self._compute)
 
         policy, policy_model = await load(
@@ -243,6 +244,7 @@ class BasePPOExp(Experiment):
             partial(self.get_model, cfg.policy.model.path, POLICY_PATH),
             objective,
             optimizer_spec(cfg.policy.optimizer_config, n_updates // cfg.policy_mini_batch_size),
+            lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed),
         )
         critic, ref, reference_sync = None, None, None
         if cfg.critic.model.path is not None:
@@ -252,9 +254,12 @@ class BasePPOExp(Experiment):
                 partial(self.get_value_model, cfg.critic.model.path),
                 ValueObjective(cfg.algorithm.value_clip),
                 optimizer_spec(cfg.critic.optimizer_config, n_updates // cfg.critic_mini_batch_size),
+                lora_spec(cfg.critic.model, "trainer.critic.model.lora", cfg.seed),
             )
             check_vocabulary_size(critic_model, CRITIC_PATH, cfg.critic.model.path, policy_model)
-        if reads_reference(cfg.algorithm):
+        if reads_reference(cfg.algorithm) and cfg.policy_is_reference:
+            ref = policy
+        elif reads_reference(cfg.algorithm):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
             ref, ref_model = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
             check_vocabulary_size(ref_model, REF_PATH, cfg.ref.model.path, policy_model)

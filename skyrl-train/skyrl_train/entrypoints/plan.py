@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig
 from skyrl_train.dataset.files import count_rows
+from skyrl_train.types.specs import lora_spec
 
 BYTES = {"float32": 4, "bfloat16": 2}
 COPIES_WHEN_TRAINED = 4  # weights, gradients and the two moments of AdamW
@@ -34,9 +37,9 @@ def describe_plan(cfg: SkyRLConfig) -> str:
 
 def describe_sft_plan(cfg: SFTConfig) -> str:
     """Return the plan of supervised fine-tuning, as `describe_plan`; DataError if a data file cannot be read."""
-    trainer, data, path = cfg.trainer, cfg.data, cfg.trainer.policy.model.path
-    n_parameters, dtype = count_parameters(path), trainer.policy.model.dtype
-    lines = [("policy", _describe_model(path, n_parameters, dtype)), ("train data", _describe_sources(data.train_data))]
+    trainer, data = cfg.trainer, cfg.data
+    policy = _trained_model("policy", trainer.policy.model, trainer.seed)
+    lines = [*_describe_model(policy), ("train data", _describe_sources(data.train_data))]
     if data.val_data and trainer.eval_interval > 0:
         lines.append(("val data", _describe_sources(data.val_data)))
     lines.append(_steps(trainer, data.train_data))
@@ -46,8 +49,7 @@ def describe_sft_plan(cfg: SFTConfig) -> str:
         ("optimizer", f"AdamW · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}")
     )
     lines.append(_device())
-    weights = None if n_parameters is None else n_parameters * BYTES[dtype]
-    lines += _storage(trainer, weights)
+    lines += _storage(trainer, [policy], "activations")
     return _format_plan(lines)
 
 
@@ -55,15 +57,22 @@ def _format_plan(lines: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<13}{value}".rstrip() for name, value in lines)
 
 
-def _describe_model(path: str, n_parameters: int | None, dtype: str) -> str:
-    size = "size unknown before the download" if n_parameters is None else f"{n_parameters:,} parameters"
-    return f"{path} · {size} · {dtype}"
+def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
+    size = f"{model.n_parameters:,} parameters" if model.n_parameters else "size unknown before the download"
+    yield model.role, f"{model.path} · {size} · {model.dtype}"
+    if model.lora is not None:
+        lora = model.lora
+        kind = f"rank {lora.rank}, alpha {lora.alpha}" if lora.lora_path is None else f"of {lora.lora_path}"
+        size = f"{model.n_trained:,} trained parameters" if model.n_trained else "size unknown before the download"
+        yield "", f"LoRA {kind} · {size} · float32"
 
 
 def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     trainer = cfg.trainer
-    for role, path, dtype in _models(cfg):
-        yield role, _describe_model(path, count_parameters(path), dtype)
+    for model in _models(cfg):
+        yield from _describe_model(model)
+    if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
+        yield "reference", "the policy without its adapter"
     algorithm = trainer.algorithm
     yield "algorithm", f"{algorithm.advantage_estimator} · {algorithm.policy_loss_type} · {algorithm.loss_reduction}"
     yield "environment", f"{cfg.environment.env_class}, unless a row has its own env_class"
@@ -75,15 +84,53 @@ def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         yield "val data", _describe_sources(cfg.data.val_data)
 
 
-def _models(cfg: SkyRLConfig) -> list[tuple[str, str, str]]:
-    """Return role, path and dtype of each model that the run loads."""
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model that the run loads."""
+
+    role: str  # policy, critic or reference
+    path: str
+    dtype: str
+    lora: LoraConfig | None = None
+    n_parameters: int | None = None
+    """None: unknown before the download."""
+    n_trained: int | None = None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of what is trained in a checkpoint: values and moments."""
+        width = BYTES["float32" if self.lora else self.dtype]
+        return (self.n_trained or 0) * width * COPIES_IN_CHECKPOINT
+
+    @property
+    def training_bytes(self) -> int:
+        """Memory for weights, gradients and optimizer state."""
+        width = BYTES["float32" if self.lora else self.dtype]
+        n_frozen = (self.n_parameters or 0) if self.lora or self.role == "reference" else 0
+        return (self.n_trained or 0) * width * COPIES_WHEN_TRAINED + n_frozen * BYTES[self.dtype]
+
+
+def _models(cfg: SkyRLConfig) -> list[PlannedModel]:
+    """Return each model that the run loads; ConfigError if an adapter does not fit."""
     trainer = cfg.trainer
-    models: list[tuple[str, str, str]] = [("policy", trainer.policy.model.path, trainer.policy.model.dtype)]
+    models = [_trained_model("policy", trainer.policy.model, trainer.seed)]
     if trainer.critic.model.path is not None:
-        models.append(("critic", trainer.critic.model.path, trainer.critic.model.dtype))
-    if reads_reference(trainer.algorithm):
-        models.append(("reference", trainer.ref.model.path, trainer.policy.model.dtype))
+        models.append(_trained_model("critic", trainer.critic.model, trainer.seed))
+    if reads_reference(trainer.algorithm) and not trainer.policy_is_reference:
+        path = trainer.ref.model.path
+        models.append(PlannedModel("reference", path, trainer.policy.model.dtype, None, count_parameters(path)))
     return models
+
+
+def _trained_model(role: str, section: PolicyModelConfig | CriticModelConfig, seed: int) -> PlannedModel:
+    path = str(section.path)
+    n_parameters = n_trained = count_parameters(path)
+    lora = lora_spec(section, f"trainer.{role}.model.lora", seed)
+    if lora is not None and n_parameters is not None:
+        from skyrl_train.models.lora import count_trained
+
+        n_trained = count_trained(path, lora, is_critic=role == "critic")
+    return PlannedModel(role, path, section.dtype, None if lora is None else lora.config, n_parameters, n_trained)
 
 
 def _clock(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
@@ -142,28 +189,18 @@ def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     yield _device()
     engine = "vLLM" if cfg.generator.backend == "vllm" else "embedded, shares the policy's weights"
     yield "engine", f"{engine} · {cfg.generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
-    counts = {role: (count_parameters(path), BYTES[dtype]) for role, path, dtype in _models(cfg)}
-    if any(n is None for n, _ in counts.values()):
-        yield from _storage(cfg.trainer, None)
-    else:
-        n_bytes = {role: (n or 0) * width for role, (n, width) in counts.items()}
-        frozen = n_bytes.pop("reference", 0)
-        yield from _storage(
-            cfg.trainer, sum(n_bytes.values()), frozen, and_on_top="activations and the key-value cache"
-        )
+    yield from _storage(cfg.trainer, _models(cfg), "activations and the key-value cache")
 
 
-def _storage(
-    trainer: RunConfig, weights: int | None, frozen: int = 0, and_on_top: str = "activations"
-) -> Iterator[tuple[str, str]]:
-    """Yield memory, disk and run folder for `weights` bytes that are trained and `frozen` bytes that are not."""
-    if weights is None:
+def _storage(trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str) -> Iterator[tuple[str, str]]:
+    """Yield memory, disk and run folder of a run that loads `models`."""
+    if any(model.n_parameters is None for model in models):
         yield "memory", "unknown before the download"
     else:
         yield (
             "memory",
             (
-                f"{_format_bytes(weights * COPIES_WHEN_TRAINED + frozen)} for weights, gradients and optimizer; "
+                f"{_format_bytes(sum(model.training_bytes for model in models))} for weights, gradients and optimizer; "
                 f"{and_on_top} come on top"
             ),
         )
@@ -173,7 +210,7 @@ def _storage(
             yield (
                 "disk",
                 (
-                    f"{_format_bytes(weights * COPIES_IN_CHECKPOINT)} per checkpoint, every "
+                    f"{_format_bytes(sum(model.checkpoint_bytes for model in models))} per checkpoint, every "
                     f"{_count(trainer.ckpt_interval, 'step')}, {kept} · {_format_bytes(free_disk)} free"
                 ),
             )

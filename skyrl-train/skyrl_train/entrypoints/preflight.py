@@ -15,6 +15,7 @@ from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.generator import SamplingConfig
+from skyrl_train.config.policy import CriticModelConfig, PolicyModelConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.dataset.demonstrations import read_demonstrations
@@ -29,6 +30,7 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 MAX_SUBPATH = 300
 """Bytes that the path of a run's file may have below one of the run's folders."""
@@ -56,9 +58,9 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         if (path := value_at(cfg, key)) is not None and (fault := find_fault(Path(path))) is not None:
             yield f"{key}={show(path)}: the file {Path(path).absolute()} {fault}; use the path of a Python file"
     yield from _missing_interpreter(cfg)
-    yield from _missing_model("trainer.policy.model.path", trainer.policy.model.path, has_tokenizer=True)
+    yield from _missing_trained_model("trainer.policy.model", trainer.policy.model, has_tokenizer=True)
     if trains and trainer.critic.model.path is not None:
-        yield from _missing_model("trainer.critic.model.path", trainer.critic.model.path)
+        yield from _missing_trained_model("trainer.critic.model", trainer.critic.model)
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
         yield from _missing_model("trainer.ref.model.path", trainer.ref.model.path)
     yield from _find_model_mismatches(cfg, trains=trains)
@@ -74,8 +76,8 @@ def find_missing_for_sft(cfg: SFTConfig) -> Iterator[str]:
     path = cfg.data.chat_template
     if path is not None and (fault := _find_template_fault(Path(path))) is not None:
         yield f"data.chat_template={show(path)} {fault}; set it to a Jinja file, or null for the tokenizer's"
+    yield from _missing_trained_model("trainer.policy.model", cfg.trainer.policy.model, has_tokenizer=True)
     model = cfg.trainer.policy.model.path
-    yield from _missing_model("trainer.policy.model.path", model, has_tokenizer=True)
     n_context = _read_model_config(model).get("max_position_embeddings")
     if isinstance(n_context, int) and cfg.data.max_length > n_context:
         yield (
@@ -233,6 +235,26 @@ def _parse_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _missing_trained_model(
+    key: str, model: PolicyModelConfig | CriticModelConfig, *, has_tokenizer: bool = False
+) -> Iterator[str]:
+    """Yield a sentence for each missing file of a model and of its adapter."""
+    yield from _missing_model(f"{key}.path", str(model.path), has_tokenizer=has_tokenizer)
+    path = model.lora.lora_path
+    if path is not None and Path(path).is_dir():
+        missing = [name for name in ADAPTER_FILES if not (Path(path) / name).is_file()]
+        if missing:
+            yield (
+                f"{key}.lora.lora_path={show(path)}: the folder has no {' and no '.join(missing)}; use one with an "
+                "adapter of peft"
+            )
+    elif path is not None and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        yield (
+            f"{key}.lora.lora_path={show(path)}: there is no such folder; use a local folder, or a name on the Hub "
+            "(owner/name)"
+        )
 
 
 def _missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> Iterator[str]:

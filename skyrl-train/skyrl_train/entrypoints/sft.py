@@ -21,6 +21,7 @@ from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
 from skyrl_train.sft_trainer import SFTTrainer, SupervisedRows, Validation
 from skyrl_train.tracking import Tracking
+from skyrl_train.types.specs import lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ class SFTExp(Experiment):
                 *(optimizer.n_warmup_steps, total_steps),
             )
         assert self._compute is not None
-        spec = model_spec("policy", self.get_model, self.tokenizer.save_pretrained, cfg, 1.0, optimizer)
+        lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
+        spec = model_spec("policy", self.get_model, self.tokenizer.save_pretrained, cfg, 1.0, optimizer, lora)
         policy, _ = await load_inline(spec, CrossEntropyObjective(), self._compute)
         with self.get_tracker() as tracker:
             trainer = SFTTrainer(

@@ -14,7 +14,7 @@ from skyrl_train.config.run import RunConfig
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.models.loading import default_device
-from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, World
+from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, World
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
@@ -42,6 +42,7 @@ def model_spec(
     cfg: RunConfig,
     temperature: float,
     optimizer: OptimizerSpec | None = None,
+    lora: LoraSpec | None = None,
 ) -> ModelSpec:
     """Return the specification of one model of a run."""
     return ModelSpec(
@@ -49,6 +50,7 @@ def model_spec(
         load=load,
         save_tokenizer=save_tokenizer,
         optimizer=optimizer,
+        lora=lora,
         temperature=temperature,
         bf16=cfg.bf16,
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch or MAX_TOKENS[default_device().type],

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.lazy import torch
 
 Role = Literal["policy", "critic", "ref"]
+SyncKind = Literal["full", "adapter"]
+"""All tensors of a model, with its adapter merged into them, or those of the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,25 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """A low-rank adapter of a model."""
+
+    config: LoraConfig
+    key: str  # of `config`, e.g. "trainer.policy.model.lora"; for error messages
+    base_path: str
+    """Folder or Hub name of the model without the adapter, which is written into the adapter's settings."""
+    seed: int = 0  # of its initial values: the same on every rank
+
+
+def lora_spec(model: PolicyModelConfig | CriticModelConfig, key: str, seed: int) -> LoraSpec | None:
+    """Return the specification of a model's adapter, whose settings are at `key`; None if it has none."""
+    if model.path is None or not model.lora.is_used:
+        return None
+    path = Path(model.path)
+    return LoraSpec(model.lora, key, str(path.absolute()) if path.is_dir() else model.path, seed)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model of a run: its source, and how its ranks compute."""
 
@@ -45,6 +68,7 @@ class ModelSpec:
     save_tokenizer: Callable[[str], Any]
     """Writes the tokenizer into a folder; called for exports and checkpoints."""
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
+    lora: LoraSpec | None = None  # set: only the adapter, and a critic's value head, are trained
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
     max_tokens_per_micro_batch: int = 16384

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from skyrl_train.types.specs import TensorSpec
+from skyrl_train.types.specs import SyncKind, TensorSpec
 
 Transport = Literal["shared", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """One transfer of all weights of a model.
+    """One transfer of the weights of a model, or of its adapter.
 
     `shared` passes references within one process, without a copy. `broadcast` sends chunks from rank 0 of the model to
     `n_receivers` processes through gloo.
@@ -25,6 +25,7 @@ class SyncPlan:
     n_receivers: int = 1
     rank: int = 0  # 0 sends, 1 … n_receivers receive
     timeout_s: float = 600.0
+    kind: SyncKind = "full"
 
 
 class Receipt(NamedTuple):

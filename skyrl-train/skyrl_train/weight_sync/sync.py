@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from skyrl_train.errors import SyncError
-from skyrl_train.types.specs import TensorSpec
+from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport
 from skyrl_train.weight_sync.broadcast import call_off, chunked, receive_broadcast, send_broadcast
 from skyrl_train.weight_sync.shared import receive_shared, release, send_shared
@@ -42,8 +42,8 @@ class Receiver:
 class WeightSource(Protocol):
     """A model whose weights are sent: a `WorkerGroup`."""
 
-    async def tensor_specs(self) -> list[TensorSpec]:
-        """Return the model's tensors."""
+    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
+        """Return the tensors of the model, or of its adapter."""
         ...
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
@@ -76,9 +76,10 @@ class WeightSync:
         chunk_bytes: int = 1 << 28,
         host: str = "127.0.0.1",
         timeout_s: float = 600.0,
+        kind: SyncKind = "full",
     ) -> None:
         """Connect source and sinks. `shared` requires them in one process. `host` is the address of the source's rank
-        0.
+        0. Sinks without the source's adapter need a sync of the kind `full`; others share or load its base.
         """
         self._source = source
         self._sinks = list(sinks)
@@ -86,6 +87,7 @@ class WeightSync:
         self._chunk_bytes = chunk_bytes
         self._host = host
         self._timeout_s = timeout_s
+        self._kind: SyncKind = kind
 
     async def __call__(self, version: int) -> None:
         """Send the weights to every sink, as those of `version`. Sinks must be idle or paused.
@@ -122,11 +124,11 @@ class WeightSync:
 
     async def _plan(self, version: int) -> SyncPlan:
         if self._transport == "shared":
-            return SyncPlan(version, "shared", f"sync-{id(self)}-{version}")
-        chunks = chunked(await self._source.tensor_specs(), self._chunk_bytes)
+            return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
+        chunks = chunked(await self._source.tensor_specs(self._kind), self._chunk_bytes)
         n_receivers = sum(sink.n_weight_copies for sink in self._sinks)
         address = f"{self._host}:{free_port(self._host)}"
-        return SyncPlan(version, "broadcast", address, chunks, n_receivers, timeout_s=self._timeout_s)
+        return SyncPlan(version, "broadcast", address, chunks, n_receivers, timeout_s=self._timeout_s, kind=self._kind)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -12,7 +12,7 @@ import torch
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, PreferenceObjective
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.types import Metrics, Shard, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, TensorSpec
+from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import join, split
@@ -44,10 +44,12 @@ class WorkerGroup:
         n_bytes: list[int] = await self._call("checkpoint_bytes")
         return n_bytes[0]
 
-    async def score(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-        """Return the model's scores of the batch, each (B, R) float32 on the CPU, 0 off the mask."""
+    async def score(self, batch: TrainingBatch, *, adapter: bool = True) -> dict[str, torch.Tensor]:
+        """Return the scores of the model, or of its base without the adapter: (B, R) float32 on the CPU, 0 off the
+        mask.
+        """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
-        return join(rows, await self._call("score", per_part=shards), len(batch))
+        return join(rows, await self._call("score", adapter, per_part=shards), len(batch))
 
     async def forward_backward(self, mini_batch: TrainingBatch, log_probs: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
@@ -96,9 +98,9 @@ class WorkerGroup:
         """Write a plain Hugging Face folder."""
         await self._call("export", folder)
 
-    async def tensor_specs(self) -> list[TensorSpec]:
-        """Return the tensors of the model."""
-        specs: list[list[TensorSpec]] = await self._call("tensor_specs")
+    async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
+        """Return the tensors of the model, or of its adapter."""
+        specs: list[list[TensorSpec]] = await self._call("tensor_specs", kind)
         return specs[0]
 
     @property
@@ -129,14 +131,15 @@ class WorkerGroup:
     async def _call(self, method: str, *args: Any, per_part: Sequence[Any] | None = None) -> list[Any]:
         """Call a method of every worker; return the results of the leaders.
 
-        With `per_part`, each worker gets the argument of its data-parallel part.
+        With `per_part`, each worker gets that of its data-parallel part as its first argument.
         """
         async with self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
-            calls = [rank.call(method, *(args if per_part is None else (per_part[rank.dp],))) for rank in self._ranks]
+            parts = [() if per_part is None else (per_part[rank.dp],) for rank in self._ranks]
+            calls = [rank.call(method, *part, *args) for rank, part in zip(self._ranks, parts, strict=True)]
             if len(calls) == 1:
                 return [await calls[0]]
             try:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +21,11 @@ from skyrl_train.checkpoint import disk_error
 from skyrl_train.distributed import DistributedStrategy, TrainState
 from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.errors import CheckpointError
+from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, OptimizerSpec, TensorSpec
+from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
+from skyrl_train.weight_sync.broadcast import tensor_checksum
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -59,14 +62,21 @@ class Worker:
         return self.module.shares_prefixes
 
     def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint of the whole model: weights, and two moments of trained parameters."""
-        return sum(p.numel() * p.dtype.itemsize * (3 if p.requires_grad else 1) for p in self.module.parameters())
+        """Estimate the size of a checkpoint: weights, unless they belong to the base of an adapter, and two moments of
+        trained parameters.
+        """
+        n_frozen_copies = 1 if self._spec.lora is None else 0
+        return sum(
+            p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies) for p in self.module.parameters()
+        )
 
-    def score(self, shard: Shard) -> dict[str, torch.Tensor]:
-        """Return the model's scores of the shard's rows, each (b, R) float32 on the CPU, 0 off the mask."""
+    def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
+        """Return the scores of the shard's rows, of the model or of its base without the adapter: (b, R) float32 on the
+        CPU, 0 off the mask.
+        """
         rows = shard.rows
         scores = {name: torch.zeros_like(rows.loss_mask) for name in self.module.scores_type._fields}
-        parts = self._run(shard, lambda scores, _: (None, scores), backward=False)
+        parts = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
         for part, indices in zip(parts, shard.micro_batches, strict=True):
             for name, values in part._asdict().items():
                 scores[name][indices] = values.cpu()
@@ -78,10 +88,17 @@ class Worker:
         return Metrics().merge(*self._run(shard, self._objective, backward=True))
 
     def _run(
-        self, shard: Shard, consume: Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]], *, backward: bool
+        self,
+        shard: Shard,
+        consume: Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]],
+        *,
+        backward: bool,
+        adapter: bool = True,
     ) -> list[T]:
         micro_batches = [shard.rows.select(rows) for rows in shard.micro_batches]
-        return self._strategy.run(self.module, micro_batches, consume, bf16=self._spec.bf16, backward=backward)
+        return self._strategy.run(
+            self.module, micro_batches, consume, bf16=self._spec.bf16, backward=backward, adapter=adapter
+        )
 
     def optim_step(self) -> Metrics:
         """Clip the accumulated gradients and apply them, or drop them all if their norm is NaN or infinite."""
@@ -105,6 +122,8 @@ class Worker:
         elif not self._is_skipping:
             logger.warning("The gradient norm of the %s is %s: updates are skipped until it is finite", role, norm)
         self._is_skipping = not is_finite
+        if self._spec.lora is not None:
+            metrics["adapter_norm"] = Metric("mean", self._strategy.adapter_norm(self.module))
         state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
@@ -130,8 +149,16 @@ class Worker:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(random_state(), folder / f"rng_{self._strategy.world.rank}.pt")
         if self._strategy.world.rank == 0:
-            hf_model(self.module).config.save_pretrained(folder / "huggingface")
+            model = hf_model(self.module)
+            model.config.save_pretrained(folder / "huggingface")
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config.save_pretrained(folder / "huggingface")
             self._spec.save_tokenizer(str(folder / "huggingface"))
+        if self._spec.lora is not None:
+            self._strategy.export_adapter(self.module, self._spec.lora, folder / ADAPTER_FOLDER)
+            checksum = self._base_checksum  # on every rank
+            if self._strategy.world.rank == 0:
+                (folder / BASE_CHECKSUM).write_text(f"{checksum}\n", encoding="utf-8")
         self._saving = self._strategy.save(self._state, folder)
 
     def finish_save(self) -> None:
@@ -152,6 +179,8 @@ class Worker:
         try:
             if not (folder / ".metadata").exists():
                 raise FileNotFoundError(f"{folder / '.metadata'} is missing")
+            if self._spec.lora is not None:
+                self._check_base(folder, self._spec.lora)
             self._strategy.load(self._state, folder)
             rng = folder / f"rng_{self._strategy.world.rank}.pt"
             if rng.exists():  # the saving run may have had fewer ranks
@@ -163,27 +192,46 @@ class Worker:
             ) from error
 
     def export(self, folder: Path) -> None:
-        """Write a plain Hugging Face folder; OSError if the file system refuses."""
+        """Write a plain Hugging Face folder, or the adapter in peft's format; OSError if the file system refuses."""
+        lora = self._spec.lora
+        is_merged = lora is None or lora.config.merge_on_export
         try:
-            self._strategy.export(self.module, folder)
+            if is_merged:
+                self._strategy.export(self.module, folder)
+            if lora is not None:
+                self._strategy.export_adapter(self.module, lora, folder / ADAPTER_FOLDER if is_merged else folder)
         except SafetensorError as error:
             raise OSError(f"the {self._spec.role} could not be written: {error}") from error
         if self._strategy.world.rank == 0:
             self._spec.save_tokenizer(str(folder))
 
-    def tensor_specs(self) -> list[TensorSpec]:
+    def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
         """Return the tensors that `send_weights` sends, in order."""
-        return self._strategy.tensor_specs(self.module)
+        return self._strategy.tensor_specs(self.module, kind)
 
     def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights to the receivers of `plan`. Gathering is collective: every rank must call this."""
-        return send(plan, self._strategy.full_tensors(self.module))
+        return send(plan, self._strategy.full_tensors(self.module, plan.kind))
 
     def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load the weights of a model of the same architecture, as the receiver `plan.rank` plus this rank."""
         receiver = Receiver(replace(plan, rank=plan.rank + self._strategy.world.rank))
         self._strategy.load_tensors(self.module, receiver)
         return receiver.receipt
+
+    @cached_property
+    def _base_checksum(self) -> int:
+        """The checksum of the frozen weights. Computing it is collective."""
+        checksums = (tensor_checksum(name, tensor) for name, tensor in self._strategy.frozen_tensors(self.module))
+        return sum(checksums) % 2**64
+
+    def _check_base(self, folder: Path, lora: LoraSpec) -> None:
+        """Raise ValueError if a checkpoint has no adapter, or one of another base model."""
+        path = folder / BASE_CHECKSUM
+        if not path.exists():
+            raise ValueError(f"it holds all weights of a model, and {lora.key} trains an adapter")
+        if path.read_text(encoding="utf-8").strip() != str(self._base_checksum):
+            raise ValueError(f"its adapter was trained on other weights than those of {lora.base_path}")
 
     def close(self) -> None:
         """Wait for a save in progress."""

@@ -28,6 +28,7 @@ from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineThread, SteppedEngine
 from skyrl_train.models.loading import autocast, default_device, load_model, load_tokenizer
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
+from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.memory import cache_bytes_per_token
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
 
@@ -147,7 +148,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
     @torch.no_grad()
     def _copy_weights(self, plan: SyncPlan) -> Receipt:
         """Copy weights into the model, except those that share the policy's memory."""
-        own = dict(self._model.named_parameters())
+        own = trained_parameters(self._model) if plan.kind == "adapter" else dict(self._model.named_parameters())
         receiver = Receiver(plan)
         received = set()
         for name, tensor in receiver:

@@ -305,6 +305,18 @@ PROBLEMS += [
         [["trainer.policy.optimizer_config.warmup_ratio=0.1"]],
     ),
     (
+        ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.dropout=0.1"],
+        "trainer.policy.model.lora.dropout=0.1 would make the log-probs of training random, unlike those of sampling; "
+        "set trainer.policy.model.lora.dropout=0",
+        [["trainer.policy.model.lora.rank=4"]],
+    ),
+    (
+        ["trainer.critic.model.lora.lora_path=adapter", "trainer.critic.model.lora.target_modules=[q_proj]"],
+        "trainer.critic.model.lora.target_modules=[q_proj]: the adapter in trainer.critic.model.lora.lora_path=adapter "
+        "has its own matrices; remove trainer.critic.model.lora.target_modules",
+        [["trainer.critic.model.lora.rank=4", "trainer.critic.model.lora.target_modules=[q_proj]"]],
+    ),
+    (
         ["environment.skyrl_gym.python=python3.12"],
         "environment.skyrl_gym.python=python3.12 is used only by environments in separate processes, but "
         "environment.skyrl_gym.isolation=thread runs them in the trainer; set "
@@ -353,6 +365,12 @@ DOUBTS: list[Case] = [
         ["data.train_data=[a.jsonl,./a.jsonl]"],
         "data.train_data has ./a.jsonl twice, so an epoch trains on its rows twice; name it once",
         [["data.train_data=[a.jsonl,b.jsonl]"]],
+    ),
+    (
+        ["trainer.policy.model.lora.alpha=32"],
+        "trainer.policy.model.lora.alpha=32 has no effect, because trainer.policy.model.lora.rank=0 turns the adapter "
+        "off; set trainer.policy.model.lora.rank=32, or remove trainer.policy.model.lora.alpha",
+        [["trainer.policy.model.lora.alpha=32", "trainer.policy.model.lora.rank=8"]],
     ),
     (
         ["trainer.resume_path=ckpts/global_step_10"],

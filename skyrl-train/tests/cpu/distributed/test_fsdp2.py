@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from workers.worker_batches import (
     as_batch,
@@ -23,6 +24,7 @@ from workers.worker_batches import (
 )
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective, Objective, ValueObjective
+from skyrl_train.checkpoint.merge import merge_checkpoint
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
@@ -31,7 +33,7 @@ from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.models.loading import load_model, load_value_model
 from skyrl_train.types import Metrics, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, Role, World
+from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
@@ -64,6 +66,7 @@ def spec(role: Role, path: Path, cfg: TrainerConfig, max_grad_norm: float = 1e9)
         cfg,
         cfg.algorithm.temperature,
         optimizer,
+        lora_spec((cfg.critic if role == "critic" else cfg.policy).model, f"trainer.{role}.model.lora", cfg.seed),
     )
 
 
@@ -288,6 +291,92 @@ async def test_weights_are_synchronized_from_sharded_ranks_to_another_group(
     after, sharded = await other.score(batch), await group.score(batch)
     assert not torch.equal(before["logprobs"], after["logprobs"])
     torch.testing.assert_close(after["logprobs"], sharded["logprobs"], rtol=0, atol=2e-5)
+
+
+LORA = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-3}}
+
+
+async def test_gradients_of_an_adapter(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(policy=LORA, micro_train_batch_size_per_gpu=3).trainer
+    batch = off_policy_batch(tiny_model, 400, seed=28)
+    await compare(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg), batch, tmp_path)
+
+
+async def test_gradients_of_the_adapter_of_a_critic(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(critic={"model": {"path": str(tiny_model_path), "lora": {"rank": 4}}}).trainer
+    batch = off_policy_batch(tiny_model, 400, seed=24)
+    batch.values = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)) * batch.loss_mask
+    batch.returns = batch.values.roll(1) * batch.loss_mask
+    await compare(ranks, spec("critic", tiny_model_path, cfg), ValueObjective(0.2), batch, tmp_path)
+
+
+async def test_an_adapter_learns_after_the_reference_was_scored_without_it(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(policy=LORA).trainer
+    batches = [as_batch(random_trajectories(2, 3, 400, seed), config()) for seed in range(3)]
+    frozen = replace(spec("policy", tiny_model_path, config().trainer), role="ref", optimizer=None)
+    base = WorkerGroup(frozen, [single_rank()], None)
+    await base.load()
+    expected = await base.score(batches[0])
+    scores = []
+    for group_ranks in ([single_rank()], ranks):
+        group = await load_group(group_ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+        for batch in batches:
+            reference = await group.score(batches[0], adapter=False)
+            torch.testing.assert_close(reference["logprobs"], expected["logprobs"], rtol=0, atol=2e-5)
+            metrics = (await group.update(batch)).numbers()
+        assert metrics["adapter_norm"] > 0
+        scores.append(await group.score(batches[0]))
+        assert (scores[-1]["logprobs"] - expected["logprobs"]).abs().max() > 1e-2
+    torch.testing.assert_close(scores[1]["logprobs"], scores[0]["logprobs"], rtol=0, atol=1e-3)
+
+    folder = await save(group, tmp_path / "checkpoint" / "policy")
+    resumed = await load_group([single_rank()], spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    await resumed.load_state(folder)
+    after = await resumed.score(batches[0])
+    torch.testing.assert_close(after["logprobs"], scores[1]["logprobs"], rtol=0, atol=2e-5)
+    plain = spec("policy", tiny_model_path, config().trainer)
+    merged_group = await load_group([single_rank()], plain, policy_objective(config().trainer))
+    await WeightSync(group, [merged_group], "broadcast", timeout_s=60)(1)
+    merged = await merged_group.score(batches[0])
+    torch.testing.assert_close(merged["logprobs"], scores[1]["logprobs"], rtol=0, atol=2e-5)
+
+
+async def test_a_float32_adapter_on_a_bfloat16_model(ranks: list[ProcessRank], tiny_model_path: Path) -> None:
+    cfg = config(policy=LORA).trainer
+    low_precision = partial(load_model, str(tiny_model_path), dtype=torch.bfloat16, device=torch.device("cpu"))
+    batch = as_batch(random_trajectories(2, 3, 400, seed=1), config())
+    results = []
+    for group_ranks in ([single_rank()], ranks):
+        lora_spec = replace(spec("policy", tiny_model_path, cfg), load=low_precision)
+        group = await load_group(group_ranks, lora_spec, policy_objective(cfg))
+        results.append((await group.update(batch)).numbers())
+    assert results[1]["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=2e-2)
+    assert results[1]["adapter_norm"] == pytest.approx(results[0]["adapter_norm"], rel=2e-2)
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4, "merge_on_export": True}])
+async def test_a_merged_checkpoint_is_the_export(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    cfg = config(policy={**LORA, "model": {"path": str(tiny_model_path), "lora": lora}}).trainer
+    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    for seed in range(2):
+        await group.update(as_batch(random_trajectories(2, 3, 400, seed), config()))
+    await save(group, tmp_path / "policy")
+    await group.export(tmp_path / "export")
+    report = merge_checkpoint(tmp_path, tmp_path / "merged")
+    assert report.logit_gap < 1e-5
+    exported, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "merged"))
+    assert exported.keys() == merged.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-7, msg=name)
+    assert (tmp_path / "merged/lora_adapter/adapter_model.safetensors").exists() == bool(lora)
 
 
 async def test_nan_weights_on_any_rank_are_found(ranks: list[ProcessRank], tiny_model_path: Path) -> None:

@@ -24,7 +24,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.types import Segment, TokenScores, TrainingBatch, Trajectory, TrajectoryID
-from skyrl_train.types.specs import Role, World
+from skyrl_train.types.specs import Role, World, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
@@ -76,7 +76,8 @@ class SingleRankGroup:
         section = cfg.critic if role == "critic" else cfg.policy
         optimizer = None if objective is None else optimizer_spec(section.optimizer_config, n_steps=10)
         save_tokenizer = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
-        spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature, optimizer)
+        lora = None if role == "ref" else lora_spec(section.model, f"trainer.{role}.model.lora", cfg.seed)
+        spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature, optimizer, lora)
         self.model = model
         self._role = role
         self.rank = LocalRank(InlineExecutor(), SingleStrategy(World()))

@@ -1,0 +1,340 @@
+"""Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) through peft: W + (alpha / rank) · B·A with W frozen.
+
+`add_adapter` replaces modules of a Hugging Face model in place, so that whatever computes with the model, such as the
+embedded engine, computes with the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.types.specs import LoraSpec
+
+logger = logging.getLogger(__name__)
+
+NAME = "default"
+"""The name of the adapter within the model."""
+FILE_PREFIX = "base_model.model."
+"""Prefix of tensor names in peft's files."""
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+VALUE_HEAD = "score"
+ADAPTER_FOLDER = "lora_adapter"
+"""The adapter in peft's format, in a checkpoint and in an export of the merged model."""
+BASE_CHECKSUM = "base_checksum.txt"
+"""The checksum of the frozen weights, in a checkpoint of an adapter."""
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a whole tensor, on every rank."""
+
+
+def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
+    """Freeze a model and add a trainable adapter to it, in float32: a new one, which changes nothing, or that of
+    `lora_path`. The value head of a critic stays trainable.
+
+    Raises:
+        ConfigError: no module has a name of `target_modules`, or the adapter in `lora_path` does not fit.
+    """
+    is_critic = hasattr(model, VALUE_HEAD)
+    path = lora.config.lora_path
+    config = _new_config(lora, model, is_critic) if path is None else _load_config(path, lora)
+    config.modules_to_save = None  # the value head is trained in place, not copied
+    devices = [model.device.index or 0] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(lora.seed)
+        try:
+            peft.inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise ConfigError(f"{_source(lora)} does not fit a {type(model).__name__}: {error}") from error
+    _check_layers(model, lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if is_critic:
+        model.get_submodule(VALUE_HEAD).requires_grad_(True)
+        config.modules_to_save = [VALUE_HEAD]
+    if path is not None:
+        _load_tensors(model, read_tensors(path, _source(lora)), _source(lora))
+    model.eval()
+    trained, total = count_parameters(model)
+    logger.info(
+        "%s: rank %d, alpha %d, %s of %s parameters are trained",
+        *(lora.key, config.r, config.lora_alpha, f"{trained:,}", f"{total:,}"),
+    )
+
+
+def adapter_config(model: PreTrainedModel) -> peft.LoraConfig | None:
+    """Return the settings of a model's adapter; None without one."""
+    return getattr(model, "peft_config", {}).get(NAME)
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the number of trained parameters, and that of all."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in model.parameters())
+
+
+def count_trained(path: str, lora: LoraSpec, *, is_critic: bool = False) -> int:
+    """Return the number of trained parameters of an adapter on the model at `path`, without loading its weights.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True, **({"num_labels": 1} if is_critic else {}))
+    with torch.device("meta"):
+        kind: Any = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+        model = kind.from_config(config)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        add_adapter(model, lora)
+    finally:
+        logger.setLevel(level)
+    return count_parameters(model)[0]
+
+
+@contextmanager
+def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
+    """Compute without the adapter.
+
+    peft's own switch also freezes the adapter, which FSDP would remember if this came before the first update.
+    """
+    layers = _layers(model).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def trained_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """Return the adapter's parameters, and a critic's value head, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def merged_names(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the model's own parameters under the names that they have without the adapter."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter
+
+
+def merged_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's tensors, in the order of `merged_names`, with the adapter merged into them."""
+    layers = _layers(model)
+    for name, parameter in merged_names(model):
+        tensor = gather(parameter.detach())
+        path, _, part = name.rpartition(".")
+        if part == "weight" and path in layers:
+            a, b = (gather(factor) for factor in _factors(layers[path]))
+            tensor = MatrixChange(a, b, layers[path].scaling[NAME], layers[path].fan_in_fan_out).apply(tensor)
+        yield name, tensor
+
+
+@torch.no_grad()
+def change_norm(model: PreTrainedModel, gather: Gather) -> float:
+    """Return the Frobenius norm of the change (alpha / rank) · B·A, over all matrices."""
+    total = 0.0
+    for layer in _layers(model).values():
+        a, b = (gather(factor).double() for factor in _factors(layer))
+        total += layer.scaling[NAME] ** 2 * ((b.T @ b) * (a @ a.T)).sum().item()  # |BA|² = Σ BᵀB ∘ AAᵀ
+    return math.sqrt(max(total, 0.0))
+
+
+def save_adapter(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], base_path: str, folder: Path) -> None:
+    """Write an adapter in peft's format; `tensors` are the whole ones of `trained_parameters`."""
+    config = adapter_config(model)
+    assert config is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {_name_in_file(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    settings = config.to_dict() | {"base_model_name_or_path": base_path, "inference_mode": True}
+    settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixChange:
+    """The change scale · B·A of one matrix."""
+
+    a: torch.Tensor  # (rank, in)
+    b: torch.Tensor  # (out, rank)
+    scale: float
+    is_transposed: bool  # the matrix is (in, out), as in GPT-2
+
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the changed matrix; the sum is computed in float32."""
+        change = (self.b.float() @ self.a.float()) * self.scale  # (out, in)
+        return (weight.float() + (change.T if self.is_transposed else change)).to(weight.dtype)
+
+
+def read_changes(path: str, base: str) -> dict[str, MatrixChange]:
+    """Return the changes that an adapter makes to the model at `base`, by the name of the tensor.
+
+    Raises:
+        ConfigError: the adapter cannot be read, or does not fit the model.
+    """
+    source = f"the adapter {path}"
+    config, tensors = read_config(path, source), read_tensors(path, source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    try:
+        peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ConfigError(f"{source} does not fit {base}: {error}") from error
+    _check_tensors(model, tensors, source)
+    changes = {}
+    for layer_path, layer in _layers(model).items():
+        a, b = (tensors[f"{FILE_PREFIX}{layer_path}.lora_{factor}.weight"] for factor in "AB")
+        changes[f"{layer_path}.weight"] = MatrixChange(a, b, layer.scaling[NAME], layer.fan_in_fan_out)
+    return changes
+
+
+def _layers(model: PreTrainedModel) -> dict[str, Any]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A (rank, in) and B (out, rank)."""
+    return layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
+
+
+def _source(lora: LoraSpec) -> str:
+    if lora.config.lora_path is not None:
+        return f"{lora.key}.lora_path={lora.config.lora_path}"
+    return f"{lora.key}.target_modules={lora.config.target_modules}"
+
+
+def _new_config(lora: LoraSpec, model: PreTrainedModel, is_critic: bool) -> peft.LoraConfig:
+    config = lora.config
+    names = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
+    paths = [path for path, _ in model.named_modules()]
+    for key, value in names.items():
+        for name in value if isinstance(value, list) else []:
+            if not any(path == name or path.endswith(f".{name}") for path in paths):
+                raise ConfigError(
+                    f"{lora.key}.{key}={value}: a {type(model).__name__} has no module {name}; its linear modules are "
+                    f"{', '.join(_linear_names(model))}"
+                )
+    return peft.LoraConfig(
+        task_type="TOKEN_CLS" if is_critic else "CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=config.target_modules,
+        exclude_modules=[*(config.exclude_modules or []), *([VALUE_HEAD] if is_critic else [])] or None,
+        init_lora_weights=True if config.init_method == "kaiming" else config.init_method,
+    )
+
+
+def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
+    config = read_config(path, _source(lora))
+    if lora.config.rank and (lora.config.rank, lora.config.alpha) != (config.r, config.lora_alpha):
+        raise ConfigError(
+            f"{_source(lora)} has rank {config.r} and alpha {config.lora_alpha}, but "
+            f"{lora.key}.rank={lora.config.rank} and {lora.key}.alpha={lora.config.alpha}; set those of the adapter, "
+            "or omit both"
+        )
+    return config
+
+
+def read_config(path: str, source: str) -> peft.LoraConfig:
+    """Return the settings of an adapter in a folder or on the Hub; `source` names it in error messages.
+
+    Raises:
+        ConfigError: there are none, or the adapter is more than a low-rank change of matrices.
+    """
+    try:
+        config = peft.PeftConfig.from_pretrained(path)
+    except Exception as error:  # the boundary to peft, which raises whatever a malformed file leads to
+        raise ConfigError(
+            f"{source} has no {CONFIG} that peft can read: {error}; use a folder with {CONFIG} and {WEIGHTS}"
+        ) from error
+    if not isinstance(config, peft.LoraConfig):
+        raise ConfigError(f"{source} is not a LoRA adapter: its peft_type is {config.peft_type}; use one of LoRA")
+    faults = {
+        "use_dora is true": config.use_dora,
+        f"bias is {config.bias}": config.bias != "none" or config.lora_bias,
+        f"it has target_parameters {config.target_parameters}": config.target_parameters,
+        f"it has modules_to_save {config.modules_to_save}": set(config.modules_to_save or []) - {VALUE_HEAD},
+    }
+    for fault, is_present in faults.items():
+        if is_present:
+            raise ConfigError(f"{source} is not a plain LoRA adapter: {fault}; use one that only adds B·A to matrices")
+    # The values come from the file. Models are in evaluation mode, so that dropout has no effect.
+    config.lora_dropout, config.inference_mode, config.init_lora_weights = 0.0, False, True
+    return config
+
+
+def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter in a folder or on the Hub, named as in peft's files.
+
+    Raises:
+        ConfigError: there are none, or one has NaN or infinite values.
+    """
+    try:
+        tensors: dict[str, torch.Tensor] = peft.load_peft_weights(path, device="cpu")
+    except Exception as error:  # the boundary to peft and the Hub
+        raise ConfigError(f"{source} has no {WEIGHTS} that can be read: {error}; save the adapter again") from error
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{source} has NaN or infinite values in {name}; use an earlier one")
+    return tensors
+
+
+@torch.no_grad()
+def _load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    """Copy the tensors of peft's files into the adapter."""
+    _check_tensors(model, tensors, source)
+    for name, parameter in trained_parameters(model).items():
+        parameter.copy_(tensors[_name_in_file(name)])
+
+
+def _check_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise ConfigError if the tensors of peft's files are not those of the model's adapter."""
+    expected = {_name_in_file(name): parameter for name, parameter in trained_parameters(model).items()}
+    for name in sorted(expected.keys() | tensors.keys()):
+        shapes = [tuple(named[name].shape) if name in named else "none" for named in (tensors, expected)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"{source} does not fit a {type(model).__name__}: its {name} has shape {shapes[0]}, but the model "
+                f"needs {shapes[1]}; use an adapter of this model"
+            )
+
+
+def _name_in_file(name: str) -> str:
+    return FILE_PREFIX + name.replace(f".{NAME}.", ".")
+
+
+def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:
+    """Raise ConfigError for adapters of other modules than linear ones, and of a head that is tied to embeddings."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    for path, layer in _layers(model).items():
+        if NAME not in layer.lora_A:
+            raise ConfigError(
+                f"{_source(lora)}: {path} is a {type(layer.get_base_layer()).__name__}, and only linear modules can "
+                f"have an adapter; choose among {', '.join(_linear_names(model))}"
+            )
+        if layer is head and embeddings is not None and layer.weight is embeddings.weight:
+            raise ConfigError(
+                f"{_source(lora)}: {path} shares its weight with the embeddings, which an adapter would separate; "
+                f"leave it out of {lora.key}.target_modules"
+            )
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    linear = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return sorted({path.rpartition(".")[2] for path in linear if ".lora_" not in path and path != VALUE_HEAD})

@@ -1,0 +1,326 @@
+"""Merging: round trips, and failures that leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from workers.worker_batches import SingleRankGroup, as_batch, config, make_worker, random_trajectories
+
+from skyrl_train.algorithms.objectives import ValueObjective
+from skyrl_train.checkpoint import merge
+from skyrl_train.checkpoint.lock import folder_lock
+from skyrl_train.checkpoint.manifest import write_manifest
+from skyrl_train.checkpoint.merge import average_models, merge_adapter, merge_checkpoint
+from skyrl_train.entrypoints.cli import main
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.loading import load_model, load_value_model
+
+TOKENS = torch.arange(3, 23).view(2, 10)
+TYPES = {"float32": 1e-5, "bfloat16": 1e-1}
+
+
+def new_model(
+    folder: Path, *, seed: int = 0, is_tied: bool = False, dtype: str = "float32", hidden_size: int = 32
+) -> Path:
+    shape = {"hidden_size": hidden_size, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61, "initializer_range": 0.3}
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=is_tied))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def new_adapter(folder: Path, base: Path, *, rank: int = 4, scale: float = 0.2, **settings: Any) -> Path:
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        peft.LoraConfig(
+            **{"r": rank, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}
+        ),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=scale)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=TOKENS, use_cache=False).logits.float()
+
+
+def logits_in(folder: Path) -> torch.Tensor:
+    return logits(AutoModelForCausalLM.from_pretrained(folder))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    is_tied=st.booleans(),
+    dtype=st.sampled_from(sorted(TYPES)),
+    rank=st.integers(1, 9),
+    use_rslora=st.booleans(),
+    targets=st.sampled_from(["all-linear", ["q_proj", "down_proj"], r".*layers\.1\.mlp\..*_proj"]),
+    shard_bytes=st.sampled_from([5_000, 10**9]),
+)
+def test_a_merged_adapter_has_the_logits_of_the_adapter_on_its_base(
+    tmp_path_factory: pytest.TempPathFactory,
+    is_tied: bool,
+    dtype: str,
+    rank: int,
+    use_rslora: bool,
+    targets: str | list[str],
+    shard_bytes: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("merge")
+    base = new_model(folder / "base", is_tied=is_tied, dtype=dtype)
+    adapter = new_adapter(folder / "adapter", base, rank=rank, use_rslora=use_rslora, target_modules=targets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge, "SHARD_BYTES", shard_bytes)
+        report = merge_adapter(str(adapter), folder / "merged")
+    expected = logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)))
+    assert (logits_in(folder / "merged") - expected).norm() < TYPES[dtype] * expected.norm()
+    assert (logits_in(base) - expected).norm() > 10 * TYPES["float32"] * expected.norm()
+    assert report.n_changed == sum("lora_A" in name for name in load_file(adapter / "adapter_model.safetensors"))
+    assert report.n_tensors == len(load_file(base / "model.safetensors"))
+    assert (folder / "merged/config.json").read_bytes() == (base / "config.json").read_bytes()
+    assert (len(list((folder / "merged").glob("*.safetensors"))) == 1) == (shard_bytes > 5_000)
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
+@pytest.mark.parametrize("merged", ["float32", "bfloat16"])
+def test_the_type_of_the_merged_weights_can_be_chosen(tmp_path: Path, saved: str, merged: Any) -> None:
+    base = new_model(tmp_path / "base", dtype=saved)
+    adapter = new_adapter(tmp_path / "adapter", base)
+    report = merge_adapter(str(adapter), tmp_path / "merged", dtype=merged)
+    assert report.logit_gap < TYPES[merged]
+    tensors = load_file(tmp_path / "merged/model.safetensors")
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{merged}"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == getattr(torch, merged)
+
+
+def test_every_linear_architecture_can_be_merged(other_model: PreTrainedModel, tmp_path: Path) -> None:
+    other_model.save_pretrained(tmp_path / "base")
+    adapter = new_adapter(tmp_path / "adapter", tmp_path / "base")
+    assert merge_adapter(str(adapter), tmp_path / "merged").logit_gap < 1e-5
+
+
+@settings(max_examples=8)
+@given(weights=st.lists(st.floats(0.1, 1), min_size=2, max_size=3), is_tied=st.booleans())
+def test_an_average_has_the_mean_of_each_tensor(
+    tmp_path_factory: pytest.TempPathFactory, weights: list[float], is_tied: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("average")
+    shares = [weight / sum(weights) for weight in weights]
+    sources = [new_model(folder / str(i), seed=i, is_tied=is_tied) for i in range(len(shares))]
+    report = average_models([str(source) for source in sources], folder / "mean", shares)
+    tensors = [load_file(source / "model.safetensors") for source in sources]
+    for name, mean in load_file(folder / "mean/model.safetensors").items():
+        expected = sum(share * one[name].double() for share, one in zip(shares, tensors, strict=True))
+        torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-6)
+    assert report.n_changed == len([name for name in tensors[0] if "norm" not in name])  # norms start at 1
+    assert report.logit_gap < 1e-5
+
+
+def trained(
+    folder: Path, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **section: Any
+) -> SingleRankGroup:
+    """Train a policy for two steps and save it as `folder/policy`."""
+    worker = make_worker(policy, tokenizer, policy={"optimizer_config": {"lr": 1e-2}, **section})
+    for seed in range(2):
+        worker.update(as_batch(random_trajectories(2, 3, 60, seed), config()))
+    worker.save(folder / "policy")
+    return worker
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
+def test_a_checkpoint_becomes_the_model_that_was_trained(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, is_tied: bool, lora: dict[str, Any], saved: str
+) -> None:
+    base = new_model(tmp_path / "base", is_tied=is_tied, dtype=saved)
+    model = load_model(str(base), dtype=torch.float32, device=torch.device("cpu"))
+    trained(tmp_path / "step", model, tiny_tokenizer, model={"path": str(base), "lora": lora})
+    report = merge_checkpoint(tmp_path / "step", tmp_path / "merged", dtype="float32")
+    assert (logits_in(tmp_path / "merged") - logits_in(base)).abs().max() > 1e-2
+    torch.testing.assert_close(logits_in(tmp_path / "merged"), logits(model), rtol=1e-5, atol=1e-5)
+    assert report.n_tensors == len(list(load_file(base / "model.safetensors")))
+    assert (tmp_path / "merged/tokenizer.json").exists()
+    assert (tmp_path / "merged/generation_config.json").exists()
+    assert (tmp_path / "merged/lora_adapter").exists() == bool(lora)
+
+
+def test_the_critic_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path) -> None:
+    critic = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+    torch.nn.init.normal_(critic.get_parameter("score.weight"))
+    SingleRankGroup("critic", critic, None, config().trainer, ValueObjective(0.2)).save(tmp_path / "step/critic")
+    merge_checkpoint(tmp_path / "step", tmp_path / "merged", role="critic")
+    assert torch.equal(logits(AutoModelForTokenClassification.from_pretrained(tmp_path / "merged")), logits(critic))
+
+
+def test_the_base_of_a_checkpoint_must_be_the_one_that_was_trained(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    base, other = new_model(tmp_path / "base"), new_model(tmp_path / "other", seed=1)
+    model = load_model(str(base), dtype=torch.float32, device=torch.device("cpu"))
+    trained(tmp_path / "step", model, tiny_tokenizer, model={"path": str(base), "lora": {"rank": 4}})
+    with pytest.raises(CheckpointError, match=r"trained on other weights than those of .*other .*--base"):
+        merge_checkpoint(tmp_path / "step", tmp_path / "merged", base=str(other))
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"there is no model .*base"):
+        merge_checkpoint(tmp_path / "step", tmp_path / "merged")
+    merge_checkpoint(tmp_path / "step/policy", tmp_path / "merged", base=str(tmp_path / "moved"))
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, tiny_model: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    step = tmp_path / "ckpts/global_step_2"
+    trained(step, copy.deepcopy(tiny_model), tiny_tokenizer)
+    write_manifest(step)
+    (tmp_path / "ckpts/latest_ckpt_global_step.txt").write_text("2\n")
+    merge_checkpoint(tmp_path / "ckpts", tmp_path / "merged")
+    file = step / "policy/__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has [\d,]+ bytes instead of"):
+        merge_checkpoint(tmp_path / "ckpts", tmp_path / "again")
+    with pytest.raises(CheckpointError, match="has no checkpoint of a critic"):
+        merge_checkpoint(tmp_path / "ckpts", tmp_path / "again", role="critic")
+    (step / "checksums.json").unlink()
+    with pytest.raises(ConfigError, match="--base=x is not read"):
+        merge_checkpoint(tmp_path / "ckpts", tmp_path / "again", base="x")
+
+
+def wrong_verification(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(merge, "_changed", lambda source, changes, dtype, tally: _scaled(source, tally))
+
+
+def _scaled(source: Any, tally: Any) -> Any:
+    tally.n_changed = 1
+    for spec in source.specs:
+        yield spec.name, source.read(spec.name) * 1.01
+
+
+def full_disk(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(merge.shutil, "disk_usage", lambda _: merge.shutil._ntuple_diskusage(10, 10, 0))
+
+
+def zero_alpha(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 0}))
+
+
+def untrained(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    new_adapter(adapter, base, scale=0.0)
+
+
+def other_base(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    new_adapter(adapter, new_model(base.with_name("wide"), hidden_size=64))
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+
+
+def no_base(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
+
+
+def no_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    (base / "model.safetensors").unlink()
+
+
+def truncated_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
+    (base / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:500])
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (wrong_verification, "the merged model is wrong, and nothing was written: its logits differ from"),
+        (full_disk, "could not be written: [0-9,]+ bytes are needed and 0 are free"),
+        (zero_alpha, "would change none of the 25 tensors of .*: its alpha is 0"),
+        (untrained, "would change none of the 25 tensors of .*: B·A is 0"),
+        (other_base, "does not fit"),
+        (no_base, "does not name its base model; name it with --base"),
+        (no_weights, "has no .*safetensors; save the model"),
+        (truncated_weights, "model.safetensors cannot be read"),
+    ],
+)
+def test_nothing_is_left_of_a_merge_that_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    harm: Callable[[Path, Path, pytest.MonkeyPatch], None],
+    message: str,
+) -> None:
+    base = new_model(tmp_path / "base")
+    adapter = new_adapter(tmp_path / "adapter", base)
+    harm(base, adapter, monkeypatch)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        merge_adapter(str(adapter), tmp_path / "out/merged")
+    assert not list((tmp_path / "out").glob(".*"))
+    assert not (tmp_path / "out/merged").exists()
+
+
+def test_a_folder_belongs_to_one_merge(tmp_path: Path) -> None:
+    base = new_model(tmp_path / "base")
+    adapter = str(new_adapter(tmp_path / "adapter", base))
+    (tmp_path / ".merged.partial/left").mkdir(parents=True)  # by a process that was killed
+    (tmp_path / ".merged.partial/model.safetensors").write_text("half")
+    with folder_lock(tmp_path / ".merged.partial", ""), pytest.raises(ConfigError, match="is in use by process"):
+        merge_adapter(adapter, tmp_path / "merged")
+    merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / ".merged.partial").exists()
+    assert not {path.name for path in (tmp_path / "merged").iterdir()} & {"left", ".lock"}
+    before = (tmp_path / "merged/model.safetensors").stat().st_mtime_ns
+    with pytest.raises(ConfigError, match="merged already exists; choose a new folder"):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert (tmp_path / "merged/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
+    one, other = (str(new_model(tmp_path / str(i), seed=i)) for i in range(2))
+    wide = str(new_model(tmp_path / "wide", hidden_size=64))
+    for sources, weights, message in (
+        ([one], None, "two or more models, and 1 was given"),
+        ([one, other], [0.5, 0.6], "2 weights with the sum 1.1 for 2 models"),
+        ([one, other], [1.0], "1 weights with the sum 1 for 2 models"),
+        ([one, wide], None, r"has shape .* in .*, but .* in .*wide; average models of the same architecture"),
+        ([one, one], None, "has the weights of"),
+        ([one, str(tmp_path / "none")], None, "there is no model"),
+    ):
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            average_models(sources, tmp_path / "mean", weights)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "wide"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = new_model(tmp_path / "base")
+    adapter = new_adapter(tmp_path / "adapter", base)
+    assert main(["merge", "adapter", str(adapter), str(tmp_path / "merged")]) == 0
+    assert "25 tensors, 14 of them changed; the logits are those of the sources up to" in capsys.readouterr().out
+    assert (
+        main(["merge", "average", str(base), str(tmp_path / "merged"), str(tmp_path / "mean"), "--dtype=bfloat16"]) == 0
+    )
+    assert main(["merge", "average", str(base), str(base), str(tmp_path / "same")]) == 1
+    assert main(["merge", "checkpoint", str(base), str(tmp_path / "same"), "--role=actor"]) == 1
+    errors = capsys.readouterr().err
+    assert "error: the average of" in errors
+    assert "error: --role=actor must be one of policy, critic" in errors

@@ -1,0 +1,237 @@
+"""Low-rank adapters: the same computation as explicit matrices, peft's files, and refused settings."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.config.policy import LoraConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_model, load_value_model
+from skyrl_train.models.lora import (
+    adapter_disabled,
+    add_adapter,
+    change_norm,
+    count_trained,
+    merged_tensors,
+    save_adapter,
+    trained_parameters,
+)
+from skyrl_train.types.specs import LoraSpec
+
+KEY = "trainer.policy.model.lora"
+TOKENS = torch.arange(3, 23).view(2, 10)
+
+
+def spec(base: str = "base", **settings: Any) -> LoraSpec:
+    return LoraSpec(LoraConfig(**settings), KEY, base, seed=1)
+
+
+def randomized(model: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
+    """Return a copy of a model with an adapter that changes its logits."""
+    model = copy.deepcopy(model)
+    add_adapter(model, lora)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in trained_parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=TOKENS, use_cache=False).logits
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    save_adapter(model, {name: p.detach() for name, p in trained_parameters(model).items()}, "base", folder)
+    return folder
+
+
+@pytest.mark.parametrize("init_method", ["kaiming", "gaussian"])
+def test_a_new_adapter_changes_nothing(tiny_model: PreTrainedModel, init_method: str) -> None:
+    model = copy.deepcopy(tiny_model)
+    add_adapter(model, spec(rank=4, init_method=init_method))
+    assert torch.equal(logits(model), logits(tiny_model))
+    assert change_norm(model, whole) == 0
+    a = trained_parameters(model)["model.layers.0.mlp.up_proj.lora_A.default.weight"]
+    assert a.std().item() == pytest.approx({"kaiming": (64 * 3) ** -0.5, "gaussian": 1 / 4}[init_method], rel=0.2)
+
+
+def test_the_initial_values_depend_on_the_seed_alone(tiny_model: PreTrainedModel) -> None:
+    adapters = []
+    for lora in (spec(rank=4), spec(rank=4), LoraSpec(LoraConfig(rank=4), KEY, "base", seed=2)):
+        model = copy.deepcopy(tiny_model)
+        torch.rand(1)
+        before = torch.get_rng_state()
+        add_adapter(model, lora)
+        assert torch.equal(torch.get_rng_state(), before)
+        adapters.append(torch.cat([p.detach().flatten() for p in trained_parameters(model).values()]))
+    assert torch.equal(adapters[0], adapters[1])
+    assert not torch.equal(adapters[0], adapters[2])
+
+
+def test_the_model_without_its_adapter_is_bitwise_the_base(tiny_model: PreTrainedModel) -> None:
+    model = randomized(tiny_model, spec(rank=4))
+    assert (logits(model) - logits(tiny_model)).abs().max() > 0.1
+    with adapter_disabled(model):
+        assert torch.equal(logits(model), logits(tiny_model))
+        assert all(p.requires_grad for name, p in model.named_parameters() if ".lora_" in name)
+    assert (logits(model) - logits(tiny_model)).abs().max() > 0.1
+
+
+def test_gradients_follow_from_those_of_the_merged_matrices(tiny_model: PreTrainedModel) -> None:
+    """With W' = W + s·B·A: ∂/∂A = s·Bᵀ·∂/∂W' and ∂/∂B = s·∂/∂W'·Aᵀ."""
+    model = randomized(tiny_model, spec(rank=4, alpha=8))
+    plain = copy.deepcopy(tiny_model).requires_grad_(True)
+    adapter = {name: p.detach() for name, p in trained_parameters(model).items()}
+    matrices = [name.removesuffix(".lora_A.default.weight") for name in adapter if ".lora_A." in name]
+    assert len(matrices) == 2 * 7
+    factors = {path: [adapter[f"{path}.lora_{x}.default.weight"] for x in "AB"] for path in matrices}
+    with torch.no_grad():
+        for path, (a, b) in factors.items():
+            plain.get_submodule(path).weight += 2 * b @ a
+    for each in (model, plain):
+        each(input_ids=TOKENS, use_cache=False).logits.log_softmax(dim=-1)[..., 5].sum().backward()
+    for path, (a, b) in factors.items():
+        gradient = plain.get_submodule(path).weight.grad
+        expected = {"A": 2 * b.T @ gradient, "B": 2 * gradient @ a.T}
+        for name, values in expected.items():
+            actual = model.get_parameter(f"{path}.lora_{name}.default.weight").grad
+            torch.testing.assert_close(actual, values, rtol=1e-4, atol=1e-4)
+    assert all(p.grad is None for name, p in model.named_parameters() if ".lora_" not in name)
+
+
+def test_merged_tensors_have_the_logits_of_the_adapter_on_the_base(other_model: PreTrainedModel) -> None:
+    model = randomized(other_model, spec(rank=3, alpha=6))
+    merged = copy.deepcopy(other_model)
+    names = {name for name, _ in merged.named_parameters()}
+    tensors = dict(merged_tensors(model, whole))
+    assert tensors.keys() == names
+    merged.load_state_dict(tensors, strict=False)
+    assert (logits(model) - logits(other_model)).abs().max() > 1e-2
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_the_norm_of_the_change_is_that_of_the_merged_weights(tiny_model: PreTrainedModel) -> None:
+    model = randomized(tiny_model, spec(rank=4))
+    before = dict(tiny_model.named_parameters())
+    change = [(tensor - before[name]).norm() for name, tensor in merged_tensors(model, whole)]
+    assert change_norm(model, whole) == pytest.approx(torch.stack(change).norm().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"target_modules": ["q_proj", "lm_head"], "alpha": 3},
+        {"target_modules": r".*layers\.1\..*_proj", "exclude_modules": ["up_proj"]},
+    ],
+)
+def test_a_saved_adapter_has_the_same_logits_in_peft_and_here(
+    tiny_model: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    model = randomized(tiny_model, spec(rank=4, **settings))
+    folder = save(model, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_model), str(folder))
+    assert torch.equal(logits(theirs), logits(model))
+    ours = copy.deepcopy(tiny_model)
+    add_adapter(ours, spec(lora_path=str(folder)))
+    assert torch.equal(logits(ours), logits(model))
+    assert trained_parameters(ours).keys() == trained_parameters(model).keys()
+
+
+def test_a_bfloat16_model_has_a_float32_adapter(tiny_model_path: Path) -> None:
+    model = load_model(str(tiny_model_path), dtype=torch.bfloat16, device=torch.device("cpu"))
+    add_adapter(model, spec(rank=4))
+    assert {p.dtype for p in trained_parameters(model).values()} == {torch.float32}
+    assert logits(model).dtype == torch.bfloat16
+
+
+def test_a_critic_trains_its_value_head_too(tiny_model_path: Path, tmp_path: Path) -> None:
+    critic = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+    model = randomized(critic, spec(rank=2))
+    assert [name for name in trained_parameters(model) if ".lora_" not in name] == ["score.weight", "score.bias"]
+    ours = copy.deepcopy(critic)
+    add_adapter(ours, spec(lora_path=str(save(model, tmp_path))))
+    assert torch.equal(logits(ours), logits(model))
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(critic), str(tmp_path))
+    assert torch.equal(logits(theirs), logits(model))
+
+
+def test_parameters_are_counted_without_loading_weights(tiny_model: PreTrainedModel, tiny_model_path: Path) -> None:
+    model = randomized(tiny_model, spec(rank=5))
+    expected = sum(p.numel() for p in trained_parameters(model).values())
+    assert count_trained(str(tiny_model_path), spec(rank=5)) == expected
+    with pytest.raises(ConfigError, match="no module qproj"):
+        count_trained(str(tiny_model_path), spec(rank=5, target_modules=["qproj"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target_modules": ["q_proj", "w_proj"]}, ["target_modules=", "no module w_proj", "down_proj, gate_proj"]),
+        ({"exclude_modules": ["heads"]}, ["exclude_modules=['heads']", "no module heads"]),
+        ({"target_modules": "q_proj"}, ["target_modules=q_proj", "not found"]),
+        ({"target_modules": ["embed_tokens"]}, ["model.embed_tokens is a Embedding, and only linear modules"]),
+    ],
+)
+def test_modules_that_cannot_have_an_adapter_are_named(
+    tiny_model: PreTrainedModel, settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        add_adapter(copy.deepcopy(tiny_model), spec(rank=4, **settings))
+    for word in [KEY, *words]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("other_model", ["llama"], indirect=True)
+def test_a_head_that_is_tied_to_the_embeddings_gets_no_adapter(other_model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="lm_head shares its weight with the embeddings"):
+        add_adapter(copy.deepcopy(other_model), spec(rank=4, target_modules=["lm_head", "q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "words"),
+    [
+        ({"use_dora": True}, {}, "is not a plain LoRA adapter: use_dora is true"),
+        ({"peft_type": "LOHA"}, {}, "is not a LoRA adapter"),
+        ({"bias": "all"}, {}, "bias is all"),
+        ({"modules_to_save": ["embed_tokens"]}, {}, "modules_to_save"),
+        ({"r": 3}, {}, "has shape (4, "),
+        ({"target_modules": ["q_proj"]}, {}, "does not fit a Qwen3ForCausalLM"),
+        ({}, {"rank": 8}, f"has rank 4 and alpha 16, but {KEY}.rank=8 and {KEY}.alpha=16"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    tiny_model: PreTrainedModel, tmp_path: Path, change: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    folder = save(randomized(tiny_model, spec(rank=4)), tmp_path)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError) as error:
+        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(folder), **settings))
+    assert words in str(error.value)
+    assert f"{KEY}.lora_path={folder}" in str(error.value)
+
+
+def test_a_damaged_adapter_is_refused(tiny_model: PreTrainedModel, tmp_path: Path) -> None:
+    model = randomized(tiny_model, spec(rank=4))
+    with torch.no_grad():
+        next(iter(trained_parameters(model).values()))[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match="NaN or infinite values in base_model"):
+        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(save(model, tmp_path / "nan"))))
+    (tmp_path / "nan/adapter_model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors that can be read"):
+        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(tmp_path / "nan")))

@@ -1,0 +1,170 @@
+"""A worker with a low-rank adapter: updates, the reference, checkpoints and exports."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from workers.worker_batches import (
+    SingleRankGroup,
+    as_batch,
+    complete,
+    config,
+    gradients,
+    make_worker,
+    perturbed,
+    random_trajectories,
+)
+
+from skyrl_train.algorithms import advantage_estimator
+from skyrl_train.errors import CheckpointError
+from skyrl_train.learner import Learner
+from skyrl_train.models.lora import trained_parameters
+from skyrl_train.types import TrainingBatch
+
+OPTIMIZER = {"lr": 1e-2, "scheduler": "linear", "num_warmup_steps": 2}
+
+
+def lora_worker(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **lora: Any) -> SingleRankGroup:
+    section = {"model": {"lora": {"rank": 4, **lora}}, "optimizer_config": OPTIMIZER}
+    return make_worker(model, tokenizer, policy=section)
+
+
+def batch(tokenizer: PreTrainedTokenizerBase, seed: int) -> TrainingBatch:
+    return as_batch(random_trajectories(2, 3, len(tokenizer), seed), config())
+
+
+def test_an_update_changes_the_adapter_like_adamw_and_nothing_else(
+    policy: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    before = {name: p.clone() for name, p in policy.named_parameters()}
+    worker = lora_worker(policy, tiny_tokenizer)
+    trained = trained_parameters(policy)
+    mirror = {name: p.detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.AdamW(mirror.values(), weight_decay=0.01)
+    for step, seed in enumerate(range(3)):
+        gradient = gradients(worker, batch(tiny_tokenizer, seed))
+        assert gradient.keys() == trained.keys()
+        norm = torch.stack([g.norm() for g in gradient.values()]).norm().item()
+        for name, p in mirror.items():
+            p.grad = gradient[name] * min(1.0, 1.0 / norm)
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(step / 2, 1.0)  # two steps of warm-up
+        optimizer.step()
+        metrics = complete(worker.group.optim_step()).numbers()
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        for name, p in trained.items():
+            torch.testing.assert_close(p.detach(), mirror[name], rtol=1e-5, atol=1e-7)
+    assert metrics["adapter_norm"] > 0
+    assert any((p != mirror[name] * 0).any() for name, p in trained.items() if ".lora_B." in name)
+    for name, p in policy.named_parameters():
+        if name not in trained:
+            assert torch.equal(p, before[name.replace(".base_layer.", ".")]), name
+
+
+def test_the_reference_is_bitwise_the_base(
+    policy: PreTrainedModel, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    worker = lora_worker(policy, tiny_tokenizer)
+    cfg = config().trainer
+    learner = Learner(cfg, advantage_estimator("grpo"), policy=worker.group, ref=worker.group)
+    rows = batch(tiny_tokenizer, 0)
+    expected = SingleRankGroup("ref", copy.deepcopy(tiny_model), None, cfg, None).score(rows)["logprobs"]
+    assert torch.equal(complete(learner.score(rows)).ref_logprobs, expected)  # before the first update
+    for seed in range(3):
+        worker.update(batch(tiny_tokenizer, seed))
+    assert torch.equal(complete(learner.score(rows)).ref_logprobs, expected)
+    assert (worker.score(rows)["logprobs"] - expected).abs().max() > 1e-3
+
+
+def test_save_and_load_continue_bit_for_bit(
+    policy: PreTrainedModel, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    first = lora_worker(policy, tiny_tokenizer)
+    for seed in range(2):
+        first.update(batch(tiny_tokenizer, seed))
+    first.save(tmp_path / "policy")
+    names = FileSystemReader(tmp_path / "policy").read_metadata().state_dict_metadata
+    assert all(".lora_" in name for name in names if name.startswith("model."))
+    second = lora_worker(copy.deepcopy(tiny_model), tiny_tokenizer)
+    second.load(tmp_path / "policy")
+    for seed in range(2, 4):
+        assert first.update(batch(tiny_tokenizer, seed)) == second.update(batch(tiny_tokenizer, seed))
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_checkpoint_holds_the_adapter_in_the_format_of_peft(
+    policy: PreTrainedModel, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    worker = lora_worker(policy, tiny_tokenizer)
+    for seed in range(2):
+        worker.update(batch(tiny_tokenizer, seed))
+    worker.save(tmp_path / "policy")
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_model), str(tmp_path / "policy/lora_adapter"))
+    tokens = torch.arange(3, 13)[None]
+    assert torch.equal(theirs(input_ids=tokens).logits, policy(input_ids=tokens).logits)
+    size = sum(file.stat().st_size for file in (tmp_path / "policy").glob("*.distcp"))
+    full = make_worker(copy.deepcopy(tiny_model), tiny_tokenizer)
+    assert complete(worker.group.checkpoint_bytes()) < complete(full.group.checkpoint_bytes()) / 10 < size
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"rank": 8}, "Size mismatch.*lora_A"),
+        ({"base": True}, "trained on other weights than those of"),
+        ({"saved_full": True}, "holds all weights of a model, and trainer.policy.model.lora trains an adapter"),
+        ({"loaded_full": True}, "Missing key"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_or_base_is_refused(
+    policy: PreTrainedModel,
+    tiny_model: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    fault: str,
+) -> None:
+    make = make_worker if "saved_full" in changes else lora_worker
+    worker = make(policy, tiny_tokenizer)
+    worker.update(batch(tiny_tokenizer, 0))
+    worker.save(tmp_path / "policy")
+    model = perturbed(tiny_model, 1e-3, seed=1) if "base" in changes else copy.deepcopy(tiny_model)
+    if "loaded_full" in changes:
+        other = make_worker(model, tiny_tokenizer)
+    else:
+        other = lora_worker(model, tiny_tokenizer, rank=changes.get("rank", 4))
+    with pytest.raises(CheckpointError, match=rf"cannot resume the policy from .*{fault}"):
+        other.load(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_an_export_is_the_adapter_or_the_merged_model(
+    policy: PreTrainedModel,
+    tiny_model: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    is_merged: bool,
+) -> None:
+    worker = lora_worker(policy, tiny_tokenizer, merge_on_export=is_merged)
+    for seed in range(2):
+        worker.update(batch(tiny_tokenizer, seed))
+    complete(worker.group.export(tmp_path))
+    tokens = torch.arange(3, 13)[None]
+    expected = policy(input_ids=tokens).logits
+    assert (expected - tiny_model(input_ids=tokens).logits).abs().max() > 1e-3
+    adapter = tmp_path / "lora_adapter" if is_merged else tmp_path
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_model), str(adapter))
+    assert torch.equal(theirs(input_ids=tokens).logits, expected)
+    assert (tmp_path / "tokenizer.json").exists()
+    if is_merged:
+        merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert not (tmp_path / "model.safetensors").exists()
