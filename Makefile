@@ -99,6 +99,10 @@ test-isolation: .venv/.dev ## run a thousand programs, a quarter of them hostile
 test-openenv: .venv/.dev $(OPENENV)/.ready ## test against servers of the openenv package (separate environment)
 	@$(BIN)/python -m pytest -q skyrl-gym/tests/openenv_server $(ARGS)
 
+.PHONY: test-ray
+test-ray: .venv/.dev ## train on Ray clusters of several nodes, simulated on this machine
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-train/tests/ray $(ARGS)
+
 .PHONY: test-tinker
 test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the tinker SDK (separate environments)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q skyrl-tx/tests/sdk $(ARGS)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 MARKERS = {
+    "skyrl-train/tests/ray": "ray",
     "skyrl-train/tests/vllm": "vllm",
     "skyrl-tx/tests/vllm_server": "vllm",
     "skyrl-tx/tests/sdk": "integrations",

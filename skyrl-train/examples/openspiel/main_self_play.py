@@ -39,7 +39,7 @@ class SelfPlayExp(BasePPOExp):
     """URL of the opponent during the run."""
 
     @asynccontextmanager
-    async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
+    async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
         """Serve the opponent while engine and generator of the run are open."""
         path, generator = self.cfg.trainer.ref.model.path, self.cfg.generator
         check_same_vocabulary(path, REF_PATH, self.tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -136,6 +136,14 @@ class Registry(Generic[Function, Traits]):
         """Return the traits that the function under `name` was registered with; ConfigError if it is unknown."""
         self.get(name)
         return self._entries[name][1]
+
+    def entries(self) -> dict[str, tuple[Function, Traits]]:
+        """Return every function with its traits, by name."""
+        return dict(self._entries)
+
+    def update(self, entries: Mapping[str, tuple[Function, Traits]]) -> None:
+        """Add or replace functions, as `entries` of another process returned them."""
+        self._entries.update(entries)
 
     def list_available(self) -> list[str]:
         """Return every name, sorted."""

@@ -103,9 +103,9 @@ class GeneratorConfig(Section):
     inference_engine_tensor_parallel_size: Count = 1
     """Number of GPUs per engine; only 1 is supported."""
 
-    weight_sync_backend: Literal["nccl", "gloo"] = "nccl"
-    """Transport of new weights to engines in other processes. No effect in this version: the engine is in the trainer's
-    process."""
+    weight_sync_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Transport of new weights to an engine in another process. In this version, `auto` is gloo, and nccl is accepted
+    only by runs in one process, which send nothing."""
 
     async_engine: bool = True
     """No effect: engines are always asynchronous."""

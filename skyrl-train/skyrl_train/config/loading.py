@@ -71,6 +71,10 @@ RUN_SOURCES: Sources = (
 SOURCES: Sources = (
     *RUN_SOURCES,
     ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path),
+    ("trainer.placement.critic_num_nodes", lambda cfg: cfg.trainer.placement.policy_num_nodes),
+    ("trainer.placement.critic_num_gpus_per_node", lambda cfg: cfg.trainer.placement.policy_num_gpus_per_node),
+    ("trainer.placement.ref_num_nodes", lambda cfg: cfg.trainer.placement.policy_num_nodes),
+    ("trainer.placement.ref_num_gpus_per_node", lambda cfg: cfg.trainer.placement.policy_num_gpus_per_node),
     ("trainer.algorithm.temperature", lambda cfg: cfg.generator.sampling_params.temperature),
     (
         "generator.eval_sampling_params.max_generate_length",

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,18 +94,62 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def one_process_is_enough(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse several devices, several engines, and engines that another program started."""
-    counts = [f"trainer.placement.{role}_num_{unit}" for role in ROLES for unit in ("nodes", "gpus_per_node")]
-    counts += ["generator.num_inference_engines", "generator.inference_engine_tensor_parallel_size"]
-    for key in counts:
-        if (value := value_at(cfg, key)) != 1:
-            yield f"{key}={value}: this version trains and samples on one device; set {key}=1"
-    if not cfg.trainer.placement.colocate_all:
+def launcher_starts_every_process(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse several processes without Ray."""
+    placement = cfg.trainer.placement
+    if placement.launcher != "inline":
+        return
+    for role, unit in product(ROLES, ("nodes", "gpus_per_node")):
+        name = f"{role}_num_{unit}"
+        value, of_policy = getattr(placement, name), getattr(placement, f"policy_num_{unit}")
+        if value != 1 and (role == "policy" or value != of_policy):  # null takes the policy's
+            yield (
+                f"trainer.placement.{name}={value} takes several processes, but trainer.placement.launcher=inline is "
+                f"one; set trainer.placement.launcher=ray, or trainer.placement.{name}=1"
+            )
+    if not placement.colocate_all:
         yield (
-            "trainer.placement.colocate_all=false: in this version training and rollouts share one device; set "
-            "trainer.placement.colocate_all=true"
+            "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples in one "
+            "process; set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true"
         )
+
+
+def colocated_models_have_the_same_size(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse models that share GPUs but differ in the number of them."""
+    placement = cfg.trainer.placement
+    if not placement.uses_ray:
+        return
+    colocated = []
+    if placement.colocate_all and cfg.trainer.critic.model.path is not None:
+        colocated.append("critic")
+    if placement.colocate_all or placement.colocate_policy_ref:
+        colocated.append("ref")
+    sharing = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
+    for role in colocated:
+        for unit in ("nodes", "gpus_per_node"):
+            value, needed = (getattr(placement, f"{name}_num_{unit}") for name in (role, "policy"))
+            if value != needed:
+                yield (
+                    f"trainer.placement.{role}_num_{unit}={value} must equal trainer.placement.policy_num_{unit}="
+                    f"{needed} with trainer.placement.{sharing}=true; remove it, or set "
+                    f"trainer.placement.{sharing}=false"
+                )
+
+
+def weights_travel_through_gloo(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse a transport of weights that does not exist."""
+    if cfg.trainer.placement.uses_ray and cfg.generator.weight_sync_backend == "nccl":
+        yield (
+            "generator.weight_sync_backend=nccl: this version sends weights to other processes through gloo; set "
+            "generator.weight_sync_backend=gloo"
+        )
+
+
+def one_engine_is_enough(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse several engines, engines on several GPUs, and engines that another program started."""
+    for key in ("generator.num_inference_engines", "generator.inference_engine_tensor_parallel_size"):
+        if (value := value_at(cfg, key)) != 1:
+            yield f"{key}={value}: this version samples with one engine on one device; set {key}=1"
     if not cfg.generator.run_engines_locally:
         yield (
             "generator.run_engines_locally=false needs external engines, which this version does not support; set "
@@ -140,6 +185,17 @@ def vllm_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
         yield (
             "generator.backend=vllm: vLLM is not installed; install it (docs/start/install.md), or set "
             "generator.backend=auto for the embedded engine"
+        )
+
+
+def ray_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
+    """Refuse several processes if the package that starts them is missing."""
+    placement = cfg.trainer.placement
+    if placement.uses_ray and find_spec("ray") is None:
+        ranks = " × ".join(map(str, placement.size("policy")))
+        yield (
+            f"trainer.placement.launcher={placement.launcher} with {ranks} ranks of the policy needs Ray, which is not "
+            "installed; pip install 'skyrl-train[ray]', or train in one process with trainer.placement.launcher=inline"
         )
 
 
@@ -571,7 +627,10 @@ RULES: tuple[Rule, ...] = (
     sequence_norm_has_a_length,
     training_temperature_is_positive,
     input_length_covers_prompts,
-    one_process_is_enough,
+    launcher_starts_every_process,
+    colocated_models_have_the_same_size,
+    weights_travel_through_gloo,
+    one_engine_is_enough,
     engine_has_its_options,
     sampling_lengths_are_ordered,
     warmup_is_set_once,
@@ -590,7 +649,7 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules that read the configuration alone."""
 
-MACHINE_RULES: tuple[Rule, ...] = (vllm_is_installed, wandb_can_start)
+MACHINE_RULES: tuple[Rule, ...] = (vllm_is_installed, ray_is_installed, wandb_can_start)
 """Rules that read the machine too: only a run checks them, a report about a finished run does not."""
 
 WARNINGS: tuple[Rule, ...] = (

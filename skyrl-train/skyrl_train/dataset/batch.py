@@ -16,19 +16,8 @@ def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) 
     """
     segments = [segment for t in trajectories for segment in t.segments]
     owners = [t for t in trajectories for _ in t.segments]
-    prompt_length = max(segment.n_prompt for segment in segments)
     response_length = max(len(segment.loss_mask) for segment in segments)
-
-    def padded(values: Sequence[Sequence[float]]) -> torch.Tensor:
-        return torch.tensor([[*row, *[0] * (response_length - len(row))] for row in values], dtype=torch.float32)
-
-    sequences, attention_mask = [], []
-    for segment in segments:
-        n_tokens = len(segment.token_ids)
-        left = prompt_length - segment.n_prompt
-        right = prompt_length + response_length - left - n_tokens
-        sequences.append([pad_token_id] * left + segment.token_ids + [pad_token_id] * right)
-        attention_mask.append([0] * left + [1] * n_tokens + [0] * right)
+    sequences, attention_mask = pad_tokens([(s.token_ids, s.n_prompt) for s in segments], pad_token_id)
     versions = torch.full((len(segments), response_length), -1, dtype=torch.int32)
     for row, segment in enumerate(segments):
         for turn in segment.turns:
@@ -40,14 +29,36 @@ def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) 
     greedy_rewards = all_or_none([t.greedy_reward for t in owners])
     names = sorted({name for t in trajectories for name in t.reward_components})
     return TrainingBatch(
-        sequences=torch.tensor(sequences),
-        attention_mask=torch.tensor(attention_mask),
-        loss_mask=padded([segment.loss_mask for segment in segments]),
+        sequences=sequences,
+        attention_mask=attention_mask,
+        loss_mask=pad_right([segment.loss_mask for segment in segments]),
         draws=torch.tensor([t.id.draw for t in owners]),
         trajectories=torch.tensor([i for i, t in enumerate(trajectories) for _ in t.segments]),
-        rewards=padded([segment.rewards for segment in segments]),
+        rewards=pad_right([segment.rewards for segment in segments]),
         versions=versions,
-        rollout_logprobs=None if logprobs is None else padded(logprobs),
+        rollout_logprobs=None if logprobs is None else pad_right(logprobs),
         greedy_rewards=None if greedy_rewards is None else torch.tensor(greedy_rewards),
         reward_components={name: torch.tensor([t.reward_components.get(name, 0.0) for t in owners]) for name in names},
     )
+
+
+def pad_tokens(rows: Sequence[tuple[Sequence[int], int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens (B, L) and their attention mask (B, L) for rows of token ids and lengths of their prompts.
+
+    Prompts are padded on the left to the longest one, responses on the right.
+    """
+    prompt_length = max(n_prompt for _, n_prompt in rows)
+    response_length = max(len(tokens) - n_prompt for tokens, n_prompt in rows)
+    sequences, attention_mask = [], []
+    for tokens, n_prompt in rows:
+        left = prompt_length - n_prompt
+        right = prompt_length + response_length - left - len(tokens)
+        sequences.append([pad_token_id] * left + list(tokens) + [pad_token_id] * right)
+        attention_mask.append([0] * left + [1] * len(tokens) + [0] * right)
+    return torch.tensor(sequences), torch.tensor(attention_mask)
+
+
+def pad_right(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Return rows of numbers as a tensor (B, R), with zeros after the shorter ones."""
+    length = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], dtype=torch.float32)

@@ -24,8 +24,8 @@ def run_command(command: Callable[[], None]) -> None:
         command()
     except* SkyRLError as group:
         errors = _leaves(group)
-        for error in errors:
-            print(f"error: {error}", file=sys.stderr)
+        for message in dict.fromkeys(map(str, errors)):  # concurrent rollouts fail for the same reason
+            print(f"error: {message}", file=sys.stderr)
         sys.exit(max(error.exit_status for error in errors))
     except* KeyboardInterrupt:
         sys.exit(130)

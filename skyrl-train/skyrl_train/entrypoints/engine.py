@@ -58,7 +58,7 @@ def new_engine(
 
 
 def sync_kind(cfg: SkyRLConfig) -> SyncKind:
-    """Return the kind of weight sync of a run in one process: the embedded engine computes with the adapter itself."""
+    """Return the kind of weight sync: the embedded engine computes with the adapter itself."""
     has_adapter = cfg.trainer.policy.model.lora.is_used and cfg.generator.backend != "vllm"
     return "adapter" if has_adapter else "full"
 

@@ -15,9 +15,6 @@ from skyrl_train.entrypoints.experiment import BasePPOExp
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import dump_evaluation, evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.models.loading import POLICY_PATH
-from skyrl_train.models.lora import add_adapter
-from skyrl_train.types.specs import lora_spec
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +44,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
         self.check_data()
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
-        cfg = self.cfg.trainer.policy.model
-        model = self.get_model(cfg.path, POLICY_PATH)
-        lora = lora_spec(cfg, "trainer.policy.model.lora", self.cfg.trainer.seed)
-        if lora is not None:
-            add_adapter(model, lora)
-        async with self.playing(model) as (_, generator):
+        async with self.playing(None) as (_, generator):
             with self.get_tracker() as tracker:
                 metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
                 tracker.log(metrics, 0)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -51,7 +51,8 @@ from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_templa
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.launch.inline import load_inline, model_spec, optimizer_spec
+from skyrl_train.launch.inline import InlineLauncher, model_spec, optimizer_spec
+from skyrl_train.launch.launcher import Launcher
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import (
     CRITIC_PATH,
@@ -64,10 +65,10 @@ from skyrl_train.models.loading import (
     load_tokenizer,
     load_value_model,
 )
+from skyrl_train.models.lora import add_adapter
 from skyrl_train.tracking import Tracking
-from skyrl_train.trainer import Trainer
+from skyrl_train.trainer import RayPPOTrainer, Trainer
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
-from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -93,12 +94,21 @@ class BasePPOExp(Experiment):
             logger.warning(sentence)
         super().__init__(self.cfg)
         self._reserved_bytes = 0  # for gradients and optimizer state
+        self._launcher: Launcher | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes need to load models and make the engine."""
+        return self.__dict__ | {"_compute": None, "_launcher": None}
 
     @asynccontextmanager
-    async def playing(self, model: PreTrainedModel) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
-        """Create an engine for the policy `model` and a generator that plays with it; close both at the end."""
+    async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
+        """Create an engine for the policy `model` and a generator that plays with it; close both at the end.
+
+        `model` is None if the policy is in other processes; the engine is then in another one.
+        """
         async with AsyncExitStack() as stack:
-            engine = self.get_engine(model)
+            launcher = self._launcher
+            engine = self._make_engine(model) if launcher is None else await launcher.start_engine(self._make_engine)
             stack.push_async_callback(engine.close)
             generator = self.get_generator(self.cfg, self.tokenizer, engine)
             stack.push_async_callback(generator.close)
@@ -153,11 +163,37 @@ class BasePPOExp(Experiment):
         """Create the engine that samples from the policy `model`."""
         return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
 
+    def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
+        """Create the engine for the policy `model`; without it, for a new copy with its adapter."""
+        if model is None:
+            cfg = self.cfg.trainer.policy.model
+            model = self.get_model(cfg.path, POLICY_PATH)
+            lora = lora_spec(cfg, "trainer.policy.model.lora", self.cfg.trainer.seed)
+            if lora is not None:
+                add_adapter(model, lora)
+        return self.get_engine(model)
+
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
     ) -> GeneratorInterface:
         """Create the generator that plays the rollouts."""
         return SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer)
+
+    def get_trainer(
+        self,
+        cfg: SkyRLConfig,
+        tracker: Tracking,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: PromptDataset,
+        eval_dataset: PromptDataset | None,
+        inference_engine_client: InferenceEngine,
+        generator: GeneratorInterface,
+        colocate_pg: None,
+    ) -> RayPPOTrainer:
+        """Create the trainer, for scripts of SkyRL that override this. Without an override, `trainer_class` is used."""
+        return RayPPOTrainer(
+            cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg
+        )
 
     def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
         """Return the order in which training draws its prompts."""
@@ -199,30 +235,60 @@ class BasePPOExp(Experiment):
         curriculum = self._curriculum(prompts)
         total_steps = cfg.epochs * prompts.batches_per_epoch
         total_steps = min(total_steps, cfg.max_training_steps or total_steps)
-        policy, learner = await self._load_models(estimator, objective, total_steps)
-        self._reserved_bytes = await learner.checkpoint_bytes()  # gradients and moments, allocated by the first update
-        async with self.playing(policy) as (engine, generator):
-            with self.get_tracker() as tracker:
-                source = LockstepRollouts(
-                    self.cfg,
-                    generator,
-                    prompts,
-                    with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
-                )
-                trainer = self.trainer_class(
-                    self.cfg,
-                    source=source,
-                    learner=learner,
-                    sync_engines=WeightSync(learner.policy, [engine], kind=sync_kind(self.cfg)),
-                    total_steps=total_steps,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                    callbacks=[*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
-                )
-                await train(trainer)
+        async with self._launching() as launcher:
+            learner = await self._load_models(launcher, estimator, objective, total_steps)
+            n_bytes = await learner.checkpoint_bytes()  # gradients and moments, allocated by the first update
+            self._reserved_bytes = launcher.bytes_beside_engine(n_bytes)
+            async with self.playing(launcher.policy) as (engine, generator):
+                with self.get_tracker() as tracker:
+                    source = LockstepRollouts(
+                        self.cfg,
+                        generator,
+                        prompts,
+                        with_greedy_rewards=bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS),
+                    )
+                    parts: dict[str, Any] = {
+                        "source": source,
+                        "learner": learner,
+                        "sync_engines": launcher.weight_sync(learner.policy, [engine], sync_kind(self.cfg)),
+                        "total_steps": total_steps,
+                        "pad_token_id": self.tokenizer.pad_token_id,
+                        "callbacks": [*curriculum, *self.get_callbacks(eval_dataset, generator, tracker)],
+                    }
+                    trainer: Trainer
+                    if self._replaces("get_trainer"):
+                        trainer = skyrl_trainer = self.get_trainer(
+                            self.cfg, tracker, self.tokenizer, train_dataset, eval_dataset, engine, generator, None
+                        )
+                        skyrl_trainer.attach(**parts)
+                    else:
+                        trainer = self.trainer_class(self.cfg, **parts)
+                    await train(trainer)
+
+    @asynccontextmanager
+    async def _launching(self) -> AsyncIterator[Launcher]:
+        """Create the launcher of `trainer.placement`, and end its processes at the end."""
+        trainer = self.cfg.trainer
+        if trainer.placement.uses_ray:
+            from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
+
+            roles: list[Role] = ["policy"]
+            roles += ["critic"] if trainer.critic.model.path is not None else []
+            roles += ["ref"] if reads_reference(trainer.algorithm) and not trainer.policy_is_reference else []
+            self._launcher = RayLauncher(trainer.placement, roles)
+        else:
+            assert self._compute is not None
+            self._launcher = InlineLauncher(self._compute)
+        try:
+            await self._launcher.start()
+            yield self._launcher
+        finally:
+            await self._launcher.close()
+            self._launcher = None
 
     async def _load_models(
-        self, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int
-    ) -> tuple[PreTrainedModel, Learner]:
+        self, launcher: Launcher, estimator: AdvantageEstimator, objective: PolicyObjective, total_steps: int
+    ) -> Learner:
         """Load the policy, and the critic and the reference if the configuration uses them."""
         cfg, tokenizer = self.cfg.trainer, self.tokenizer
         n_updates = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
@@ -234,35 +300,44 @@ class BasePPOExp(Experiment):
             objective: Objective | None = None,
             optimizer: OptimizerSpec | None = None,
             lora: LoraSpec | None = None,
-        ) -> tuple[WorkerGroup, PreTrainedModel]:
-            assert self._compute is not None
-            spec = model_spec(role, model, tokenizer.save_pretrained, cfg, cfg.algorithm.temperature, optimizer, lora)
-            return await load_inline(spec, objective, self._compute)
+        ) -> WorkerGroup:
+            spec = model_spec(
+                role,
+                model,
+                tokenizer.save_pretrained,
+                cfg,
+                cfg.algorithm.temperature,
+                optimizer=optimizer,
+                lora=lora,
+                device=launcher.device,
+            )
+            return await launcher.load(spec, objective)
 
-        policy, policy_model = await load(
+        policy = await load(
             "policy",
             partial(self.get_model, cfg.policy.model.path, POLICY_PATH),
             objective,
             optimizer_spec(cfg.policy.optimizer_config, n_updates // cfg.policy_mini_batch_size),
             lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed),
         )
+        n_embeddings = await policy.n_embeddings()
         critic, ref, reference_sync = None, None, None
         if cfg.critic.model.path is not None:
             check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, tokenizer)
-            critic, critic_model = await load(
+            critic = await load(
                 "critic",
                 partial(self.get_value_model, cfg.critic.model.path),
                 ValueObjective(cfg.algorithm.value_clip),
                 optimizer_spec(cfg.critic.optimizer_config, n_updates // cfg.critic_mini_batch_size),
                 lora_spec(cfg.critic.model, "trainer.critic.model.lora", cfg.seed),
             )
-            check_vocabulary_size(critic_model, CRITIC_PATH, cfg.critic.model.path, policy_model)
+            check_vocabulary_size(await critic.n_embeddings(), CRITIC_PATH, cfg.critic.model.path, n_embeddings)
         if reads_reference(cfg.algorithm) and cfg.policy_is_reference:
             ref = policy
         elif reads_reference(cfg.algorithm):
             check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
-            ref, ref_model = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
-            check_vocabulary_size(ref_model, REF_PATH, cfg.ref.model.path, policy_model)
+            ref = await load("ref", partial(self.get_model, cfg.ref.model.path, REF_PATH))
+            check_vocabulary_size(await ref.n_embeddings(), REF_PATH, cfg.ref.model.path, n_embeddings)
             if cfg.update_ref_every_epoch:
                 if await policy.tensor_specs() != await ref.tensor_specs():
                     raise ConfigError(
@@ -270,10 +345,8 @@ class BasePPOExp(Experiment):
                         "trainer.ref.model.path has another architecture; set trainer.update_ref_every_epoch=false, "
                         "or omit trainer.ref.model.path"
                     )
-                reference_sync = WeightSync(policy, [ref])
-        return policy_model, Learner(
-            cfg, estimator, policy=policy, critic=critic, ref=ref, reference_sync=reference_sync
-        )
+                reference_sync = launcher.weight_sync(policy, [ref])
+        return Learner(cfg, estimator, policy=policy, critic=critic, ref=ref, reference_sync=reference_sync)
 
     def _warn_of_long_warmup(self, n_updates: int) -> None:
         """Log a warning if a learning rate does not reach its value before the run ends."""

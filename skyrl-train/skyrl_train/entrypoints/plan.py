@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from huggingface_hub import try_to_load_from_cache
@@ -16,8 +18,12 @@ from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig
+from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.dataset.files import count_rows
 from skyrl_train.types.specs import lora_spec
+
+ModelName = Literal["policy", "critic", "reference"]
+Ranks = Mapping[ModelName, tuple[int, int]]
 
 BYTES = {"float32": 4, "bfloat16": 2}
 COPIES_WHEN_TRAINED = 4  # weights, gradients and the two moments of AdamW
@@ -48,7 +54,7 @@ def describe_sft_plan(cfg: SFTConfig) -> str:
     lines.append(
         ("optimizer", f"AdamW · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}")
     )
-    lines.append(_device())
+    lines += [_device(), ("processes", "1")]
     lines += _storage(trainer, [policy], "activations")
     return _format_plan(lines)
 
@@ -88,7 +94,7 @@ def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
 class PlannedModel:
     """A model that the run loads."""
 
-    role: str  # policy, critic or reference
+    role: ModelName
     path: str
     dtype: str
     lora: LoraConfig | None = None
@@ -103,11 +109,16 @@ class PlannedModel:
         return (self.n_trained or 0) * width * COPIES_IN_CHECKPOINT
 
     @property
+    def weight_bytes(self) -> int:
+        """Size of the weights."""
+        return (self.n_parameters or 0) * BYTES[self.dtype]
+
+    @property
     def training_bytes(self) -> int:
         """Memory for weights, gradients and optimizer state."""
         width = BYTES["float32" if self.lora else self.dtype]
-        n_frozen = (self.n_parameters or 0) if self.lora or self.role == "reference" else 0
-        return (self.n_trained or 0) * width * COPIES_WHEN_TRAINED + n_frozen * BYTES[self.dtype]
+        frozen = self.weight_bytes if self.lora or self.role == "reference" else 0
+        return (self.n_trained or 0) * width * COPIES_WHEN_TRAINED + frozen
 
 
 def _models(cfg: SkyRLConfig) -> list[PlannedModel]:
@@ -122,7 +133,9 @@ def _models(cfg: SkyRLConfig) -> list[PlannedModel]:
     return models
 
 
-def _trained_model(role: str, section: PolicyModelConfig | CriticModelConfig, seed: int) -> PlannedModel:
+def _trained_model(
+    role: Literal["policy", "critic"], section: PolicyModelConfig | CriticModelConfig, seed: int
+) -> PlannedModel:
     path = str(section.path)
     n_parameters = n_trained = count_parameters(path)
     lora = lora_spec(section, f"trainer.{role}.model.lora", seed)
@@ -182,18 +195,25 @@ def _device() -> tuple[str, str]:
     else:
         free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
         device = f"CPU, {torch.get_num_threads()} threads"
-    return "device", f"{device} · {_format_bytes(free)} of {_format_bytes(total)} free · one process"
+    return "device", f"{device} · {_format_bytes(free)} of {_format_bytes(total)} free"
 
 
 def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
+    models, placement = _models(cfg), cfg.trainer.placement
     yield _device()
-    engine = "vLLM" if cfg.generator.backend == "vllm" else "embedded, shares the policy's weights"
+    yield "processes", _describe_processes(placement, models)
+    if cfg.generator.backend == "vllm":
+        engine = "vLLM"
+    else:
+        engine = "embedded, " + ("with a copy of" if placement.uses_ray else "shares") + " the policy's weights"
     yield "engine", f"{engine} · {cfg.generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
-    yield from _storage(cfg.trainer, _models(cfg), "activations and the key-value cache")
+    yield from _storage(cfg.trainer, models, "activations and the key-value cache", _ranks(placement, models))
 
 
-def _storage(trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str) -> Iterator[tuple[str, str]]:
-    """Yield memory, disk and run folder of a run that loads `models`."""
+def _storage(
+    trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str, ranks: Ranks | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes."""
     if any(model.n_parameters is None for model in models):
         yield "memory", "unknown before the download"
     else:
@@ -204,6 +224,15 @@ def _storage(trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str
                 f"{and_on_top} come on top"
             ),
         )
+        if ranks:
+            shards = (f"{m.role} {_format_bytes(m.training_bytes / math.prod(ranks[m.role]))}" for m in models)
+            yield (
+                "per process",
+                (
+                    f"{', '.join(shards)}; engine {_format_bytes(models[0].weight_bytes)}. Each rank loads the whole "
+                    "model first, then keeps its shard"
+                ),
+            )
         if trainer.ckpt_interval > 0:
             free_disk = shutil.disk_usage(_existing_parent(Path(trainer.ckpt_path))).free
             kept = "all kept" if trainer.max_ckpts_to_keep < 0 else f"the last {trainer.max_ckpts_to_keep} kept"
@@ -215,6 +244,23 @@ def _storage(trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str
                 ),
             )
     yield "run folder", trainer.run_dir
+
+
+def _ranks(placement: PlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
+    """Return nodes, and ranks per node, of each model; nothing for a run in one process."""
+    if not placement.uses_ray:
+        return {}
+    return {model.role: placement.size("ref" if model.role == "reference" else model.role) for model in models}
+
+
+def _describe_processes(placement: PlacementConfig, models: Sequence[PlannedModel]) -> str:
+    ranks = _ranks(placement, models)
+    if not ranks:
+        return "1: training and generation in this one"
+    n_processes = 2 + sum(map(math.prod, ranks.values()))
+    parts = ", ".join(f"{role} {n_nodes} × {n_per_node}" for role, (n_nodes, n_per_node) in ranks.items())
+    sharing = "all share the policy's devices" if placement.colocate_all else "the engine has its own device"
+    return f"{n_processes} on Ray: this one, engine, ranks (nodes × per node) {parts} · {sharing}"
 
 
 def count_parameters(path: str) -> int | None:

@@ -16,7 +16,7 @@ from skyrl_train.config.loading import ConfigSource, validate
 from skyrl_train.config.sft import SFT, SFTConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset
 from skyrl_train.entrypoints.base import Experiment, train
-from skyrl_train.launch.inline import load_inline, model_spec, optimizer_spec
+from skyrl_train.launch.inline import InlineLauncher, model_spec, optimizer_spec
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
 from skyrl_train.sft_trainer import SFTTrainer, SupervisedRows, Validation
@@ -104,7 +104,7 @@ class SFTExp(Experiment):
         assert self._compute is not None
         lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
         spec = model_spec("policy", self.get_model, self.tokenizer.save_pretrained, cfg, 1.0, optimizer, lora)
-        policy, _ = await load_inline(spec, CrossEntropyObjective(), self._compute)
+        policy = await InlineLauncher(self._compute).load(spec, CrossEntropyObjective())
         with self.get_tracker() as tracker:
             trainer = SFTTrainer(
                 self.cfg,

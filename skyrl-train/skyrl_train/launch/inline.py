@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
@@ -13,8 +14,10 @@ from skyrl_train.config.policy import OptimizerConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.distributed.strategy import hf_model
+from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.models.loading import default_device
-from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, World
+from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, SyncKind, World
+from skyrl_train.weight_sync import WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.ranks import LocalRank
 
@@ -22,17 +25,36 @@ MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Default of `trainer.max_tokens_per_microbatch`."""
 
 
-async def load_inline(
-    spec: ModelSpec, objective: Objective | None, executor: Executor
-) -> tuple[WorkerGroup, PreTrainedModel]:
-    """Load a model in this process; return its group, and the model for an engine that shares its tensors.
+class InlineLauncher:
+    """A launcher whose models compute in `executor`, which has one thread."""
 
-    The model computes in `executor`, which has one thread.
-    """
-    rank = LocalRank(executor, SingleStrategy(World(device=str(default_device()))))
-    group = WorkerGroup(spec, [rank], objective)
-    await group.load()
-    return group, hf_model(rank.worker.module)
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.device = default_device()
+        self.policy: PreTrainedModel | None = None
+
+    async def start(self) -> None:
+        pass
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
+        rank = LocalRank(self._executor, SingleStrategy(World(device=str(self.device))))
+        group = WorkerGroup(spec, [rank], objective)
+        await group.load()
+        if spec.role == "policy":
+            self.policy = hf_model(rank.worker.module)
+        return group
+
+    async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
+        return make_engine(self.policy)
+
+    def bytes_beside_engine(self, n_bytes: int) -> int:
+        return n_bytes
+
+    def weight_sync(self, source: WorkerGroup, sinks: Sequence[WeightSink], kind: SyncKind = "full") -> WeightSync:
+        return WeightSync(source, sinks, kind=kind)
+
+    async def close(self) -> None:
+        pass
 
 
 def model_spec(
@@ -43,8 +65,9 @@ def model_spec(
     temperature: float,
     optimizer: OptimizerSpec | None = None,
     lora: LoraSpec | None = None,
+    device: torch.device | None = None,
 ) -> ModelSpec:
-    """Return the specification of one model of a run."""
+    """Return the specification of one model of a run; `device` is that of its ranks, by default this process's."""
     return ModelSpec(
         role=role,
         load=load,
@@ -53,7 +76,7 @@ def model_spec(
         lora=lora,
         temperature=temperature,
         bf16=cfg.bf16,
-        max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch or MAX_TOKENS[default_device().type],
+        max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch or MAX_TOKENS[(device or default_device()).type],
         max_rows_forward=cfg.micro_forward_batch_size_per_gpu,
         max_rows_train=cfg.micro_train_batch_size_per_gpu,
     )

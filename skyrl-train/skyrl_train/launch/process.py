@@ -6,22 +6,15 @@ import asyncio
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from skyrl_train.algorithms.objectives import Objective
-from skyrl_train.distributed import FSDP2Strategy
-from skyrl_train.errors import WorkerError, picklable_error
+from skyrl_train.errors import WorkerError
+from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.types.specs import ModelSpec, World
 from skyrl_train.weight_sync.sync import free_port
-from skyrl_train.workers.worker import Worker
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class ProcessRank:
@@ -90,27 +83,11 @@ def start_ranks(n_ranks: int) -> list[ProcessRank]:
 
 def _serve(connection: Connection, world: World, address: str, n_threads: int) -> None:
     """Carry out the calls of a `ProcessRank` until it closes the connection."""
-    torch.set_num_threads(n_threads)
-    dist.init_process_group(
-        "gloo", init_method=address, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
-    )
-    strategy = FSDP2Strategy(world)
-    worker: Worker | None = None
+    host = RankHost(world, address, n_threads)
     try:
         while True:
-            method, args = connection.recv()
-            answer: tuple[bool, Any] = (True, None)
-            try:
-                if method == "load":
-                    spec, objective = args
-                    worker = Worker(spec, strategy, objective)
-                else:
-                    answer = (True, getattr(worker, method)(*args))
-            except Exception as error:  # noqa: BLE001, handed to the driver
-                answer = (False, picklable_error(error, WorkerError))
-            connection.send(answer)
+            connection.send(host.call(*connection.recv()))
     except (EOFError, KeyboardInterrupt):
-        if worker is not None:
-            worker.close()
+        pass
     finally:
-        dist.destroy_process_group()
+        host.close()

@@ -151,9 +151,8 @@ def load_value_model(
     return model
 
 
-def check_vocabulary_size(model: PreTrainedModel, key: str, path: str, policy: PreTrainedModel) -> None:
-    """Raise ConfigError if the policy can sample tokens for which the model has no embedding."""
-    size, needed = (len(m.get_input_embeddings().weight) for m in (model, policy))  # type: ignore[arg-type]
+def check_vocabulary_size(size: int, key: str, path: str, needed: int) -> None:
+    """Raise ConfigError if the policy, which has `needed` embeddings, can sample tokens that the model has none for."""
     if size < needed:
         raise ConfigError(
             f"{key}={path} has embeddings of {size:,} tokens, fewer than the {needed:,} of the policy; use a model "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -74,18 +74,20 @@ class WeightSync:
         transport: Transport = "shared",
         *,
         chunk_bytes: int = 1 << 28,
-        host: str = "127.0.0.1",
+        find_address: Callable[[], Awaitable[str]] | None = None,
         timeout_s: float = 600.0,
         kind: SyncKind = "full",
     ) -> None:
-        """Connect source and sinks. `shared` requires them in one process. `host` is the address of the source's rank
-        0. Sinks without the source's adapter need a sync of the kind `full`; others share or load its base.
+        """Connect source and sinks. `shared` requires them in one process.
+
+        `find_address` returns a free "host:port" of the source's rank 0, which is on this machine by default. Sinks
+        without the source's adapter need a sync of the kind `full`; others share or load its base.
         """
         self._source = source
         self._sinks = list(sinks)
         self._transport: Transport = transport
         self._chunk_bytes = chunk_bytes
-        self._host = host
+        self._find_address = find_address or _local_address
         self._timeout_s = timeout_s
         self._kind: SyncKind = kind
 
@@ -127,8 +129,12 @@ class WeightSync:
             return SyncPlan(version, "shared", f"sync-{id(self)}-{version}", kind=self._kind)
         chunks = chunked(await self._source.tensor_specs(self._kind), self._chunk_bytes)
         n_receivers = sum(sink.n_weight_copies for sink in self._sinks)
-        address = f"{self._host}:{free_port(self._host)}"
+        address = await self._find_address()
         return SyncPlan(version, "broadcast", address, chunks, n_receivers, timeout_s=self._timeout_s, kind=self._kind)
+
+
+async def _local_address() -> str:
+    return f"127.0.0.1:{free_port()}"
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -17,6 +17,9 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import join, split
 
+CAUSE_TIMEOUT_S = 2.0
+"""Seconds that other ranks of a failed call may take to fail as well."""
+
 
 class WorkerGroup:
     """Calls every rank of a model, one call at a time.
@@ -38,6 +41,11 @@ class WorkerGroup:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
         self._shares_prefixes = (await self._call("shares_prefixes"))[0]
+
+    async def n_embeddings(self) -> int:
+        """Return the number of tokens that the model has embeddings for."""
+        counts: list[int] = await self._call("n_embeddings")
+        return counts[0]
 
     async def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint."""
@@ -139,12 +147,27 @@ class WorkerGroup:
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
             parts = [() if per_part is None else (per_part[rank.dp],) for rank in self._ranks]
-            calls = [rank.call(method, *part, *args) for rank, part in zip(self._ranks, parts, strict=True)]
+            calls = [
+                asyncio.ensure_future(rank.call(method, *part, *args))
+                for rank, part in zip(self._ranks, parts, strict=True)
+            ]
             if len(calls) == 1:
                 return [await calls[0]]
             try:
-                results = await asyncio.gather(*calls)  # raises the first failure, of which others may be a consequence
+                results = await asyncio.gather(*calls)
             except Exception as error:
-                self._broken_by = error
-                raise
+                self._broken_by = cause = await _find_cause(error, calls)
+                if cause is error:
+                    raise
+                raise cause from cause.__cause__
         return [result for rank, result in zip(self._ranks, results, strict=True) if rank.is_leader]
+
+
+async def _find_cause(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> Exception:
+    """Return the failure of a call that explains `error`, the first one: the end of another rank's process, if any.
+
+    The ranks that wait for a killed one fail in a collective, often before the launcher notices its end.
+    """
+    done, _ = await asyncio.wait(calls, timeout=CAUSE_TIMEOUT_S)
+    failures = [call.exception() for call in done if not call.cancelled()]
+    return next((failure for failure in failures if isinstance(failure, WorkerError)), error)

@@ -61,6 +61,10 @@ class Worker:
         """Return True if the model computes tokens that several rows of a micro-batch begin with once."""
         return self.module.shares_prefixes
 
+    def n_embeddings(self) -> int:
+        """Return the number of tokens that the model has embeddings for."""
+        return len(hf_model(self.module).get_input_embeddings().weight)  # type: ignore[arg-type]
+
     def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint: weights, unless they belong to the base of an adapter, and two moments of
         trained parameters.

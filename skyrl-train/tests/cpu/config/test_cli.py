@@ -117,16 +117,16 @@ actor_rollout_ref.actor.use_kl_loss=False algorithm.kl_ctrl.kl_coef=0.01 algorit
 @pytest.mark.parametrize("command", [GSM8K, CATCH, PPO, DAPO, VERL_DAPO, VERL_PPO])
 def test_published_commands_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    one_device = ["trainer.placement.policy_num_gpus_per_node=1", "generator.num_inference_engines=1"]
-    assert parse_cli([*command.split(), *one_device, "generator.backend=auto"]).trainer.epochs == 1
+    one_engine = ["generator.num_inference_engines=1", "generator.weight_sync_backend=auto", "generator.backend=auto"]
+    assert parse_cli([*command.split(), *one_engine]).trainer.epochs == 1
 
 
-def test_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
     with pytest.raises(ConfigError) as error:
         parse_cli(GSM8K.split())
-    for key in ("trainer.placement.policy_num_gpus_per_node=4", "generator.num_inference_engines=4"):
-        assert f"{key}: this version trains and samples on one device" in str(error.value)
+    assert "generator.num_inference_engines=4: this version samples with one engine" in str(error.value)
+    assert "generator.weight_sync_backend=nccl: this version sends weights" in str(error.value)
     assert "generator.backend=vllm: vLLM is not installed" in str(error.value)
 
 

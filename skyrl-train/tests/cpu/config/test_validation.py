@@ -86,16 +86,49 @@ PROBLEMS: list[Case] = [
         [],
     ),
     (
-        ["trainer.placement.policy_num_gpus_per_node=8"],
-        "trainer.placement.policy_num_gpus_per_node=8: this version trains and samples on one device; set "
-        "trainer.placement.policy_num_gpus_per_node=1",
-        [["trainer.placement.policy_num_gpus_per_node=1"]],
+        ["trainer.placement.policy_num_gpus_per_node=8", "trainer.placement.launcher=inline"],
+        "trainer.placement.policy_num_gpus_per_node=8 takes several processes, but trainer.placement.launcher=inline "
+        "is one; set trainer.placement.launcher=ray, or trainer.placement.policy_num_gpus_per_node=1",
+        [
+            ["trainer.placement.policy_num_gpus_per_node=8", "trainer.placement.launcher=ray"],
+            ["trainer.placement.launcher=inline"],
+        ],
     ),
     (
-        ["trainer.placement.colocate_all=false"],
-        "trainer.placement.colocate_all=false: in this version training and rollouts share one device; set "
-        "trainer.placement.colocate_all=true",
-        [["trainer.placement.colocate_all=true"]],
+        ["trainer.placement.colocate_all=false", "trainer.placement.launcher=inline"],
+        "trainer.placement.colocate_all=false: trainer.placement.launcher=inline trains and samples in one process; "
+        "set trainer.placement.launcher=ray, or trainer.placement.colocate_all=true",
+        [["trainer.placement.colocate_all=false"], ["trainer.placement.launcher=inline"]],
+    ),
+    (
+        ["trainer.placement.ref_num_gpus_per_node=2"],
+        "trainer.placement.ref_num_gpus_per_node=2 must equal trainer.placement.policy_num_gpus_per_node=1 with "
+        "trainer.placement.colocate_all=true; remove it, or set trainer.placement.colocate_all=false",
+        [["trainer.placement.policy_num_gpus_per_node=2"]],
+    ),
+    (
+        ["trainer.placement.ref_num_nodes=2", "trainer.placement.colocate_all=false"],
+        "trainer.placement.ref_num_nodes=2 must equal trainer.placement.policy_num_nodes=1 with "
+        "trainer.placement.colocate_policy_ref=true; remove it, or set trainer.placement.colocate_policy_ref=false",
+        [
+            [
+                "trainer.placement.ref_num_nodes=2",
+                "trainer.placement.colocate_all=false",
+                "trainer.placement.colocate_policy_ref=false",
+            ]
+        ],
+    ),
+    (
+        ["generator.num_inference_engines=2"],
+        "generator.num_inference_engines=2: this version samples with one engine on one device; set "
+        "generator.num_inference_engines=1",
+        [["generator.num_inference_engines=1"]],
+    ),
+    (
+        ["generator.weight_sync_backend=nccl", "trainer.placement.launcher=ray"],
+        "generator.weight_sync_backend=nccl: this version sends weights to other processes through gloo; set "
+        "generator.weight_sync_backend=gloo",
+        [["generator.weight_sync_backend=gloo", "trainer.placement.launcher=ray"]],
     ),
     (
         ["generator.engine_init_kwargs.block_size=32"],
@@ -454,7 +487,14 @@ def test_every_message_has_a_test() -> None:
     seen = [sentences_seen(RULES + WARNINGS, overrides) for overrides, *_ in PROBLEMS + DOUBTS]
     assert set().union(*seen) == sentences_of(
         validation,
-        without=["_optimizers", "group_filters", "vllm_is_installed", "wandb_can_start", "wandb_login_problem"],
+        without=[
+            "_optimizers",
+            "group_filters",
+            "ray_is_installed",
+            "vllm_is_installed",
+            "wandb_can_start",
+            "wandb_login_problem",
+        ],
     )
 
 

@@ -87,6 +87,19 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_plan_of_several_processes_says_what_each_of_them_holds(
+    catch_run: list[str], tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=4"]
+    assert main(["train", *catch_run, *placement, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "18 on Ray: this one, engine, ranks (nodes × per node) policy 2 × 4, reference 2 × 4" in plan
+    n_bytes = 4 * AutoModelForCausalLM.from_pretrained(tiny_model_path).num_parameters()
+    assert f"per process  policy {4 * n_bytes / 8 / 1000:.3g} KB, reference {n_bytes / 8 / 1000:.3g} KB; engine" in plan
+    assert main(["train", *catch_run, "--dry-run"]) == 0
+    assert "processes    1: training and generation in this one" in capsys.readouterr().out
+
+
 def test_a_plan_does_not_guess_the_size_of_a_model_that_is_not_here(
     catch_run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

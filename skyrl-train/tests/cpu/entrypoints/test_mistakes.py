@@ -36,8 +36,11 @@ MISTAKES: dict[str, list[str]] = {
     "generator.backend=vllm": ["vLLM is not installed", "generator.backend=auto"],
     "generator.backend=sglang": ["generator.backend=sglang must be one of auto, hf, vllm"],
     "generator.engine_init_kwargs.block_size=32": ["are options of vLLM"],
-    "trainer.placement.policy_num_gpus_per_node=8": ["trains and samples on one device", "gpus_per_node=1"],
-    "generator.num_inference_engines=4": ["num_inference_engines=4: this version trains and samples on one device"],
+    "trainer.placement.policy_num_gpus_per_node=8 trainer.placement.launcher=inline": [
+        "trainer.placement.policy_num_gpus_per_node=8 takes several processes",
+        "set trainer.placement.launcher=ray",
+    ],
+    "generator.num_inference_engines=4": ["num_inference_engines=4: this version samples with one engine"],
     "trainer.resume_mode=from_path": ["needs trainer.resume_path=null to be a folder"],
     "data.train_data=[]": ["data.train_data=[] leaves nothing to train on"],
     "data.train_data=[missing.jsonl]": ["data.train_data=missing.jsonl: the file missing.jsonl does not exist"],

@@ -1,0 +1,49 @@
+"""The interface through which a run gets its models, its engine and the weight sync between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.types.specs import ModelSpec, SyncKind
+from skyrl_train.weight_sync import WeightSink, WeightSync
+from skyrl_train.workers.group import WorkerGroup
+
+
+class Launcher(Protocol):
+    """The processes of one run."""
+
+    device: torch.device
+    """The kind of device that the ranks compute on."""
+
+    policy: PreTrainedModel | None
+    """The loaded policy, if it is in this process: an engine may generate with its tensors."""
+
+    async def start(self) -> None:
+        """Start the processes."""
+        ...
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
+        """Load a model on its ranks; ConfigError if its path holds none."""
+        ...
+
+    async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
+        """Return a new engine: `make_engine(policy)`, called in the process of the engine."""
+        ...
+
+    def bytes_beside_engine(self, n_bytes: int) -> int:
+        """Return the part of `n_bytes`, which all ranks together still allocate, that is in the engine's memory."""
+        ...
+
+    def weight_sync(self, source: WorkerGroup, sinks: Sequence[WeightSink], kind: SyncKind = "full") -> WeightSync:
+        """Return a channel for the weights of a model that this launcher has loaded, or for its adapter alone."""
+        ...
+
+    async def close(self) -> None:
+        """End the processes."""
+        ...

@@ -1,0 +1,55 @@
+"""The part of a rank that runs in its own process."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.distributed import FSDP2Strategy, SingleStrategy
+from skyrl_train.errors import WorkerError, picklable_error
+from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.workers.worker import Worker
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=int(os.environ.get("SKYRL_WORKER_NCCL_TIMEOUT_IN_S", "600")))
+
+
+class RankHost:
+    """The worker of one rank, and the process group of all ranks of its model."""
+
+    def __init__(self, world: World, address: str, n_threads: int) -> None:
+        """Join the process group at `address`, "tcp://host:port"; a single rank needs none."""
+        torch.set_num_threads(n_threads)
+        self._worker: Worker | None = None
+        if world.size == 1:
+            self._strategy: SingleStrategy | FSDP2Strategy = SingleStrategy(world)
+            return
+        backend = "cpu:gloo,cuda:nccl" if torch.device(world.device).type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=address, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
+        )
+        self._strategy = FSDP2Strategy(world)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Load a model, or call a method of its worker; return (True, the result) or (False, the error)."""
+        try:
+            if method == "load":
+                self._load(*args)
+                return True, None
+            return True, getattr(self._worker, method)(*args)
+        except Exception as error:  # noqa: BLE001, handed to the driver
+            return False, picklable_error(error, WorkerError)
+
+    def _load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        self._worker = Worker(spec, self._strategy, objective)
+
+    def close(self) -> None:
+        """Wait for a save in progress, and leave the process group."""
+        if self._worker is not None:
+            self._worker.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,113 @@
+"""The Ray cluster of a run, and the user's registrations in its processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+
+from skyrl_gym.envs.registration import EnvSpec
+from skyrl_gym.envs.registration import registry as ENVIRONMENTS
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.rewards import REWARD_FUNCTIONS
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Registrations:
+    """Everything that is registered in a process."""
+
+    environments: dict[str, EnvSpec]
+    estimators: dict[str, Any]
+    losses: dict[str, Any]
+    reward_functions: dict[str, Any]
+
+    @classmethod
+    def collect(cls) -> Registrations:
+        """Return the registrations of this process. Environments of `__main__`, which is another module in other
+        processes, are resolved.
+        """
+        environments = {
+            name: replace(spec, entry_point=spec.load()) if str(spec.entry_point).startswith("__main__:") else spec
+            for name, spec in ENVIRONMENTS.items()
+        }
+        return cls(environments, ADVANTAGE_ESTIMATORS.entries(), POLICY_LOSSES.entries(), dict(REWARD_FUNCTIONS))
+
+    def restore(self) -> None:
+        """Register everything in this process, too."""
+        ENVIRONMENTS.update(self.environments)
+        ADVANTAGE_ESTIMATORS.update(self.estimators)
+        POLICY_LOSSES.update(self.losses)
+        REWARD_FUNCTIONS.update(self.reward_functions)
+
+
+def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
+    """Connect a script to a Ray cluster, as SkyRL's scripts do before they run an experiment in a task.
+
+    Environments, estimators, losses and reward functions that are registered at this point are registered in every
+    process of the cluster. If the cluster is a new one, it has one CPU more than this machine, for the task. `cfg` is
+    not read.
+
+    Raises:
+        ConfigError: no cluster answers at `$RAY_ADDRESS`.
+    """
+    connect(Registrations.collect(), n_task_cpus=1)
+
+
+def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) -> bool:
+    """Connect this process to the cluster at `$RAY_ADDRESS`, to that of `ray start` on this machine, or to a new one.
+
+    Args:
+        registrations: Restored in each process that the cluster starts for this one.
+        n_task_cpus: CPUs of a new cluster beside those of the machine.
+
+    Returns:
+        False if it was connected already.
+
+    Raises:
+        ConfigError: no cluster answers at `$RAY_ADDRESS`.
+    """
+    if ray.is_initialized():
+        return False
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    folder = os.getcwd()
+
+    def set_up() -> None:
+        """Prepare a new process of the cluster: paths are relative to the driver's folder, where it exists."""
+        with suppress(OSError):
+            os.chdir(folder)
+        if registrations is not None:
+            registrations.restore()
+
+    options: dict[str, Any] = {"logging_level": "WARNING", "runtime_env": {"worker_process_setup_hook": set_up}}
+    n_cpus = (os.cpu_count() or 1) + n_task_cpus
+    _check_address()
+    try:
+        ray.init(num_cpus=n_cpus, include_dashboard=False, **options)
+    except ValueError:  # a cluster exists, whose size cannot be chosen
+        ray.init(**options)
+    return True
+
+
+def _check_address() -> None:
+    """Raise ConfigError if nothing listens at `$RAY_ADDRESS`: Ray itself tries for minutes."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # local, auto, or unset
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start it with `ray start --head`, or set "
+            "RAY_ADDRESS=local to use this machine alone"
+        ) from error

@@ -1,0 +1,126 @@
+"""The processes of a run on a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import ray
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.config.trainer import PlacementConfig
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
+from skyrl_train.launch.ray.cluster import connect
+from skyrl_train.launch.ray.placement import Request, Reservation
+from skyrl_train.launch.ray.ranks import RayRank
+from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
+from skyrl_train.weight_sync import WeightSink, WeightSync
+from skyrl_train.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "engine"
+
+
+class RayLauncher:
+    """A launcher whose ranks and engine are actors, on devices that it has reserved."""
+
+    policy: PreTrainedModel | None = None
+
+    def __init__(self, placement: PlacementConfig, roles: Sequence[Role]) -> None:
+        """Connect to the cluster, for the models in `roles` and an engine. `start` comes next.
+
+        Raises:
+            ConfigError: the cluster does not answer, or is too small.
+        """
+        self._placement = placement
+        self._roles = roles
+        self._ranks: dict[Role, list[RayRank]] = {}
+        self._engine: Any = None
+        self._groups: dict[WorkerGroup, RayRank] = {}  # with their first ranks
+        self._has_connected = connect()
+        self._requests = list_requests(placement, roles)
+        try:
+            self._reservation = Reservation(self._requests)
+        except BaseException:
+            self._disconnect()
+            raise
+        self.device = torch.device("cuda" if self._reservation.kind == "GPU" else "cpu")
+
+    async def start(self) -> None:
+        """Reserve the devices and start the processes.
+
+        Raises:
+            ConfigError: other programs did not release the devices in time.
+        """
+        await self._reservation.wait()
+        for request in self._requests:
+            logger.info("Reserved %s", request.describe(self._reservation.kind))
+        self._ranks = {role: self._start_ranks(role) for role in self._roles}
+        self._engine = start_engine_actor(self._reservation.devices(ENGINE)[0].options())
+
+    def _start_ranks(self, role: Role) -> list[RayRank]:
+        devices = self._reservation.devices(role)
+        worlds = [World(rank, len(devices), str(self.device)) for rank in range(len(devices))]
+        return [RayRank(role, world, device) for world, device in zip(worlds, devices, strict=True)]
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
+        ranks = self._ranks[spec.role]
+        _, n_per_node = self._placement.size(spec.role)
+        address, n_processes = await ranks[0].find_address(), self._n_processes_per_node(n_per_node)
+        await asyncio.gather(*(rank.join(address, n_processes) for rank in ranks))
+        group = WorkerGroup(spec, ranks, objective)
+        await group.load()
+        self._groups[group] = ranks[0]
+        return group
+
+    async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
+        return await connect_engine(self._engine, partial(make_engine, None), n_processes=self._n_processes_per_node(1))
+
+    def bytes_beside_engine(self, n_bytes: int) -> int:
+        if self._reservation.kind == "CPU":
+            return n_bytes // self._reservation.n_cluster_nodes
+        n_nodes, n_per_node = self._placement.size("policy")
+        return n_bytes // (n_nodes * n_per_node) if self._placement.colocate_all else 0
+
+    def weight_sync(self, source: WorkerGroup, sinks: Sequence[WeightSink], kind: SyncKind = "full") -> WeightSync:
+        return WeightSync(source, sinks, "broadcast", find_address=self._groups[source].find_address, kind=kind)
+
+    async def close(self) -> None:
+        """End all ranks and return the devices."""
+        await asyncio.gather(*(rank.close() for ranks in self._ranks.values() for rank in ranks))
+        if self._engine is not None:
+            ray.kill(self._engine)
+        self._reservation.release()
+        self._disconnect()
+
+    def _n_processes_per_node(self, n_at_once: int) -> int:
+        """Return the number of processes that compute at the same time on a node: models on the same devices take
+        turns.
+        """
+        if self._placement.colocate_all:
+            return n_at_once
+        n_processes = sum(request.n_nodes * request.n_per_node for request in self._requests)
+        return math.ceil(n_processes / self._reservation.n_cluster_nodes)
+
+    def _disconnect(self) -> None:
+        if self._has_connected:
+            ray.shutdown()
+
+
+def list_requests(placement: PlacementConfig, roles: Sequence[Role]) -> list[Request]:
+    """Return the devices of a run: one request for everything that shares them."""
+    if placement.colocate_all:
+        return [Request((*roles, ENGINE), *placement.size("policy"))]
+    shared: dict[Role, tuple[Role, ...]] = {role: (role,) for role in get_args(Role) if role in roles}
+    if placement.colocate_policy_ref and "ref" in roles:
+        shared["policy"] = ("policy", shared.pop("ref")[0])
+    requests = [Request(names, *placement.size(role)) for role, names in shared.items()]
+    return [*requests, Request((ENGINE,), 1, 1)]

@@ -1,0 +1,138 @@
+"""Reservation of the GPUs, or CPUs, of a cluster for the models and the engine of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_train.errors import ConfigError
+
+Kind = Literal["GPU", "CPU"]
+
+TIMEOUT_VARIABLE = "SKYRL_RAY_PG_TIMEOUT_IN_S"
+POLL_S = 1.0
+
+SHARE = 0.2
+"""Part of a GPU, or CPU, that Ray books for each process on it: policy, critic, reference and engine fit together."""
+
+
+class Request(NamedTuple):
+    """Devices for models that share them."""
+
+    users: tuple[str, ...]  # ("policy", "ref")
+    n_nodes: int
+    n_per_node: int
+
+    def describe(self, kind: Kind) -> str:
+        """Return e.g. "2 × 4 GPUs for policy, ref"."""
+        return f"{self.n_nodes} × {_count(self.n_per_node, kind)} for {', '.join(self.users)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One reserved GPU, or CPU."""
+
+    group: PlacementGroup
+    bundle: int
+    kind: Kind
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of an actor on this device."""
+        options: dict[str, Any] = {
+            "num_cpus": SHARE,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle),
+        }
+        return options | ({"num_gpus": SHARE} if self.kind == "GPU" else {})
+
+
+class Reservation:
+    """Placement groups of a run: one for each node of a request."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        """Reserve nothing yet; ConfigError if the cluster is too small, even when nothing else runs on it."""
+        self._requests = list(requests)
+        self.kind: Kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+        self.n_cluster_nodes = len(_devices_of_nodes(self.kind))
+        self._groups: dict[Request, list[PlacementGroup]] = {}
+        self._check_size()
+
+    async def wait(self) -> None:
+        """Reserve everything.
+
+        Raises:
+            ConfigError: other programs on the cluster did not release enough in time.
+        """
+        timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "180"))
+        deadline = time.monotonic() + timeout_s
+        bundle = {"CPU": 1, self.kind: 1}
+        for request in self._requests:
+            self._groups[request] = [
+                placement_group([bundle] * request.n_per_node, strategy="STRICT_PACK") for _ in range(request.n_nodes)
+            ]
+        for group in self._all_groups():
+            while not await asyncio.to_thread(group.wait, POLL_S):
+                if time.monotonic() < deadline:
+                    continue
+                free = ray.available_resources().get(self.kind, 0)
+                self.release()
+                raise ConfigError(
+                    f"{self._describe_requests()}, and the Ray cluster did not free them in {timeout_s:g} s: of "
+                    f"{_describe_nodes(self.kind)}, {free:g} are free beside those that it already got. Wait until "
+                    f"other programs end, ask for less, or raise ${TIMEOUT_VARIABLE}"
+                )
+
+    def devices(self, user: str) -> list[Device]:
+        """Return the devices of a model or the engine, those of a node next to each other."""
+        (request,) = (request for request in self._requests if user in request.users)
+        return [
+            Device(group, bundle, self.kind) for group in self._groups[request] for bundle in range(request.n_per_node)
+        ]
+
+    def release(self) -> None:
+        """Return everything to the cluster."""
+        for group in self._all_groups():
+            remove_placement_group(group)
+        self._groups.clear()
+
+    def _all_groups(self) -> list[PlacementGroup]:
+        return [group for groups in self._groups.values() for group in groups]
+
+    def _check_size(self) -> None:
+        free = _devices_of_nodes(self.kind)
+        for request in sorted(self._requests, key=lambda request: -request.n_per_node):
+            for _ in range(request.n_nodes):
+                free.sort()
+                index = next((i for i, n in enumerate(free) if n >= request.n_per_node), None)
+                if index is None:
+                    raise ConfigError(
+                        f"{self._describe_requests()}, but the Ray cluster has {_describe_nodes(self.kind)}. Lower "
+                        "trainer.placement.policy_num_nodes or policy_num_gpus_per_node, or add nodes with `ray start "
+                        "--address=<head node>`"
+                    )
+                free[index] -= request.n_per_node
+
+    def _describe_requests(self) -> str:
+        parts = ", ".join(request.describe(self.kind) for request in self._requests)
+        return f"trainer.placement asks for {parts} (nodes × {self.kind}s per node)"
+
+
+def _devices_of_nodes(kind: Kind) -> list[int]:
+    return sorted(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
+
+
+def _describe_nodes(kind: Kind) -> str:
+    counts = _devices_of_nodes(kind)
+    nodes = "1 node" if len(counts) == 1 else f"{len(counts)} nodes: {' + '.join(map(str, counts))}"
+    return f"{_count(sum(counts), kind)} on {nodes}"
+
+
+def _count(n: int, kind: Kind) -> str:
+    return f"{n} {kind}" if n == 1 else f"{n} {kind}s"

@@ -1,0 +1,126 @@
+"""Ranks in actors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from pickle import PicklingError
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.errors import WorkerError
+from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.launch.ray.placement import Device
+from skyrl_train.types.specs import ModelSpec, Role, World
+from skyrl_train.weight_sync.sync import free_port
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class RankActor:
+    """The process of one rank."""
+
+    def __init__(self, is_first: bool) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        disable_progress_bar()
+        if is_first:  # the ranks of a model log the same
+            logging.getLogger("skyrl_train").setLevel(logging.INFO)
+        self._host: RankHost | None = None
+
+    def describe(self) -> str:
+        """Return the name of this process."""
+        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
+
+    def find_address(self) -> str:
+        """Return a free "host:port" of this node."""
+        host = ray.util.get_node_ip_address()
+        return f"{host}:{free_port(host)}"
+
+    def join(self, world: World, address: str, n_processes: int) -> None:
+        """Join the process group of the model's ranks, on a node where `n_processes` compute at once."""
+        self._host = RankHost(world, f"tcp://{address}", max(1, (os.cpu_count() or 1) // n_processes))
+
+    def call(self, method: str, *args: Any) -> tuple[bool, Any]:
+        """Call a method of the worker, as `RankHost.call` does."""
+        assert self._host is not None, "join() comes first"
+        return self._host.call(method, args)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._host is not None:
+            self._host.close()
+
+
+class RayRank:
+    """A rank in an actor. Functions among the arguments of its calls may be those of `__main__`."""
+
+    is_leader = True
+
+    def __init__(self, role: Role, world: World, device: Device) -> None:
+        """Start the actor on a reserved device; it does not wait until it is ready."""
+        self.dp = world.rank
+        self._world = world
+        self._name = f"rank {world.rank} of the {role}"
+        self._actor: Any = ray.remote(RankActor).options(**device.options()).remote(world.rank == 0)
+
+    async def join(self, address: str, n_processes: int) -> None:
+        """Join the process group of the model at `address`, on a node where `n_processes` compute at once."""
+        self._name += f" ({await self._ask('describe')})"
+        await self._ask("join", self._world, address, n_processes)
+
+    async def find_address(self) -> str:
+        """Return a free "host:port" of the rank's node."""
+        address: str = await self._ask("find_address")
+        return address
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        """Load a model."""
+        await self.call("load", spec, objective)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker.
+
+        Raises:
+            WorkerError: the process has ended.
+        """
+        is_result, value = await self._ask("call", method, *args)
+        if is_result:
+            return value
+        raise value
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the actor; WorkerError if that fails."""
+        try:
+            return await getattr(self._actor, method).remote(*args)
+        except RayError as error:
+            stage = args[0] if method == "call" else method
+            raise WorkerError(f"{self._name} ended during {stage}: {_describe_end(error)}") from error
+        except (TypeError, PicklingError) as error:
+            raise WorkerError(
+                f"{self._name} runs in another process, to which its loss and its experiment cannot be sent: "
+                f"{str(error).splitlines()[0]}; keep locks, sockets and threads out of their attributes"
+            ) from error
+
+    async def close(self) -> None:
+        """End the actor; one that hangs in a collective is killed."""
+        with suppress(RayError, TimeoutError):
+            await asyncio.wait_for(self._actor.close.remote(), CLOSE_TIMEOUT_S)
+        ray.kill(self._actor)
+
+
+def _describe_end(error: RayError) -> str:
+    """Return why a call of an actor failed, without Ray's list of ids."""
+    text = str(error)
+    if "memory" in text and "running low" in text:
+        return "Ray ended it because its node ran out of memory; use more ranks, or smaller batches"
+    if "Worker unexpectedly exits" in text or "connection error code" in text:
+        return "it was killed, perhaps by the kernel for want of memory, or it crashed; its own messages are above"
+    if "node" in text and ("died" in text or "dead" in text) and "worker process has died" not in text:
+        return "its node has died or left the cluster"
+    return text.strip().splitlines()[-1]

@@ -1,0 +1,60 @@
+"""Ray clusters on this machine, and runs of five steps that do not depend on where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray_runs import N_STEPS
+
+from skyrl_train.entrypoints.main_base import main
+
+
+@pytest.fixture
+def start_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+    """Start a cluster of nodes with these numbers of CPUs, which the runs of a test use."""
+    clusters = []
+
+    def start(*n_cpus: int) -> Cluster:
+        cluster = Cluster()
+        for n in n_cpus:
+            cluster.add_node(num_cpus=n)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        clusters.append(cluster)
+        return cluster
+
+    yield start
+    ray.shutdown()
+    for cluster in clusters:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def five_steps(catch_run: list[str]) -> list[str]:
+    """Overrides for a run of five steps with several updates each, which exports its weights."""
+    return [
+        *catch_run,
+        "trainer.epochs=3",
+        f"trainer.max_training_steps={N_STEPS}",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.critic_mini_batch_size=2",
+        "trainer.policy.optimizer_config.lr=1e-4",
+        "trainer.critic.optimizer_config.lr=1e-4",
+        "trainer.algorithm.use_kl_loss=true",
+        "trainer.eval_interval=-1",
+        f"trainer.hf_save_interval={N_STEPS}",
+    ]
+
+
+@pytest.fixture
+def train(five_steps: list[str], tmp_path: Path) -> Callable[..., Path]:
+    """Run five steps, and return the run folder."""
+
+    def run(name: str, *overrides: str) -> Path:
+        main([*five_steps, f"trainer.run_name={name}", *overrides])
+        return tmp_path / "skyrl" / name
+
+    return run

@@ -1,0 +1,127 @@
+"""Runs on a Ray cluster equal those of one process, and end with their cause."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray_runs import N_STEPS, assert_same_run, metrics, weights
+
+from skyrl_train.entrypoints.main_base import main
+
+TRAIN_FOLDER = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12
+
+PPO = ["trainer.algorithm.advantage_estimator=gae"]
+
+
+def test_one_and_two_ranks_train_like_one_process(
+    start_cluster: Callable[..., Cluster], train: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    start_cluster(1, 1)  # two nodes, each with a single CPU
+    inline = train("inline")
+    assert_same_run(train("one", "trainer.placement.launcher=ray"), inline, "policy")
+    assert_same_run(train("two", "trainer.placement.policy_num_nodes=2"), inline, "policy")
+    assert "Reserved 2 × 1 CPU for policy, ref, engine" in caplog.text
+    assert max(row["policy/rollout_train_logprobs_abs_diff_mean"] for row in metrics(inline)[1:]) < 1e-5
+
+
+def test_a_critic_on_its_own_ranks(
+    start_cluster: Callable[..., Cluster],
+    train: Callable[..., Path],
+    tiny_model_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    start_cluster(4)
+    ppo = [*PPO, f"trainer.critic.model.path={tiny_model_path}"]
+    placement = [
+        "trainer.placement.colocate_all=false",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.placement.critic_num_gpus_per_node=1",
+    ]
+    ranks = train("ranks", *ppo, *placement, "trainer.update_ref_every_epoch=true")
+    assert_same_run(ranks, train("inline", *ppo, "trainer.update_ref_every_epoch=true"), "policy", "critic")
+    for line in ("1 × 2 CPUs for policy, ref", "1 × 1 CPU for critic", "1 × 1 CPU for engine"):
+        assert f"Reserved {line}" in caplog.text
+
+
+def test_a_request_beyond_the_cluster_is_refused_at_once(
+    start_cluster: Callable[..., Cluster], five_steps: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_cluster(1, 2)
+    begin = time.monotonic()
+    with pytest.raises(SystemExit):
+        main([*five_steps, "trainer.placement.policy_num_gpus_per_node=3"])
+    assert time.monotonic() - begin < 20
+    message = capsys.readouterr().err.partition("error: ")[2]
+    assert "trainer.placement asks for 1 × 3 CPUs for policy, ref, engine" in message
+    assert "the Ray cluster has 3 CPUs on 2 nodes: 1 + 2" in message
+
+
+def test_a_cluster_that_does_not_answer_is_named(
+    five_steps: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(SystemExit):
+        main([*five_steps, "trainer.placement.launcher=ray"])
+    assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in capsys.readouterr().err
+
+
+def test_devices_that_others_hold_are_waited_for_only_for_a_while(
+    start_cluster: Callable[..., Cluster],
+    five_steps: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = start_cluster(1)
+    ray.init(address=cluster.address)
+    holder = ray.util.placement_group([{"CPU": 1}])
+    assert holder.wait(30)
+    monkeypatch.setenv("SKYRL_RAY_PG_TIMEOUT_IN_S", "1")
+    with pytest.raises(SystemExit):
+        main([*five_steps, "trainer.placement.launcher=ray"])
+    message = capsys.readouterr().err.partition("error: ")[2]
+    assert "trainer.placement asks for 1 × 1 CPU for" in message
+    assert "of 1 CPU on 1 node, 0 are free beside those that it already got" in message
+
+
+def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
+    five_steps: list[str], train: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "skyrl/killed"
+    overrides = ["trainer.run_name=killed", "trainer.ckpt_interval=1", "trainer.placement.policy_num_gpus_per_node=2"]
+    command = [sys.executable, "-m", "examples.catch.main_catch", *five_steps, *overrides]
+    options = {
+        "cwd": TRAIN_FOLDER,
+        "env": os.environ | {"RAY_ADDRESS": "local"},
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    with subprocess.Popen(command, **options) as process:
+        deadline = time.monotonic() + 200
+        while not (folder / "ckpts/global_step_2").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in children if "RankActor" in " ".join(child.cmdline())]
+        assert len(ranks) == 4, "two of the policy, two of the reference"
+        ranks[1].kill()
+        _, messages = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert messages.count("error: ") == 1
+    assert "Traceback" not in messages
+    cause = messages.partition("error: ")[2]
+    assert "rank " in cause
+    assert "it was killed" in cause
+    assert "ended during" in cause
+    assert len(metrics(folder)) < N_STEPS + 1
+    subprocess.run(command, check=True, **options)
+    assert_same_run(folder, train("inline"), "policy")
+    assert weights(folder).keys() == weights(tmp_path / "skyrl/inline").keys()
