@@ -30,7 +30,7 @@ from skyrl_train.config.validation import (
     resume_path_is_a_checkpoint,
     resume_path_is_read,
     training_data_is_read_once,
-    training_has_prompts,
+    training_has_rows,
     validation_data_is_read_once,
     wandb_can_start,
     warmup_is_set_once,
@@ -211,7 +211,7 @@ SFT = Schema(
     ),
     sources=RUN_SOURCES,
     rules=(
-        training_has_prompts,
+        training_has_rows,
         warmup_is_set_once,
         weight_decay_shrinks_weights,
         adapters_are_possible,

@@ -210,7 +210,13 @@ def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
     """Refuse training without prompts."""
-    if not cfg.data.train_data and cfg.data.custom_cls.path is None:
+    if cfg.data.custom_cls.path is None:
+        yield from training_has_rows(cfg)
+
+
+def training_has_rows(cfg: Section) -> Iterator[str]:
+    """Refuse training without data files or datasets."""
+    if not value_at(cfg, "data.train_data"):
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
 
 

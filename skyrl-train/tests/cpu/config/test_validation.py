@@ -488,6 +488,7 @@ def test_every_message_has_a_test() -> None:
     assert set().union(*seen) == sentences_of(
         validation,
         without=[
+            "_adapters",
             "_optimizers",
             "group_filters",
             "ray_is_installed",
