@@ -1,7 +1,7 @@
 """`make bench-scaling`: cost per token as one property of a workload grows, memory over many steps, and start-up.
 
-Each curve changes one value of the base workload and measures the update and generation in processor seconds, which
-other processes disturb less than seconds. The script writes `curves.md` next to this file.
+Each curve changes one value of the base workload and measures the update and generation in processor seconds of one
+thread, which other processes disturb less than seconds. The script writes `curves.md` next to this file.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def generation_seconds(workload: Workload, n_times: int) -> float:
     w, rng = workload, random.Random(0)
     prompts = [[rng.randint(10, 500) for _ in range(w.n_prompt)] for _ in range(w.n_groups)]
     sampling = SamplingParams(max_new_tokens=w.n_new, ignore_eos=True)
-    with ThreadPoolExecutor(1) as executor, asyncio.Runner() as runner:
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor, asyncio.Runner() as runner:
         engine = HFEngine(
             make_model(w.vocab_size),
             NoTokenizer(),
@@ -220,12 +220,13 @@ def main() -> None:
     parser.add_argument("--n_times", type=int, default=3)
     parser.add_argument("--only", choices=[*CURVES, "memory", "start"], help="measure one part, and write no file")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     lines = [
         "# Scaling",
         "",
         f"`make bench-scaling`, {conditions()}.",
         "",
-        f"Processor microseconds per sampled token, medians of {options.n_times}. The base workload has 8 prompts of",
+        f"Processor microseconds of one thread per sampled token, medians of {options.n_times}. The base workload has 8 prompts of",
         "64 tokens × 8 samples of 32 tokens in one turn; further turns observe 32 tokens each. The model has four",
         "layers of width 128 and a vocabulary of 1,024. Each row changes one value.",
         "",

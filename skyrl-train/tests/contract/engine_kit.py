@@ -30,7 +30,7 @@ from skyrl_train.inference_engines.base import (
     TokenChunk,
 )
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.types.specs import TensorSpec
+from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync, send
 from skyrl_train.weight_sync.base import Transport
 
@@ -188,7 +188,7 @@ class TensorSource:
 
     named_tensors: Callable[[], NamedTensors]
 
-    async def tensor_specs(self) -> list[TensorSpec]:
+    async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
         """Return name, shape and dtype of each tensor."""
         return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.named_tensors()]
 

@@ -40,6 +40,11 @@ class Parrot:
         return text
 
 
+def score_length(solution_str: str, **_: Any) -> float:
+    """Return a reward in [0, 1] that grows with the reply."""
+    return min(len(solution_str) / 100, 1.0)
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return rows for every environment."""
     tests = json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])
@@ -51,6 +56,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         "lcb": {"reward_spec": {"ground_truth": tests}},
         "mcp": {"reward_spec": {"ground_truth": "milk"}},
         "multiply": {"reward_spec": {"ground_truth": "42"}},
+        "reward_function": {"reward_spec": {"ground_truth": "42"}},
         "search": {"reward_spec": {"ground_truth": {"target": ["Fuji"]}}},
         "searchcode": {"reward_spec": {"ground_truth": "42"}},
         "text2sql": {"db_id": "shop", "data": "spider", "reward_spec": {"ground_truth": "SELECT 1"}},
@@ -85,6 +91,8 @@ def run(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[str]:
         "generator.eval_n_samples_per_prompt=2",
         "generator.eval_sampling_params.max_generate_length=12",
         "generator.eval_sampling_params.temperature=1",
+        f"environment.skyrl_gym.reward_function.path='{__file__}'",
+        "environment.skyrl_gym.reward_function.name=score_length",
         f"environment.skyrl_gym.text2sql.db_path='{tmp_path}'",
         "environment.skyrl_gym.gymnasium.id=FrozenLake-v1",
         "environment.skyrl_gym.textarena.env_id=TicTacToe-v0",

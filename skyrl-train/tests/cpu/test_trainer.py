@@ -111,9 +111,9 @@ def test_old_logprobs_are_scored_only_if_the_update_needs_them(
 ) -> None:
     score, calls = Worker.score, []
 
-    def counting_score(self: Worker, shard: Any) -> Any:
+    def counting_score(self: Worker, shard: Any, *args: Any) -> Any:
         calls.append(shard)
-        return score(self, shard)
+        return score(self, shard, *args)
 
     monkeypatch.setattr(Worker, "score", counting_score)
     assert train(*overrides)[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
