@@ -133,7 +133,10 @@ def generation_seconds(workload: Workload, n_times: int) -> float:
     w, rng = workload, random.Random(0)
     prompts = [[rng.randint(10, 500) for _ in range(w.n_prompt)] for _ in range(w.n_groups)]
     sampling = SamplingParams(max_new_tokens=w.n_new, ignore_eos=True)
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor, asyncio.Runner() as runner:
+    with (
+        ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor,
+        asyncio.Runner() as runner,
+    ):
         engine = HFEngine(
             make_model(w.vocab_size),
             NoTokenizer(),
@@ -226,9 +229,9 @@ def main() -> None:
         "",
         f"`make bench-scaling`, {conditions()}.",
         "",
-        f"Processor microseconds of one thread per sampled token, medians of {options.n_times}. The base workload has 8 prompts of",
-        "64 tokens × 8 samples of 32 tokens in one turn; further turns observe 32 tokens each. The model has four",
-        "layers of width 128 and a vocabulary of 1,024. Each row changes one value.",
+        f"Processor microseconds of one thread per sampled token, medians of {options.n_times}. The base workload has",
+        "8 prompts of 64 tokens × 8 samples of 32 tokens in one turn; further turns observe 32 tokens each. The model",
+        "has four layers of width 128 and a vocabulary of 1,024. Each row changes one value.",
         "",
         "| changed | value | update | generation |",
         "|---|---|---|---|",
