@@ -8,6 +8,7 @@ for a mistyped one. A script that passes its own command line to `@hydra.main` n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,6 +116,7 @@ def rewrite_overrides(argv: Sequence[str], fields: Fields = FIELDS) -> list[str]
 
 
 def _rewrite(text: str, fields: Fields) -> str:
+    text = _quote_home(text)
     override = _parse(text)
     key = override.key_or_group
     if override.is_delete() or key.startswith(("hydra.", "hydra/")):
@@ -125,11 +127,16 @@ def _rewrite(text: str, fields: Fields) -> str:
 
 def _parse(text: str) -> Override:
     try:
-        return OverridesParser.create().parse_override(text)
+        return OverridesParser.create().parse_override(_quote_home(text))
     except HydraException as error:
         key, _, value = text.partition("=")
         reason = " ".join(str(error).split())
         raise ConfigError(f"{text} cannot be read ({reason}); quote the value: \"{key}='{value}'\"") from error
+
+
+def _quote_home(text: str) -> str:
+    """Quote paths such as `~/models`, whose `~` has a meaning of its own in Hydra's grammar."""
+    return text if {"'", '"'} & set(text) else re.sub(r"(?<=[=\[,])(~[\w./-]*)", r"'\1'", text)
 
 
 def _is_override(text: str) -> bool:

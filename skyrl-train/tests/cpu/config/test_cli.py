@@ -67,6 +67,12 @@ def test_overrides_are_applied(override: str, key: str, value: object) -> None:
     assert value_at(parse_cli([override]), key) == value
 
 
+def test_the_home_directory_needs_no_quotes() -> None:
+    cfg = parse_cli(["data.train_data=[~/a.parquet,~/b.parquet]", "trainer.policy.model.path=~/model"])
+    assert cfg.data.train_data == ["~/a.parquet", "~/b.parquet"]
+    assert cfg.trainer.policy.model.path == str(Path.home() / "model")
+
+
 def test_without_overrides_the_default_configuration_is_loaded() -> None:
     defaults = get_default_config()
     defaults.trainer.run_name = "r"
@@ -199,9 +205,9 @@ def test_a_wrong_file_is_refused(text: str | None, expected: str, tmp_path: Path
             "write a list as trainer.logger=[console,jsonl]",
         ),
         (
-            ["data.train_data=~/a.parquet"],
-            "data.train_data=~/a.parquet cannot be read (token recognition error at: '~'); "
-            "quote the value: \"data.train_data='~/a.parquet'\"",
+            ["trainer.run_name=a~b"],
+            "trainer.run_name=a~b cannot be read (token recognition error at: '~'); "
+            "quote the value: \"trainer.run_name='a~b'\"",
         ),
         (
             ["trainer.epoch=3"],
