@@ -42,7 +42,7 @@ class PromptDataset:
             locations.append(location)
             texts.append(_render(row[prompt_key], location, tokenizer))
             rows.append(row)
-        lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        lengths = _bound_lengths(texts, tokenizer, max_prompt_length)
         kept = [i for i, n_tokens in enumerate(lengths) if n_tokens <= max_prompt_length]
         logger.info("%s: %d of %d rows have at most %d tokens", sources, len(kept), len(rows), max_prompt_length)
         if not kept:
@@ -73,6 +73,21 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(self._rows)
+
+
+def _bound_lengths(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[int]:
+    """Return the number of tokens of each text, or an upper bound for texts that are short enough without tokenizing.
+
+    A token of ASCII text has at least one character; some tokenizers add one before the text.
+    """
+    lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]
+    long = [i for i, length in enumerate(lengths) if length > limit]
+    for start in range(0, len(long), 1000):
+        chunk = long[start : start + 1000]
+        token_ids = tokenizer([texts[i] for i in chunk], add_special_tokens=False)["input_ids"]
+        for i, ids in zip(chunk, token_ids, strict=True):
+            lengths[i] = len(ids)
+    return lengths
 
 
 def _prompt_row(uid: str, row: Row, prompt_key: str, env_class_key: str) -> PromptRow:
