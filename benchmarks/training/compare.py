@@ -1,4 +1,4 @@
-"""`make bench-training`: seconds of a whole GRPO step, against TRL, and beside a process that keeps a core busy.
+"""`make bench-training`: seconds of a whole training step, against TRL, and beside a process that keeps a core busy.
 
 Both train the same random Qwen3 model in float32 on the same prompts, with equally many samples, tokens and threads.
 They run in separate processes and take turns. The script writes `results.md` and `results.json` next to this file.
@@ -33,7 +33,8 @@ BUSY = "while True: pass"
 
 
 def update_flops(workload: Workload, folder: Path) -> float:
-    """Count the floating-point operations of an update without attention: 6 per weight and token that needs it.
+    """Count the floating-point operations of an update without attention: 6 per weight and token that needs it, or 4 if
+    an adapter is trained in place of the weights.
 
     Every token of a row needs the body, without sharing of prefixes. Only sampled tokens need the head.
     """
@@ -41,7 +42,9 @@ def update_flops(workload: Workload, folder: Path) -> float:
     head = model.get_output_embeddings().weight.numel()
     body = model.num_parameters() - head - model.get_input_embeddings().weight.numel()
     n_sampled = workload.n_trajectories * workload.n_turns * workload.n_new
-    return 6 * (body * workload.n_trajectories * workload.n_row_tokens + head * n_sampled)
+    return (4 if workload.lora_rank else 6) * (
+        body * workload.n_trajectories * workload.n_row_tokens + head * n_sampled
+    )
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def measure(workload: Workload, n_times: int, names: Sequence[str]) -> dict[str,
     row: dict[str, object] = {
         "workload": workload.name,
         "skyrl": ours.spread(),
-        "generate": round(ours.median("generate"), 2),
+        "generate": "" if workload.is_sft else round(ours.median("generate"), 2),
         "update": round(ours.median("policy_train"), 2),
         "bound": f"{bound / ours.median('policy_train'):.0%}",
         "busy": round(statistics.median(busy) / alone, 2),
@@ -115,6 +118,8 @@ def main() -> None:
         "memory, MiB": "skyrl_mib",
         "entropy (TRL)": "trl_entropy",
         "entropy": "skyrl_entropy",
+        "loss (TRL)": "trl_loss",
+        "loss": "skyrl_loss",
         "gradient (TRL)": "trl_grad_norm",
         "gradient": "skyrl_grad_norm",
     }
@@ -131,20 +136,23 @@ PAGE = """# Seconds of a training step
 
 `make bench-training`, {setup}.
 
-GRPO with one optimizer step on all samples, in float32, of random Qwen3 models with four layers. Medians of {n_times}
-alternating steps after two warm-up steps, with minimum and maximum.
+Training steps with one optimizer step on all samples, in float32, of random Qwen3 models with four layers; GRPO unless
+another method is named. Medians of {n_times} alternating steps after two warm-up steps, with minimum and maximum.
 
 - `w1`: 16 prompts of 64 tokens × 8 samples of 64 tokens, hidden size 128, vocabulary 1,024.
 - `w1-kl`: the same with a KL loss, and thus a reference model.
 - `w3`: 8 prompts of 32 tokens × 8 samples of 32 tokens, hidden size 256, vocabulary 151,936.
+- `lora`: `w1` with an adapter of rank 32 on all linear layers in place of all weights.
+- `sft`: supervised fine-tuning on 128 rows of 64 tokens with a response of 64, with the model of `w1`; against TRL's
+  `SFTTrainer`.
 - `catch`: 16 games × 8 samples of 5 turns of one token, 327 tokens each, with the model of `w1`. TRL plays with a
   rollout function that calls `generate` once a turn for all games.
 
 {table}
 The bound is the time of the update's matrix products without attention (forward and backward pass, every token of every
 row), at the measured rate of a large product. `beside a busy process` is the factor by which a step takes longer while
-another process keeps one of the cores busy. Entropy and gradient norm are medians of the first updates: both frameworks
-do the same work.
+another process keeps one of the cores busy. Entropy or loss, and gradient norm, are medians of the first updates: both
+frameworks do the same work.
 """
 
 if __name__ == "__main__":

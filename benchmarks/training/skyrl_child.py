@@ -13,7 +13,12 @@ from workloads import WORKLOADS, reward
 from examples.catch.main_catch import register_catch
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.config.cli import parse
+from skyrl_train.config.sft import SFT
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
+from skyrl_train.entrypoints.main_sft import SFTExp
+
+FACTS = ("policy/policy_entropy", "policy/grad_norm", "train/loss", "train/grad_norm")
 
 
 class PseudoRandomReward(BaseTextEnv):
@@ -39,8 +44,8 @@ class OnRequest(Callback):
             parts = {
                 name.removeprefix("timing/"): value for name, value in metrics.items() if name.startswith("timing/")
             }
-            facts = {"entropy": metrics["policy/policy_entropy"], "grad_norm": metrics["policy/grad_norm"]}
-            self.requests.report(parts, facts)
+            facts = {name.rpartition("/")[2]: value for name, value in metrics.items() if name in FACTS}
+            self.requests.report(parts, {"entropy" if n == "policy_entropy" else n: v for n, v in facts.items()})
         if not self.requests.wait():
             run.request_stop("the measurement is over")
 
@@ -52,20 +57,35 @@ class OnRequestExp(BasePPOExp):
         return [*super().get_callbacks(*args), OnRequest()]
 
 
+class OnRequestSFTExp(SFTExp):
+    """Supervised fine-tuning whose last callback is `OnRequest`."""
+
+    def get_callbacks(self, *args: Any) -> list[Callback]:
+        return [*super().get_callbacks(*args), OnRequest()]
+
+
 def main() -> None:
     """Train on requests of the parent process."""
     register_catch()
     workload, folder = WORKLOADS[sys.argv[1]], Path(sys.argv[2])
-    settings = {
+    settings: dict[str, Any] = {
         "data.train_data": f"['{next(folder.glob('train.*'))}']",
         "trainer.policy.model.path": folder / "model",
         "trainer.output_dir": folder / "outputs",
         "trainer.train_batch_size": workload.n_prompts,
-        "trainer.policy_mini_batch_size": workload.n_prompts,
         "trainer.policy.optimizer_config.lr": 1e-5,
+        "trainer.policy.model.lora.rank": workload.lora_rank,
         "trainer.epochs": 1000,
         "trainer.eval_interval": -1,
         "trainer.ckpt_interval": -1,
+    }
+    if workload.is_sft:
+        settings["trainer.micro_train_batch_size_per_gpu"] = "null"
+        with suppress(KeyboardInterrupt):
+            OnRequestSFTExp(parse([f"{key}={value}" for key, value in settings.items()] + sys.argv[3:], SFT)).run()
+        return
+    settings |= {
+        "trainer.policy_mini_batch_size": workload.n_prompts,
         "trainer.algorithm.use_kl_loss": workload.kl > 0,
         "trainer.algorithm.kl_loss_coef": workload.kl,
         "generator.n_samples_per_prompt": workload.n_samples,

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from harness import Requests
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from workloads import WORKLOADS, Workload, encode_prompt, reward
 
 from examples.catch.env import CatchEnv
@@ -19,15 +20,17 @@ from examples.catch.env import CatchEnv
 class OnRequest(TrainerCallback):  # type: ignore[misc]
     """A callback that starts a step when the parent process requests one, and reports it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_sft: bool) -> None:
         self.requests = Requests()
+        self._is_sft = is_sft
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.requests.wait():
             sys.exit()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        self.requests.report({}, {"entropy": logs["entropy"], "grad_norm": logs["grad_norm"]})
+        names = ("loss", "grad_norm") if self._is_sft else ("entropy", "grad_norm")
+        self.requests.report({}, {name: float(logs[name]) for name in names})
 
 
 class CatchRollouts:
@@ -88,36 +91,49 @@ def main() -> None:
     path = next(folder.glob("train.*"))
     dataset = load_dataset({"jsonl": "json"}.get(path.suffix[1:], "parquet"), data_files=str(path), split="train")
     rows = workload.trl_rows or workload.n_trajectories
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=workload.n_trajectories // rows,
-        num_generations=workload.n_samples,
-        max_completion_length=256 if workload.n_turns > 1 else workload.n_new,
-        generation_kwargs={"min_new_tokens": workload.n_new},
-        temperature=1.0,
-        beta=workload.kl,
-        learning_rate=1e-5,
-        lr_scheduler_type="constant",
-        max_steps=1000,
-        gradient_checkpointing=False,
-        bf16=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "trl"),
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": workload.n_trajectories // rows,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "max_steps": 1000,
+        "gradient_checkpointing": False,
+        "bf16": torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    common: dict[str, Any] = {
+        "train_dataset": dataset,
+        "processing_class": AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        "callbacks": [OnRequest(workload.is_sft)],
+    }
+    if workload.lora_rank:
+        common["peft_config"] = LoraConfig(
+            r=workload.lora_rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    if workload.is_sft:
+        config = SFTConfig(completion_only_loss=True, **settings)
+        SFTTrainer(model, args=config, **common).train()
+        return
+    GRPOTrainer(
+        model,
         reward_funcs=score,
-        args=config,
-        train_dataset=dataset,
-        processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        args=GRPOConfig(
+            num_generations=workload.n_samples,
+            max_completion_length=256 if workload.n_turns > 1 else workload.n_new,
+            generation_kwargs={"min_new_tokens": workload.n_new},
+            temperature=1.0,
+            beta=workload.kl,
+            **settings,
+        ),
         rollout_func=CatchRollouts(workload, dataset) if workload.n_turns > 1 else None,
-        callbacks=[OnRequest()],
-    )
-    trainer.train()
+        **common,
+    ).train()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -23,7 +24,9 @@ DIGITS = "0123456789"  # one token each
 
 @dataclass(frozen=True)
 class Workload:
-    """GRPO steps on `n_prompts` prompts, with `n_samples` samples each of `n_turns` turns of exactly `n_new` tokens."""
+    """GRPO steps on `n_prompts` prompts, with `n_samples` samples each of `n_turns` turns of exactly `n_new` tokens; or
+    steps of supervised fine-tuning on `n_prompts` rows with a response of `n_new` tokens.
+    """
 
     name: str
     n_prompts: int
@@ -34,6 +37,8 @@ class Workload:
     vocab_size: int
     n_turns: int = 1
     kl: float = 0.0
+    is_sft: bool = False
+    lora_rank: int = 0
     trl_rows: int | None = None
     """Rows of TRL's micro-batches; all rows, which is fastest, if memory allows it."""
 
@@ -57,6 +62,8 @@ WORKLOADS = {
         Workload("w1", 16, 8, 64, 64, 128, 1024),
         Workload("w1-kl", 16, 8, 64, 64, 128, 1024, kl=0.01),
         Workload("w3", 8, 8, 32, 32, 256, 151_936, trl_rows=8),
+        Workload("lora", 16, 8, 64, 64, 128, 1024, lora_rank=32),
+        Workload("sft", 128, 1, 64, 64, 128, 1024, is_sft=True),
         Workload("catch", 16, 8, 118, 1, 128, 1024, n_turns=5, n_observed=51),
     )
 }
@@ -76,7 +83,10 @@ def write_inputs(workload: Workload, folder: Path) -> None:
         n_digits = workload.n_prompt_tokens - len(encode_prompt(tokenizer, [{"role": "user", "content": ""}]))
         rng = random.Random(0)
         contents = ("".join(rng.choices(DIGITS, k=n_digits)) for _ in range(N_ROWS))
-        rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
+        rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
+        for row in rows if workload.is_sft else ():
+            response = "".join(rng.choices(DIGITS, k=workload.n_new - 1))  # the EOS token follows
+            row |= {"response": response, "completion": [{"role": "assistant", "content": response}]}
         assert len(encode_prompt(tokenizer, rows[0]["prompt"])) == workload.n_prompt_tokens
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     torch.manual_seed(0)

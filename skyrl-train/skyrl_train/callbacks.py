@@ -29,13 +29,18 @@ from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/", "val/loss")  # on the progress line, beside the reward
+PROGRESS_METRICS = (
+    "eval/all/avg_score",
+    "eval/environment/",
+    "val/loss",
+    "val/accuracy",
+)  # on the progress line, beside the reward
 
 
 class Run(Protocol):
     """A training run, as its callbacks see it."""
 
-    cfg: Any  # SkyRLConfig, or SFTConfig in supervised fine-tuning
+    cfg: Any  # SkyRLConfig, or SupervisedConfig of other training
     global_step: int
     """The last finished step; 0 before the first."""
     total_steps: int

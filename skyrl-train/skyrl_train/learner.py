@@ -36,14 +36,22 @@ MIN_MEAN_LOGPROB = -100.0
 class TrainedModels:
     """The models that a run changes: their checks, checkpoints and exports."""
 
-    def __init__(self, cfg: RunConfig, policy: WorkerGroup) -> None:
-        self.policy = policy
+    def __init__(self, cfg: RunConfig, policy: WorkerGroup, ref: WorkerGroup | None = None) -> None:
+        """If `ref` is `policy`, the reference is the policy without its adapter."""
+        self.policy, self.ref = policy, ref
         self._cfg = cfg
         self._probe: TrainingBatch | None = None  # of the last update
 
     def set_probe(self, batch: TrainingBatch) -> None:
         """Keep a few rows of an update for `check_weights`."""
         self._probe = _shortest_rows(batch, N_PROBED)
+
+    async def score_reference(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill in the log-probs (B, R) of the reference, if there is one."""
+        if self.ref is None:
+            return batch
+        scores = await self.ref.score(batch, adapter=self.ref is not self.policy)
+        return replace(batch, ref_logprobs=scores["logprobs"])
 
     async def check_weights(self) -> None:
         """Check that weights are finite, and that rows of the last update still have log-probs and a gradient.
@@ -56,7 +64,7 @@ class TrainedModels:
         for name, group in self._changing().items():
             fault = None if await group.is_finite() else "its weights are NaN or infinite"
             if fault is None and name != "ref" and self._probe is not None:
-                min_mean = -math.inf if name == "critic" else MIN_MEAN_LOGPROB
+                min_mean = -math.inf if name in ("critic", "reward") else MIN_MEAN_LOGPROB
                 fault = _find_divergence((await group.probe(self._probe)).numbers(), min_mean)
             if fault is not None:
                 section = "critic" if name == "critic" else "policy"  # whose weights the reference copies
@@ -103,7 +111,7 @@ class TrainedModels:
 
     def _changing(self) -> dict[str, WorkerGroup]:
         """Return the models that change in a run, by the name of their folder."""
-        return {"policy": self.policy}
+        return {self.policy.role: self.policy}
 
 
 class Learner(TrainedModels):
@@ -124,12 +132,11 @@ class Learner(TrainedModels):
     ) -> None:
         """Pass `ref` and `critic` if the configuration or the estimator reads their log-probs and values.
 
-        If `ref` is `policy`, the reference is the policy without its adapter.
         `reference_sync` copies the policy's weights to the reference, for `update_ref_every_epoch`.
         """
-        super().__init__(cfg, policy)
+        super().__init__(cfg, policy, ref)
         self._cfg: TrainerConfig = cfg
-        self.critic, self.ref = critic, ref
+        self.critic = critic
         self._reference_sync = reference_sync
         self._estimator = estimator
         self._required = required_inputs(estimator)
@@ -160,9 +167,7 @@ class Learner(TrainedModels):
         """
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
-        if self.ref is not None:
-            scores = await self.ref.score(batch, adapter=self.ref is not self.policy)
-            batch = replace(batch, ref_logprobs=scores["logprobs"])
+        batch = await self.score_reference(batch)
         if self._needs_old_logprobs(batch):
             scores = await self.policy.score(batch)
             batch = replace(

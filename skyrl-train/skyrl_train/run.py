@@ -60,7 +60,7 @@ class TrainingRun(ABC):
 
     def __init__(
         self,
-        cfg: Any,  # SkyRLConfig or SFTConfig
+        cfg: Any,  # SkyRLConfig or SupervisedConfig
         *,
         models: TrainedModels,
         position: Position,

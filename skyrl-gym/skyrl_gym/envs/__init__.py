@@ -17,6 +17,7 @@ BUILT_IN = {
     "openenv": "skyrl_gym.adapters.openenv:OpenEnvEnv",
     "openspiel": "skyrl_gym.envs.openspiel.env:OpenSpielEnv",
     "openspiel_game": "skyrl_gym.envs.openspiel.game_env:OpenSpielGameEnv",
+    "reply": "skyrl_gym.envs.reply.env:ReplyEnv",
     "reward_function": "skyrl_gym.adapters.reward_function:RewardFunctionEnv",
     "search": "skyrl_gym.envs.search.env:SearchEnv",
     "searchcode": "skyrl_gym.envs.searchcode.env:SearchCodeEnv",

@@ -26,7 +26,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
@@ -42,7 +48,13 @@ from skyrl_train.weight_sync.broadcast import chunked, tensor_checksum
 logger = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Role = Literal["policy", "critic"]
+Role = Literal["policy", "critic", "reward"]
+
+AUTO_CLASSES: Mapping[str, Any] = {
+    "policy": AutoModelForCausalLM,
+    "critic": AutoModelForTokenClassification,
+    "reward": AutoModelForSequenceClassification,
+}
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a file, unless one tensor is larger."""
@@ -122,9 +134,9 @@ def merge_checkpoint(
         return _merge_adapter(str(folder / ADAPTER_FOLDER), target, base, dtype, settings)
     if base is not None:
         raise ConfigError(f"--base={base} is not read, because {folder} holds all weights of its model; remove --base")
-    is_critic = folder.name == "critic"
+    auto_class = AUTO_CLASSES.get(folder.name, AutoModelForCausalLM)
     with torch.device("meta"):
-        model = _auto_class(is_critic).from_config(AutoConfig.from_pretrained(settings))
+        model = auto_class.from_config(AutoConfig.from_pretrained(settings))
     reader = dcp.FileSystemReader(folder)
     saved = {
         name.removeprefix("model.model."): item
@@ -145,7 +157,7 @@ def merge_checkpoint(
 
     def expected(dtype: torch.dtype) -> torch.Tensor:
         with no_init_weights():
-            loaded = _auto_class(is_critic).from_config(model.config, dtype=specs[0].dtype).eval()
+            loaded = auto_class.from_config(model.config, dtype=specs[0].dtype).eval()
         tensors = {f"model.model.{name}": parameter.data for name, parameter in loaded.named_parameters()}
         _load_sharded(folder, tensors)
         return _probe(loaded.to(dtype))
@@ -157,11 +169,11 @@ def merge_checkpoint(
     files = [TensorSpec(name, tuple(one.shape), one.dtype) for named in shapes for name, one in named.items()]
     with _new_folder(target) as partial:
         _copy_settings([settings], partial)
-        if is_critic:
+        if auto_class is not AutoModelForCausalLM:
             _edit_config(partial, architectures=[type(model).__name__])
         tensors = (item for spec in specs for item in rename(spec.name, read(spec)).items())
         _write_model(partial, files, tensors, dtype)
-        gap = _compare(partial, expected, is_critic)
+        gap = _compare(partial, expected, auto_class)
     return MergeReport(target, len(files), 0, gap)
 
 
@@ -221,8 +233,8 @@ def _merge_adapter(
     config = read_config(adapter, f"the adapter {adapter}")
     if config.modules_to_save:
         raise ConfigError(
-            f"the adapter {adapter} is that of a critic; set trainer.critic.model.lora.merge_on_export=true in its run "
-            "to export the whole model"
+            f"the adapter {adapter} is that of a critic or a reward model, whose head it cannot hold; set "
+            "lora.merge_on_export=true in its run to export the whole model"
         )
     base = base or config.base_model_name_or_path
     if not base:
@@ -487,12 +499,8 @@ def _write_safetensors(
             progress.update(spec.n_bytes)
 
 
-def _auto_class(is_critic: bool) -> Any:
-    return AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
-
-
-def _load_model(folder: Path, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:
-    model: PreTrainedModel = _auto_class(is_critic).from_pretrained(folder, dtype=dtype)
+def _load_model(folder: Path, dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    model: PreTrainedModel = auto_class.from_pretrained(folder, dtype=dtype)
     return model.eval()
 
 
@@ -505,7 +513,9 @@ def _probe(model: torch.nn.Module) -> torch.Tensor:
     return logits
 
 
-def _compare(merged: Path, expected: Callable[[torch.dtype], torch.Tensor], is_critic: bool = False) -> float:
+def _compare(
+    merged: Path, expected: Callable[[torch.dtype], torch.Tensor], auto_class: Any = AutoModelForCausalLM
+) -> float:
     """Return the relative difference between the logits of a merged model and those of its sources.
 
     One model is in memory at a time.
@@ -516,7 +526,7 @@ def _compare(merged: Path, expected: Callable[[torch.dtype], torch.Tensor], is_c
     dtype = _read_dtype(merged)
     reference = expected(dtype)
     gc.collect()  # a model may be part of a reference cycle
-    model = _load_model(merged, dtype, is_critic=is_critic)
+    model = _load_model(merged, dtype, auto_class)
     gap = ((_probe(model) - reference).norm() / reference.norm().clamp(min=1e-6)).item()
     limit = TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     if not gap <= limit:

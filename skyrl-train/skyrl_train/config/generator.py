@@ -87,6 +87,22 @@ class ChatTemplateConfig(Section):
     tokenizer's."""
 
 
+class RewardModelConfig(Section):
+    """A reward model that scores finished rollouts, as the component `reward_model` of their reward."""
+
+    path: Text | None = None
+    """A model for sequence classification with one label and the policy's tokenizer, e.g. an export of `skyrl reward`;
+    null scores nothing. Its score is added to the environment's reward, times `reward_weights.reward_model`. The
+    environment `reply` has no reward of its own. The model computes in the process of the generator, on its first GPU
+    if it has one."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+
+    max_tokens_per_batch: Count = 16384
+    """Maximum number of tokens that are scored at once; a longer rollout is scored alone."""
+
+
 class GeneratorConfig(Section):
     """The inference engine and the agent loop."""
 
@@ -156,6 +172,9 @@ class GeneratorConfig(Section):
 
     reward_functions: StringList = Field(default=[])
     """Registered reward functions (`register_reward_function`) to add to the rewards of environments."""
+
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """A reward model that scores finished rollouts."""
 
     reward_weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
     """Weights of the named components of the reward, 1 by default. If an environment reports components, and any of

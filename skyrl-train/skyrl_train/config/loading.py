@@ -36,6 +36,7 @@ PATHS = (
     "trainer.ref.model.path",
     "data.custom_cls.path",
     "custom_reward_function.path",
+    "generator.reward_model.path",
 )
 """Keys whose `~` and `$VARIABLES` are expanded; a Hub name has neither."""
 

@@ -38,8 +38,8 @@ from skyrl_train.config.validation import (
 )
 
 
-class SFTDataConfig(Section):
-    """The demonstrations: rows with a prompt and a response, or with a conversation."""
+class SupervisedDataConfig(Section):
+    """The rows, and how they become tokens."""
 
     train_data: StringList = Field(default=[])
     """Training rows: parquet, json or jsonl files, or Hugging Face names (`owner/name:split`,
@@ -48,21 +48,11 @@ class SFTDataConfig(Section):
     val_data: StringList = Field(default=[])
     """Validation rows, in the same forms. Empty: no validation loss."""
 
-    messages_key: Text = "messages"
-    """Column with a conversation: a list of messages with `role` and `content`. Every turn of the assistant is
-    trained. In rows without it, the prompt and the response are."""
-
     prompt_key: Text = "prompt"
     """Column with the prompt: a text, which becomes a message of the user, or a list of messages."""
 
-    response_key: Text = "response"
-    """Column with the response, a text."""
-
     prompt_dict_keys: StringList = Field(default=[])
     """Keys to descend below `prompt_key`, e.g. `[question]` for `{"question": "…"}`."""
-
-    response_dict_keys: StringList = Field(default=[])
-    """Keys to descend below `response_key`."""
 
     tools_key: Text = "tools"
     """Column with the tools of a row, passed to the chat template: a list of JSON schemas, or its JSON text."""
@@ -81,6 +71,20 @@ class SFTDataConfig(Section):
         default={}
     )
     """Arguments of the chat template, e.g. `data.chat_template_kwargs.enable_thinking=false`."""
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """The demonstrations: rows with a prompt and a response, or with a conversation."""
+
+    messages_key: Text = "messages"
+    """Column with a conversation: a list of messages with `role` and `content`. Every turn of the assistant is
+    trained. In rows without it, the prompt and the response are."""
+
+    response_key: Text = "response"
+    """Column with the response, a text."""
+
+    response_dict_keys: StringList = Field(default=[])
+    """Keys to descend below `response_key`."""
 
 
 class SFTOptimizerConfig(OptimizerConfig):
@@ -139,14 +143,21 @@ class SFTTrainerConfig(RunConfig):
     """Steps between checkpoints, with one after the last step; -1 writes none."""
 
 
-class SFTConfig(Section):
+class SupervisedConfig(Section):
+    """The part of the configuration that supervised fine-tuning and training on preferences share."""
+
+    data: SupervisedDataConfig = SupervisedDataConfig()
+    """The rows, and how they become tokens."""
+
+    trainer: SFTTrainerConfig = SFTTrainerConfig()
+    """The training run."""
+
+
+class SFTConfig(SupervisedConfig):
     """The typed configuration of supervised fine-tuning."""
 
     data: SFTDataConfig = SFTDataConfig()
     """The demonstrations: rows with a prompt and a response, or with a conversation."""
-
-    trainer: SFTTrainerConfig = SFTTrainerConfig()
-    """The training run."""
 
 
 VERL_SFT = {
@@ -184,7 +195,7 @@ VERL_SFT = {
 """Keys of verl's SFT trainer that mean the same here."""
 
 
-def validation_is_held_out(cfg: SFTConfig) -> Iterator[str]:
+def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:
     """Warn of a source that is both trained and validated on."""
     for source in cfg.data.val_data:
         if source in cfg.data.train_data:
@@ -194,32 +205,38 @@ def validation_is_held_out(cfg: SFTConfig) -> Iterator[str]:
             )
 
 
+SUPERVISED_PATHS = (
+    "trainer.output_dir",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "trainer.resume_path",
+    "trainer.policy.model.path",
+    "trainer.policy.model.lora.lora_path",
+    "data.chat_template",
+)
+
+SUPERVISED_RULES = (
+    training_has_rows,
+    warmup_is_set_once,
+    weight_decay_shrinks_weights,
+    adapters_are_possible,
+    names_are_folders,
+    validation_data_is_read_once,
+    resume_path_is_a_checkpoint,
+)
+
+SUPERVISED_WARNINGS = (adapters_are_on, resume_path_is_read, training_data_is_read_once, validation_is_held_out)
+
 SFT = Schema(
     root=SFTConfig,
     config_name="sft_config",
     fields=dict(iter_fields(SFTConfig)),
     aliases=VERL_SFT,
     without_effect={},
-    paths=(
-        "trainer.output_dir",
-        "trainer.ckpt_path",
-        "trainer.export_path",
-        "trainer.resume_path",
-        "trainer.policy.model.path",
-        "trainer.policy.model.lora.lora_path",
-        "data.chat_template",
-    ),
+    paths=SUPERVISED_PATHS,
     sources=RUN_SOURCES,
-    rules=(
-        training_has_rows,
-        warmup_is_set_once,
-        weight_decay_shrinks_weights,
-        adapters_are_possible,
-        names_are_folders,
-        validation_data_is_read_once,
-        resume_path_is_a_checkpoint,
-    ),
+    rules=SUPERVISED_RULES,
     machine_rules=(wandb_can_start,),
-    warnings=(adapters_are_on, resume_path_is_read, training_data_is_read_once, validation_is_held_out),
+    warnings=SUPERVISED_WARNINGS,
 )
 """The configuration of supervised fine-tuning."""

@@ -43,8 +43,9 @@ class PlacementConfig(Section):
     ref_num_gpus_per_node: Resolved[Count] = resolved_later()
     """GPUs of the reference on each node; null takes those of the policy."""
 
-    def size(self, role: Literal["policy", "critic", "ref"]) -> tuple[int, int]:
-        """Return the nodes of a model, and its ranks on each of them."""
+    def size(self, role: Literal["policy", "critic", "ref", "reward"]) -> tuple[int, int]:
+        """Return the nodes of a model, and its ranks on each of them. A reward model takes the policy's."""
+        role = "policy" if role == "reward" else role
         return getattr(self, f"{role}_num_nodes"), getattr(self, f"{role}_num_gpus_per_node")
 
     @property

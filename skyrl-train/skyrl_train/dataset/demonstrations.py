@@ -1,19 +1,22 @@
 """Rows of supervised datasets, checked before a tokenizer or a model is loaded. Imports neither torch nor transformers.
 
-A row is a conversation, or a prompt and a response.
+A row is a conversation, a prompt and a response, or a prompt with a chosen and a rejected answer.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from skyrl_gym.runtime.text import clean_strings
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_gym.tools.strict_json import TooDeep, check_depth
-from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.config.preferences import PreferenceDataConfig
+from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
 
@@ -30,6 +33,16 @@ class Demonstration:
     tools: list[Any] | None = None
 
 
+def read_answers(sources: Sequence[str], data: SupervisedDataConfig) -> Iterator[tuple[Demonstration, ...]]:
+    """Yield the demonstration of each row, or its chosen and its rejected answer; DataError if a row is invalid."""
+    if isinstance(data, PreferenceDataConfig):
+        yield from read_preferences(sources, data)
+    else:
+        assert isinstance(data, SFTDataConfig)
+        for demonstration in read_demonstrations(sources, data):
+            yield (demonstration,)
+
+
 def read_demonstrations(sources: Sequence[str], data: SFTDataConfig) -> Iterator[Demonstration]:
     """Yield every row of the sources.
 
@@ -37,6 +50,52 @@ def read_demonstrations(sources: Sequence[str], data: SFTDataConfig) -> Iterator
         DataError: a source cannot be read or has no rows, or a row is neither a conversation with an assistant's turn
             nor a prompt with a response.
     """
+    for location, row in _read_clean_rows(sources):
+        tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
+        if row.get(data.messages_key) is not None:
+            messages = _read_conversation(row[data.messages_key], location, data.messages_key)
+            n_context = _count_greetings(messages)
+        else:
+            messages = _read_prompt(row, location, data)
+            n_context = len(messages)
+            messages.append({"role": "assistant", "content": _read_response(row, location, data)})
+        yield Demonstration(location, messages, n_context, tools)
+
+
+def read_preferences(sources: Sequence[str], data: PreferenceDataConfig) -> Iterator[tuple[Demonstration, ...]]:
+    """Yield the chosen and the rejected answer of every row of the sources, each with its prompt.
+
+    Answers are texts or lists of messages, which may repeat the prompt. In a row without a prompt, the prompt is what
+    both answers begin with.
+
+    Raises:
+        DataError: a source cannot be read or has no rows, or a row is not a prompt with two answers.
+    """
+    for location, row in _read_clean_rows(sources):
+        tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
+        keys = (data.chosen_key, data.rejected_key)
+        answers = [_read_answer(row, key, location) for key in keys]
+        if row.get(data.prompt_key) is not None:
+            prompt = _read_prompt(row, location, data)
+        else:
+            prompt, answers = _split_off_prompt(answers[0], answers[1], location, data)
+        pair = []
+        for key, answer in zip(keys, answers, strict=True):
+            if isinstance(answer, str):
+                answer = [{"role": "assistant", "content": answer}]
+            elif answer[: len(prompt)] == prompt:
+                answer = answer[len(prompt) :]
+            if all(message["role"] != "assistant" for message in answer):
+                raise DataError(
+                    f"{location}: {key} has no message of the assistant after the prompt; write "
+                    '[{"role": "assistant", "content": "…"}], or a text'
+                )
+            pair.append(Demonstration(location, [*prompt, *answer], len(prompt), tools))
+        yield tuple(pair)
+
+
+def _read_clean_rows(sources: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield the location, for messages, and the content of every row; DataError if a source has none."""
     for source in sources:
         rows = read_rows(source)
         if not rows:
@@ -47,16 +106,42 @@ def read_demonstrations(sources: Sequence[str], data: SFTDataConfig) -> Iterator
                 check_depth(row)
             except TooDeep as error:
                 raise DataError(f"{location}: {error}; flatten its lists and objects") from error
-            row = clean_strings(row)
-            tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
-            if row.get(data.messages_key) is not None:
-                messages = _read_conversation(row[data.messages_key], location, data.messages_key)
-                n_context = _count_greetings(messages)
-            else:
-                messages = _read_prompt(row, location, data)
-                n_context = len(messages)
-                messages.append({"role": "assistant", "content": _read_response(row, location, data)})
-            yield Demonstration(location, messages, n_context, tools)
+            yield location, clean_strings(row)
+
+
+def _read_answer(row: Row, key: str, location: str) -> str | list[dict[str, Any]]:
+    answer = row.get(key)
+    if answer is None:
+        raise DataError(
+            f"{location} has no {key!r}: it has the keys {', '.join(row)}; set data.chosen_key and data.rejected_key "
+            "to the columns with the better and the worse answer"
+        )
+    if answer == "":
+        raise DataError(f"{location}: {key} is empty; write an answer, or remove the row")
+    return answer if isinstance(answer, str) else _check_messages(answer, location, key)
+
+
+def _split_off_prompt(
+    chosen: str | list[dict[str, Any]], rejected: str | list[dict[str, Any]], location: str, data: PreferenceDataConfig
+) -> tuple[list[dict[str, Any]], list[str | list[dict[str, Any]]]]:
+    """Return the prompt that two answers begin with, and the rest of each.
+
+    The prompt of texts ends before a blank, so that no word is split.
+    """
+    n_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    if isinstance(chosen, str):
+        words = re.match(r"(.*\S)\s", chosen[:n_common], re.DOTALL)
+        n_common = words.end(1) if words else 0
+        prompt = [{"role": "user", "content": chosen[:n_common]}]
+    else:
+        n_common = min(n_common, len(chosen) - 1, len(rejected) - 1)  # equal answers are answers all the same
+        prompt = chosen[:n_common]
+    if n_common == 0:
+        raise DataError(
+            f"{location} has no {data.prompt_key!r}, and {data.chosen_key} and {data.rejected_key} do not begin with "
+            "the same prompt; add one, or set data.prompt_key"
+        )
+    return prompt, [chosen[n_common:], rejected[n_common:]]
 
 
 def _read_conversation(value: Any, location: str, key: str) -> list[dict[str, Any]]:
@@ -75,7 +160,7 @@ def _count_greetings(messages: Sequence[Mapping[str, Any]]) -> int:
     return next((i for i, message in enumerate(messages) if message["role"] != "assistant"), len(messages))
 
 
-def _read_prompt(row: Row, location: str, data: SFTDataConfig) -> list[dict[str, Any]]:
+def _read_prompt(row: Row, location: str, data: SupervisedDataConfig) -> list[dict[str, Any]]:
     name, prompt = _descend(row, data.prompt_key, data.prompt_dict_keys, location)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.config.sft import SupervisedDataConfig
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.dataset.demonstrations import Demonstration, read_demonstrations
+from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.errors import DataError
 from skyrl_train.types import DrawnPrompt, Segment, TrainingBatch, Trajectory, TrajectoryID
 
@@ -154,66 +154,119 @@ class ConversationEncoder:
             ) from error
 
 
+Answers = tuple[tuple[Segment, ...], ...]
+"""A row of a dataset: the segments of a demonstration, or of the chosen and of the rejected answer to a prompt."""
+
+SegmentReader = Callable[[Sequence[TokenRow]], tuple[Segment, ...]]
+"""Returns the segments of an answer, whose rows all have a trained token."""
+
+
+def trained_segments(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
+    """Return a segment for each row."""
+    return tuple(row.segment() for row in rows)
+
+
+def rewarded_segments(rows: Sequence[TokenRow], pad_token_id: int) -> tuple[Segment, ...]:
+    """Return the segment of an answer's last row, as `rewarded_segment`."""
+    return (rewarded_segment(rows[-1].token_ids, pad_token_id),)
+
+
+def rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segment:
+    """Return a segment whose only trained token follows the given ones, so that its value is read at their end.
+
+    That is the last token other than the pad token, where models for sequence classification read it. The trained token
+    itself, a copy of that, has no effect.
+    """
+    end = len(token_ids)
+    while end > 1 and token_ids[end - 1] == pad_token_id:
+        end -= 1
+    return Segment([*token_ids[:end], token_ids[end - 1]], end, [1], [0.0])
+
+
 class SupervisedDataset:
     """The rows of supervised data that have at most `data.max_length` tokens, or are truncated to them."""
 
-    def __init__(self, sources: Sequence[str], encoder: ConversationEncoder, data: SFTDataConfig) -> None:
+    def __init__(
+        self,
+        sources: Sequence[str],
+        encoder: ConversationEncoder,
+        data: SupervisedDataConfig,
+        read_segments: SegmentReader = trained_segments,
+    ) -> None:
         """Read, check and tokenize the rows.
 
         Raises:
             DataError: a source cannot be read, a row is invalid or too long, or no row has a trained token.
         """
-        self._rows: list[tuple[Segment, ...]] = []
-        n_truncated = n_dropped = n_tokens = 0
-        for demonstration in read_demonstrations(sources, data):
-            segments = []
-            for row in encoder.encode(demonstration):
-                if (length := len(row.token_ids)) > data.max_length:
-                    if data.truncation == "error":
-                        raise DataError(
-                            f"{demonstration.location} has {length} tokens, more than data.max_length="
-                            f"{data.max_length}; raise it, or set data.truncation=right or left"
-                        )
-                    row.truncate(data.max_length, data.truncation)
-                    n_truncated += 1
-                if any(row.loss_mask):
-                    segments.append(row.segment())
-                    n_tokens += len(row.token_ids)
-            if segments:
-                self._rows.append(tuple(segments))
+        self._rows: list[Answers] = []
+        self._n_truncated = n_dropped = 0
+        for demonstrations in read_answers(sources, data):
+            encoded = [
+                self._fit(encoder.encode(demonstration), demonstration, data) for demonstration in demonstrations
+            ]
+            if all(encoded):
+                self._rows.append(tuple(read_segments(rows) for rows in encoded))
             else:
                 n_dropped += 1
+        names = ", ".join(sources)
         if not self._rows:
             raise DataError(
-                f"all {n_dropped} rows of {', '.join(sources)} lost their answer, because prompts have more than "
+                f"all {n_dropped} rows of {names} lost their answer, because prompts have more than "
                 f"data.max_length={data.max_length} tokens; raise it, or set data.truncation=left"
             )
-        logger.info("%s: %d rows, %d tokens", ", ".join(sources), len(self._rows), n_tokens)
-        if n_truncated:
+        n_tokens = sum(len(segment.token_ids) for answers in self._rows for answer in answers for segment in answer)
+        logger.info("%s: %d rows, %d tokens", names, len(self._rows), n_tokens)
+        if self._n_truncated:
             logger.warning(
                 "%s: %d rows were truncated to data.max_length=%d tokens on the %s, and %d dropped, which had no "
                 "trained token left",
-                *(", ".join(sources), n_truncated, data.max_length, data.truncation, n_dropped),
+                *(names, self._n_truncated, data.max_length, data.truncation, n_dropped),
             )
+        if n_equal := sum(len(answers) == 2 and answers[0] == answers[1] for answers in self._rows):
+            logger.warning(
+                "%s: %d of %d pairs have equal answers, which teach nothing; remove them",
+                *(names, n_equal, len(self._rows)),
+            )
+
+    def _fit(
+        self, rows: Sequence[TokenRow], demonstration: Demonstration, data: SupervisedDataConfig
+    ) -> list[TokenRow]:
+        """Truncate rows to `data.max_length`; return those that have a trained token left."""
+        for row in rows:
+            if (length := len(row.token_ids)) <= data.max_length:
+                continue
+            if data.truncation == "error":
+                raise DataError(
+                    f"{demonstration.location} has {length} tokens, more than data.max_length="
+                    f"{data.max_length}; raise it, or set data.truncation=right or left"
+                )
+            row.truncate(data.max_length, data.truncation)
+            self._n_truncated += 1
+        return [row for row in rows if any(row.loss_mask)]
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all rows in their order."""
         digest = hashlib.blake2b(digest_size=16)
-        for row in self._rows:
-            digest.update(repr([(s.token_ids, s.n_prompt, s.loss_mask) for s in row]).encode())
+        for answers in self._rows:
+            segments = [segment for answer in answers for segment in answer]
+            digest.update(repr([(s.token_ids, s.n_prompt, s.loss_mask) for s in segments]).encode())
         return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[Segment, ...]:
+    def __getitem__(self, index: int) -> Answers:
         return self._rows[index]
 
 
-def build_supervised_batch(rows: Sequence[DrawnPrompt[tuple[Segment, ...]]], pad_token_id: int) -> TrainingBatch:
-    """Return a batch of the rows' segments."""
+def build_supervised_batch(rows: Sequence[DrawnPrompt[Answers]], pad_token_id: int) -> TrainingBatch:
+    """Return a batch of the rows' segments. Each answer is a trajectory."""
     return build_training_batch(
-        [Trajectory(TrajectoryID(str(row.draw), 0, row.draw), "", "", row.row, stop_reason="stop") for row in rows],
+        [
+            Trajectory(TrajectoryID(str(row.draw), index, row.draw), "", "", segments, stop_reason="stop")
+            for row in rows
+            for index, segments in enumerate(row.row)
+        ],
         pad_token_id,
     )

@@ -71,7 +71,7 @@ class DistributedStrategy(ABC):
 
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
         """Load the model of `spec` and spread it; `entropy_grad` makes its entropies differentiable."""
-        is_critic = spec.role == "critic"
+        is_critic = spec.role in ("critic", "reward")
         model = spec.load()
         if spec.lora is not None:
             add_adapter(model, spec.lora)

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from skyrl_train.config.loading import Schema
 
 app = typer.Typer(
     name="skyrl",
@@ -20,6 +23,7 @@ app = typer.Typer(
   skyrl train --dry-run --config run.yaml trainer.epochs=2
   skyrl train --help trainer.algorithm
   skyrl sft data.train_data=chats.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B
+  skyrl dpo data.train_data=pairs.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct
   skyrl env check my_env:MyEnv --data train.jsonl
 """,
     no_args_is_help=True,
@@ -36,10 +40,9 @@ def _complete_key(incomplete: str) -> list[str]:
     return _complete(incomplete, FIELDS)
 
 
-def _complete_sft_key(incomplete: str) -> list[str]:
-    from skyrl_train.config.sft import SFT
-
-    return _complete(incomplete, SFT.fields)
+def _complete_supervised_key(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the keys of the configuration of a run on fixed data, as `_complete_key`."""
+    return _complete(incomplete, _supervised_schema(str(context.command.name)).fields)
 
 
 def _complete(incomplete: str, fields: Mapping[str, Any]) -> list[str]:
@@ -59,11 +62,11 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-SFTOverrides = Annotated[
+SupervisedOverrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        autocompletion=_complete_sft_key,
+        autocompletion=_complete_supervised_key,
         help="Settings, e.g. trainer.epochs=3.",
         show_default=False,
     ),
@@ -97,44 +100,40 @@ def train(
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
 def sft(
     context: typer.Context,
-    overrides: SFTOverrides = None,
+    overrides: SupervisedOverrides = None,
     config: ConfigFile = None,
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
     help: Help = False,
 ) -> None:
     """Fine-tune a model on demonstrations."""
-    from skyrl_train.entrypoints.command import run_command
+    _run_supervised(context, overrides or [], config, print_config, help, dry_run)
 
-    def run() -> None:
-        from skyrl_train.config.cli import parse
-        from skyrl_train.config.generate import describe_keys, describe_sections
-        from skyrl_train.config.problems import raise_problems
-        from skyrl_train.config.sft import SFT
-        from skyrl_train.entrypoints.preflight import check_demonstrations, find_missing_for_sft
 
-        if help:
-            sections = f"{context.get_help()}\n\n{describe_sections(SFT.fields, 'sft')}"
-            typer.echo(describe_keys(overrides, SFT.fields) if overrides else sections)
-            return
-        cfg = parse(overrides or [], SFT, file=config)
-        raise_problems(find_missing_for_sft(cfg))
-        if print_config:
-            from skyrl_train.config import to_yaml
+@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
+def dpo(
+    context: typer.Context,
+    overrides: SupervisedOverrides = None,
+    config: ConfigFile = None,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    help: Help = False,
+) -> None:
+    """Train a model on preferences by direct preference optimization."""
+    _run_supervised(context, overrides or [], config, print_config, help, dry_run)
 
-            typer.echo(to_yaml(cfg), nl=False)
-            return
-        check_demonstrations(cfg)
-        if dry_run:
-            from skyrl_train.entrypoints.plan import describe_sft_plan
 
-            typer.echo(describe_sft_plan(cfg))
-        else:
-            from skyrl_train.entrypoints.sft import SFTExp
-
-            SFTExp(cfg).run()
-
-    run_command(run)
+@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
+def reward(
+    context: typer.Context,
+    overrides: SupervisedOverrides = None,
+    config: ConfigFile = None,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    help: Help = False,
+) -> None:
+    """Train a reward model on preferences."""
+    _run_supervised(context, overrides or [], config, print_config, help, dry_run)
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
@@ -231,7 +230,7 @@ def merge_checkpoint(
     base: Base = None,
     dtype: MergedType = "auto",
     role: Annotated[
-        str, typer.Option(metavar="ROLE", help="The model of the checkpoint: policy or critic.")
+        str, typer.Option(metavar="ROLE", help="The model of the checkpoint: policy, critic or reward.")
     ] = "policy",
 ) -> None:
     """Write a model of a training checkpoint, saved by any number of ranks, as one folder."""
@@ -257,7 +256,7 @@ def _merge(function: str, source: object, target: Path, **options: object) -> No
     def run() -> None:
         from skyrl_train.config.problems import config_error
 
-        allowed = {"dtype": ("auto", "float32", "bfloat16", "float16"), "role": ("policy", "critic")}
+        allowed = {"dtype": ("auto", "float32", "bfloat16", "float16"), "role": ("policy", "critic", "reward")}
         for name, values in allowed.items():
             if name in options and options[name] not in values:
                 raise config_error([f"--{name}={options[name]} must be one of {', '.join(values)}"])
@@ -328,6 +327,62 @@ def _run(
             module, _, name = experiment.partition(":")
             experiment_class = getattr(import_module(f"skyrl_train.entrypoints.{module}"), name)
             experiment_class(cfg, data_is_checked=data_is_checked).run()
+
+    run_command(run)
+
+
+SUPERVISED = {
+    "sft": ("skyrl_train.config.sft", "SFT", "skyrl_train.entrypoints.sft", "SFTExp"),
+    "dpo": ("skyrl_train.config.preferences", "DPO", "skyrl_train.entrypoints.preferences", "DPOExp"),
+    "reward": ("skyrl_train.config.preferences", "REWARD", "skyrl_train.entrypoints.preferences", "RewardExp"),
+}
+"""Module and name of the schema and of the experiment of each command that trains on fixed data."""
+
+
+def _supervised_schema(command: str) -> Schema[Any]:
+    module, name, *_ = SUPERVISED[command]
+    schema: Schema[Any] = getattr(import_module(module), name)
+    return schema
+
+
+def _run_supervised(
+    context: typer.Context,
+    overrides: Sequence[str],
+    config: Path | None,
+    print_config: bool,
+    help: bool,
+    dry_run: bool,
+) -> None:
+    """Do what `_run` does, for a run on fixed data."""
+    from skyrl_train.entrypoints.command import run_command
+
+    def run() -> None:
+        from skyrl_train.config.cli import parse
+        from skyrl_train.config.generate import describe_keys, describe_sections
+        from skyrl_train.config.problems import raise_problems
+        from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
+
+        command = str(context.command.name)
+        schema = _supervised_schema(command)
+        if help:
+            sections = f"{context.get_help()}\n\n{describe_sections(schema.fields, command)}"
+            typer.echo(describe_keys(overrides, schema.fields) if overrides else sections)
+            return
+        cfg = parse(overrides, schema, file=config)
+        raise_problems(find_missing_for_supervised(cfg))
+        if print_config:
+            from skyrl_train.config import to_yaml
+
+            typer.echo(to_yaml(cfg), nl=False)
+            return
+        check_answers(cfg)
+        if dry_run:
+            from skyrl_train.entrypoints.plan import describe_supervised_plan
+
+            typer.echo(describe_supervised_plan(cfg))
+        else:
+            *_, module, name = SUPERVISED[command]
+            getattr(import_module(module), name)(cfg).run()
 
     run_command(run)
 

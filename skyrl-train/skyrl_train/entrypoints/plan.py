@@ -16,13 +16,20 @@ from safetensors import SafetensorError, safe_open
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
+from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig, RewardConfig
 from skyrl_train.config.run import RunConfig
-from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig
+from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
 from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.dataset.files import count_rows
-from skyrl_train.types.specs import lora_spec
+from skyrl_train.types.specs import Role, lora_spec
 
-ModelName = Literal["policy", "critic", "reference"]
+ModelName = Literal["policy", "critic", "reference", "reward model"]
+ROLES: Mapping[ModelName, Role] = {
+    "policy": "policy",
+    "critic": "critic",
+    "reference": "ref",
+    "reward model": "reward",
+}
 Ranks = Mapping[ModelName, tuple[int, int]]
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -41,21 +48,33 @@ def describe_plan(cfg: SkyRLConfig) -> str:
     return _format_plan([*_what_is_trained(cfg), *_clock(cfg), *_resources(cfg)])
 
 
-def describe_sft_plan(cfg: SFTConfig) -> str:
-    """Return the plan of supervised fine-tuning, as `describe_plan`; DataError if a data file cannot be read."""
+def describe_supervised_plan(cfg: SupervisedConfig) -> str:
+    """Return the plan of a run on fixed data, as `describe_plan`; DataError if a data file cannot be read."""
     trainer, data = cfg.trainer, cfg.data
-    policy = _trained_model("policy", trainer.policy.model, trainer.seed)
-    lines = [*_describe_model(policy), ("train data", _describe_sources(data.train_data))]
+    role: Literal["policy", "reward"] = "reward" if isinstance(cfg, RewardConfig) else "policy"
+    models = [_trained_model(role, trainer.policy.model, trainer.seed)]
+    lines = [*_describe_model(models[0])]
+    if isinstance(trainer, DPOTrainerConfig):
+        if trainer.policy_is_reference:
+            lines.append(("reference", "the policy without its adapter"))
+        else:
+            models.append(_reference(trainer.ref.model.path, trainer.policy.model))
+            lines += _describe_model(models[1])
+        dpo = trainer.dpo
+        smoothing = f" · label smoothing {dpo.label_smoothing:g}" if dpo.label_smoothing else ""
+        lines.append(("loss", f"{dpo.loss_type} · beta {dpo.beta:g}{smoothing}"))
+    lines.append(("train data", _describe_sources(data.train_data)))
     if data.val_data and trainer.eval_interval > 0:
         lines.append(("val data", _describe_sources(data.val_data)))
     lines.append(_steps(trainer, data.train_data))
-    lines.append(("each step", f"{_count(trainer.train_batch_size, 'row')} of ≤ {_count(data.max_length, 'token')}"))
+    unit = "pair" if isinstance(data, PreferenceDataConfig) else "row"
+    lines.append(("each step", f"{_count(trainer.train_batch_size, unit)} of ≤ {_count(data.max_length, 'token')}"))
     optimizer = trainer.policy.optimizer_config
     lines.append(
         ("optimizer", f"AdamW · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}")
     )
     lines += [_device(), ("processes", "1")]
-    lines += _storage(trainer, [policy], "activations")
+    lines += _storage(trainer, models, "activations")
     return _format_plan(lines)
 
 
@@ -79,6 +98,8 @@ def _what_is_trained(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
         yield from _describe_model(model)
     if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
         yield "reference", "the policy without its adapter"
+    if (path := cfg.generator.reward_model.path) is not None:
+        yield "reward model", path
     algorithm = trainer.algorithm
     yield "algorithm", f"{algorithm.advantage_estimator} · {algorithm.policy_loss_type} · {algorithm.loss_reduction}"
     yield "environment", f"{cfg.environment.env_class}, unless a row has its own env_class"
@@ -128,22 +149,26 @@ def _models(cfg: SkyRLConfig) -> list[PlannedModel]:
     if trainer.critic.model.path is not None:
         models.append(_trained_model("critic", trainer.critic.model, trainer.seed))
     if reads_reference(trainer.algorithm) and not trainer.policy_is_reference:
-        path = trainer.ref.model.path
-        models.append(PlannedModel("reference", path, trainer.policy.model.dtype, None, count_parameters(path)))
+        models.append(_reference(trainer.ref.model.path, trainer.policy.model))
     return models
 
 
+def _reference(path: str, policy: PolicyModelConfig) -> PlannedModel:
+    return PlannedModel("reference", path, policy.dtype, None, count_parameters(path))
+
+
 def _trained_model(
-    role: Literal["policy", "critic"], section: PolicyModelConfig | CriticModelConfig, seed: int
+    role: Literal["policy", "critic", "reward"], section: PolicyModelConfig | CriticModelConfig, seed: int
 ) -> PlannedModel:
     path = str(section.path)
     n_parameters = n_trained = count_parameters(path)
-    lora = lora_spec(section, f"trainer.{role}.model.lora", seed)
+    lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", seed)
     if lora is not None and n_parameters is not None:
         from skyrl_train.models.lora import count_trained
 
-        n_trained = count_trained(path, lora, is_critic=role == "critic")
-    return PlannedModel(role, path, section.dtype, None if lora is None else lora.config, n_parameters, n_trained)
+        n_trained = count_trained(path, lora, role)
+    name: ModelName = "reward model" if role == "reward" else role
+    return PlannedModel(name, path, section.dtype, None if lora is None else lora.config, n_parameters, n_trained)
 
 
 def _clock(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
@@ -250,7 +275,7 @@ def _ranks(placement: PlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
     """Return nodes, and ranks per node, of each model; nothing for a run in one process."""
     if not placement.uses_ray:
         return {}
-    return {model.role: placement.size("ref" if model.role == "reference" else model.role) for model in models}
+    return {model.role: placement.size(ROLES[model.role]) for model in models}
 
 
 def _describe_processes(placement: PlacementConfig, models: Sequence[PlannedModel]) -> str:

@@ -16,9 +16,10 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.policy import CriticModelConfig, PolicyModelConfig
+from skyrl_train.config.preferences import DPOConfig
 from skyrl_train.config.problems import show
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.dataset.demonstrations import read_demonstrations
+from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.dataset.demonstrations import read_answers
 from skyrl_train.dataset.files import find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
@@ -58,17 +59,13 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         if (path := value_at(cfg, key)) is not None and (fault := find_fault(Path(path))) is not None:
             yield f"{key}={show(path)}: the file {Path(path).absolute()} {fault}; use the path of a Python file"
     yield from _missing_interpreter(cfg)
-    yield from _missing_trained_model("trainer.policy.model", trainer.policy.model, has_tokenizer=True)
-    if trains and trainer.critic.model.path is not None:
-        yield from _missing_trained_model("trainer.critic.model", trainer.critic.model)
-    if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
-        yield from _missing_model("trainer.ref.model.path", trainer.ref.model.path)
+    yield from _missing_models(cfg, trains=trains)
     yield from _find_model_mismatches(cfg, trains=trains)
 
 
-def find_missing_for_sft(cfg: SFTConfig) -> Iterator[str]:
-    """Yield a sentence for each file or folder that supervised fine-tuning would not find, and for lengths that the
-    model does not have.
+def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
+    """Yield a sentence for each file or folder that a run on fixed data would not find, and for lengths that the model
+    does not have.
     """
     yield from find_unusable_folders(cfg)
     yield from _missing_data("data.train_data", cfg.data.train_data)
@@ -78,6 +75,8 @@ def find_missing_for_sft(cfg: SFTConfig) -> Iterator[str]:
         yield f"data.chat_template={show(path)} {fault}; set it to a Jinja file, or null for the tokenizer's"
     yield from _missing_trained_model("trainer.policy.model", cfg.trainer.policy.model, has_tokenizer=True)
     model = cfg.trainer.policy.model.path
+    if isinstance(cfg, DPOConfig) and cfg.trainer.ref.model.path != model:
+        yield from _missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
     n_context = _read_model_config(model).get("max_position_embeddings")
     if isinstance(n_context, int) and cfg.data.max_length > n_context:
         yield (
@@ -95,14 +94,14 @@ def _find_template_fault(path: Path) -> str | None:
         return f"cannot be read ({error})"
 
 
-def check_demonstrations(cfg: SFTConfig) -> None:
+def check_answers(cfg: SupervisedConfig) -> None:
     """Check the rows of all data files; DataError if one cannot be read or has no answer to train on."""
     sources = [*cfg.data.train_data, *(cfg.data.val_data if cfg.trainer.eval_interval > 0 else ())]
-    for _ in read_demonstrations([source for source in sources if local_path(source) is not None], cfg.data):
+    for _ in read_answers([source for source in sources if local_path(source) is not None], cfg.data):
         pass
 
 
-def find_unusable_folders(cfg: SkyRLConfig | SFTConfig) -> Iterator[str]:
+def find_unusable_folders(cfg: SkyRLConfig | SupervisedConfig) -> Iterator[str]:
     """Yield a sentence for each folder that the run would write into and cannot. Creates nothing."""
     trainer = cfg.trainer
     if fault := find_folder_fault(trainer.run_dir):
@@ -172,6 +171,17 @@ def _missing_data(key: str, sources: list[str]) -> Iterator[str]:
         path = local_path(source)
         if path is not None and (fault := find_fault(path)) is not None:
             yield f"{key}={show(source)}: the file {path} {fault}; use a .parquet, .json or .jsonl file"
+
+
+def _missing_models(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
+    trainer = cfg.trainer
+    yield from _missing_trained_model("trainer.policy.model", trainer.policy.model, has_tokenizer=True)
+    if trains and trainer.critic.model.path is not None:
+        yield from _missing_trained_model("trainer.critic.model", trainer.critic.model)
+    if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
+        yield from _missing_model("trainer.ref.model.path", trainer.ref.model.path)
+    if cfg.generator.reward_model.path is not None:
+        yield from _missing_model("generator.reward_model.path", cfg.generator.reward_model.path)
 
 
 def _missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:

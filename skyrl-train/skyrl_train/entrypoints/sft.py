@@ -1,38 +1,47 @@
-"""A run of supervised fine-tuning, assembled from its configuration. Override a `get_*` method to replace a part."""
+"""A run on fixed data, assembled from its configuration. Override a `get_*` method to replace a part."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.algorithms.objectives import CrossEntropyObjective
+from skyrl_train.algorithms.objectives import CrossEntropyObjective, SupervisedObjective
 from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, Reporting, SavedConfig
-from skyrl_train.config.loading import ConfigSource, validate
-from skyrl_train.config.sft import SFT, SFTConfig
-from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset
+from skyrl_train.config.loading import ConfigSource, Schema, validate
+from skyrl_train.config.sft import SFT, SupervisedConfig
+from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, trained_segments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.launch.inline import InlineLauncher, model_spec, optimizer_spec
+from skyrl_train.launch.launcher import Launcher
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
-from skyrl_train.sft_trainer import SFTTrainer, SupervisedRows, Validation
+from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation
 from skyrl_train.tracking import Tracking
-from skyrl_train.types.specs import lora_spec
+from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
-class SFTExp(Experiment):
-    """One run of supervised fine-tuning."""
+class SupervisedExp(Experiment):
+    """One run on fixed data."""
 
-    def __init__(self, cfg: SFTConfig | ConfigSource) -> None:
+    schema: ClassVar[Schema[Any]]
+    """The configuration of this kind of run."""
+
+    role: ClassVar[Role] = "policy"
+    """The part that the trained model plays."""
+
+    def __init__(self, cfg: SupervisedConfig | ConfigSource) -> None:
         """Check the configuration and create the run folder; ConfigError lists every problem."""
-        super().__init__(validate(cfg, SFT))
+        super().__init__(validate(cfg, self.schema))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -56,26 +65,39 @@ class SFTExp(Experiment):
         except OSError:  # the model has no generation_config.json
             eos = None
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        return SupervisedDataset(sources, ConversationEncoder(self.tokenizer, data.chat_template_kwargs, eos_ids), data)
+        encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, eos_ids)
+        return SupervisedDataset(sources, encoder, data, self.get_segment_reader())
+
+    def get_segment_reader(self) -> SegmentReader:
+        """Return the function that turns the token rows of an answer into segments."""
+        return trained_segments
+
+    @abstractmethod
+    def get_objective(self) -> SupervisedObjective:
+        """Return what the model minimizes."""
 
     def get_model(self) -> PreTrainedModel:
         """Load the model to train."""
+        return self.load_language_model(self.cfg.trainer.policy.model.path, POLICY_PATH)
+
+    def load_language_model(self, path: str, key: str) -> PreTrainedModel:
+        """Load the causal language model at `path`, the value of the configuration key `key`."""
         trainer = self.cfg.trainer
         return load_model(
-            trainer.policy.model.path,
+            path,
             dtype=getattr(torch, trainer.policy.model.dtype),
             device=default_device(),
             gradient_checkpointing=trainer.gradient_checkpointing,
-            key=POLICY_PATH,
+            key=key,
         )
 
     def get_callbacks(
-        self, val_dataset: SupervisedDataset | None, policy: WorkerGroup, tracker: Tracking
+        self, val_dataset: SupervisedDataset | None, models: TrainedModels, tracker: Tracking
     ) -> list[Callback]:
         """Return the callbacks of a step, in order."""
         validation = []
         if val_dataset is not None:
-            validation.append(Validation(val_dataset, policy, self.tokenizer.pad_token_id))
+            validation.append(Validation(val_dataset, models, self.get_objective(), self.tokenizer.pad_token_id))
         return [
             SavedConfig(self.run_folder),
             *validation,
@@ -102,15 +124,48 @@ class SFTExp(Experiment):
                 *(optimizer.n_warmup_steps, total_steps),
             )
         assert self._compute is not None
-        lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
-        spec = model_spec("policy", self.get_model, self.tokenizer.save_pretrained, cfg, 1.0, optimizer, lora)
-        policy = await InlineLauncher(self._compute).load(spec, CrossEntropyObjective())
+        models = await self.load_models(InlineLauncher(self._compute), optimizer)
         with self.get_tracker() as tracker:
-            trainer = SFTTrainer(
+            trainer = SupervisedTrainer(
                 self.cfg,
                 rows=rows,
-                models=TrainedModels(cfg, policy),
+                models=models,
                 total_steps=total_steps,
-                callbacks=self.get_callbacks(val_dataset, policy, tracker),
+                callbacks=self.get_callbacks(val_dataset, models, tracker),
             )
             await train(trainer)
+
+    async def load_models(self, launcher: Launcher, optimizer: OptimizerSpec) -> TrainedModels:
+        """Load the trained model, and the reference if the objective reads it."""
+        lora = lora_spec(self.cfg.trainer.policy.model, "trainer.policy.model.lora", self.cfg.trainer.seed)
+        policy = await launcher.load(
+            self.model_spec(self.role, self.get_model, launcher, optimizer, lora), self.get_objective()
+        )
+        return TrainedModels(self.cfg.trainer, policy, await self.load_reference(launcher, policy, lora))
+
+    def model_spec(
+        self,
+        role: Role,
+        load: Callable[[], PreTrainedModel],
+        launcher: Launcher,
+        optimizer: OptimizerSpec | None = None,
+        lora: LoraSpec | None = None,
+    ) -> ModelSpec:
+        """Return the specification of a model of this run; without `optimizer`, of a frozen one."""
+        save_tokenizer = self.tokenizer.save_pretrained
+        return model_spec(role, load, save_tokenizer, self.cfg.trainer, 1.0, optimizer, lora, launcher.device)
+
+    async def load_reference(
+        self, launcher: Launcher, policy: WorkerGroup, lora: LoraSpec | None
+    ) -> WorkerGroup | None:
+        """Return the reference, which may be the policy without its adapter; None if the objective reads none."""
+        return None
+
+
+class SFTExp(SupervisedExp):
+    """One run of supervised fine-tuning."""
+
+    schema = SFT
+
+    def get_objective(self) -> SupervisedObjective:
+        return CrossEntropyObjective()

@@ -58,7 +58,7 @@ class ChatEncoder:
         Raises:
             ConfigError: the chat template cannot join turns.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
         self._template_kwargs = dict(template_kwargs or {})
         self._prompt = _Cached(lambda messages: tuple(self.encode(self._render(json.loads(messages)))))
@@ -82,14 +82,14 @@ class ChatEncoder:
         stop string, get one, so that the conversation stays well formed. Without `ends_turn`, no turn gets one.
         """
         token_ids = self._after_turn(json.dumps(observations))
-        end_of_turn = last_token_id if ends_turn else self._tokenizer.eos_token_id
+        end_of_turn = last_token_id if ends_turn else self.tokenizer.eos_token_id
         n_end = token_ids.index(end_of_turn) + 1 if end_of_turn in token_ids else 0
         is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
         return list(token_ids[n_end:] if is_end else token_ids)
 
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and a mask: 1 in the template's generation blocks."""
-        encoded: Any = self._tokenizer.apply_chat_template(
+        encoded: Any = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             chat_template=self._template,
             return_dict=True,
@@ -100,20 +100,20 @@ class ChatEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of plain text."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text for an environment, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text for people, with special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     @property
     def eos_token_id(self) -> int | None:
         """The EOS token, which ends the model's turn."""
-        eos: int | None = self._tokenizer.eos_token_id
+        eos: int | None = self.tokenizer.eos_token_id
         return eos
 
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class ChatEncoder:
 
     def _render(self, messages: Messages) -> str:
         return str(
-            self._tokenizer.apply_chat_template(
+            self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=self._template,
                 tokenize=False,

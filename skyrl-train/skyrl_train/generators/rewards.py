@@ -26,6 +26,7 @@ from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_n
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.reward_model import RewardModel
 from skyrl_train.types import Trajectory, last_sampled
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class _Registered:
 
 REWARD_FUNCTIONS: dict[str, _Registered] = {}
 
+REWARD_MODEL = "reward_model"
+"""The function of `generator.reward_model`."""
+
 
 def register_reward_function(name: str, *, level: Level = "group") -> Callable[[RewardFunction], RewardFunction]:
     """Make a function available to `generator.reward_functions`.
@@ -67,7 +71,7 @@ def register_reward_function(name: str, *, level: Level = "group") -> Callable[[
     """
 
     def decorator(function: RewardFunction) -> RewardFunction:
-        if name in REWARD_FUNCTIONS:
+        if name in REWARD_FUNCTIONS or name == REWARD_MODEL:
             raise ConfigError(f"reward function {name!r} is already registered; choose another name")
         REWARD_FUNCTIONS[name] = _Registered(function, level)
         return function
@@ -129,9 +133,12 @@ class RewardFunctions:
     """The configured reward functions and their weights."""
 
     def __init__(self, cfg: GeneratorConfig, chat: ChatEncoder) -> None:
-        """Raise ConfigError for a name that is not registered."""
+        """Raise ConfigError for a name that is not registered, or a reward model that cannot be loaded."""
+        self._functions = {name: REWARD_FUNCTIONS[name] for name in cfg.reward_functions if name in REWARD_FUNCTIONS}
+        if cfg.reward_model.path is not None:
+            self._functions[REWARD_MODEL] = _Registered(RewardModel(cfg.reward_model, chat.tokenizer), "batch")
         for name in cfg.reward_functions:
-            if name not in REWARD_FUNCTIONS:
+            if name not in self._functions:
                 known = ", ".join(sorted(REWARD_FUNCTIONS)) or "none"
                 raise ConfigError(f"generator.reward_functions={name!r} is not registered; available: {known}")
         self._cfg = cfg
@@ -141,7 +148,7 @@ class RewardFunctions:
 
     async def add_to(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Add the rewards to the valid trajectories, then apply the configured rules for truncated replies."""
-        for name in self._cfg.reward_functions:
+        for name in self._functions:
             trajectories = await self._add(name, trajectories)
         self._warn_unused_weights(trajectories)
         if self._cfg.zero_reward_on_non_stop:
@@ -151,7 +158,7 @@ class RewardFunctions:
         return trajectories
 
     async def _add(self, name: str, trajectories: list[Trajectory]) -> list[Trajectory]:
-        registered, lock = REWARD_FUNCTIONS[name], asyncio.Lock()
+        registered, lock = self._functions[name], asyncio.Lock()
         valid = [i for i, t in enumerate(trajectories) if t.is_valid]
         groups: list[list[int]] = [valid] if valid else []
         if registered.level == "group":

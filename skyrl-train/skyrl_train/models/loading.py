@@ -11,6 +11,7 @@ import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -126,29 +127,62 @@ def load_value_model(
     Raises:
         ConfigError: no model at `path`, or an architecture that has no token classification.
     """
+    model = _load_scalar_model(AutoModelForTokenClassification, "critic", path, CRITIC_PATH, dtype, adds_head=True)
+    _prepare(model, CRITIC_PATH, path, device, gradient_checkpointing)
+    return model
+
+
+def load_reward_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    key: str,
+    pad_token_id: int | None = None,
+) -> PreTrainedModel:
+    """Load the reward model at `path`, a sequence classification model with one label, in evaluation mode.
+
+    `key` is the configuration key of `path`, for error messages. With `pad_token_id`, which the model then ignores at
+    the end of a row, a causal language model gets a reward head of zeros; without, it is refused.
+
+    Raises:
+        ConfigError: no reward model at `path`, or an architecture that has no sequence classification.
+    """
+    is_trained = pad_token_id is not None
+    model = _load_scalar_model(
+        AutoModelForSequenceClassification, "reward model", path, key, dtype, adds_head=is_trained
+    )
+    if is_trained:
+        model.config.pad_token_id = pad_token_id
+    _prepare(model, key, path, device, gradient_checkpointing)
+    return model
+
+
+def _load_scalar_model(
+    auto_class: Any, kind: str, path: str, key: str, dtype: torch.dtype, *, adds_head: bool
+) -> PreTrainedModel:
+    """Load a model with a head `score` of one output. With `adds_head`, a missing one is set to zero, else refused."""
     transformers_logger = logging.getLogger("transformers")
     level = transformers_logger.level
     transformers_logger.setLevel(logging.ERROR)  # new and unused weights are reported below
     try:
-        with _loading("critic", CRITIC_PATH, path):
-            model, report = AutoModelForTokenClassification.from_pretrained(
+        with _loading(kind, key, path):
+            model, report = auto_class.from_pretrained(
                 path, num_labels=1, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
             )
     finally:
         transformers_logger.setLevel(level)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise ConfigError(
-            f"{CRITIC_PATH}={path}: a {type(model).__name__} has no value head `score`; use another model"
-        )
-    _check_complete(
-        model, CRITIC_PATH, path, {name for name in report["missing_keys"] if not name.startswith("score.")}
-    )
-    if report["missing_keys"]:
+        raise ConfigError(f"{key}={path}: a {type(model).__name__} has no head `score`; use another model")
+    head = {name for name in report["missing_keys"] if name.startswith("score.")} if adds_head else set()
+    _check_complete(model, key, path, report["missing_keys"] - head)
+    if head:
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
-        logger.info("%s has no value head; initializing it to zero", path)
-    _prepare(model, CRITIC_PATH, path, device, gradient_checkpointing)
-    return model
+        logger.info("%s has no head for the %s; initializing it to zero", path, kind)
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def check_vocabulary_size(size: int, key: str, path: str, needed: int) -> None:

@@ -19,10 +19,16 @@ import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.types.specs import LoraSpec
+from skyrl_train.types.specs import LoraSpec, Role
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +49,14 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Freeze a model and add a trainable adapter to it, in float32: a new one, which changes nothing, or that of
-    `lora_path`. The value head of a critic stays trainable.
+    `lora_path`. The head of a critic or reward model stays trainable.
 
     Raises:
         ConfigError: no module has a name of `target_modules`, or the adapter in `lora_path` does not fit.
     """
-    is_critic = hasattr(model, VALUE_HEAD)
+    has_head = hasattr(model, VALUE_HEAD)
     path = lora.config.lora_path
-    config = _new_config(lora, model, is_critic) if path is None else _load_config(path, lora)
+    config = _new_config(lora, model) if path is None else _load_config(path, lora)
     config.modules_to_save = None  # the value head is trained in place, not copied
     devices = [model.device.index or 0] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -63,7 +69,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    if is_critic:
+    if has_head:
         model.get_submodule(VALUE_HEAD).requires_grad_(True)
         config.modules_to_save = [VALUE_HEAD]
     if path is not None:
@@ -86,16 +92,16 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in model.parameters())
 
 
-def count_trained(path: str, lora: LoraSpec, *, is_critic: bool = False) -> int:
+def count_trained(path: str, lora: LoraSpec, role: Role = "policy") -> int:
     """Return the number of trained parameters of an adapter on the model at `path`, without loading its weights.
 
     Raises:
         ConfigError: the adapter does not fit the model.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True, **({"num_labels": 1} if is_critic else {}))
+    kinds: dict[str, Any] = {"critic": AutoModelForTokenClassification, "reward": AutoModelForSequenceClassification}
+    config = AutoConfig.from_pretrained(path, local_files_only=True, **({"num_labels": 1} if role in kinds else {}))
     with torch.device("meta"):
-        kind: Any = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
-        model = kind.from_config(config)
+        model = kinds.get(role, AutoModelForCausalLM).from_config(config)
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -219,7 +225,7 @@ def _source(lora: LoraSpec) -> str:
     return f"{lora.key}.target_modules={lora.config.target_modules}"
 
 
-def _new_config(lora: LoraSpec, model: PreTrainedModel, is_critic: bool) -> peft.LoraConfig:
+def _new_config(lora: LoraSpec, model: PreTrainedModel) -> peft.LoraConfig:
     config = lora.config
     names = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
     paths = [path for path, _ in model.named_modules()]
@@ -230,12 +236,14 @@ def _new_config(lora: LoraSpec, model: PreTrainedModel, is_critic: bool) -> peft
                     f"{lora.key}.{key}={value}: a {type(model).__name__} has no module {name}; its linear modules are "
                     f"{', '.join(_linear_names(model))}"
                 )
+    has_head = hasattr(model, VALUE_HEAD)
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     return peft.LoraConfig(
-        task_type="TOKEN_CLS" if is_critic else "CAUSAL_LM",
+        task_type="CAUSAL_LM" if not has_head else "SEQ_CLS" if is_classifier else "TOKEN_CLS",
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=config.target_modules,
-        exclude_modules=[*(config.exclude_modules or []), *([VALUE_HEAD] if is_critic else [])] or None,
+        exclude_modules=[*(config.exclude_modules or []), *([VALUE_HEAD] if has_head else [])] or None,
         init_lora_weights=True if config.init_method == "kaiming" else config.init_method,
     )
 

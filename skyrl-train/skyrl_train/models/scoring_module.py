@@ -13,7 +13,7 @@ from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
 
 
 class ScoringModule(torch.nn.Module):
-    """A module that scores the tokens with loss mask 1, with a language model or a critic.
+    """A module that scores the tokens with loss mask 1, with a language model, a critic or a reward model.
 
     One forward pass calls body and head, so that FSDP gathers the parameters of both, and the head runs on trained
     positions only.

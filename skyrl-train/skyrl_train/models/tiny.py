@@ -112,10 +112,10 @@ def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
 
 
 def _conversation(row: Row) -> Any:
-    """Return the messages of a row of prompts or of demonstrations."""
+    """Return the messages of a row of prompts, demonstrations or preferences."""
     if "messages" in row:
         return row["messages"]
-    prompt, response = row.get("prompt"), row.get("response")
+    prompt, response = row.get("prompt"), row.get("response", row.get("chosen"))
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and isinstance(response, str):

@@ -37,8 +37,13 @@ _TRAINING_TWIN = {
 
 # metric → (title, explanation)
 _PANELS = {
-    "train/loss": ("Training loss", "mean cross-entropy of the trained tokens, in nats; it should fall"),
+    "train/loss": ("Training loss", "of each step before its update; it should fall"),
     "val/loss": ("Validation loss", "the same on held-out rows; it rises when the model memorizes"),
+    "train/accuracy": ("Preferred answers", "the fraction of pairs whose chosen answer has the higher reward"),
+    "val/accuracy": ("Preferred held-out answers", "the same on held-out pairs; it should rise"),
+    "train/margin": ("Reward margin", "mean reward of the chosen answers minus that of the rejected ones"),
+    "train/chosen_reward": ("Reward of chosen answers", "in DPO it may fall, if that of rejected ones falls more"),
+    "train/rejected_reward": ("Reward of rejected answers", "it should fall below that of the chosen answers"),
     "train/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
     "train/lr": ("Learning rate", "the schedule"),
     "reward/avg_raw_reward": ("Training reward", "the mean over a step's rollouts; it should rise"),

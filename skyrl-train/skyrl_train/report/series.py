@@ -80,7 +80,7 @@ def metric_names(rows: MetricRows) -> list[str]:
 def is_share(name: str) -> bool:
     """Return True for a share between 0 and 1, shown as a percentage, e.g. `eval/environment/catch_rate`."""
     last = name.rpartition("/")[2]
-    return last.endswith("_rate") or "pass_at_" in last
+    return last.endswith("_rate") or "pass_at_" in last or last == "accuracy"
 
 
 def format_value(name: str, value: float, *, digits: int = 3) -> str:

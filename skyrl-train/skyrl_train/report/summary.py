@@ -61,7 +61,8 @@ class TimeShare:
 def headlines(rows: MetricRows) -> list[Headline]:
     """Return evaluation scores and rewards before and after, the time and the speed, as far as the run has them."""
     found = [_before_and_after(series) for series in headline_evals(rows)]
-    for name, label in (("train/loss", "training loss"), ("val/loss", "validation loss")):
+    losses = {"train/loss": "training loss", "val/loss": "validation loss", "val/accuracy": "validation accuracy"}
+    for name, label in losses.items():
         if loss := read_series(rows, name):
             found.append(replace(_before_and_after(loss), label=label))
     if reward := read_series(rows, "reward/avg_raw_reward"):

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import psutil
 import torch
 
 GIGABYTE = 1e9
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+"""Operations per second of dense matrix products in bfloat16, according to the vendor, by a part of the device's name;
+the first that fits counts."""
+
+
+def peak_flops() -> float | None:
+    """Return the peak rate of this GPU in bfloat16; None for a CPU or an unknown device."""
+    if not torch.cuda.is_available():
+        return None
+    words = torch.cuda.get_device_name()
+    return next((rate for name, rate in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", words)), None)
 
 
 def system_metrics() -> dict[str, float]:

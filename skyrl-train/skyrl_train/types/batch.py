@@ -36,7 +36,7 @@ class TrainingBatch:
     greedy_rewards: torch.Tensor | None = None  # (B,) total reward of a greedy rollout of each row's prompt
     loss_weights: torch.Tensor | None = None  # (B, R): Σ weights · loss is the loss of the whole mini-batch
     sequence_weights: torch.Tensor | None = None  # (B, R): likewise for terms in which every row counts the same
-    logprob_gradient: torch.Tensor | None = None  # (B, R) of a loss that reads the whole mini-batch
+    logprob_gradient: torch.Tensor | None = None  # (B, R) in log-probs or values, of a loss of a whole batch
     reward_components: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,) each, totals by name
 
     def __post_init__(self) -> None:
@@ -133,9 +133,9 @@ class TokenScores(NamedTuple):
 
 
 class ValueScores(NamedTuple):
-    """A critic's values of the states in which the chosen tokens were sampled, (B, R); 0 elsewhere."""
+    """Values of the states in which the chosen tokens were sampled, by a critic or reward model; 0 elsewhere."""
 
-    values: torch.Tensor
+    values: torch.Tensor  # (B, R)
 
 
 Scores = TokenScores | ValueScores

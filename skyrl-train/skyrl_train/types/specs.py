@@ -11,7 +11,7 @@ from typing import Any, Literal
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.lazy import torch
 
-Role = Literal["policy", "critic", "ref"]
+Role = Literal["policy", "critic", "ref", "reward"]
 SyncKind = Literal["full", "adapter"]
 """All tensors of a model, with its adapter merged into them, or those of the adapter."""
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from skyrl_train.algorithms.objectives import Objective, PolicyObjective, PreferenceObjective
+from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.types import Metrics, Shard, TrainingBatch
-from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec
+from skyrl_train.types.specs import ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import join, split
@@ -37,6 +37,11 @@ class WorkerGroup:
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
 
+    @property
+    def role(self) -> Role:
+        """The part that the model plays in a run."""
+        return self._spec.role
+
     async def load(self) -> None:
         """Load the model on every rank; ConfigError if its path holds none."""
         await asyncio.gather(*(rank.load(self._spec, self._objective) for rank in self._ranks))
@@ -45,6 +50,11 @@ class WorkerGroup:
     async def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""
         counts: list[int] = await self._call("n_embeddings")
+        return counts[0]
+
+    async def count_parameters(self) -> tuple[int, int]:
+        """Return the number of trained parameters, and that of all."""
+        counts: list[tuple[int, int]] = await self._call("count_parameters")
         return counts[0]
 
     async def checkpoint_bytes(self) -> int:
@@ -59,19 +69,19 @@ class WorkerGroup:
         shards, rows = self._split(batch, self._spec.max_rows_forward)
         return join(rows, await self._call("score", adapter, per_part=shards), len(batch))
 
-    async def forward_backward(self, mini_batch: TrainingBatch, log_probs: torch.Tensor | None = None) -> Metrics:
+    async def forward_backward(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
 
         The divisors of the loss are those of the whole mini-batch, whatever the micro-batches and ranks.
-        `log_probs` (B, R) are those of the current weights, if known. A loss that reads the whole mini-batch at once
-        needs them: without them, the mini-batch is scored first.
+        `scores` (B, R) are the log-probs or values of the current weights, if known. A loss that reads the whole
+        mini-batch at once needs them: without them, the mini-batch is scored first.
         """
         assert self._objective is not None, f"the {self._spec.role} has no objective"
         mini_batch, metrics = self._objective.weigh(mini_batch), Metrics()
-        if isinstance(self._objective, PolicyObjective | PreferenceObjective) and self._objective.scope == "batch":
-            if log_probs is None:
-                log_probs = (await self.score(mini_batch))["logprobs"]
-            mini_batch, metrics = self._objective.differentiate(log_probs, mini_batch)
+        if isinstance(self._objective, PolicyObjective | PairObjective) and self._objective.scope == "batch":
+            if scores is None:
+                scores = (await self.score(mini_batch))[self._objective.score_name]
+            mini_batch, metrics = self._objective.differentiate(scores, mini_batch)
         shards, _ = self._split(mini_batch, self._spec.max_rows_train)
         return metrics.merge(*await self._call("forward_backward", per_part=shards))
 
@@ -80,9 +90,9 @@ class WorkerGroup:
         metrics: list[Metrics] = await self._call("optim_step")
         return metrics[0]
 
-    async def update(self, mini_batch: TrainingBatch, log_probs: torch.Tensor | None = None) -> Metrics:
-        """Take one optimizer step on a mini-batch; `log_probs` as in `forward_backward`."""
-        return (await self.forward_backward(mini_batch, log_probs)).merge(await self.optim_step())
+    async def update(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
+        """Take one optimizer step on a mini-batch; `scores` as in `forward_backward`."""
+        return (await self.forward_backward(mini_batch, scores)).merge(await self.optim_step())
 
     async def is_finite(self) -> bool:
         """Return False if a weight is NaN or infinite."""

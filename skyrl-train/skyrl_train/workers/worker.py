@@ -21,7 +21,7 @@ from skyrl_train.checkpoint import disk_error
 from skyrl_train.distributed import DistributedStrategy, TrainState
 from skyrl_train.distributed.strategy import hf_model
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM
+from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
@@ -64,6 +64,10 @@ class Worker:
     def n_embeddings(self) -> int:
         """Return the number of tokens that the model has embeddings for."""
         return len(hf_model(self.module).get_input_embeddings().weight)  # type: ignore[arg-type]
+
+    def count_parameters(self) -> tuple[int, int]:
+        """Return the number of trained parameters, and that of all."""
+        return count_parameters(self.module)
 
     def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint: weights, unless they belong to the base of an adapter, and two moments of

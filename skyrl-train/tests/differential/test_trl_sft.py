@@ -63,7 +63,7 @@ def test_the_losses_of_twenty_steps_agree(tiny_model_path: Path, tmp_path: Path)
     examples = []
     for _ in range(N_STEPS):
         for drawn in order.next_batch():
-            (segment,) = drawn.row
+            ((segment,),) = drawn.row
             mask = [0] * segment.n_prompt + segment.loss_mask
             examples.append({"input_ids": segment.token_ids, "completion_mask": mask})
     trl = InOrder(

@@ -1,9 +1,18 @@
 """Objectives: losses of a mini-batch as sums, with weights that are computed from the whole mini-batch."""
 
-from skyrl_train.algorithms.objectives.objective import Objective
+from skyrl_train.algorithms.objectives.objective import Objective, SupervisedObjective
 from skyrl_train.algorithms.objectives.policy import PolicyObjective
-from skyrl_train.algorithms.objectives.preference import PreferenceObjective
+from skyrl_train.algorithms.objectives.preference import PairObjective, PreferenceObjective, RewardObjective
 from skyrl_train.algorithms.objectives.supervised import CrossEntropyObjective
 from skyrl_train.algorithms.objectives.value import ValueObjective
 
-__all__ = ["CrossEntropyObjective", "Objective", "PolicyObjective", "PreferenceObjective", "ValueObjective"]
+__all__ = [
+    "CrossEntropyObjective",
+    "Objective",
+    "PairObjective",
+    "PolicyObjective",
+    "PreferenceObjective",
+    "RewardObjective",
+    "SupervisedObjective",
+    "ValueObjective",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from skyrl_train.lazy import torch
@@ -24,4 +25,12 @@ class Objective(Protocol):
 
     def __call__(self, scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
         """Return Σ weights · loss over these rows, never divided, and metrics that merge over rows."""
+        ...
+
+
+class SupervisedObjective(Objective, Protocol):
+    """A loss of fixed data, which can be measured on held-out rows."""
+
+    def evaluate(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> Metrics:
+        """Return the loss and other metrics of rows with these scores (B, R), which merge over rows."""
         ...

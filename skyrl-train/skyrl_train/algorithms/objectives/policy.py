@@ -23,6 +23,8 @@ class PolicyObjective:
     Σ logprob_gradient · log π instead, which by the chain rule has the same gradient.
     """
 
+    score_name = "logprobs"
+
     def __init__(self, loss: ResolvedPolicyLoss, algorithm: AlgorithmConfig) -> None:
         self._loss = loss
         self._algorithm = algorithm

@@ -1,54 +1,124 @@
-"""Preferences: of two answers to a prompt, make the chosen one more likely than the rejected one."""
+"""Preferences: of two answers to a prompt, prefer the chosen one to the rejected one."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 from skyrl_train.lazy import torch
-from skyrl_train.types import Metrics, MetricSums, TokenScores, TrainingBatch
+from skyrl_train.types import Metrics, MetricSums, TrainingBatch
 
 
-class PreferenceObjective:
-    """Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290).
+class PairObjective(ABC):
+    """The mean of a loss over pairs of answers: the chosen one of each pair, then the rejected one.
 
-    The loss of a pair is -log σ(β · (h_chosen - h_rejected)), where h is the sum over an answer's tokens of
-    log π - log π_ref; that of a mini-batch is the mean over its pairs. Rows 2i and 2i + 1 are the chosen and the
-    rejected answer of pair i.
-
-    The driver computes the gradient in the log-probs, so that the rows of a pair may be on different ranks.
+    An answer is a trajectory, or a row of a batch without `trajectories`. The driver computes the gradient in the
+    scores of tokens, so that the rows of a pair may be on different ranks.
     """
 
     scope = "batch"
     needs_entropy_grad = False
-
-    def __init__(self, beta: float) -> None:
-        self._beta = beta
+    score_name: ClassVar[Literal["logprobs", "values"]]
+    """The score that the loss reads."""
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
         """Return the mini-batch unchanged: `differentiate` divides by the number of pairs."""
         return mini_batch
 
-    def differentiate(self, log_probs: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Return the mini-batch with the gradient of its loss in `log_probs` (B, R), and metrics.
+    def differentiate(self, scores: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """Return the mini-batch with the gradient of its loss in the scores (B, R), and metrics.
 
-        Every row needs a trained token, and `ref_logprobs`.
+        Every row needs a trained token.
         """
-        assert mini_batch.ref_logprobs is not None, "the reference is scored before the update"
-        assert len(mini_batch) % 2 == 0, f"{len(mini_batch)} rows are not pairs"
         assert bool(mini_batch.loss_mask.any(dim=1).all()), "an answer has no trained token"
-        chosen = log_probs.detach().requires_grad_()
-        is_trained = mini_batch.loss_mask > 0
-        ratios = torch.where(is_trained, chosen - mini_batch.ref_logprobs, 0.0).sum(dim=1)  # (B,)
-        margins = self._beta * (ratios[0::2] - ratios[1::2])  # (B / 2,)
-        losses = -torch.nn.functional.logsigmoid(margins)
+        chosen = scores.detach().requires_grad_()
+        losses, sums = self._losses(chosen, mini_batch)
         (gradient,) = torch.autograd.grad(losses.mean(), chosen)
-        sums = MetricSums()
-        sums.add_samples("loss", losses)
-        sums.add_samples("margin", margins)
-        sums.add_samples("accuracy", (margins > 0).float())
         return replace(mini_batch, logprob_gradient=gradient), sums.metrics()
 
-    def __call__(self, scores: TokenScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
-        """Return Σ logprob_gradient · log π, which has the gradient of the loss."""
+    def __call__(self, scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
+        """Return Σ gradient · score, which has the gradient of the loss."""
         assert rows.logprob_gradient is not None, "differentiate() comes first"
-        return (scores.logprobs * rows.logprob_gradient).sum(), Metrics()
+        return (getattr(scores, self.score_name) * rows.logprob_gradient).sum(), Metrics()
+
+    def evaluate(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> Metrics:
+        """Return the metrics of pairs with these scores (B, R)."""
+        return self._losses(scores[self.score_name], rows)[1].metrics()
+
+    @abstractmethod
+    def _losses(self, scores: torch.Tensor, rows: TrainingBatch) -> tuple[torch.Tensor, MetricSums]:
+        """Return the loss of each pair (P,), differentiable in the scores (B, R), and metrics."""
+
+
+class PreferenceObjective(PairObjective):
+    """Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and variants of it.
+
+    With h the sum over an answer's tokens of log π - log π_ref, β · h is its reward, and m = β (h_chosen - h_rejected)
+    the margin of a pair. The loss `sigmoid` is -(1 - ε) log σ(m) - ε log σ(-m), where ε is `label_smoothing` (Mitchell,
+    2023). The loss `ipo` is (h_chosen - h_rejected - 1 / (2 β))² with the mean over the tokens in place of the sum
+    (Azar et al., 2023, arXiv:2310.12036).
+    """
+
+    score_name = "logprobs"
+
+    def __init__(
+        self, beta: float, label_smoothing: float = 0.0, loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    ) -> None:
+        self._beta = beta
+        self._label_smoothing = label_smoothing
+        self._loss_type = loss_type
+
+    def _losses(self, scores: torch.Tensor, rows: TrainingBatch) -> tuple[torch.Tensor, MetricSums]:
+        assert rows.ref_logprobs is not None, "the reference is scored before the update"
+        is_trained = rows.loss_mask > 0
+        logprobs = _answer_sums(torch.where(is_trained, scores, 0.0), rows)  # (A,)
+        ratios = logprobs - _answer_sums(torch.where(is_trained, rows.ref_logprobs, 0.0), rows)
+        if self._loss_type == "ipo":
+            means = ratios / _answer_sums(rows.loss_mask, rows)
+            losses = (means[0::2] - means[1::2] - 1 / (2 * self._beta)).square()  # (P,)
+        else:
+            margins, smoothing = self._beta * (ratios[0::2] - ratios[1::2]), self._label_smoothing
+            log_sigmoid = torch.nn.functional.logsigmoid
+            losses = -(1 - smoothing) * log_sigmoid(margins) - smoothing * log_sigmoid(-margins)
+        sums = _pair_metrics(losses, self._beta * ratios)
+        sums.add_samples("chosen_logprob", logprobs[0::2])
+        sums.add_samples("rejected_logprob", logprobs[1::2])
+        return losses, sums
+
+
+class RewardObjective(PairObjective):
+    """The loss of a reward model under the model of Bradley and Terry: -log σ(r_chosen - r_rejected).
+
+    r is the value at the trained token of an answer's row.
+    """
+
+    score_name = "values"
+
+    def _losses(self, scores: torch.Tensor, rows: TrainingBatch) -> tuple[torch.Tensor, MetricSums]:
+        rewards = _answer_sums(torch.where(rows.loss_mask > 0, scores, 0.0), rows)  # (A,)
+        losses = -torch.nn.functional.logsigmoid(rewards[0::2] - rewards[1::2])  # (P,)
+        return losses, _pair_metrics(losses, rewards)
+
+
+def _answer_sums(values: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:
+    """Return the sum over the tokens of each answer (A,) of values (B, R), in float64."""
+    sums = values.double().sum(dim=1)  # (B,)
+    if rows.trajectories is not None:
+        _, answers = torch.unique_consecutive(rows.trajectories, return_inverse=True)  # (B,)
+        sums = sums.new_zeros(int(answers[-1]) + 1).index_add(0, answers, sums)
+    assert len(sums) % 2 == 0, f"{len(sums)} answers are not pairs"
+    return sums
+
+
+def _pair_metrics(losses: torch.Tensor, rewards: torch.Tensor) -> MetricSums:
+    """Return metrics of pairs (P,) from the rewards of their answers (2 P,)."""
+    margins = rewards[0::2] - rewards[1::2]
+    sums = MetricSums()
+    sums.add_samples("loss", losses)
+    sums.add_samples("accuracy", (margins > 0).double())
+    sums.add_samples("margin", margins)
+    sums.add_samples("chosen_reward", rewards[0::2])
+    sums.add_samples("rejected_reward", rewards[1::2])
+    return sums

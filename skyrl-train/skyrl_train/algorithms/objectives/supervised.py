@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.lazy import torch
-from skyrl_train.types import Metrics, MetricSums, TokenScores, TrainingBatch
+from skyrl_train.types import Metric, Metrics, MetricSums, TokenScores, TrainingBatch
 
 
 class CrossEntropyObjective:
@@ -30,3 +31,8 @@ class CrossEntropyObjective:
         sums = MetricSums()
         sums.add("mean", "loss", (-scores.logprobs * rows.loss_mask).sum(), rows.loss_mask.sum())
         return loss, sums.metrics()
+
+    def evaluate(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> Metrics:
+        """Return the loss over all trained tokens of the rows."""
+        total = -scores["logprobs"].double().sum().item()
+        return Metrics({"loss": Metric("mean", total, rows.loss_mask.sum().item())})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,14 +27,14 @@ from transformers import (
 )
 from workers.worker_batches import SingleRankGroup, as_batch, config, make_worker, random_trajectories
 
-from skyrl_train.algorithms.objectives import ValueObjective
+from skyrl_train.algorithms.objectives import RewardObjective, ValueObjective
 from skyrl_train.checkpoint import merge
 from skyrl_train.checkpoint.lock import folder_lock
 from skyrl_train.checkpoint.manifest import write_manifest
 from skyrl_train.checkpoint.merge import average_models, merge_adapter, merge_checkpoint
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.models.loading import load_model, load_value_model
+from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
 
 TOKENS = torch.arange(3, 23).view(2, 10)
 TYPES = {"float32": 1e-5, "bfloat16": 1e-1}
@@ -176,6 +179,55 @@ def test_the_critic_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path) -> No
     SingleRankGroup("critic", critic, None, config().trainer, ValueObjective(0.2)).save(tmp_path / "step/critic")
     merge_checkpoint(tmp_path / "step", tmp_path / "merged", role="critic")
     assert torch.equal(logits(AutoModelForTokenClassification.from_pretrained(tmp_path / "merged")), logits(critic))
+
+
+def test_the_reward_model_of_a_checkpoint(tmp_path: Path, tiny_model_path: Path) -> None:
+    cpu, key = torch.device("cpu"), "trainer.policy.model.path"
+    model = load_reward_model(str(tiny_model_path), dtype=torch.float32, device=cpu, key=key, pad_token_id=0)
+    torch.nn.init.normal_(model.get_parameter("score.weight"))
+    SingleRankGroup("reward", model, None, config().trainer, RewardObjective()).save(tmp_path / "step/reward")
+    merge_checkpoint(tmp_path / "step", tmp_path / "merged", role="reward")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert (merged.config.num_labels, merged.config.pad_token_id) == (1, 0)
+    assert torch.equal(logits(merged), logits(model))
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from skyrl_train.checkpoint import merge
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+{call}
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def peak_bytes(call: str) -> int:
+    """Return the memory that a merge takes in a process of its own, beside that of the imported packages."""
+    command = [sys.executable, "-c", PEAK.format(call=call)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return int(output.split()[-1])
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 8}])
+def test_a_merge_takes_little_more_memory_than_the_model(tmp_path: Path, lora: dict[str, Any]) -> None:
+    """A checkpoint of 200 million parameters. The merged model is loaded once, for the comparison of logits."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 16_000}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True))
+    assert 1.8e8 < model.num_parameters() < 2.2e8
+    n_bytes = 4 * model.num_parameters()
+    if lora:
+        model.save_pretrained(tmp_path / "base")
+        adapter = new_adapter(tmp_path / "adapter", tmp_path / "base", rank=lora["rank"])
+        call = f"merge.merge_adapter({str(adapter)!r}, Path({str(tmp_path / 'merged')!r}))"
+    else:
+        section = config().trainer
+        SingleRankGroup("ref", model, None, section, None).save(tmp_path / "step/policy")
+        call = f"merge.merge_checkpoint(Path({str(tmp_path / 'step')!r}), Path({str(tmp_path / 'merged')!r}))"
+    del model
+    assert (peak := peak_bytes(call)) < 1.3 * n_bytes, f"{peak:,} of {n_bytes:,}"
+    assert (tmp_path / "merged/config.json").is_file()
 
 
 def test_the_base_of_a_checkpoint_must_be_the_one_that_was_trained(
@@ -323,4 +375,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["merge", "checkpoint", str(base), str(tmp_path / "same"), "--role=actor"]) == 1
     errors = capsys.readouterr().err
     assert "error: the average of" in errors
-    assert "error: --role=actor must be one of policy, critic" in errors
+    assert "error: --role=actor must be one of policy, critic, reward" in errors

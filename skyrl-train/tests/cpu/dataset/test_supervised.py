@@ -71,7 +71,7 @@ def test_a_prompt_and_a_response_train_the_response_and_its_eos_token(
 ) -> None:
     path = write_rows(tmp_path, [{"prompt": "2 + 2?", "response": "It is 4.", "extra": 7}])
     dataset = SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), SFTDataConfig())
-    (segment,) = dataset[0]
+    ((segment,),) = dataset[0]
     assert tiny_tokenizer.decode(segment.prompt_ids) == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert tiny_tokenizer.decode(segment.response_ids) == "It is 4.<|im_end|>"
     assert segment.loss_mask == [1] * len(segment.response_ids)
@@ -192,7 +192,7 @@ def test_long_rows_are_truncated(
     length = len(tiny_tokenizer(kept, add_special_tokens=False)["input_ids"])
     data = SFTDataConfig.model_validate({"truncation": truncation, "max_length": length})
     with caplog.at_level(logging.WARNING):
-        (segment,) = SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), data)[0]
+        ((segment,),) = SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), data)[0]
     assert tiny_tokenizer.decode(segment.token_ids) == kept
     assert "1 rows were truncated" in caplog.text
     trained = [t for t, m in zip(segment.response_ids, segment.loss_mask, strict=True) if m]

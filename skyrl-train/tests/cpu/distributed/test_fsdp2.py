@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.worker_batches import (
     as_batch,
     config,
@@ -360,12 +360,16 @@ async def test_a_float32_adapter_on_a_bfloat16_model(ranks: list[ProcessRank], t
     assert results[1]["adapter_norm"] == pytest.approx(results[0]["adapter_norm"], rel=2e-2)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("lora", [{}, {"rank": 4, "merge_on_export": True}])
-async def test_a_merged_checkpoint_is_the_export(
-    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path, lora: dict[str, Any]
+async def test_a_merged_checkpoint_is_the_model_of_the_ranks(
+    ranks: list[ProcessRank], tiny_model_path: Path, tmp_path: Path, lora: dict[str, Any], is_tied: bool
 ) -> None:
-    cfg = config(policy={**LORA, "model": {"path": str(tiny_model_path), "lora": lora}}).trainer
-    group = await load_group(ranks, spec("policy", tiny_model_path, cfg), policy_objective(cfg))
+    base = tmp_path / "base"
+    settings = AutoConfig.from_pretrained(tiny_model_path, tie_word_embeddings=is_tied)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(base)
+    cfg = config(policy={**LORA, "model": {"path": str(base), "lora": lora}}).trainer
+    group = await load_group(ranks, spec("policy", base, cfg), policy_objective(cfg))
     for seed in range(2):
         await group.update(as_batch(random_trajectories(2, 3, 400, seed), config()))
     await save(group, tmp_path / "policy")
@@ -377,6 +381,15 @@ async def test_a_merged_checkpoint_is_the_export(
     for name, tensor in exported.items():
         torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-7, msg=name)
     assert (tmp_path / "merged/lora_adapter/adapter_model.safetensors").exists() == bool(lora)
+    assert ("lm_head.weight" in merged) != is_tied
+    batch = as_batch(random_trajectories(2, 3, 400, seed=2), config())
+    whole = await load_group(
+        [single_rank()], spec("policy", tmp_path / "merged", config().trainer), policy_objective(cfg)
+    )
+    expected, logprobs = [(await one.score(batch))["logprobs"] for one in (group, whole)]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    original = await load_group([single_rank()], spec("policy", base, config().trainer), policy_objective(cfg))
+    assert ((await original.score(batch))["logprobs"] - expected).abs().max() > 1e-3
 
 
 async def test_nan_weights_on_any_rank_are_found(ranks: list[ProcessRank], tiny_model_path: Path) -> None:

@@ -16,9 +16,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.entrypoints.cli import main
+from skyrl_train.supervised_trainer import count_flops
 
 TRAIN_FOLDER = Path(__file__).parents[3]
 CHAT = {
@@ -153,6 +155,22 @@ def test_the_metrics_have_the_names_of_the_recipes(data: Path, tiny_model_path: 
     assert sorted(path.name for path in (folder / "ckpts").glob("global*")) == [f"global_step_{n}" for n in (2, 4, 6)]
     assert "Validation loss" in (folder / "report.html").read_text()
     assert (folder / "learning_curve.png").is_file()
+
+
+@pytest.mark.parametrize(("is_frozen", "n_per_weight"), [(False, 6), (True, 4)])
+def test_operations_are_those_that_torch_counts(is_frozen: bool, n_per_weight: int) -> None:
+    """The second of two layers, so that the gradient of the first layer's output is needed, too."""
+    n_tokens, layers = 7, torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 5, bias=False))
+    layers[1].requires_grad_(not is_frozen)
+    hidden = torch.randn(n_tokens, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layers(hidden).sum().backward()
+    n_first, n_second = 64, 40
+    assert counter.get_total_flops() == n_tokens * (6 * n_first + n_per_weight * n_second)
+    assert (
+        count_flops(n_first + (0 if is_frozen else n_second), n_first + n_second) * n_tokens
+        == counter.get_total_flops()
+    )
 
 
 @pytest.fixture

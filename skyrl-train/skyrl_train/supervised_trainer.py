@@ -1,6 +1,7 @@
-"""Supervised fine-tuning: the cross-entropy of answers, on the workers of reinforcement learning.
+"""Training on fixed data, on the workers of reinforcement learning: demonstrations, or pairs of answers.
 
-A step draws rows of the dataset. Its batch has B rows of L tokens, and only the tokens of answers are trained.
+A step draws rows of the dataset and minimizes an objective. Its batch has B rows of L tokens, and only the tokens of
+answers are trained.
 """
 
 from __future__ import annotations
@@ -8,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl_train.algorithms.objectives import SupervisedObjective
 from skyrl_train.callbacks import Callback, Run, StepReport, is_due
-from skyrl_train.config.sft import SFTConfig
+from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import SupervisedDataset, build_supervised_batch
 from skyrl_train.learner import TrainedModels
 from skyrl_train.run import Step, TrainingRun
-from skyrl_train.tracking.system import system_metrics
-from skyrl_train.types import DrawnPrompt, Metric, Metrics, TrainingBatch
-from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.tracking.system import peak_flops, system_metrics
+from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 
 VALIDATION_ROWS = 32
-"""Rows in memory at once for the validation loss, which does not depend on it."""
+"""Rows in memory at once for the validation metrics, which do not depend on it."""
 
 
 class SupervisedRows:
@@ -52,12 +53,12 @@ class SupervisedRows:
         self.n_tokens = state["n_tokens"]
 
 
-class SFTTrainer(TrainingRun):
-    """A trainer on demonstrations. Callbacks see it as a `Run`."""
+class SupervisedTrainer(TrainingRun):
+    """A trainer on fixed data. Callbacks see it as a `Run`."""
 
     def __init__(
         self,
-        cfg: SFTConfig,
+        cfg: SupervisedConfig,
         *,
         rows: SupervisedRows,
         models: TrainedModels,
@@ -66,10 +67,13 @@ class SFTTrainer(TrainingRun):
     ) -> None:
         super().__init__(cfg, models=models, position=rows, total_steps=total_steps, callbacks=callbacks)
         self._rows = rows
+        self._flops_per_token = 0
+        self._peak_flops = peak_flops() if cfg.trainer.bf16 else None
 
     async def train(self) -> None:
         """Train from the last checkpoint, or from the start, to the last step."""
         async with self.ending():
+            self._flops_per_token = count_flops(*await self.models.policy.count_parameters())
             await self.start()
             for step in self.steps():
                 with step.timer("step"):
@@ -79,12 +83,15 @@ class SFTTrainer(TrainingRun):
                 await self.finish_step(step)  # callbacks: validate, log, checkpoint
 
     async def update(self, step: Step, batch: TrainingBatch) -> None:
-        """Take one optimizer step on the mean cross-entropy of the trained tokens.
+        """Take one optimizer step on the objective of the batch.
 
         Raises:
             DivergenceError: after the last step, or a step without a finite gradient, the weights can no longer learn.
         """
         self.models.set_probe(batch)
+        if self.models.ref is not None:
+            with step.timer("reference"):
+                batch = await self.models.score_reference(batch)
         with step.timer("policy_train"):
             metrics = await self.models.policy.update(batch)
         step.record(metrics.with_prefix("train"))
@@ -94,7 +101,10 @@ class SFTTrainer(TrainingRun):
     def measure(self, step: Step, batch: TrainingBatch) -> None:
         """Add the clock, the speed and the memory to the metrics of a step."""
         n_tokens, seconds = count_tokens(batch), step.timer.metrics()["timing/step"]
-        learning_rate = step.metrics.pop("train/policy_lr").number
+        if self._peak_flops is not None:
+            rate = self._flops_per_token * n_tokens / seconds
+            step.record(Metrics.of({"train/mfu": rate / (self._peak_flops * self.models.policy.n_weight_copies)}))
+        learning_rate = step.metrics.pop(f"train/{self.models.policy.role}_lr").number
         step.record(
             Metrics.of(
                 {
@@ -116,32 +126,44 @@ class SFTTrainer(TrainingRun):
 
 
 class Validation(Callback):
-    """A callback that computes `val/loss` every `trainer.eval_interval` steps, after the last one, and before training
-    if configured.
+    """A callback that measures the objective on held-out rows, as `val/loss` and others, every `trainer.eval_interval`
+    steps, after the last one, and before training if configured.
     """
 
-    def __init__(self, dataset: SupervisedDataset, policy: WorkerGroup, pad_token_id: int) -> None:
+    def __init__(
+        self, dataset: SupervisedDataset, models: TrainedModels, objective: SupervisedObjective, pad_token_id: int
+    ) -> None:
         self._dataset = dataset
-        self._policy = policy
+        self._models = models
+        self._objective = objective
         self._pad_token_id = pad_token_id
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
         if is_first or is_due(run.cfg.trainer.eval_interval, report):
             with report.timer("eval"):
-                report.metrics["val/loss"] = await self.loss()
+                report.metrics |= (await self.measure()).with_prefix("val").numbers()
 
-    async def loss(self) -> float:
-        """Return the mean cross-entropy of all trained tokens of the dataset."""
-        total = Metric("mean", 0.0, 0.0)
+    async def measure(self) -> Metrics:
+        """Return the metrics of the objective over the whole dataset."""
+        metrics = Metrics()
         for start in range(0, len(self._dataset), VALIDATION_ROWS):
             rows = range(start, min(start + VALIDATION_ROWS, len(self._dataset)))
             batch = build_supervised_batch([DrawnPrompt(i, self._dataset[i]) for i in rows], self._pad_token_id)
-            logprobs = (await self._policy.score(batch))["logprobs"]  # (B, R), 0 off the mask
-            total = total.merge(Metric("mean", -logprobs.double().sum().item(), batch.loss_mask.sum().item()))
-        return total.number
+            batch = await self._models.score_reference(batch)
+            scores = await self._models.policy.score(batch)
+            metrics = metrics.merge(self._objective.evaluate(scores, batch))
+        return metrics
 
 
 def count_tokens(batch: TrainingBatch) -> int:
     """Return the number of tokens without padding."""
     return int(batch.attention_mask.sum())
+
+
+def count_flops(n_trained: int, n_parameters: int) -> int:
+    """Return the floating-point operations of the forward and backward pass of a token, without attention.
+
+    They are 6 per trained parameter and 4 per frozen one, which needs no gradient of its own.
+    """
+    return 4 * n_parameters + 2 * n_trained

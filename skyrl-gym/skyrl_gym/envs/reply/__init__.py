@@ -1,0 +1,1 @@
+"""One reply without a reward of its own."""

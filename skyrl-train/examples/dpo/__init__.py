@@ -1,0 +1,1 @@
+"""Teach a model to prefer answers to refusals."""

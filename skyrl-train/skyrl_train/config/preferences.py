@@ -1,0 +1,171 @@
+"""The configurations of training on preferences: direct preference optimization and reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from skyrl_train.config.base import Section, Text, iter_fields
+from skyrl_train.config.loading import RUN_SOURCES, Schema
+from skyrl_train.config.policy import Betas, RefConfig
+from skyrl_train.config.sft import (
+    SUPERVISED_PATHS,
+    SUPERVISED_RULES,
+    SUPERVISED_WARNINGS,
+    SFTOptimizerConfig,
+    SFTPolicyConfig,
+    SFTTrainerConfig,
+    SupervisedConfig,
+    SupervisedDataConfig,
+)
+from skyrl_train.config.validation import wandb_can_start
+
+
+class PreferenceDataConfig(SupervisedDataConfig):
+    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+
+    chosen_key: Text = "chosen"
+    """Column with the better answer: a text, or a list of messages. Without a column `prompt_key`, it also holds the
+    prompt, which is what both answers begin with."""
+
+    rejected_key: Text = "rejected"
+    """Column with the worse answer, in the same form."""
+
+    truncation: Literal["error", "left", "right"] = "error"
+    """Treatment of longer rows: refuse them, or drop tokens on the left or on the right. A pair is dropped if one of
+    its answers has no token left."""
+
+
+class PreferenceOptimizerConfig(SFTOptimizerConfig):
+    """AdamW, one step per batch."""
+
+    lr: Annotated[float, Ge(0), Le(1000)] = 1e-6
+    """Learning rate after warm-up."""
+
+    adam_betas: Betas = (0.9, 0.999)
+    """Decay rates of the running means of the gradient and of its square."""
+
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """Decoupled weight decay."""
+
+
+class PreferencePolicyConfig(SFTPolicyConfig):
+    """The model that is trained."""
+
+    optimizer_config: PreferenceOptimizerConfig = PreferenceOptimizerConfig()
+    """The optimizer and its schedule."""
+
+
+class DPOLossConfig(Section):
+    """The loss of a pair of answers, with h the log-ratio of an answer's probabilities under policy and reference."""
+
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid` is DPO, -log σ(β (h_chosen - h_rejected)). `ipo` is (h_chosen - h_rejected - 1 / (2 β))² with h
+    averaged over the tokens of an answer."""
+
+    beta: Annotated[float, Gt(0)] = 0.1
+    """Strength β of the pull to the reference."""
+
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Probability that a label is wrong, of conservative DPO; only for `sigmoid`."""
+
+
+class DPOTrainerConfig(SFTTrainerConfig):
+    """The training run."""
+
+    policy: PreferencePolicyConfig = PreferencePolicyConfig()
+    """The model that is trained."""
+
+    ref: RefConfig = RefConfig()
+    """The frozen model that the policy is compared with."""
+
+    dpo: DPOLossConfig = DPOLossConfig()
+    """The loss."""
+
+    @property
+    def policy_is_reference(self) -> bool:
+        """True if the reference is the policy without its adapter, so that no second model is loaded."""
+        lora = self.policy.model.lora
+        return lora.is_used and lora.lora_path is None and self.ref.model.path == self.policy.model.path
+
+
+class DPOConfig(SupervisedConfig):
+    """The typed configuration of direct preference optimization."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+
+    trainer: DPOTrainerConfig = DPOTrainerConfig()
+    """The training run."""
+
+
+class RewardOptimizerConfig(PreferenceOptimizerConfig):
+    """AdamW, one step per batch."""
+
+    lr: Annotated[float, Ge(0), Le(1000)] = 1e-5
+    """Learning rate after warm-up."""
+
+
+class RewardPolicyConfig(SFTPolicyConfig):
+    """The model that is trained: a language model, which gets a reward head, or a reward model."""
+
+    optimizer_config: RewardOptimizerConfig = RewardOptimizerConfig()
+    """The optimizer and its schedule."""
+
+
+class RewardTrainerConfig(SFTTrainerConfig):
+    """The training run."""
+
+    policy: RewardPolicyConfig = RewardPolicyConfig()
+    """The model that is trained: a language model, which gets a reward head, or a reward model."""
+
+
+class RewardConfig(SupervisedConfig):
+    """The typed configuration of training a reward model."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    """The preferences: rows with a prompt, a chosen and a rejected answer."""
+
+    trainer: RewardTrainerConfig = RewardTrainerConfig()
+    """The training run."""
+
+
+def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
+    """`ipo` has no labels to smooth."""
+    dpo = cfg.trainer.dpo
+    if dpo.label_smoothing > 0 and dpo.loss_type != "sigmoid":
+        yield (
+            f"trainer.dpo.label_smoothing={dpo.label_smoothing:g} has no effect on trainer.dpo.loss_type="
+            f"{dpo.loss_type}; set trainer.dpo.label_smoothing=0, or trainer.dpo.loss_type=sigmoid"
+        )
+
+
+DPO = Schema(
+    root=DPOConfig,
+    config_name="dpo_config",
+    fields=dict(iter_fields(DPOConfig)),
+    aliases={},
+    without_effect={},
+    paths=(*SUPERVISED_PATHS, "trainer.ref.model.path"),
+    sources=(*RUN_SOURCES, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
+    rules=(*SUPERVISED_RULES, smoothing_has_a_sigmoid),
+    machine_rules=(wandb_can_start,),
+    warnings=SUPERVISED_WARNINGS,
+)
+"""The configuration of direct preference optimization."""
+
+REWARD = Schema(
+    root=RewardConfig,
+    config_name="reward_config",
+    fields=dict(iter_fields(RewardConfig)),
+    aliases={},
+    without_effect={},
+    paths=SUPERVISED_PATHS,
+    sources=RUN_SOURCES,
+    rules=SUPERVISED_RULES,
+    machine_rules=(wandb_can_start,),
+    warnings=SUPERVISED_WARNINGS,
+)
+"""The configuration of training a reward model."""

@@ -1,0 +1,73 @@
+"""Runs on pairs of answers: direct preference optimization, and the training of reward models."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
+from skyrl_train.config.preferences import DPO, REWARD
+from skyrl_train.dataset.supervised import SegmentReader, rewarded_segments
+from skyrl_train.entrypoints.sft import SupervisedExp
+from skyrl_train.launch.launcher import Launcher
+from skyrl_train.models.loading import (
+    POLICY_PATH,
+    REF_PATH,
+    check_same_vocabulary,
+    check_vocabulary_size,
+    default_device,
+    load_reward_model,
+)
+from skyrl_train.types.specs import LoraSpec
+from skyrl_train.workers.group import WorkerGroup
+
+
+class DPOExp(SupervisedExp):
+    """One run of direct preference optimization."""
+
+    schema = DPO
+
+    def get_objective(self) -> SupervisedObjective:
+        dpo = self.cfg.trainer.dpo
+        return PreferenceObjective(dpo.beta, dpo.label_smoothing, dpo.loss_type)
+
+    async def load_reference(self, launcher: Launcher, policy: WorkerGroup, lora: LoraSpec | None) -> WorkerGroup:
+        """Return the policy without its adapter, or else a frozen copy of the model that training starts from."""
+        trainer = self.cfg.trainer
+        if trainer.policy_is_reference:
+            return policy
+        path = trainer.ref.model.path
+        starts_there = path == trainer.policy.model.path
+        if not starts_there:
+            check_same_vocabulary(path, REF_PATH, self.tokenizer)
+        load = partial(self.load_language_model, path, REF_PATH)
+        ref = await launcher.load(self.model_spec("ref", load, launcher, None, lora if starts_there else None), None)
+        check_vocabulary_size(await ref.n_embeddings(), REF_PATH, path, await policy.n_embeddings())
+        return ref
+
+
+class RewardExp(SupervisedExp):
+    """One run that trains a reward model."""
+
+    schema = REWARD
+    role = "reward"
+
+    def get_model(self) -> PreTrainedModel:
+        """Load the model to train, with a reward head of zeros if it has none."""
+        trainer = self.cfg.trainer
+        return load_reward_model(
+            trainer.policy.model.path,
+            dtype=getattr(torch, trainer.policy.model.dtype),
+            device=default_device(),
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            key=POLICY_PATH,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def get_segment_reader(self) -> SegmentReader:
+        return partial(rewarded_segments, pad_token_id=self.tokenizer.pad_token_id)
+
+    def get_objective(self) -> SupervisedObjective:
+        return RewardObjective()

@@ -1,0 +1,65 @@
+"""A reward model as a reward function: it scores all rollouts that were played together, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config.generator import RewardModelConfig
+from skyrl_train.dataset.supervised import build_supervised_batch, rewarded_segment
+from skyrl_train.distributed import SingleStrategy
+from skyrl_train.distributed.strategy import hf_model
+from skyrl_train.models.loading import check_same_vocabulary, default_device, load_reward_model
+from skyrl_train.types import DrawnPrompt
+from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.workers.split import join, split
+from skyrl_train.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from skyrl_train.generators.rewards import RewardSample
+
+KEY = "generator.reward_model.path"
+
+
+class RewardModel:
+    """A model for sequence classification that reads a rollout's reward at its last token, in this process.
+
+    It scores the tokens that were sampled, so that it needs the policy's tokenizer. Of a rollout whose history was
+    rewritten, it scores the last row.
+    """
+
+    def __init__(self, cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Load the model; ConfigError if there is none, or if it has another tokenizer."""
+        assert cfg.path is not None, f"{KEY} is not set"
+        check_same_vocabulary(cfg.path, KEY, tokenizer)
+        device = default_device()
+        load = partial(load_reward_model, cfg.path, dtype=getattr(torch, cfg.dtype), device=device, key=KEY)
+        spec = ModelSpec("reward", load, tokenizer.save_pretrained, max_tokens_per_micro_batch=cfg.max_tokens_per_batch)
+        self._worker = Worker(spec, SingleStrategy(World(device=str(device))))
+        self._max_tokens = cfg.max_tokens_per_batch
+        config = hf_model(self._worker.module).config
+        self._pad_token_id: int | None = config.pad_token_id
+        self._context_length: int | None = getattr(config, "max_position_embeddings", None)
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[float | None]:
+        """Return the reward of each sample; None for one that is longer than the model's context."""
+        token_ids = [sample.trajectory.segments[-1].token_ids for sample in samples]
+        fits = [i for i, ids in enumerate(token_ids) if len(ids) <= (self._context_length or len(ids))]
+        rewards: list[float | None] = [None] * len(samples)
+        if fits:
+            scores = self.score([token_ids[i] for i in fits])
+            for i, score in zip(fits, scores, strict=True):
+                rewards[i] = score
+        return rewards
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return the reward of each row of tokens."""
+        segments = [rewarded_segment(row, self._pad_token_id) for row in rows]
+        batch = build_supervised_batch([DrawnPrompt(i, ((s,),)) for i, s in enumerate(segments)], pad_token_id=0)
+        shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.shares_prefixes())
+        values = join(order, [self._worker.score(shard) for shard in shards], len(batch))["values"]  # (B, 1)
+        return [float(value) for value in values[:, 0]]

@@ -1,0 +1,163 @@
+"""A reward model as the reward of reinforcement learning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from skyrl_train.config.generator import RewardModelConfig
+from skyrl_train.entrypoints.cli import main
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.reward_model import RewardModel
+from skyrl_train.generators.rewards import REWARD_FUNCTIONS, RewardSample, register_reward_function
+from skyrl_train.types import Segment, Trajectory, TrajectoryID
+
+
+@pytest.fixture(scope="session")
+def reward_model_path(
+    tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A model with random rewards."""
+    folder = tmp_path_factory.mktemp("reward-model")
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.config.pad_token_id = tiny_tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def transformers_reward(folder: Path, token_ids: list[int]) -> float:
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([token_ids])).logits[0, 0])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 16384])
+def test_rewards_are_those_of_transformers(
+    max_tokens: int, reward_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    cfg = RewardModelConfig(path=str(reward_model_path), max_tokens_per_batch=max_tokens)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(5, 60, (6,), generator=generator).tolist()
+    rows = [prompt + torch.randint(5, 60, (n,), generator=generator).tolist() for n in (3, 1, 9, 4)]
+    rows.append([*rows[0], tiny_tokenizer.eos_token_id])
+    rows.append([*rows[0], *[tiny_tokenizer.pad_token_id] * 2])  # a policy may sample the pad token
+    expected = [transformers_reward(reward_model_path, row) for row in rows]
+    assert RewardModel(cfg, tiny_tokenizer).score(rows) == pytest.approx(expected, abs=1e-5)
+    assert expected[5] == pytest.approx(expected[0], abs=1e-5) != expected[4]
+
+
+def test_a_rollout_beyond_the_context_has_no_reward(
+    reward_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = RewardModel(RewardModelConfig(path=str(reward_model_path)), tiny_tokenizer)
+
+    def sample(n_tokens: int) -> RewardSample:
+        segment = Segment([7] * n_tokens, 1, [1] * (n_tokens - 1), [0.0] * (n_tokens - 1))
+        return RewardSample(Trajectory(TrajectoryID("0", 0), "reply", "", (segment,), "stop"), "", "")
+
+    short, long = model([sample(20), sample(2000)])
+    assert short is not None
+    assert long is None
+
+
+def overrides(tmp_path: Path, model: Path, *others: str) -> list[str]:
+    rows = [{"prompt": [{"role": "user", "content": f"Question {n}"}]} for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"data.train_data='{tmp_path}/prompts.jsonl'",
+        f"data.val_data='{tmp_path}/prompts.jsonl'",
+        f"trainer.policy.model.path='{model}'",
+        f"trainer.output_dir='{tmp_path}'",
+        "trainer.run_name=test_run",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
+        "trainer.logger=jsonl",
+        "environment.env_class=reply",
+        "generator.n_samples_per_prompt=8",
+        "generator.sampling_params.max_generate_length=4",
+        *others,
+    ]
+
+
+def metrics(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in (tmp_path / "skyrl/test_run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_policy_learns_what_the_reward_model_prefers(
+    tmp_path: Path, tiny_model_path: Path, reward_model_path: Path
+) -> None:
+    run = overrides(
+        tmp_path,
+        tiny_model_path,
+        f"generator.reward_model.path='{reward_model_path}'",
+        "trainer.policy.optimizer_config.lr=1e-2",
+        "trainer.epochs=15",
+        "trainer.eval_interval=15",
+        "trainer.eval_before_train=true",
+        "trainer.ckpt_interval=-1",
+    )
+    assert main(["train", *run]) == 0
+    before, *steps = metrics(tmp_path)
+    for step in steps:
+        assert step["reward/avg_raw_reward"] == pytest.approx(step["reward/component/reward_model"], abs=1e-5)
+    rewards = [step["reward/avg_raw_reward"] for step in steps]
+    spread = max(rewards[:2]) - min(rewards[:2])
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + max(0.5, spread)
+    assert steps[-1]["eval/all/avg_score"] > before["eval/all/avg_score"]
+
+
+def test_the_score_has_a_weight_beside_other_rewards(
+    tmp_path: Path, tiny_model_path: Path, reward_model_path: Path
+) -> None:
+    register_reward_function("half")(lambda samples: [0.5] * len(samples))
+    run = overrides(
+        tmp_path,
+        tiny_model_path,
+        f"generator.reward_model.path='{reward_model_path}'",
+        "generator.reward_functions=[half]",
+        "generator.reward_weights.reward_model=0.1",
+        "trainer.eval_interval=-1",
+        "trainer.ckpt_interval=-1",
+    )
+    try:
+        assert main(["train", *run]) == 0
+    finally:
+        del REWARD_FUNCTIONS["half"]
+    step = metrics(tmp_path)[-1]
+    expected = 0.5 + 0.1 * step["reward/component/reward_model"]
+    assert step["reward/avg_raw_reward"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_models_that_give_no_reward_are_refused(
+    tmp_path: Path, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.reward_model\.path=.* lacks 1 weights .*score\.weight"):
+        RewardModel(RewardModelConfig(path=str(tiny_model_path)), tiny_tokenizer)
+    with pytest.raises(ConfigError, match="reward function 'reward_model' is already registered"):
+        register_reward_function("reward_model")(lambda samples: [0.0] * len(samples))
+    run = overrides(tmp_path, tiny_model_path, "generator.reward_model.path=/nowhere")
+    assert main(["train", *run]) == 1
+    assert "generator.reward_model.path=/nowhere: there is no such folder" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused(
+    tmp_path: Path, reward_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    AutoModelForSequenceClassification.from_pretrained(reward_model_path).save_pretrained(tmp_path)
+    content = json.loads((reward_model_path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    for file in reward_model_path.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"generator\.reward_model\.path=.* has another tokenizer than the policy"):
+        RewardModel(RewardModelConfig(path=str(tmp_path)), tiny_tokenizer)
