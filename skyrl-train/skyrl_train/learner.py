@@ -69,8 +69,9 @@ class TrainedModels:
             if fault is not None:
                 section = "critic" if name == "critic" else "policy"  # whose weights the reference copies
                 key = f"{section}.optimizer_config.lr"
+                model = "reward model" if name == "reward" else name
                 raise DivergenceError(
-                    f"the {name} has diverged with trainer.{key}={value_at(self._cfg, key):g}: {fault}"
+                    f"the {model} has diverged with trainer.{key}={value_at(self._cfg, key):g}: {fault}"
                 )
 
     # -- checkpoints and exports

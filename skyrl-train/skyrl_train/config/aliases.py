@@ -109,6 +109,12 @@ VERL = {
     "actor_rollout_ref.model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
     "actor_rollout_ref.actor.strategy": Alias("trainer.strategy"),
+    "actor_rollout_ref.actor.fsdp_config.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": Alias(
+        "trainer.policy.fsdp_config.reshard_after_forward"
+    ),
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
+    "actor_rollout_ref.ref.fsdp_config.param_offload": Alias("trainer.ref.fsdp_config.cpu_offload"),
     "actor_rollout_ref.actor.optim.lr": Alias("trainer.policy.optimizer_config.lr"),
     "actor_rollout_ref.actor.optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps"),
@@ -184,6 +190,7 @@ ALIASES: dict[str, Alias] = {**SKYRL, **VERL}
 
 
 SKYRL_WITHOUT_EFFECT = {
+    "trainer.sequence_parallel_backend": "the tokens of a row are not divided among ranks",
     "trainer.algorithm.value_head_prefix": "the critic's value head is always called `score`",
     "trainer.policy.model.lora.lora_sync_path": "adapters reach the engine without a file",
     "trainer.policy.model.lora.max_loras": "a run has one adapter",
@@ -193,6 +200,21 @@ SKYRL_WITHOUT_EFFECT = {
     "actor_rollout_ref.model.use_shm": "models are read from their folder, which the system caches",
 }
 """Keys of other versions on which nothing depends here, each with the reason; they are accepted with a log line."""
+
+
+_MEMORY = "set trainer.max_tokens_per_microbatch or trainer.gradient_checkpointing=true for long rows"
+
+UNSUPPORTED = {
+    **{
+        f"trainer.{role}.sequence_parallel_size": (1, f"the tokens of a row are not divided among ranks; {_MEMORY}")
+        for role in ("policy", "critic", "ref")
+    },
+    **{
+        f"trainer.{role}.megatron_config": ({}, "Megatron-Core is not supported; trainer.strategy=fsdp2 shards models")
+        for role in ("policy", "ref")
+    },
+}
+"""Keys of SkyRL for parallelism that does not exist here: the value that asks for none, and what to use."""
 
 
 def apply_aliases(
@@ -220,6 +242,10 @@ def apply_aliases(
         found, value = _pop(tree, old.split("."))
         if found:
             logger.warning("%s=%s has no effect: %s", old, show(value), reason)
+    for old, (neutral, reason) in UNSUPPORTED.items():
+        found, value = _pop(tree, old.split("."))
+        if found and value != neutral:
+            problems.append(f"{old}={show(value)}: {reason}; remove the key")
     return problems
 
 

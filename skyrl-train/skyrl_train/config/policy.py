@@ -115,6 +115,26 @@ class OptimizerConfig(Section):
     """Fraction of the steps after warm-up over which `scheduler=wsd` decays, as half a cosine."""
 
 
+class FSDPConfig(Section):
+    """Sharding of a model over several ranks."""
+
+    fsdp_size: Annotated[int, Ge(-1)] = -1
+    """Ranks that hold one copy of the weights together; -1: all. A smaller number, such as the GPUs of a node, keeps
+    gathering within a group of neighboring ranks, and each group has its own copy."""
+
+    reshard_after_forward: Annotated[bool | int, Allowed("true, false, or a number of ranks")] = True
+    """Free gathered weights between the forward and the backward pass. `false` gathers once for both, with more memory;
+    a number keeps them sharded over groups of that many ranks, which is faster where the groups are nodes."""
+
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, where the optimizer computes; a GPU holds one
+    gathered block at a time."""
+
+    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type in which blocks are gathered and computed; gradients are always reduced, and logits computed, in float32.
+    `auto` takes bfloat16 on GPUs with `trainer.bf16`, and otherwise the type of the weights."""
+
+
 class PolicyConfig(Section):
     """The model that is trained."""
 
@@ -123,6 +143,9 @@ class PolicyConfig(Section):
 
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
+
+    fsdp_config: FSDPConfig = FSDPConfig()
+    """Sharding over several ranks."""
 
 
 class CriticModelConfig(Section):
@@ -155,6 +178,9 @@ class CriticConfig(Section):
     optimizer_config: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer and its schedule."""
 
+    fsdp_config: FSDPConfig = FSDPConfig()
+    """Sharding over several ranks."""
+
 
 class RefModelConfig(Section):
     """The reference's weights."""
@@ -168,3 +194,6 @@ class RefConfig(Section):
 
     model: RefModelConfig = RefModelConfig()
     """Source of the weights."""
+
+    fsdp_config: FSDPConfig = FSDPConfig()
+    """Sharding over several ranks."""

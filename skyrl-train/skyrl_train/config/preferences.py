@@ -11,6 +11,7 @@ from skyrl_train.config.base import Section, Text, iter_fields
 from skyrl_train.config.loading import RUN_SOURCES, Schema
 from skyrl_train.config.policy import Betas, RefConfig
 from skyrl_train.config.sft import (
+    SUPERVISED_MACHINE_RULES,
     SUPERVISED_PATHS,
     SUPERVISED_RULES,
     SUPERVISED_WARNINGS,
@@ -20,7 +21,6 @@ from skyrl_train.config.sft import (
     SupervisedConfig,
     SupervisedDataConfig,
 )
-from skyrl_train.config.validation import wandb_can_start
 
 
 class PreferenceDataConfig(SupervisedDataConfig):
@@ -151,7 +151,7 @@ DPO = Schema(
     paths=(*SUPERVISED_PATHS, "trainer.ref.model.path"),
     sources=(*RUN_SOURCES, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
     rules=(*SUPERVISED_RULES, smoothing_has_a_sigmoid),
-    machine_rules=(wandb_can_start,),
+    machine_rules=SUPERVISED_MACHINE_RULES,
     warnings=SUPERVISED_WARNINGS,
 )
 """The configuration of direct preference optimization."""
@@ -165,7 +165,7 @@ REWARD = Schema(
     paths=SUPERVISED_PATHS,
     sources=RUN_SOURCES,
     rules=SUPERVISED_RULES,
-    machine_rules=(wandb_can_start,),
+    machine_rules=SUPERVISED_MACHINE_RULES,
     warnings=SUPERVISED_WARNINGS,
 )
 """The configuration of training a reward model."""

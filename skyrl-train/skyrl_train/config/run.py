@@ -32,8 +32,55 @@ ResumeMode = Annotated[
 ]
 
 
+PlacedRole = Literal["policy", "critic", "ref", "reward"]
+
+
+class RunPlacementConfig(Section):
+    """Processes of a training run. On a cluster without GPUs, each GPU in these keys is a process on the CPU."""
+
+    launcher: Literal["auto", "inline", "ray"] = "auto"
+    """`inline` runs everything in one process. `ray` runs each rank, and the engine if there is one, in a process of a
+    Ray cluster: the one at `$RAY_ADDRESS`, the one that `ray start` began on this machine, or a new one. `auto` takes
+    `ray` if a key below asks for more than one process. Supervised fine-tuning also runs under `torchrun`, whose
+    processes are then the ranks."""
+
+    policy_num_nodes: Count = 1
+    """Nodes of the policy."""
+
+    policy_num_gpus_per_node: Count = 1
+    """GPUs of the policy on each node. Each holds one rank, with a shard of the model."""
+
+    def size(self, role: PlacedRole) -> tuple[int, int]:
+        """Return the nodes of a model, and its ranks on each of them."""
+        return self.policy_num_nodes, self.policy_num_gpus_per_node
+
+    @property
+    def shares_devices(self) -> bool:
+        """True if all models are on the policy's devices."""
+        return True
+
+    @property
+    def uses_ray(self) -> bool:
+        """True if the run takes several processes, on a Ray cluster."""
+        if self.launcher != "auto":
+            return self.launcher == "ray"
+        counts = (getattr(self, name) for name in type(self).model_fields if "_num_" in name)
+        return not self.shares_devices or any(count not in (1, None) for count in counts)  # None before `load_config`
+
+
 class RunConfig(Section):
     """The training run."""
+
+    placement: RunPlacementConfig = RunPlacementConfig()
+    """Processes of the run."""
+
+    strategy: Annotated[
+        Literal["fsdp2", "fsdp"],
+        Allowed(
+            "fsdp2 or fsdp, which both mean PyTorch's FSDP2; it also replaces Megatron-Core, which is not supported"
+        ),
+    ] = "fsdp2"
+    """Sharding of a model over its ranks; both names mean PyTorch's FSDP2. A single rank holds the whole model."""
 
     epochs: Count = 1
     """Passes over the training data."""

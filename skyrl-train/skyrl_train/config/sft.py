@@ -21,14 +21,17 @@ from skyrl_train.config.base import (
     iter_fields,
 )
 from skyrl_train.config.loading import RUN_SOURCES, Schema
-from skyrl_train.config.policy import Betas, OptimizerConfig, PolicyModelConfig, SchedulerName
+from skyrl_train.config.policy import Betas, FSDPConfig, OptimizerConfig, PolicyModelConfig, SchedulerName
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.validation import (
     adapters_are_on,
     adapters_are_possible,
+    launcher_starts_every_process,
     names_are_folders,
+    ray_is_installed,
     resume_path_is_a_checkpoint,
     resume_path_is_read,
+    sharding_fits_ranks,
     training_data_is_read_once,
     training_has_rows,
     validation_data_is_read_once,
@@ -119,6 +122,9 @@ class SFTPolicyConfig(Section):
     optimizer_config: SFTOptimizerConfig = SFTOptimizerConfig()
     """The optimizer and its schedule."""
 
+    fsdp_config: FSDPConfig = FSDPConfig()
+    """Sharding over several ranks."""
+
 
 class SFTTrainerConfig(RunConfig):
     """The training run."""
@@ -183,6 +189,11 @@ VERL_SFT = {
     "optim.lr_scheduler": Alias("trainer.policy.optimizer_config.scheduler"),
     "optim.warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
     "optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
+    "model.strategy": Alias("trainer.strategy"),
+    "model.fsdp_config.cpu_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "model.fsdp_config.offload_params": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
+    "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
     "trainer.total_epochs": Alias("trainer.epochs"),
     "trainer.total_training_steps": Alias("trainer.max_training_steps"),
     "trainer.experiment_name": Alias("trainer.run_name"),
@@ -220,10 +231,13 @@ SUPERVISED_RULES = (
     warmup_is_set_once,
     weight_decay_shrinks_weights,
     adapters_are_possible,
+    launcher_starts_every_process,
     names_are_folders,
     validation_data_is_read_once,
     resume_path_is_a_checkpoint,
 )
+
+SUPERVISED_MACHINE_RULES = (ray_is_installed, sharding_fits_ranks, wandb_can_start)
 
 SUPERVISED_WARNINGS = (adapters_are_on, resume_path_is_read, training_data_is_read_once, validation_is_held_out)
 
@@ -236,7 +250,7 @@ SFT = Schema(
     paths=SUPERVISED_PATHS,
     sources=RUN_SOURCES,
     rules=SUPERVISED_RULES,
-    machine_rules=(wandb_can_start,),
+    machine_rules=SUPERVISED_MACHINE_RULES,
     warnings=SUPERVISED_WARNINGS,
 )
 """The configuration of supervised fine-tuning."""

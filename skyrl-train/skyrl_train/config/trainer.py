@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import Count, Resolved, Section, resolved_later
+from skyrl_train.config.base import Count, Resolved, resolved_later
 from skyrl_train.config.policy import CriticConfig, PolicyConfig, RefConfig
-from skyrl_train.config.run import RunConfig
+from skyrl_train.config.run import PlacedRole, RunConfig, RunPlacementConfig
 
 
-class PlacementConfig(Section):
+class PlacementConfig(RunPlacementConfig):
     """Processes of a training run. On a cluster without GPUs, each GPU in these keys is a process on the CPU."""
-
-    launcher: Literal["auto", "inline", "ray"] = "auto"
-    """`inline` trains and samples in one process. `ray` runs each rank and the engine in a process of a Ray cluster:
-    the one at `$RAY_ADDRESS`, the one that `ray start` began on this machine, or a new one. `auto` takes `ray` if a
-    key below asks for more than one process."""
 
     colocate_all: bool = True
     """Training and the rollout engine share the same GPUs. `false` reserves others for each of policy, critic,
@@ -24,12 +17,6 @@ class PlacementConfig(Section):
 
     colocate_policy_ref: bool = True
     """Policy and reference share the same GPUs; read only when `colocate_all=false`."""
-
-    policy_num_nodes: Count = 1
-    """Nodes of the policy."""
-
-    policy_num_gpus_per_node: Count = 1
-    """GPUs of the policy on each node. Each holds one rank, with a shard of the model."""
 
     critic_num_nodes: Resolved[Count] = resolved_later()
     """Nodes of the critic; null takes those of the policy."""
@@ -43,18 +30,13 @@ class PlacementConfig(Section):
     ref_num_gpus_per_node: Resolved[Count] = resolved_later()
     """GPUs of the reference on each node; null takes those of the policy."""
 
-    def size(self, role: Literal["policy", "critic", "ref", "reward"]) -> tuple[int, int]:
-        """Return the nodes of a model, and its ranks on each of them. A reward model takes the policy's."""
-        role = "policy" if role == "reward" else role
+    def size(self, role: PlacedRole) -> tuple[int, int]:
+        role = "policy" if role == "reward" else role  # reward models are on the policy's devices
         return getattr(self, f"{role}_num_nodes"), getattr(self, f"{role}_num_gpus_per_node")
 
     @property
-    def uses_ray(self) -> bool:
-        """True if the run takes several processes, on a Ray cluster."""
-        if self.launcher != "auto":
-            return self.launcher == "ray"
-        counts = (*self.size("policy"), *self.size("critic"), *self.size("ref"))
-        return not self.colocate_all or any(count not in (1, None) for count in counts)  # None before `load_config`
+    def shares_devices(self) -> bool:
+        return self.colocate_all
 
 
 class TrainerConfig(RunConfig):
@@ -62,9 +44,6 @@ class TrainerConfig(RunConfig):
 
     placement: PlacementConfig = PlacementConfig()
     """Processes of the run, and their places on GPUs."""
-
-    strategy: Literal["fsdp2", "fsdp"] = "fsdp2"
-    """Sharding of a model over its ranks; both names mean PyTorch's FSDP2. A single rank holds the whole model."""
 
     policy: PolicyConfig = PolicyConfig()
     """The model that is trained."""

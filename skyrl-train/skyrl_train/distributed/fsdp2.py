@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.distributed.strategy import DistributedStrategy, hf_model
 from skyrl_train.models.scoring_module import ScoringModule
-from skyrl_train.types.specs import World
+from skyrl_train.types.specs import ModelSpec, World
 
 
 class FSDP2Strategy(DistributedStrategy):
@@ -26,26 +33,51 @@ class FSDP2Strategy(DistributedStrategy):
     def __init__(self, world: World) -> None:
         # checkpoints are written in the background, beside collectives of the training step, so they need another group
         super().__init__(world, save_group=dist.new_group(backend="gloo"))
-        self._mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
+        self._device = torch.device(world.device)
 
-    def _wrap(self, module: ScoringModule) -> ScoringModule:
-        for block in [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]:
-            fully_shard(block, mesh=self._mesh)
-        fully_shard(module, mesh=self._mesh)
+    def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
+        on_gpu, fsdp = self._device.type == "cuda", spec.fsdp
+        dtype = getattr(torch, fsdp.param_dtype) if fsdp.param_dtype != "auto" else None
+        if fsdp.param_dtype == "auto" and on_gpu and spec.bf16:
+            dtype = torch.bfloat16
+        options: dict[str, Any] = {"mesh": self._mesh(fsdp.fsdp_size)}
+        if fsdp.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        blocks = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for block in blocks:
+            fully_shard(
+                block,
+                reshard_after_forward=fsdp.reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+                **options,
+            )
+        # logits and values need float32 weights: rounded to bfloat16, they would move by more than an update does
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
+        register_fsdp_forward_method(module, "probe")
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         return module
 
+    def _mesh(self, fsdp_size: int) -> DeviceMesh:
+        """Return the mesh of all ranks, in groups of `fsdp_size` that each hold a copy of the weights."""
+        if fsdp_size in (-1, self.world.size):
+            return init_device_mesh(self._device.type, (self.world.size,))
+        shape = (self.world.size // fsdp_size, fsdp_size)
+        return init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
+
     def is_finite(self, module: ScoringModule) -> bool:
         local = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
-        flag = torch.stack([tensor.isfinite().all() for tensor in local]).all().to(torch.int32)
+        flag = torch.stack([tensor.isfinite().all() for tensor in local]).all().to(self._device, torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
     def export(self, module: ScoringModule, folder: Path) -> None:
-        tensors = {name: tensor.cpu() for name, tensor in self.full_tensors(module)}
+        tensors = {}
+        for name, tensor in self.full_tensors(module):  # gathered one by one; the first rank keeps them
+            if self.world.rank == 0:
+                tensors[name] = tensor.cpu()
         if self.world.rank == 0:
             hf_model(module).save_pretrained(folder, state_dict=tensors)
         dist.barrier()

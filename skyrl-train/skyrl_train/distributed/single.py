@@ -7,12 +7,13 @@ from pathlib import Path
 from skyrl_train.distributed.strategy import DistributedStrategy, hf_model
 from skyrl_train.models.lora import adapter_config
 from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.types.specs import ModelSpec
 
 
 class SingleStrategy(DistributedStrategy):
     """A strategy that keeps the whole model on one device."""
 
-    def _wrap(self, module: ScoringModule) -> ScoringModule:
+    def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
         return module
 
     def is_finite(self, module: ScoringModule) -> bool:

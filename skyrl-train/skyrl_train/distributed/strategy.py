@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from skyrl_train.models.deferred import deferring
 from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.lora import (
     adapter_config,
@@ -72,12 +74,19 @@ class DistributedStrategy(ABC):
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
         """Load the model of `spec` and spread it; `entropy_grad` makes its entropies differentiable."""
         is_critic = spec.role in ("critic", "reward")
-        model = spec.load()
+        with deferring(self.world.size > 1) as weights:
+            model = spec.load()
         if spec.lora is not None:
             add_adapter(model, spec.lora)
-        return self._wrap(
-            ScoringModule(model, temperature=spec.temperature, entropy_grad=entropy_grad, is_critic=is_critic)
+        module = self._wrap(
+            ScoringModule(model, temperature=spec.temperature, entropy_grad=entropy_grad, is_critic=is_critic), spec
         )
+        if weights.source is not None:
+            for name, parameter in merged_names(hf_model(module)):
+                weights.read(name, *_local_part(parameter.detach()))
+        module.probe(weights.source)
+        _reshard(module)
+        return module
 
     def run(
         self,
@@ -111,8 +120,7 @@ class DistributedStrategy(ABC):
                 assert loss is not None
                 loss.backward()
             results.append(result)
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward pass without a backward pass leaves the root gathered
+        _reshard(module)
         return results
 
     def save(self, state: TrainState, folder: Path) -> Future[Any]:
@@ -190,7 +198,7 @@ class DistributedStrategy(ABC):
         return _gathered(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
 
     @abstractmethod
-    def _wrap(self, module: ScoringModule) -> ScoringModule:
+    def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
         """Spread the parameters of a module over the ranks."""
 
     @abstractmethod
@@ -213,6 +221,21 @@ def _model_options(module: ScoringModule) -> StateDictOptions:
     """Return the options for the state of a model: with an adapter, only what is trained."""
     has_adapter = adapter_config(hf_model(module)) is not None
     return StateDictOptions(ignore_frozen_params=has_adapter, strict=not has_adapter)
+
+
+def _reshard(module: ScoringModule) -> None:
+    """Free what a forward pass without a backward pass leaves gathered: the root, and perhaps the blocks."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
+    """Return the part of a tensor that this rank holds, and its offset."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import errno
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,10 +22,14 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders
 from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
-from skyrl_train.errors import StorageError
+from skyrl_train.errors import ConfigError, StorageError
+from skyrl_train.launch.inline import InlineLauncher
+from skyrl_train.launch.launcher import Launcher, ModelLauncher
+from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
 from skyrl_train.run import TrainingRun
 from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
+from skyrl_train.types.specs import Role
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +48,19 @@ class Experiment(ABC):
         )
         self._compute: ThreadPoolExecutor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes need to load models."""
+        return self.__dict__ | {"_compute": None}
+
     def run(self) -> None:
-        """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it."""
+        """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it.
+
+        Under torchrun, rank 0 trains, and the others are its ranks.
+        """
+        torchrun = Torchrun.find()
+        if torchrun is not None and torchrun.rank > 0:
+            serve_driver(torchrun)
+            return
         with self.running():
             logger.info("Run folder: %s", self.run_folder.path)
             try:
@@ -100,6 +115,40 @@ class Experiment(ABC):
         trainer = self.cfg.trainer
         config = self.cfg.model_dump(mode="json")
         return Tracking(trainer.project_name, trainer.run_name, trainer.logger, config, self.run_folder.path)
+
+    def new_launcher(self, roles: Sequence[Role], *, has_engine: bool) -> Launcher:
+        """Create the launcher of `trainer.placement`, for the models in `roles`.
+
+        Raises:
+            ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
+        """
+        torchrun = Torchrun.find()
+        if torchrun is not None and torchrun.size > 1:
+            raise ConfigError(
+                f"torchrun has started {torchrun.size} processes, and a run of several models starts its own; start it "
+                f"without torchrun, with trainer.placement.policy_num_gpus_per_node={torchrun.size}"
+            )
+        placement = self.cfg.trainer.placement
+        if placement.uses_ray:
+            from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
+
+            return RayLauncher(placement, roles, has_engine=has_engine)
+        assert self._compute is not None, "running() comes first"
+        return InlineLauncher(self._compute)
+
+    def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
+        """Create the launcher of a run without an engine, which is that of torchrun if it has started several
+        processes.
+
+        Raises:
+            ConfigError: as `new_launcher`, or torchrun's processes cannot hold several models.
+        """
+        torchrun = Torchrun.find()
+        if torchrun is None or torchrun.size == 1 or len(roles) > 1:
+            return self.new_launcher(roles, has_engine=False)
+        torchrun.check(self.cfg.trainer.placement)
+        assert self._compute is not None, "running() comes first"
+        return TorchrunLauncher(self._compute, torchrun)
 
     @abstractmethod
     async def _run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,16 @@ from skyrl_train.errors import SkyRLError
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command. An error of this project ends it with its message and exit status, an interrupt with 130."""
+    """Run a command. An error of this project ends it with its message and exit status, an interrupt with 130.
+
+    Under torchrun, rank 0 runs it, and the other processes are ranks of its model.
+    """
     log_to_console()
     try:
-        command()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _run_on_ranks(command)
+        else:
+            command()
     except* SkyRLError as group:
         errors = _leaves(group)
         for message in dict.fromkeys(map(str, errors)):  # concurrent rollouts fail for the same reason
@@ -29,6 +36,19 @@ def run_command(command: Callable[[], None]) -> None:
         sys.exit(max(error.exit_status for error in errors))
     except* KeyboardInterrupt:
         sys.exit(130)
+
+
+def _run_on_ranks(command: Callable[[], None]) -> None:
+    from skyrl_train.launch import torchrun  # imports torch
+
+    processes = torchrun.Torchrun.find()
+    assert processes is not None
+    if processes.rank > 0:
+        logging.getLogger("skyrl_train").setLevel(logging.WARNING)  # all ranks log the same
+        torchrun.serve_driver(processes)
+        return
+    command()
+    torchrun.release_ranks(processes)
 
 
 def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConfig:

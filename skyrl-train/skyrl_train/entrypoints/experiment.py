@@ -51,8 +51,8 @@ from skyrl_train.generators.chat_template import ChatEncoder, custom_chat_templa
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.generators.source import LockstepRollouts
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.launch.inline import InlineLauncher, model_spec, optimizer_spec
-from skyrl_train.launch.launcher import Launcher
+from skyrl_train.launch.inline import model_spec, optimizer_spec
+from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import (
     CRITIC_PATH,
@@ -98,7 +98,7 @@ class BasePPOExp(Experiment):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes need to load models and make the engine."""
-        return self.__dict__ | {"_compute": None, "_launcher": None}
+        return super().__getstate__() | {"_launcher": None}
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, GeneratorInterface]]:
@@ -267,23 +267,15 @@ class BasePPOExp(Experiment):
 
     @asynccontextmanager
     async def _launching(self) -> AsyncIterator[Launcher]:
-        """Create the launcher of `trainer.placement`, and end its processes at the end."""
+        """Start the processes of the models and the engine, and end them at the end."""
         trainer = self.cfg.trainer
-        if trainer.placement.uses_ray:
-            from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
-
-            roles: list[Role] = ["policy"]
-            roles += ["critic"] if trainer.critic.model.path is not None else []
-            roles += ["ref"] if reads_reference(trainer.algorithm) and not trainer.policy_is_reference else []
-            self._launcher = RayLauncher(trainer.placement, roles)
-        else:
-            assert self._compute is not None
-            self._launcher = InlineLauncher(self._compute)
+        roles: list[Role] = ["policy"]
+        roles += ["critic"] if trainer.critic.model.path is not None else []
+        roles += ["ref"] if reads_reference(trainer.algorithm) and not trainer.policy_is_reference else []
         try:
-            await self._launcher.start()
-            yield self._launcher
+            async with started(self.new_launcher(roles, has_engine=True)) as self._launcher:
+                yield self._launcher
         finally:
-            await self._launcher.close()
             self._launcher = None
 
     async def _load_models(
@@ -310,6 +302,7 @@ class BasePPOExp(Experiment):
                 optimizer=optimizer,
                 lora=lora,
                 device=launcher.device,
+                fsdp={"policy": cfg.policy, "critic": cfg.critic, "ref": cfg.ref}[role].fsdp_config,
             )
             return await launcher.load(spec, objective)
 

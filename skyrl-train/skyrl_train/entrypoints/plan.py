@@ -17,9 +17,8 @@ from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig, RewardConfig
-from skyrl_train.config.run import RunConfig
+from skyrl_train.config.run import RunConfig, RunPlacementConfig
 from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
-from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.dataset.files import count_rows
 from skyrl_train.types.specs import Role, lora_spec
 
@@ -73,8 +72,19 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     lines.append(
         ("optimizer", f"AdamW · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}")
     )
-    lines += [_device(), ("processes", "1")]
-    lines += _storage(trainer, models, "activations")
+    from skyrl_train.launch.torchrun import Torchrun  # imports torch, as `_device`
+
+    torchrun, ranks = Torchrun.find(), _ranks(trainer.placement, models)
+    if torchrun is not None:
+        torchrun.check(trainer.placement)
+        processes = f"{torchrun.size} of torchrun"
+        ranks = {model.role: (1, torchrun.size) for model in models} if torchrun.size > 1 else {}
+    elif ranks:
+        processes = _describe_processes(ranks, "this one")
+    else:
+        processes = "1"
+    lines += [_device(), ("processes", processes)]
+    lines += _storage(trainer, models, "activations", ranks)
     return _format_plan(lines)
 
 
@@ -226,17 +236,22 @@ def _device() -> tuple[str, str]:
 def _resources(cfg: SkyRLConfig) -> Iterator[tuple[str, str]]:
     models, placement = _models(cfg), cfg.trainer.placement
     yield _device()
-    yield "processes", _describe_processes(placement, models)
+    ranks = _ranks(placement, models)
+    if ranks:
+        sharing = "all share the policy's devices" if placement.colocate_all else "the engine has its own device"
+        yield "processes", f"{_describe_processes(ranks, 'this one', 'engine')} · {sharing}"
+    else:
+        yield "processes", "1: training and generation in this one"
     if cfg.generator.backend == "vllm":
         engine = "vLLM"
     else:
         engine = "embedded, " + ("with a copy of" if placement.uses_ray else "shares") + " the policy's weights"
     yield "engine", f"{engine} · {cfg.generator.gpu_memory_utilization:.0%} of the memory that training leaves free"
-    yield from _storage(cfg.trainer, models, "activations and the key-value cache", _ranks(placement, models))
+    yield from _storage(cfg.trainer, models, "activations and the key-value cache", ranks, has_engine=True)
 
 
 def _storage(
-    trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str, ranks: Ranks | None = None
+    trainer: RunConfig, models: Sequence[PlannedModel], and_on_top: str, ranks: Ranks, *, has_engine: bool = False
 ) -> Iterator[tuple[str, str]]:
     """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes."""
     if any(model.n_parameters is None for model in models):
@@ -251,13 +266,8 @@ def _storage(
         )
         if ranks:
             shards = (f"{m.role} {_format_bytes(m.training_bytes / math.prod(ranks[m.role]))}" for m in models)
-            yield (
-                "per process",
-                (
-                    f"{', '.join(shards)}; engine {_format_bytes(models[0].weight_bytes)}. Each rank loads the whole "
-                    "model first, then keeps its shard"
-                ),
-            )
+            engine = f"; engine {_format_bytes(models[0].weight_bytes)}" if has_engine else ""
+            yield "per process", f"{', '.join(shards)}{engine}"
         if trainer.ckpt_interval > 0:
             free_disk = shutil.disk_usage(_existing_parent(Path(trainer.ckpt_path))).free
             kept = "all kept" if trainer.max_ckpts_to_keep < 0 else f"the last {trainer.max_ckpts_to_keep} kept"
@@ -271,21 +281,18 @@ def _storage(
     yield "run folder", trainer.run_dir
 
 
-def _ranks(placement: PlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
+def _ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
     """Return nodes, and ranks per node, of each model; nothing for a run in one process."""
     if not placement.uses_ray:
         return {}
     return {model.role: placement.size(ROLES[model.role]) for model in models}
 
 
-def _describe_processes(placement: PlacementConfig, models: Sequence[PlannedModel]) -> str:
-    ranks = _ranks(placement, models)
-    if not ranks:
-        return "1: training and generation in this one"
-    n_processes = 2 + sum(map(math.prod, ranks.values()))
+def _describe_processes(ranks: Ranks, *others: str) -> str:
+    """Return the number of processes on Ray: `others`, and the ranks."""
     parts = ", ".join(f"{role} {n_nodes} × {n_per_node}" for role, (n_nodes, n_per_node) in ranks.items())
-    sharing = "all share the policy's devices" if placement.colocate_all else "the engine has its own device"
-    return f"{n_processes} on Ray: this one, engine, ranks (nodes × per node) {parts} · {sharing}"
+    n_processes = len(others) + sum(map(math.prod, ranks.values()))
+    return f"{n_processes} on Ray: {', '.join(others)}, ranks (nodes × per node) {parts}"
 
 
 def count_parameters(path: str) -> int | None:

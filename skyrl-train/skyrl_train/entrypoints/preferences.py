@@ -11,7 +11,7 @@ from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjecti
 from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.dataset.supervised import SegmentReader, rewarded_segments
 from skyrl_train.entrypoints.sft import SupervisedExp
-from skyrl_train.launch.launcher import Launcher
+from skyrl_train.launch.launcher import ModelLauncher
 from skyrl_train.models.loading import (
     POLICY_PATH,
     REF_PATH,
@@ -20,7 +20,7 @@ from skyrl_train.models.loading import (
     default_device,
     load_reward_model,
 )
-from skyrl_train.types.specs import LoraSpec
+from skyrl_train.types.specs import LoraSpec, Role
 from skyrl_train.workers.group import WorkerGroup
 
 
@@ -29,11 +29,15 @@ class DPOExp(SupervisedExp):
 
     schema = DPO
 
+    @property
+    def roles(self) -> list[Role]:
+        return ["policy"] if self.cfg.trainer.policy_is_reference else ["policy", "ref"]
+
     def get_objective(self) -> SupervisedObjective:
         dpo = self.cfg.trainer.dpo
         return PreferenceObjective(dpo.beta, dpo.label_smoothing, dpo.loss_type)
 
-    async def load_reference(self, launcher: Launcher, policy: WorkerGroup, lora: LoraSpec | None) -> WorkerGroup:
+    async def load_reference(self, launcher: ModelLauncher, policy: WorkerGroup, lora: LoraSpec | None) -> WorkerGroup:
         """Return the policy without its adapter, or else a frozen copy of the model that training starts from."""
         trainer = self.cfg.trainer
         if trainer.policy_is_reference:

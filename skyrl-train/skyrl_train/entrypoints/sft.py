@@ -18,8 +18,8 @@ from skyrl_train.config.loading import ConfigSource, Schema, validate
 from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, trained_segments
 from skyrl_train.entrypoints.base import Experiment, train
-from skyrl_train.launch.inline import InlineLauncher, model_spec, optimizer_spec
-from skyrl_train.launch.launcher import Launcher
+from skyrl_train.launch.inline import model_spec, optimizer_spec
+from skyrl_train.launch.launcher import ModelLauncher, started
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
 from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation
@@ -123,19 +123,24 @@ class SupervisedExp(Experiment):
                 "learning rate only rises; lower it, or train longer",
                 *(optimizer.n_warmup_steps, total_steps),
             )
-        assert self._compute is not None
-        models = await self.load_models(InlineLauncher(self._compute), optimizer)
-        with self.get_tracker() as tracker:
-            trainer = SupervisedTrainer(
-                self.cfg,
-                rows=rows,
-                models=models,
-                total_steps=total_steps,
-                callbacks=self.get_callbacks(val_dataset, models, tracker),
-            )
-            await train(trainer)
+        async with started(self.new_model_launcher(self.roles)) as launcher:
+            models = await self.load_models(launcher, optimizer)
+            with self.get_tracker() as tracker:
+                trainer = SupervisedTrainer(
+                    self.cfg,
+                    rows=rows,
+                    models=models,
+                    total_steps=total_steps,
+                    callbacks=self.get_callbacks(val_dataset, models, tracker),
+                )
+                await train(trainer)
 
-    async def load_models(self, launcher: Launcher, optimizer: OptimizerSpec) -> TrainedModels:
+    @property
+    def roles(self) -> list[Role]:
+        """The models of the run."""
+        return [self.role]
+
+    async def load_models(self, launcher: ModelLauncher, optimizer: OptimizerSpec) -> TrainedModels:
         """Load the trained model, and the reference if the objective reads it."""
         lora = lora_spec(self.cfg.trainer.policy.model, "trainer.policy.model.lora", self.cfg.trainer.seed)
         policy = await launcher.load(
@@ -147,16 +152,25 @@ class SupervisedExp(Experiment):
         self,
         role: Role,
         load: Callable[[], PreTrainedModel],
-        launcher: Launcher,
+        launcher: ModelLauncher,
         optimizer: OptimizerSpec | None = None,
         lora: LoraSpec | None = None,
     ) -> ModelSpec:
         """Return the specification of a model of this run; without `optimizer`, of a frozen one."""
-        save_tokenizer = self.tokenizer.save_pretrained
-        return model_spec(role, load, save_tokenizer, self.cfg.trainer, 1.0, optimizer, lora, launcher.device)
+        return model_spec(
+            role,
+            load,
+            self.tokenizer.save_pretrained,
+            self.cfg.trainer,
+            temperature=1.0,
+            optimizer=optimizer,
+            lora=lora,
+            device=launcher.device,
+            fsdp=self.cfg.trainer.policy.fsdp_config,
+        )
 
     async def load_reference(
-        self, launcher: Launcher, policy: WorkerGroup, lora: LoraSpec | None
+        self, launcher: ModelLauncher, policy: WorkerGroup, lora: LoraSpec | None
     ) -> WorkerGroup | None:
         """Return the reference, which may be the policy without its adapter; None if the objective reads none."""
         return None

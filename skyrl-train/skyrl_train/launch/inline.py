@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
-from skyrl_train.config.policy import OptimizerConfig
+from skyrl_train.config.policy import FSDPConfig, OptimizerConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.distributed.strategy import hf_model
@@ -66,6 +66,7 @@ def model_spec(
     optimizer: OptimizerSpec | None = None,
     lora: LoraSpec | None = None,
     device: torch.device | None = None,
+    fsdp: FSDPConfig | None = None,
 ) -> ModelSpec:
     """Return the specification of one model of a run; `device` is that of its ranks, by default this process's."""
     return ModelSpec(
@@ -74,6 +75,7 @@ def model_spec(
         save_tokenizer=save_tokenizer,
         optimizer=optimizer,
         lora=lora,
+        fsdp=fsdp or FSDPConfig(),
         temperature=temperature,
         bf16=cfg.bf16,
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch or MAX_TOKENS[(device or default_device()).type],

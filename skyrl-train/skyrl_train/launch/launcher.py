@@ -1,9 +1,10 @@
-"""The interface through which a run gets its models, its engine and the weight sync between them."""
+"""The interfaces through which a run gets its models, its engine and the weight sync between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -15,14 +16,11 @@ from skyrl_train.weight_sync import WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 
-class Launcher(Protocol):
-    """The processes of one run."""
+class ModelLauncher(Protocol):
+    """The ranks of one run."""
 
     device: torch.device
     """The kind of device that the ranks compute on."""
-
-    policy: PreTrainedModel | None
-    """The loaded policy, if it is in this process: an engine may generate with its tensors."""
 
     async def start(self) -> None:
         """Start the processes."""
@@ -31,6 +29,17 @@ class Launcher(Protocol):
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
         """Load a model on its ranks; ConfigError if its path holds none."""
         ...
+
+    async def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+class Launcher(ModelLauncher, Protocol):
+    """The ranks and the engine of one run."""
+
+    policy: PreTrainedModel | None
+    """The loaded policy, if it is in this process: an engine may generate with its tensors."""
 
     async def start_engine(self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine]) -> InferenceEngine:
         """Return a new engine: `make_engine(policy)`, called in the process of the engine."""
@@ -44,6 +53,15 @@ class Launcher(Protocol):
         """Return a channel for the weights of a model that this launcher has loaded, or for its adapter alone."""
         ...
 
-    async def close(self) -> None:
-        """End the processes."""
-        ...
+
+L = TypeVar("L", bound=ModelLauncher)
+
+
+@asynccontextmanager
+async def started(launcher: L) -> AsyncIterator[L]:
+    """Start the processes of a launcher, and end them at the end of the context."""
+    try:
+        await launcher.start()
+        yield launcher
+    finally:
+        await launcher.close()

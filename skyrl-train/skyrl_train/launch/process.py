@@ -1,11 +1,14 @@
-"""Ranks in processes of this machine with a common process group: sharded training without a cluster."""
+"""Ranks in other processes, and groups of such processes on this machine: sharded training without a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
 import os
+import pickle
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -17,16 +20,15 @@ from skyrl_train.types.specs import ModelSpec, World
 from skyrl_train.weight_sync.sync import free_port
 
 
-class ProcessRank:
-    """A rank in a separate process. Calls and results are pickled."""
+class ConnectedRank:
+    """A rank in the process at the other end of a connection. Calls and results are pickled."""
 
     is_leader = True
 
-    def __init__(self, world: World, process: BaseProcess, connection: Connection) -> None:
-        self.dp = world.rank
-        self._process = process
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.dp = rank
         self._connection = connection
-        self._thread = ThreadPoolExecutor(1, f"rank-{world.rank}")
+        self._thread = ThreadPoolExecutor(1, f"rank-{rank}")
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
         """Load a model. `spec` and `objective` are pickled: functions in them must be importable."""
@@ -41,27 +43,47 @@ class ProcessRank:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, method, args)
 
     def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        request = pickle.dumps((method, args))
         try:
-            self._connection.send((method, args))
-            is_result, value = self._connection.recv()
+            self._connection.send_bytes(request)
+            is_result, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            self._process.join(timeout=5)
             raise WorkerError(
-                f"rank {self.dp} (process {self._process.pid}) ended with exit status {self._process.exitcode} during "
-                f"{method}; its own messages are above"
+                f"rank {self.dp} {self._describe_end()} during {method}; its own messages are above"
             ) from error
         if is_result:
             return value
         raise value
 
+    def _describe_end(self) -> str:
+        return "ended"
+
+    async def close(self) -> None:
+        """End the connection, and with it the rank."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)  # ends a call in progress, too
+        await asyncio.to_thread(self._thread.shutdown)
+        self._connection.close()
+
+
+class ProcessRank(ConnectedRank):
+    """A rank in a process of this machine that this one has started."""
+
+    def __init__(self, rank: int, connection: Connection, process: BaseProcess) -> None:
+        super().__init__(rank, connection)
+        self._process = process
+
+    def _describe_end(self) -> str:
+        self._process.join(timeout=5)
+        return f"(process {self._process.pid}) ended with exit status {self._process.exitcode}"
+
     async def close(self) -> None:
         """End the process; one that hangs in a collective is killed."""
-        self._connection.close()
+        await super().close()
         await asyncio.to_thread(self._process.join, 5)
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)
-        self._thread.shutdown()
 
 
 def start_ranks(n_ranks: int) -> list[ProcessRank]:
@@ -72,22 +94,13 @@ def start_ranks(n_ranks: int) -> list[ProcessRank]:
     ranks = []
     for rank in range(n_ranks):
         ours, theirs = context.Pipe()
-        world = World(rank, n_ranks)
-        args = (theirs, world, address, n_threads)
+        args = (theirs, World(rank, n_ranks), address, n_threads)
         process = context.Process(target=_serve, args=args, name=f"rank-{rank}", daemon=True)
         process.start()
         theirs.close()
-        ranks.append(ProcessRank(world, process, ours))
+        ranks.append(ProcessRank(rank, ours, process))
     return ranks
 
 
 def _serve(connection: Connection, world: World, address: str, n_threads: int) -> None:
-    """Carry out the calls of a `ProcessRank` until it closes the connection."""
-    host = RankHost(world, address, n_threads)
-    try:
-        while True:
-            connection.send(host.call(*connection.recv()))
-    except (EOFError, KeyboardInterrupt):
-        pass
-    finally:
-        host.close()
+    RankHost(world, address, n_threads).serve(connection)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -22,17 +25,20 @@ class RankHost:
     """The worker of one rank, and the process group of all ranks of its model."""
 
     def __init__(self, world: World, address: str, n_threads: int) -> None:
-        """Join the process group at `address`, "tcp://host:port"; a single rank needs none."""
+        """Join the process group at `address`, "tcp://host:port" or "env://"; a single rank needs none."""
         torch.set_num_threads(n_threads)
+        device = torch.device(world.device)
+        if device.index is not None:
+            torch.cuda.set_device(device)
         self._worker: Worker | None = None
         if world.size == 1:
-            self._strategy: SingleStrategy | FSDP2Strategy = SingleStrategy(world)
+            self.strategy: SingleStrategy | FSDP2Strategy = SingleStrategy(world)
             return
-        backend = "cpu:gloo,cuda:nccl" if torch.device(world.device).type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, init_method=address, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
         )
-        self._strategy = FSDP2Strategy(world)
+        self.strategy = FSDP2Strategy(world)
 
     def call(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Load a model, or call a method of its worker; return (True, the result) or (False, the error)."""
@@ -45,7 +51,19 @@ class RankHost:
             return False, picklable_error(error, WorkerError)
 
     def _load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        self._worker = Worker(spec, self._strategy, objective)
+        self._worker = Worker(spec, self.strategy, objective)
+
+    def serve(self, connection: Connection) -> None:
+        """Carry out the calls of a `ConnectedRank` until it closes the connection, and close."""
+        try:
+            while True:
+                method, args = pickle.loads(connection.recv_bytes())
+                connection.send_bytes(pickle.dumps(self.call(method, args)))
+        except (EOFError, OSError, KeyboardInterrupt):
+            pass
+        finally:
+            with suppress(Exception):  # of a collective whose other ranks have ended
+                self.close()
 
     def close(self) -> None:
         """Wait for a save in progress, and leave the process group."""

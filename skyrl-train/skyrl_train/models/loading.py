@@ -20,6 +20,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.logprobs import scaled_logits
 
 logger = logging.getLogger(__name__)
@@ -99,21 +100,25 @@ def load_model(
     Raises:
         ConfigError: no model at `path`, or an architecture whose log-probs would be wrong.
     """
-    with _loading("model", key, path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
-    model: PreTrainedModel
-    model, report = loaded
-    _check_complete(model, key, path, report["missing_keys"])
+    model = create_without_weights(AutoModelForCausalLM, f"{key}={path}", path, dtype)
+    is_deferred = model is not None
+    if model is None:
+        with _loading("model", key, path):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            )
+        model, report = loaded
+        assert isinstance(model, PreTrainedModel)
+        _check_complete(model, key, path, report["missing_keys"])
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         raise ConfigError(
             f"{key}={path}: PyTorch's attention leaves out the softcapping of a "
             f"{type(model).__name__} (attn_logit_softcapping in its config.json), so its log-probs would be wrong; use "
             "another model"
         )
-    _prepare(model, key, path, device, gradient_checkpointing)
-    _check_head(model, f"{key}={path}")
+    _prepare(model, key, path, None if is_deferred else device, gradient_checkpointing)
+    if not is_deferred:
+        check_head(model, f"{key}={path}")
     return model
 
 
@@ -127,9 +132,9 @@ def load_value_model(
     Raises:
         ConfigError: no model at `path`, or an architecture that has no token classification.
     """
-    model = _load_scalar_model(AutoModelForTokenClassification, "critic", path, CRITIC_PATH, dtype, adds_head=True)
-    _prepare(model, CRITIC_PATH, path, device, gradient_checkpointing)
-    return model
+    return _load_scalar_model(
+        AutoModelForTokenClassification, "critic", path, CRITIC_PATH, dtype, device, gradient_checkpointing
+    )
 
 
 def load_reward_model(
@@ -149,38 +154,58 @@ def load_reward_model(
     Raises:
         ConfigError: no reward model at `path`, or an architecture that has no sequence classification.
     """
-    is_trained = pad_token_id is not None
     model = _load_scalar_model(
-        AutoModelForSequenceClassification, "reward model", path, key, dtype, adds_head=is_trained
+        AutoModelForSequenceClassification,
+        "reward model",
+        path,
+        key,
+        dtype,
+        device,
+        gradient_checkpointing,
+        adds_head=pad_token_id is not None,
     )
-    if is_trained:
+    if pad_token_id is not None:
         model.config.pad_token_id = pad_token_id
-    _prepare(model, key, path, device, gradient_checkpointing)
     return model
 
 
 def _load_scalar_model(
-    auto_class: Any, kind: str, path: str, key: str, dtype: torch.dtype, *, adds_head: bool
+    auto_class: Any,
+    kind: str,
+    path: str,
+    key: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    gradient_checkpointing: bool,
+    *,
+    adds_head: bool = True,
 ) -> PreTrainedModel:
     """Load a model with a head `score` of one output. With `adds_head`, a missing one is set to zero, else refused."""
-    transformers_logger = logging.getLogger("transformers")
-    level = transformers_logger.level
-    transformers_logger.setLevel(logging.ERROR)  # new and unused weights are reported below
-    try:
-        with _loading(kind, key, path):
-            model, report = auto_class.from_pretrained(
-                path, num_labels=1, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-            )
-    finally:
-        transformers_logger.setLevel(level)
+    head = "score." if adds_head else ""
+    model: Any = create_without_weights(auto_class, f"{key}={path}", path, dtype, optional=head, num_labels=1)
+    is_deferred = model is not None
+    missing: set[str] = set()
+    if model is None:
+        transformers_logger = logging.getLogger("transformers")
+        level = transformers_logger.level
+        transformers_logger.setLevel(logging.ERROR)  # new and unused weights are reported below
+        try:
+            with _loading(kind, key, path):
+                model, report = auto_class.from_pretrained(
+                    path, num_labels=1, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+                )
+        finally:
+            transformers_logger.setLevel(level)
+        missing = set(report["missing_keys"])
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise ConfigError(f"{key}={path}: a {type(model).__name__} has no head `score`; use another model")
-    head = {name for name in report["missing_keys"] if name.startswith("score.")} if adds_head else set()
-    _check_complete(model, key, path, report["missing_keys"] - head)
-    if head:
+    new = {name for name in missing if head and name.startswith(head)}
+    _check_complete(model, key, path, missing - new)
+    if new:
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
         logger.info("%s has no head for the %s; initializing it to zero", path, kind)
+    _prepare(model, key, path, None if is_deferred else device, gradient_checkpointing)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -221,14 +246,19 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
         ) from error
 
 
-def _prepare(model: PreTrainedModel, key: str, path: str, device: torch.device, gradient_checkpointing: bool) -> None:
-    """Put a model that was just loaded into the state it trains in."""
-    model.eval().to(device)
+def _prepare(
+    model: PreTrainedModel, key: str, path: str, device: torch.device | None, gradient_checkpointing: bool
+) -> None:
+    """Put a model that was just loaded into the state it trains in; without `device`, its shards are moved later."""
+    module: torch.nn.Module = model.eval()
+    if device is not None:
+        module.to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")
     n_parameters = f"{model.num_parameters():,}"
-    logger.info("Loaded the %s from %s: %s parameters, %s on %s", role, path, n_parameters, model.dtype, device)
+    place = "sharded" if device is None else f"on {device}"
+    logger.info("Loaded the %s from %s: %s parameters, %s %s", role, path, n_parameters, model.dtype, place)
 
 
 @contextmanager
@@ -253,7 +283,7 @@ def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, source: str) -> None:
+def check_head(model: PreTrainedModel, source: str) -> None:
     """Raise ConfigError if the model changes its logits in a way that `scaled_logits` does not."""
     input_ids = torch.arange(1, 5, device=model.device)[None]  # (1, 4)
     expected = model(input_ids=input_ids, use_cache=False).logits

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.models.loading import check_head
 from skyrl_train.models.logprobs import hidden_before, on_mask, response_logprobs
 from skyrl_train.models.prefix_sharing import can_share_prefixes
 from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
@@ -29,7 +30,7 @@ class ScoringModule(torch.nn.Module):
         self.model = model
         self._temperature = temperature
         self._entropy_grad = entropy_grad
-        self.shares_prefixes = can_share_prefixes(model)
+        self.shares_prefixes = False
         self.scores_type: type[TokenScores | ValueScores] = ValueScores if is_critic else TokenScores
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
@@ -45,6 +46,14 @@ class ScoringModule(torch.nn.Module):
             entropy_grad=self._entropy_grad,
             shares_prefixes=self.shares_prefixes,
         )
+
+    def probe(self, source: str | None = None) -> None:
+        """Find out with a few tokens if rows can share prefixes; ConfigError if `source` names a model whose head is
+        not supported.
+        """
+        self.shares_prefixes = can_share_prefixes(self.model)
+        if source is not None and self.scores_type is TokenScores:
+            check_head(self.model, source)
 
     def score(self, rows: TrainingBatch) -> Scores:
         """Return the scores of a micro-batch."""

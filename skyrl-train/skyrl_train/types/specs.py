@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
+from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig, PolicyModelConfig
 from skyrl_train.lazy import torch
 
 Role = Literal["policy", "critic", "ref", "reward"]
@@ -68,6 +68,7 @@ class ModelSpec:
     save_tokenizer: Callable[[str], Any]
     """Writes the tokenizer into a folder; called for exports and checkpoints."""
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     lora: LoraSpec | None = None  # set: only the adapter, and a critic's value head, are trained
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import connect_engine, start_engine_actor
@@ -34,19 +35,20 @@ class RayLauncher:
 
     policy: PreTrainedModel | None = None
 
-    def __init__(self, placement: PlacementConfig, roles: Sequence[Role]) -> None:
-        """Connect to the cluster, for the models in `roles` and an engine. `start` comes next.
+    def __init__(self, placement: RunPlacementConfig, roles: Sequence[Role], *, has_engine: bool) -> None:
+        """Connect to the cluster, for the models in `roles` and perhaps an engine. `start` comes next.
 
         Raises:
             ConfigError: the cluster does not answer, or is too small.
         """
         self._placement = placement
         self._roles = roles
+        self._has_engine = has_engine
         self._ranks: dict[Role, list[RayRank]] = {}
         self._engine: Any = None
         self._groups: dict[WorkerGroup, RayRank] = {}  # with their first ranks
         self._has_connected = connect()
-        self._requests = list_requests(placement, roles)
+        self._requests = list_requests(placement, roles, has_engine)
         try:
             self._reservation = Reservation(self._requests)
         except BaseException:
@@ -64,7 +66,8 @@ class RayLauncher:
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
         self._ranks = {role: self._start_ranks(role) for role in self._roles}
-        self._engine = start_engine_actor(self._reservation.devices(ENGINE)[0].options())
+        if self._has_engine:
+            self._engine = start_engine_actor(self._reservation.devices(ENGINE)[0].options())
 
     def _start_ranks(self, role: Role) -> list[RayRank]:
         devices = self._reservation.devices(role)
@@ -88,7 +91,7 @@ class RayLauncher:
         if self._reservation.kind == "CPU":
             return n_bytes // self._reservation.n_cluster_nodes
         n_nodes, n_per_node = self._placement.size("policy")
-        return n_bytes // (n_nodes * n_per_node) if self._placement.colocate_all else 0
+        return n_bytes // (n_nodes * n_per_node) if self._placement.shares_devices else 0
 
     def weight_sync(self, source: WorkerGroup, sinks: Sequence[WeightSink], kind: SyncKind = "full") -> WeightSync:
         return WeightSync(source, sinks, "broadcast", find_address=self._groups[source].find_address, kind=kind)
@@ -105,7 +108,7 @@ class RayLauncher:
         """Return the number of processes that compute at the same time on a node: models on the same devices take
         turns.
         """
-        if self._placement.colocate_all:
+        if self._placement.shares_devices:
             return n_at_once
         n_processes = sum(request.n_nodes * request.n_per_node for request in self._requests)
         return math.ceil(n_processes / self._reservation.n_cluster_nodes)
@@ -115,12 +118,13 @@ class RayLauncher:
             ray.shutdown()
 
 
-def list_requests(placement: PlacementConfig, roles: Sequence[Role]) -> list[Request]:
+def list_requests(placement: RunPlacementConfig, roles: Sequence[Role], has_engine: bool) -> list[Request]:
     """Return the devices of a run: one request for everything that shares them."""
-    if placement.colocate_all:
-        return [Request((*roles, ENGINE), *placement.size("policy"))]
+    if placement.shares_devices:
+        return [Request((*roles, *([ENGINE] if has_engine else [])), *placement.size("policy"))]
+    assert isinstance(placement, PlacementConfig), "other runs have one model"
     shared: dict[Role, tuple[Role, ...]] = {role: (role,) for role in get_args(Role) if role in roles}
     if placement.colocate_policy_ref and "ref" in roles:
         shared["policy"] = ("policy", shared.pop("ref")[0])
     requests = [Request(names, *placement.size(role)) for role, names in shared.items()]
-    return [*requests, Request((ENGINE,), 1, 1)]
+    return [*requests, *([Request((ENGINE,), 1, 1)] if has_engine else [])]

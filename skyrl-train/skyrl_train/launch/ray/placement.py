@@ -18,6 +18,7 @@ from skyrl_train.errors import ConfigError
 Kind = Literal["GPU", "CPU"]
 
 TIMEOUT_VARIABLE = "SKYRL_RAY_PG_TIMEOUT_IN_S"
+JOIN_TIMEOUT_VARIABLE = "SKYRL_RAY_JOIN_TIMEOUT_IN_S"
 POLL_S = 1.0
 
 SHARE = 0.2
@@ -57,12 +58,26 @@ class Reservation:
     """Placement groups of a run: one for each node of a request."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        """Reserve nothing yet; ConfigError if the cluster is too small, even when nothing else runs on it."""
+        """Reserve nothing yet, but wait for `$SKYRL_RAY_JOIN_TIMEOUT_IN_S` until enough nodes have joined.
+
+        Raises:
+            ConfigError: the cluster is too small, even when nothing else runs on it.
+        """
         self._requests = list(requests)
-        self.kind: Kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-        self.n_cluster_nodes = len(_devices_of_nodes(self.kind))
         self._groups: dict[Request, list[PlacementGroup]] = {}
-        self._check_size()
+        deadline = time.monotonic() + float(os.environ.get(JOIN_TIMEOUT_VARIABLE, "0"))
+        while True:
+            self.kind: Kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+            if self._fits():
+                break
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{self._describe_requests()}, but the Ray cluster has {_describe_nodes(self.kind)}. Lower "
+                    "trainer.placement.policy_num_nodes or policy_num_gpus_per_node, add nodes with `ray start "
+                    f"--address=<head node>`, or set ${JOIN_TIMEOUT_VARIABLE} to wait for nodes that still start"
+                )
+            time.sleep(POLL_S)
+        self.n_cluster_nodes = len(_devices_of_nodes(self.kind))
 
     async def wait(self) -> None:
         """Reserve everything.
@@ -105,19 +120,17 @@ class Reservation:
     def _all_groups(self) -> list[PlacementGroup]:
         return [group for groups in self._groups.values() for group in groups]
 
-    def _check_size(self) -> None:
+    def _fits(self) -> bool:
+        """Return True if the cluster has enough devices, free or not."""
         free = _devices_of_nodes(self.kind)
         for request in sorted(self._requests, key=lambda request: -request.n_per_node):
             for _ in range(request.n_nodes):
                 free.sort()
                 index = next((i for i, n in enumerate(free) if n >= request.n_per_node), None)
                 if index is None:
-                    raise ConfigError(
-                        f"{self._describe_requests()}, but the Ray cluster has {_describe_nodes(self.kind)}. Lower "
-                        "trainer.placement.policy_num_nodes or policy_num_gpus_per_node, or add nodes with `ray start "
-                        "--address=<head node>`"
-                    )
+                    return False
                 free[index] -= request.n_per_node
+        return True
 
     def _describe_requests(self) -> str:
         parts = ", ".join(request.describe(self.kind) for request in self._requests)

@@ -61,12 +61,47 @@ def test_aliases_name_keys_that_exist(old: str) -> None:
         ({"trainer": {"resume_mode": "from_path"}}, r"trainer\.resume_mode=from_path needs trainer\.resume_path"),
         ({"data": {**DATA, "val_data": ["a.jsonl", "./a.jsonl"]}}, "twice, so its rows would count twice"),
         ({"trainer": {"eval_batch_size": 4}}, r"there is no key trainer\.eval_batch_size"),
+        (
+            {"trainer": {"placement": {"launcher": "inline", "policy_num_gpus_per_node": 2}}},
+            r"policy_num_gpus_per_node=2 takes several processes, but trainer\.placement\.launcher=inline is one",
+        ),
+        ({"trainer": {"placement": {"colocate_all": False}}}, r"there is no key trainer\.placement\.colocate_all"),
+        ({"trainer": {"policy": {"fsdp_config": {"cpu_offload": True}}}}, "a single rank holds the whole model"),
+        (
+            {"trainer": {"placement": {"policy_num_nodes": 3}, "policy": {"fsdp_config": {"fsdp_size": 2}}}},
+            r"fsdp_size=2 must divide the 3 ranks of the policy; try 1 or 3, or -1 for all",
+        ),
+        (
+            {
+                "trainer": {
+                    "placement": {"policy_num_gpus_per_node": 6},
+                    "policy": {"fsdp_config": {"reshard_after_forward": 4}},
+                }
+            },
+            r"reshard_after_forward=4 must be a true divisor of the 6 ranks .*; try 2 or 3 or true or false",
+        ),
+        ({"trainer": {"strategy": "megatron"}}, r"strategy=megatron must be .* replaces Megatron-Core, which is not"),
+        (
+            {"trainer": {"policy": {"sequence_parallel_size": 2}}},
+            r"sequence_parallel_size=2: the tokens of a row are not divided among ranks; set .*max_tokens_per_micro",
+        ),
         ({"trainer": {"ckpt_interval": 0}}, "must be -1 or an integer >= 1; the default is trainer.ckpt_interval=50"),
     ],
 )
 def test_conflicts_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(**sections)
+
+
+def test_sharding_under_torchrun_is_that_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    fsdp = {"cpu_offload": True, "fsdp_size": 2}
+    assert load(trainer={"policy": {"fsdp_config": fsdp}}).trainer.policy.fsdp_config.fsdp_size == 2
+
+
+def test_sequence_parallelism_of_one_rank_is_none() -> None:
+    assert load(trainer={"policy": {"sequence_parallel_size": 1}}) == load()
 
 
 def test_validation_on_the_training_data_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,16 +24,18 @@ from workers.worker_batches import (
     random_trajectories,
 )
 
-from skyrl_train.algorithms.objectives import CrossEntropyObjective, Objective, ValueObjective
+from skyrl_train.algorithms.objectives import CrossEntropyObjective, Objective, RewardObjective, ValueObjective
 from skyrl_train.checkpoint.merge import merge_checkpoint
 from skyrl_train.config.algorithm import LossReduction
+from skyrl_train.config.policy import FSDPConfig
 from skyrl_train.config.trainer import TrainerConfig
+from skyrl_train.dataset.supervised import build_supervised_batch, rewarded_segment
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.inline import model_spec, optimizer_spec
 from skyrl_train.launch.process import ProcessRank, start_ranks
-from skyrl_train.models.loading import load_model, load_value_model
-from skyrl_train.types import Metrics, TrainingBatch
+from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
+from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
@@ -293,6 +296,68 @@ async def test_weights_are_synchronized_from_sharded_ranks_to_another_group(
     torch.testing.assert_close(after["logprobs"], sharded["logprobs"], rtol=0, atol=2e-5)
 
 
+def sharding(n_ranks: int) -> list[FSDPConfig]:
+    """Return settings that change where weights are, and no result."""
+    half = n_ranks // 2
+    return [
+        FSDPConfig(reshard_after_forward=False),
+        FSDPConfig(fsdp_size=half, cpu_offload=True),  # two copies of the weights
+        *([FSDPConfig(reshard_after_forward=half)] if half > 1 else []),
+    ]
+
+
+async def test_the_placement_of_weights_changes_no_gradient(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(micro_train_batch_size_per_gpu=3).trainer
+    batch, objective = off_policy_batch(tiny_model, 400, seed=21), policy_objective(cfg)
+    for index, fsdp in enumerate(sharding(len(ranks))):
+        placed = replace(spec("policy", tiny_model_path, cfg), fsdp=fsdp)
+        await compare(ranks, placed, objective, batch, tmp_path / str(index))
+        group = await load_group(ranks, placed, objective)
+        before = await group.score(batch)
+        await group.load_state(tmp_path / f"{index}/single")
+        assert await group.is_finite()
+        await group.export(tmp_path / f"{index}/export")
+        assert not torch.equal((await group.score(batch))["logprobs"], before["logprobs"])
+
+
+async def test_recomputed_activations_change_no_gradient(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(micro_train_batch_size_per_gpu=3).trainer
+    load = partial(
+        load_model,
+        str(tiny_model_path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        gradient_checkpointing=True,
+    )
+    batch = off_policy_batch(tiny_model, 400, seed=21)
+    checkpointed = replace(spec("policy", tiny_model_path, cfg), load=load)
+    await compare(ranks, checkpointed, policy_objective(cfg), batch, tmp_path)
+
+
+async def test_blocks_compute_in_bfloat16_and_gradients_add_up_in_float32(
+    ranks: list[ProcessRank], tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    cfg = config(micro_train_batch_size_per_gpu=3).trainer
+    batch, objective = off_policy_batch(tiny_model, 400, seed=21), policy_objective(cfg)
+    exact = spec("policy", tiny_model_path, cfg)
+    scores, gradients = [], []
+    for name, fsdp in (("exact", exact.fsdp), ("rounded", FSDPConfig(param_dtype="bfloat16"))):
+        group = await load_group(ranks, replace(exact, fsdp=fsdp), objective)
+        scores.append((await group.score(batch))["logprobs"])
+        await group.update(batch)
+        gradients.append(await first_gradient(group, exact, objective, tmp_path / name))
+    assert 1e-4 < (scores[0] - scores[1]).abs().max() < 0.1, "blocks do not compute in bfloat16"
+    assert {values.dtype for values in gradients[1].values()} == {torch.float32}
+    largest = max(values.abs().max().item() for values in gradients[0].values())
+    assert 1e-4 * largest < largest_difference(*gradients) < 0.1 * largest
+    rounded = torch.cat([values.flatten() for values in gradients[1].values()])
+    assert (rounded != rounded.bfloat16()).float().mean() > 0.5, "the sum over ranks was rounded to bfloat16"
+
+
 LORA = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-3}}
 
 
@@ -390,6 +455,33 @@ async def test_a_merged_checkpoint_is_the_model_of_the_ranks(
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
     original = await load_group([single_rank()], spec("policy", base, config().trainer), policy_objective(cfg))
     assert ((await original.score(batch))["logprobs"] - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+async def test_a_reward_model_is_trained_as_in_one_process(
+    ranks: list[ProcessRank], tiny_model_path: Path, lora: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(5, 60, (n,), generator=generator).tolist() for n in (9, 4, 7, 7, 3, 12)]
+    pairs = [tuple((rewarded_segment(row, 0),) for row in pair) for pair in zip(rows[0::2], rows[1::2], strict=True)]
+    batch = build_supervised_batch([DrawnPrompt(i, pair) for i, pair in enumerate(pairs)], 0)
+    cfg = config(policy={**LORA, "model": {"path": str(tiny_model_path), "lora": lora}}).trainer
+    load = partial(
+        load_reward_model,
+        str(tiny_model_path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        key="trainer.policy.model.path",
+        pad_token_id=0,
+    )
+    reward_spec = replace(spec("policy", tiny_model_path, cfg), role="reward", load=load)
+    ours, theirs = [await load_group(r, reward_spec, RewardObjective()) for r in (ranks, [single_rank()])]
+    for _ in range(3):
+        expected, metrics = [(await group.update(batch)).numbers() for group in (theirs, ours)]
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=EXACT)
+    assert metrics["loss"] < math.log(2) - 0.01
+    values = [(await group.score(batch))["values"] for group in (theirs, ours)]
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-4)
 
 
 async def test_nan_weights_on_any_rank_are_found(ranks: list[ProcessRank], tiny_model_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""Ranks in the processes of `torchrun`: rank 0 drives, and the others carry out its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TypeVar
+
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from skyrl_train.algorithms.objectives import Objective
+from skyrl_train.config.run import RunPlacementConfig
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.launch.process import ConnectedRank
+from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.models.loading import default_device
+from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.ranks import LocalRank, Rank
+
+T = TypeVar("T")
+
+DRIVER = "skyrl/driver"
+"""Key of the address of rank 0 in torchrun's store; empty if rank 0 needs no ranks."""
+
+STORE_TIMEOUT = timedelta(days=1)
+POLL = timedelta(seconds=30)
+CONNECT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Torchrun:
+    """The processes that `torchrun` has started, of which this is one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    n_per_node: int
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str] = os.environ) -> Torchrun | None:
+        """Return the description in the environment; None if torchrun did not start this process."""
+        if "TORCHELASTIC_RUN_ID" not in environ:
+            return None
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return cls(*(int(environ[name]) for name in names))
+
+    def check(self, placement: RunPlacementConfig) -> None:
+        """Raise ConfigError if the configuration asks for other processes than these."""
+        n_nodes = self.size // self.n_per_node
+        if placement.launcher != "auto":
+            raise ConfigError(
+                f"trainer.placement.launcher={placement.launcher}, but torchrun has started {self.size} processes; "
+                "start the command without torchrun, or remove trainer.placement.launcher"
+            )
+        for name, value in (("num_nodes", n_nodes), ("num_gpus_per_node", self.n_per_node)):
+            asked = getattr(placement, f"policy_{name}")
+            if asked not in (1, value):
+                raise ConfigError(
+                    f"trainer.placement.policy_{name}={asked}, but torchrun has started {n_nodes} × {self.n_per_node} "
+                    f"processes (nodes × processes per node); remove trainer.placement.policy_{name}, or start that "
+                    "many with torchrun --nnodes and --nproc_per_node"
+                )
+
+    def join(self) -> RankHost:
+        """Join the process group of all processes, in the thread that will compute."""
+        device = default_device().type
+        world = World(self.rank, self.size, f"cuda:{self.local_rank}" if device == "cuda" else device)
+        return RankHost(world, "env://", max(1, (os.cpu_count() or 1) // self.n_per_node))
+
+    def store(self) -> dist.Store:
+        """Return the store that all processes share."""
+        store: dist.Store = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=STORE_TIMEOUT)))[0]
+        return store
+
+
+class TorchrunLauncher:
+    """A launcher of one model, on the processes of `torchrun`. It runs in rank 0, whose part of the model computes in
+    `executor`, which has one thread.
+    """
+
+    def __init__(self, executor: Executor, torchrun: Torchrun) -> None:
+        self.device = default_device()
+        self._executor = executor
+        self._torchrun = torchrun
+        self._host: RankHost | None = None
+        self._others: list[ConnectedRank] = []
+        self._local: LocalRank | None = None
+
+    async def start(self) -> None:
+        """Connect to the other ranks, and join their process group.
+
+        Raises:
+            WorkerError: a rank did not connect in time.
+        """
+        connections = await asyncio.to_thread(_accept_ranks, self._torchrun)
+        self._others = [ConnectedRank(rank, connection) for rank, connection in sorted(connections.items())]
+        self._host = await self._compute(self._torchrun.join)
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
+        assert self._host is not None, "start() comes first"
+        local = LocalRank(self._executor, self._host.strategy)
+        group = WorkerGroup(spec, [local, *self._others], objective)
+        await group.load()
+        self._local = local
+        return group
+
+    async def close(self) -> None:
+        """End the other ranks, and leave the process group."""
+        ranks: list[Rank] = [*self._others, *([self._local] if self._local else [])]
+        await asyncio.gather(*(rank.close() for rank in ranks), return_exceptions=True)  # a save may be in progress
+        if self._host is not None:
+            await self._compute(self._host.close)
+
+    async def _compute(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+
+def _accept_ranks(torchrun: Torchrun) -> dict[int, Connection]:
+    """Publish the address of this process, and return the connections of all other ranks."""
+    is_local = torchrun.size == torchrun.n_per_node
+    key = secrets.token_bytes(32)
+    connections: dict[int, Connection] = {}
+    with socket.create_server(("127.0.0.1" if is_local else "", 0)) as server:
+        server.settimeout(CONNECT_TIMEOUT_S)
+        host = "127.0.0.1" if is_local else os.environ["MASTER_ADDR"]
+        torchrun.store().set(DRIVER, json.dumps([host, server.getsockname()[1], key.hex()]))
+        while len(connections) < torchrun.size - 1:
+            try:
+                accepted, _ = server.accept()
+            except TimeoutError as error:
+                missing = sorted(set(range(1, torchrun.size)) - connections.keys())
+                raise WorkerError(
+                    f"ranks {missing} of torchrun did not connect to {host} in {CONNECT_TIMEOUT_S:g} s; all processes "
+                    "must run the same command, and reach MASTER_ADDR on any port"
+                ) from error
+            connection = Connection(accepted.detach())
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            connections[int.from_bytes(connection.recv_bytes())] = connection
+    return connections
+
+
+def serve_driver(torchrun: Torchrun) -> None:
+    """Carry out the calls of rank 0 until it ends. Runs in the other ranks."""
+    disable_progress_bar()  # transformers shows one for each file
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 ends this one
+    store = torchrun.store()
+    while True:
+        try:
+            store.wait([DRIVER], POLL)
+            break
+        except dist.DistStoreError:  # rank 0 still reads its configuration and data
+            continue
+    if not (published := store.get(DRIVER)):
+        return
+    host, port, hexadecimal_key = json.loads(published)
+    key = bytes.fromhex(hexadecimal_key)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all processes; rank 0 ends its step first
+    with Connection(socket.create_connection((host, port)).detach()) as connection:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+        connection.send_bytes(torchrun.rank.to_bytes(4))
+        torchrun.join().serve(connection)
+
+
+def release_ranks(torchrun: Torchrun) -> None:
+    """End the other ranks, if the command of rank 0 did not use them."""
+    store = torchrun.store()
+    if not store.check([DRIVER]):
+        store.set(DRIVER, "")

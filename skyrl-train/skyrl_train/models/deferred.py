@@ -1,0 +1,132 @@
+"""Models whose weights are read after they have been sharded, so that no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.initialization import no_init_weights
+
+from skyrl_train.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(slots=True)
+class DeferredWeights:
+    """The weights of a model that was created without them."""
+
+    source: str | None = None
+    """Configuration key and path of the model, for messages; None if no model was created without its weights."""
+    files: dict[str, Path] | None = None
+    """File of each tensor. Tensors that are not in a file are 0."""
+
+    @torch.no_grad()
+    def read(self, name: str, target: torch.Tensor, offset: Collection[int]) -> None:
+        """Read the part of a tensor that begins at `offset` and has the shape of `target`; ConfigError if it is NaN or
+        infinite.
+        """
+        assert self.files is not None, "no model was created without its weights"
+        if name not in self.files:
+            target.zero_()
+        elif target.numel():
+            part = tuple(slice(first, first + n) for first, n in zip(offset, target.shape, strict=True))
+            with safe_open(self.files[name], framework="pt") as tensors:  # unmapped again after each tensor
+                target.copy_(tensors.get_slice(name)[part])
+            if not target.isfinite().all():
+                raise ConfigError(
+                    f"{self.source} has NaN or infinite weights in {name}; use another checkpoint of the model"
+                )
+
+
+_deferred: ContextVar[DeferredWeights | None] = ContextVar("deferred", default=None)
+
+
+@contextmanager
+def deferring(is_on: bool = True) -> Iterator[DeferredWeights]:
+    """Make `load_model` and `load_value_model` leave out the weights, and yield where they are."""
+    weights = DeferredWeights()
+    token = _deferred.set(weights if is_on else None)
+    try:
+        yield weights
+    finally:
+        _deferred.reset(token)
+
+
+def create_without_weights(
+    auto_class: Any, source: str, path: str, dtype: torch.dtype, optional: str = "", **settings: Any
+) -> PreTrainedModel | None:
+    """Create the model at `path` without its weights, if `deferring` asks for it and its files have all its tensors.
+
+    Args:
+        auto_class: a class such as AutoModelForCausalLM.
+        source: the configuration key and the path, for messages.
+        path: a folder or a Hub name.
+        dtype: type of the weights.
+        optional: prefix of tensors that the files may lack.
+        settings: changes of the model's configuration.
+
+    Returns:
+        None if the model must be loaded as a whole.
+    """
+    weights = _deferred.get()
+    if weights is None or (folder := _find_folder(path)) is None:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder, **settings)
+        with no_init_weights():  # memory that is never written takes no space
+            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        files, shapes = _list_tensors(folder)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # loading it whole names the fault
+        logger.debug("%s cannot be created without its weights: %r", source, error)
+        return None
+    needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if optional:
+        shapes |= {name: shape for name, shape in needed.items() if name.startswith(optional) and name not in shapes}
+    lacking = [name for name, shape in needed.items() if shapes.get(name) != shape]
+    lacking += sorted(model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys())
+    if lacking or get_checkpoint_conversion_mapping(config.model_type):
+        reason = f"its files have no {lacking[0]}" if lacking else "transformers converts its tensors"
+        logger.info("%s: every rank loads the whole model first, because %s", source, reason)
+        return None
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    weights.source, weights.files = source, files
+    return model
+
+
+def _find_folder(path: str) -> Path | None:
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError):
+        return None
+
+
+def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+    """Return the file and the shape of each tensor of a model."""
+    names = [SINGLE_FILE]
+    if (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    files, shapes = {}, {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as tensors:
+            for tensor in tensors.keys():  # noqa: SIM118, not a mapping
+                files[tensor] = folder / name
+                shapes[tensor] = tuple(tensors.get_slice(tensor).get_shape())
+    return files, shapes

@@ -1,0 +1,128 @@
+"""Supervised fine-tuning under torchrun: two ranks train like one process, and end together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from sft_runs import metrics, overrides, write_rows
+
+from skyrl_train.config.cli import parse
+from skyrl_train.config.run import RunPlacementConfig
+from skyrl_train.config.sft import SFT
+from skyrl_train.entrypoints.cli import main
+from skyrl_train.entrypoints.sft import SFTExp
+from skyrl_train.errors import ConfigError
+from skyrl_train.launch.torchrun import Torchrun
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+COMMAND = [*TORCHRUN, "--nproc_per_node=2", "-m", "skyrl_train.entrypoints.main_sft"]
+OPTIONS: dict[str, Any] = {
+    "cwd": Path(__file__).parents[3],
+    "env": os.environ | {"OMP_NUM_THREADS": "1"},
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.STDOUT,
+    "text": True,
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_rows(tmp_path)
+    return tmp_path
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    """Assert that two runs have the same losses, and the same weights up to rounding."""
+    rows = metrics(folder)
+    assert len(rows) == 6
+    for row, expected_row in zip(rows, metrics(expected), strict=True):
+        for name in ("train/loss", "val/loss"):
+            if name in expected_row:
+                assert row[name] == pytest.approx(expected_row[name], rel=0, abs=1e-6), name
+        assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-6)
+    (exported,) = (expected / "skyrl/test_run/export").rglob("*.safetensors")
+    tensors = load_file(folder / exported.relative_to(expected))
+    for name, tensor in load_file(exported).items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=4"]])
+def test_two_ranks_train_like_one_process(lora: list[str], data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
+    learning_rate = "trainer.policy.optimizer_config.lr=1e-4"  # Adam magnifies rounding
+    assert main(["sft", *overrides(data, tiny_model_path, tmp_path / "one", learning_rate, *lora)]) == 0
+    run = overrides(data, tiny_model_path, tmp_path / "two", learning_rate, *lora)
+    finished = subprocess.run([*COMMAND, *run], check=False, **OPTIONS)
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.count("Loaded the policy") == 1, "every rank logs"
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
+    data: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    settings = ["trainer.ckpt_interval=1", "trainer.policy.optimizer_config.lr=1e-4"]
+    run = overrides(data, tiny_model_path, tmp_path / "killed", *settings)
+    folder = tmp_path / "killed/skyrl/test_run"
+    with subprocess.Popen([*COMMAND, *run], **OPTIONS) as process:
+        deadline = time.monotonic() + 200
+        while not (folder / "ckpts/global_step_1").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        workers = psutil.Process(process.pid).children()
+        (second,) = (worker for worker in workers if worker.environ()["RANK"] == "1")
+        second.kill()
+        messages, _ = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert not any(worker.is_running() for worker in workers)
+    assert len(metrics(tmp_path / "killed")) < 6
+    assert messages.count("error: ") <= 1, messages  # torchrun may end rank 0 first
+    finished = subprocess.run([*COMMAND, *run], check=False, **OPTIONS)
+    assert finished.returncode == 0, finished.stdout
+    assert "Resumed from" in finished.stdout
+    assert main(["sft", *overrides(data, tiny_model_path, tmp_path / "whole", *settings)]) == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_dry_run_names_the_ranks_and_ends_them(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
+    run = overrides(data, tiny_model_path, tmp_path / "out")
+    finished = subprocess.run([*COMMAND, *run, "--dry-run"], check=False, timeout=120, **OPTIONS)
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.count("processes    2 of torchrun") == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ({"launcher": "inline"}, r"trainer\.placement\.launcher=inline, but torchrun has started 4 processes"),
+        ({"launcher": "ray"}, r"trainer\.placement\.launcher=ray, but torchrun"),
+        ({"policy_num_gpus_per_node": 4}, r"policy_num_gpus_per_node=4, but torchrun has started 2 × 2 processes"),
+        ({"policy_num_nodes": 4}, r"policy_num_nodes=4, but torchrun has started 2 × 2 processes"),
+    ],
+)
+def test_settings_for_other_processes_than_those_of_torchrun_are_refused(
+    placement: dict[str, Any], message: str
+) -> None:
+    torchrun = Torchrun(rank=0, size=4, local_rank=0, n_per_node=2)
+    torchrun.check(RunPlacementConfig(policy_num_nodes=2, policy_num_gpus_per_node=2))
+    torchrun.check(RunPlacementConfig())
+    with pytest.raises(ConfigError, match=message):
+        torchrun.check(RunPlacementConfig(**placement))
+
+
+def test_runs_with_an_engine_are_refused_under_torchrun(
+    data: Path, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    experiment = SFTExp(parse(overrides(data, tiny_model_path, tmp_path / "out"), SFT))
+    with pytest.raises(ConfigError, match="torchrun has started 2 processes, and this kind of run starts its own"):
+        experiment.new_launcher(["policy"], has_engine=True)

@@ -1,0 +1,114 @@
+"""The files that start runs on clusters: their commands, and the devices that they ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from skyrl_train.config import parse_cli
+
+FOLDER = Path(__file__).parents[3] / "examples/cluster"
+ROOT = FOLDER.parents[2]
+CLUSTER_COMMANDS = ("ray", "srun", "ssh", "scontrol")
+
+
+def run_script(name: str, overrides: list[str], folder: Path, **variables: str) -> str:
+    """Run a script with the real `skyrl`, and with commands of a cluster that only print their arguments."""
+    for command in CLUSTER_COMMANDS:
+        (folder / command).write_text(f'#!/bin/sh\necho {command} "$@"\n')
+    (folder / "skyrl").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "from skyrl_train.entrypoints.cli import run; run()" "$@"\n'
+    )
+    for file in folder.iterdir():
+        file.chmod(0o755)
+    finished = subprocess.run(
+        ["bash", str(FOLDER / name), *overrides, "--dry-run"],
+        env=os.environ | variables | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture
+def run(tiny_model_path: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a run on one row."""
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "env_class": "gsm8k", "reward_spec": {"ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    return [
+        f"data.train_data={tmp_path}/train.jsonl",
+        "data.val_data=[]",
+        f"trainer.policy.model.path={tiny_model_path}",
+        f"trainer.output_dir={tmp_path}",
+        "trainer.eval_interval=-1",
+        "trainer.train_batch_size=1",
+        "trainer.policy_mini_batch_size=1",
+        "generator.sampling_params.max_generate_length=8",
+    ]
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def test_nodes_over_ssh(run: list[str], bin_folder: Path) -> None:
+    output = run_script("start_nodes.sh", run, bin_folder, NODES="one two three", GPUS_PER_NODE="4")
+    assert "ray start --head --port=6379" in output
+    for node in ("two", "three"):
+        assert f"ssh {node} {bin_folder}/ray start --address=one:6379" in output
+        assert f"ssh {node} {bin_folder}/ray stop" in output
+    assert "policy 3 × 4" in output
+
+
+def test_a_slurm_job(run: list[str], bin_folder: Path) -> None:
+    variables = {
+        "SLURM_JOB_NODELIST": "one",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_JOB_NAME": "test_run",
+    }
+    output = run_script("slurm.sbatch", run, bin_folder, **variables)
+    assert "ray start --head --port=6379 --block" in output
+    assert "--nodes=1 --ntasks=1 --exclude=" in output
+    assert "policy 2 × 8" in output
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", (FOLDER / "slurm.sbatch").read_text(), re.MULTILINE))
+    assert options["ntasks-per-node"] == "1", "one `ray start` a node"
+
+
+def test_a_submitted_job(run: list[str], bin_folder: Path) -> None:
+    output = run_script("ray_job.sh", run, bin_folder)
+    words = shlex.split(output)
+    assert words[:5] == ["ray", "job", "submit", "--working-dir=.", "--"]
+    assert words[5:7] == ["skyrl", "train"]
+
+
+def test_a_job_on_kubernetes_asks_for_the_devices_of_its_pods() -> None:
+    spec = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())["spec"]
+    command, subcommand, *overrides = shlex.split(spec["entrypoint"])
+    assert (command, subcommand) == ("skyrl", "train")
+    placement = parse_cli(overrides).trainer.placement
+    groups = [spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]]
+    n_gpus = [group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for group in groups]
+    assert set(n_gpus) == {placement.policy_num_gpus_per_node}
+    assert 1 + sum(group["replicas"] for group in groups[1:]) == placement.policy_num_nodes
+    assert "SKYRL_RAY_JOIN_TIMEOUT_IN_S" in yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+
+
+def test_the_image_copies_what_exists() -> None:
+    for line in (FOLDER / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            _, *sources, _ = line.split()
+            assert all((ROOT / source).exists() for source in sources), line
